@@ -17,8 +17,6 @@ computes inside `with device.on_thread():`.
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,12 +27,11 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.cuda import _sanitizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.fakes.cuda_streams import Event, Graph, Stream
+from tests.fakes.cuda_streams import CurrentPlace, Event, Graph, Stream
 
 VRAM = 1 << 48  # added to addresses, so that none of them is an address of the host
 _OPEN = torch.device("cuda")
@@ -117,24 +114,19 @@ class _Calls(TorchFunctionMode):
         return torch.device("cuda", self._device.current_device()) if is_open else each
 
 
-class SimulatedCuda(TorchDispatchMode):
+class SimulatedCuda(CurrentPlace, TorchDispatchMode):
     active: SimulatedCuda | None = None
 
     def __init__(self, num_devices: int = 1, major: int = 9, *, orders: bool = False):
         """`orders`: the sanitizer looks at the order of streams, which takes longer than all else."""
-        super().__init__()
+        TorchDispatchMode.__init__(self)
+        CurrentPlace.__init__(self, num_devices)
         self.orders = orders
         self.num_devices, self.major = num_devices, major
-        self.num_syncs = 0  # reads of a tensor by the host, and waits for a stream or an event
         self.operators: list[str] = []
         self.races: list[Exception] = []
         self.recorded: dict[int, set[int]] = {}  # by address: streams given to `record_stream`
         self.pinned: set[int] = set()  # addresses of pinned host memory
-        self.capture: Graph | None = None
-        self.handler = _sanitizer.EventHandler()
-        self._local = threading.local()
-        self._numbers = itertools.count(1)
-        self.default = [Stream(self, index, 0) for index in range(num_devices)]
         self._patches: list[Any] = []
 
     # --- what tests use
@@ -305,60 +297,6 @@ class SimulatedCuda(TorchDispatchMode):
             )
         return indices.pop() if indices else None
 
-    # --- streams
-
-    def sync(self, why: str) -> None:
-        if self.capture is not None:
-            raise RuntimeError(f"CUDA error: {why} while a graph is recorded")
-        self.num_syncs += 1
-
-    def current_device(self) -> int:
-        return getattr(self._local, "device", 0)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        index = self._place(torch.device("cuda") if device is None else torch.device(device))
-        return getattr(self._local, "streams", {}).get(index, self.default[index])
-
-    def set_stream(self, stream: Stream) -> None:
-        self._local.streams = {**getattr(self._local, "streams", {}), stream.index: stream}
-
-    def set_device(self, device: Any) -> None:
-        self._local.device = device if isinstance(device, int) else self._place(torch.device(device))
-
-    @contextmanager
-    def _on_stream(self, stream: Stream | None) -> Iterator[None]:
-        if stream is None:
-            yield
-            return
-        before = self.current_stream(torch.device("cuda", stream.index))
-        self.set_stream(stream)
-        try:
-            yield
-        finally:
-            self.set_stream(before)
-
-    @contextmanager
-    def _record(self, graph: Graph, pool: Any = None, **_options: Any) -> Iterator[None]:
-        self.capture = graph
-        try:
-            with self._on_stream(Stream(self, self.current_device(), next(self._numbers))):
-                yield
-        finally:
-            self.capture = None
-
-    def _exchange(self, index: int) -> int:
-        before = self.current_device()
-        if index >= 0:
-            self._local.device = index
-        return before
-
-    def _place(self, device: torch.device) -> int:
-        return self.current_device() if device.index is None else device.index
-
-    def _synchronize(self, device: Any = None) -> None:
-        self.sync("the host waits for the device")
-        self.handler.syncs.sync_all_streams()
-
     def __enter__(self) -> SimulatedCuda:
         properties = SimpleNamespace(
             major=self.major, minor=0, multi_processor_count=132, name="simulated", uuid="GPU-0"
@@ -371,9 +309,9 @@ class SimulatedCuda(TorchDispatchMode):
             "default_stream": lambda device=None: self.default[self._place(torch.device(device or "cuda"))],
             "set_stream": self.set_stream, "stream": self._on_stream, "synchronize": self._synchronize,
             "Stream": lambda device=None, **_: Stream(
-                self, self._place(torch.device("cuda" if device is None else device)), next(self._numbers)
+                self, self._place(torch.device("cuda" if device is None else device)), self.next_number()
             ),
-            "Event": lambda **_: Event(self, next(self._numbers)), "CUDAGraph": lambda: Graph(self),
+            "Event": lambda **_: Event(self, self.next_number()), "CUDAGraph": lambda: Graph(self),
             "graph": self._record, "graph_pool_handle": lambda: (0, 1),
             "get_device_properties": lambda device=None: SimpleNamespace(
                 **{**vars(properties), "uuid": f"GPU-{self._place(torch.device(device or 'cuda'))}"}

@@ -1,20 +1,21 @@
-"""Streams, events and graphs of `cuda_device`. An event is over when the host has waited for it, for its
-stream or for the device: until then `query` says no."""
+"""Streams, events and graphs of `cuda_device`, and which of them each thread uses. An event is over when the
+host has waited for it, for its stream or for the device: until then `query` says no."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from tests.fakes.cuda_device import SimulatedCuda
+from torch.cuda import _sanitizer
 
 
 class Stream:
-    def __init__(self, device: SimulatedCuda, index: int, number: int):
+    def __init__(self, device: CurrentPlace, index: int, number: int):
         self._device, self.index, self.number = device, index, number
         self.events: list[Event] = []
         if number:
@@ -40,7 +41,7 @@ class Stream:
 
 
 class Event:
-    def __init__(self, device: SimulatedCuda, number: int):
+    def __init__(self, device: CurrentPlace, number: int):
         self._device, self.number = device, number
         self.is_over = True  # as CUDA's, until it is recorded
         self.num_waits = 0
@@ -66,7 +67,7 @@ class Event:
 
 
 class Graph:
-    def __init__(self, device: SimulatedCuda):
+    def __init__(self, device: CurrentPlace):
         self._device = device
         self.launches: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
 
@@ -84,3 +85,70 @@ class Graph:
             for old, new in zip(outs, results, strict=True):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+class CurrentPlace:
+    """The device and the streams that each thread uses, and the sanitizer that is told of them."""
+
+    def __init__(self, num_devices: int) -> None:
+        self.num_syncs = 0  # reads of a tensor by the host, and waits for a stream or an event
+        self.capture: Graph | None = None
+        self.handler = _sanitizer.EventHandler()
+        self._local = threading.local()
+        self._numbers = itertools.count(1)
+        self.default = [Stream(self, index, 0) for index in range(num_devices)]
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def sync(self, why: str) -> None:
+        if self.capture is not None:
+            raise RuntimeError(f"CUDA error: {why} while a graph is recorded")
+        self.num_syncs += 1
+
+    def current_device(self) -> int:
+        return getattr(self._local, "device", 0)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = self._place(torch.device("cuda") if device is None else torch.device(device))
+        return getattr(self._local, "streams", {}).get(index, self.default[index])
+
+    def set_stream(self, stream: Stream) -> None:
+        self._local.streams = {**getattr(self._local, "streams", {}), stream.index: stream}
+
+    def set_device(self, device: Any) -> None:
+        self._local.device = device if isinstance(device, int) else self._place(torch.device(device))
+
+    @contextmanager
+    def _on_stream(self, stream: Stream | None) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        before = self.current_stream(torch.device("cuda", stream.index))
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    @contextmanager
+    def _record(self, graph: Graph, pool: Any = None, **_options: Any) -> Iterator[None]:
+        self.capture = graph
+        try:
+            with self._on_stream(Stream(self, self.current_device(), self.next_number())):
+                yield
+        finally:
+            self.capture = None
+
+    def _exchange(self, index: int) -> int:
+        before = self.current_device()
+        if index >= 0:
+            self._local.device = index
+        return before
+
+    def _place(self, device: torch.device) -> int:
+        return self.current_device() if device.index is None else device.index
+
+    def _synchronize(self, device: Any = None) -> None:
+        self.sync("the host waits for the device")
+        self.handler.syncs.sync_all_streams()

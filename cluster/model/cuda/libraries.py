@@ -93,15 +93,10 @@ class Flash2:
         return _rows(self._varlen, query, key, value, lengths, layer)
 
 
-class Flash3:
+class Flash3(Flash2):
     """`module` is flash_attn_interface."""
 
     page_multiple = 1
-    has_softcap = True
-
-    def __init__(self, module: Any):
-        self._varlen = module.flash_attn_varlen_func
-        self._with_kvcache = module.flash_attn_with_kvcache
 
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
@@ -110,11 +105,6 @@ class Flash3:
             query, key, value, cache_seqlens=lengths.contexts, page_table=lengths.tables,
             cu_seqlens_q=lengths.query_starts, max_seqlen_q=lengths.max_query, **_common(layer),
         )  # fmt: skip
-
-    def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-    ) -> Tensor:
-        return _rows(self._varlen, query, key, value, lengths, layer)
 
 
 class Flash4:

@@ -36,8 +36,10 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
     limits = {"fails": 60.0, "hangs": 2.0, "works": 60.0}
     assert run_all(["fails", "hangs", "works"], limits, command, out) == 2
     records = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [record["part"] for record in records[::2]] == ["earlier", "fails", "hangs", "works"]
+    found = [record["part"] for record in records if record["what"] == "copy" and record["part"] != "hangs"]
+    assert found == ["earlier", "fails", "works"]  # the part that hangs may be ended before it says something
     ends = {record["part"]: record for record in records if record["what"] == "end"}
+    assert list(ends) == list(limits)
     assert [ends[name]["ok"] for name in limits] == [False, False, True]
     assert ends["fails"]["why"][-1] == "RuntimeError: no kernel image"
     assert ends["hangs"]["why"] == "time limit"
