@@ -106,9 +106,13 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
     return [recorder.shapes[i] for i in range(num_layers)]
 
 
-def _check_windows(config: object, recorder: _ShapeRecorder) -> None:
-    """Objects to a window that exists only in the mask, because it would be lost."""
-    for layer_idx, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
+def _check_windows(config: PreTrainedConfig, recorder: _ShapeRecorder) -> None:
+    """Objects to a window that exists only in the mask or in transformers' cache, because it would be lost.
+    The cache gives every layer the window of a configuration without `layer_types`."""
+    window = getattr(config, "sliding_window", None)
+    is_short = window is not None and window < getattr(config, "max_position_embeddings", window + 1)
+    implied = ("sliding_attention",) * (config.num_hidden_layers if is_short else 0)
+    for layer_idx, layer_type in enumerate(getattr(config, "layer_types", None) or implied):
         shape = recorder.shapes.get(layer_idx)
         if layer_type == "sliding_attention" and (shape is None or shape.window is None):
             recorder.objections.add("its sliding window is not passed to the attention interface")

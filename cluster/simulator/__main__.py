@@ -3,7 +3,7 @@ that was recorded.
 
 python -m cluster.simulator run   --workload 4-image --layout 1,4,3 --rate 20 --policy joint
 python -m cluster.simulator plan  --workload 4-image --slo-ttft-s 2 --slo-tpot-s 0.05 --gpus h200:8
-    [--svg plan.svg] [--values FILE]
+    [--svg plan.svg] [--values FILE] [--config FILE]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cluster.simulator.hardware import ACCELERATORS, MODELS
 from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.plan_report import plan_plot, plan_table, plan_values
+from cluster.simulator.plan_report import plan_config, plan_plot, plan_table, plan_values
 from cluster.simulator.planner import plan
 from cluster.simulator.results import Slo, fields
 from cluster.simulator.search import run_once
@@ -52,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     planner.add_argument("--svg", type=Path)
     planner.add_argument("--values", type=Path, help="a values file of deploy/chart for the best division")
+    planner.add_argument("--config", type=Path, help="a Serve configuration for it, on one machine")
     for command in (run, planner):
         command.add_argument("--workload", choices=WORKLOADS, required=True)
         command.add_argument("--model", choices=MODELS, default="vl-7b")
@@ -79,17 +80,26 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    slo = Slo(args.slo_ttft_s, args.slo_tpot_s)
-    plans = plan(WORKLOADS[args.workload], slo, args.gpus, MODELS[args.model], args.requests, args.seed)
+    slo, model = Slo(args.slo_ttft_s, args.slo_tpot_s), MODELS[args.model]
+    plans = plan(WORKLOADS[args.workload], slo, args.gpus, model, args.requests, args.seed)
     print("\n".join(plan_table(plans)))
+    promise = f"99 % of first tokens within {slo.ttft_s:g} s, of times per token within {slo.tpot_s:g} s"
     if args.values:
-        promise = (
-            f"99 % of first tokens within {slo.ttft_s:g} s, 99 % of times per token within {slo.tpot_s:g} s"
-        )
         args.values.write_text(plan_values(plans[0], promise))
+    if args.config:
+        args.config.write_text(plan_config(plans[0], promise, model, _command(args)))
     if args.svg:
         args.svg.write_text(plan_plot(plans, f"{args.workload}: requests/s that keep the limits"))
     return 0
+
+
+def _command(args: argparse.Namespace) -> str:
+    gpus = ",".join(f"{name}:{count}" for name, count in args.gpus.items())
+    return (
+        f"python -m cluster.simulator plan --gpus {gpus} --model {args.model} --workload {args.workload} "
+        f"--slo-ttft-s {args.slo_ttft_s:g} --slo-tpot-s {args.slo_tpot_s:g} --requests {args.requests} "
+        f"--config {args.config}"
+    )
 
 
 def _layout(text: str) -> Layout:

@@ -60,7 +60,9 @@ def seconds(spec: WorkerSpec, wanted: Demand) -> float:
 
 def capacity(specs: Sequence[WorkerSpec], wanted: Demand) -> float:
     """Requests a second of the narrowest phase; a worker of several phases gives all of them its time in
-    proportion to what is asked of them."""
+    proportion to what is asked of them. 0 where a worker has no room for the model."""
+    if any(spec.num_blocks < 0 for spec in specs):
+        return 0.0
     rates = []
     for phase in Phase:
         able = [spec for spec in specs if phase in spec.role.phases]

@@ -48,8 +48,11 @@ class Accelerator:
 
 # Sheet: H200 SXM, dense bfloat16 and HBM3e. The step: what vLLM takes for large GPUs by default.
 H200 = Accelerator("h200", 989e12, 4.8e12, 141e9)
+# Sheet: H100 SXM, dense bfloat16 and HBM3.
+H100 = Accelerator("h100", 989e12, 3.35e12, 80e9)
 # Sheet: A100 SXM 80 GB. The step: vLLM's default for smaller GPUs.
 A100 = Accelerator("a100", 312e12, 2.04e12, 80e9, max_step_tokens=2048)
+H100_PAIR = Accelerator("h100x2", 2 * 989e12, 2 * 3.35e12, 2 * 80e9, num_devices=2)
 H200_PAIR = Accelerator("h200x2", 2 * 989e12, 2 * 4.8e12, 2 * 141e9, num_devices=2)
 
 
@@ -74,7 +77,7 @@ VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168)
 VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240)
 
 MODELS = {model.name: model for model in (VL_7B, VL_32B)}
-ACCELERATORS = {each.name: each for each in (H200, A100, H200_PAIR)}
+ACCELERATORS = {each.name: each for each in (H200, H100, A100, H200_PAIR, H100_PAIR)}
 
 
 def encode_curve(model: Model, accelerator: Accelerator) -> Curve:

@@ -1,18 +1,23 @@
-"""Plans as a table, a plot, and values for the chart. Pure."""
+"""Plans as a table, a plot, values for the chart and a Serve configuration. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from cluster.simulator.charts import box, label, svg
+from cluster.simulator.hardware import ACCELERATORS, Model, num_kv_blocks
+from cluster.simulator.layouts import ROLES
 from cluster.simulator.planner import Plan
+from cluster.types.members import Phase, Role
 
 WIDTH, LEFT, BAR, VALUES = 760, 260, 15, 150
+BLOCK_TOKENS = 16  # of a KV block, as the settings have it
+_ENABLED = (Role.ENCODE, Role.PREFILL, Role.DECODE)  # pools that the chart starts unless told otherwise
 COLOUR, ESTIMATE_COLOUR = "#2f6fb0", "#b5d3a8"
 
 
 def plan_table(plans: Sequence[Plan]) -> list[str]:
-    """The best first. E, P, D: workers of each phase; `*`: decode workers compute short prompts themselves
+    """The best first. E, P, D, PD, EPD: workers of each role; `*`: decode workers compute short prompts themselves
     where that is sooner."""
     lines = [
         "| division | requests/s | by arithmetic | TTFT p50, ms | p99 | TPOT p99, ms | tokens/s |",
@@ -48,13 +53,58 @@ def plan_plot(plans: Sequence[Plan], title: str) -> str:
 def plan_values(best: Plan, promise: str) -> str:
     """A values file for deploy/chart. Raises ValueError for several kinds of GPUs, because a pool of the
     chart has one."""
-    if len(best.division) != 1:
-        raise ValueError("values can be written for one kind of GPU only")
-    ((name, layout),) = best.division
-    counts = {"encode": layout.num_encode, "prefill": layout.num_prefill, "decode": layout.num_decode}
-    pools = (
-        f"  {pool}: {{pods: {count}}}" if count else f"  {pool}: {{enabled: false}}"
-        for pool, count in counts.items()
+    name, counts = _pools(best)
+    pools = [f"  {role}: {{enabled: true, pods: {count}}}" for role, count in counts.items()]
+    pools += [f"  {role}: {{enabled: false}}" for role in _ENABLED if role not in counts]
+    return "\n".join([f"# {_told(best, promise)}", "device: cuda", f"pools: # {name}", *pools, ""])
+
+
+def plan_config(best: Plan, promise: str, model: Model, command: str) -> str:
+    """A Serve configuration for one machine with these GPUs. Raises ValueError for several kinds of GPUs."""
+    name, counts = _pools(best)
+    num_blocks = num_kv_blocks(model, ACCELERATORS[name]) * model.block_size // BLOCK_TOKENS
+    if any({Phase.PREFILL, Phase.DECODE} <= role.phases for role in counts):
+        num_blocks //= 2  # a worker of both phases has the blocks of both
+    num_blocks -= num_blocks % 1024
+    settings = {
+        "roles": f"[{', '.join(counts)}]",
+        "device": "cuda",
+        "tensor_parallel_size": str(ACCELERATORS[name].num_devices),
+        "prefill": f"{{kv_blocks: {num_blocks}}}",
+        "decode": f"{{kv_blocks: {num_blocks}}}",
+    }
+    return "\n".join(
+        [
+            f"# {model.name} on {_told(best, promise)}.",
+            f"# {command}",
+            "# Its curves are rooflines over data sheets. KV is what 0.9 of the memory leaves beside weights and 5 GB.",
+            "proxy_location: HeadOnly",
+            "http_options: {host: 127.0.0.1, port: 8000}",
+            "logging_config: {log_level: WARNING, enable_access_log: false}",
+            "applications:",
+            "  - name: epdg",
+            "    route_prefix: /",
+            "    import_path: cluster.app:build",
+            "    args:",
+            *(f"      {key}: {value}" for key, value in settings.items()),
+            "    deployments:",
+            *(
+                f"      - {{name: {role.deployment}, num_replicas: {count}}}"
+                for role, count in counts.items()
+            ),
+            "      - {name: Door, num_replicas: 1, ray_actor_options: {num_cpus: 1}}",
+            "",
+        ]
     )
-    told = f"# {best.name}, simulated: {best.rate:.2f} requests/s with {promise}"
-    return "\n".join([told, "device: cuda", f"pools: # {name}", *pools, ""])
+
+
+def _pools(best: Plan) -> tuple[str, dict[Role, int]]:
+    """The kind of GPU, and the workers of each role that has some."""
+    if len(best.division) != 1:
+        raise ValueError("a file can be written for one kind of GPU only")
+    ((name, layout),) = best.division
+    return name, {ROLES[kind]: count for kind, count in layout.counts.items() if count}
+
+
+def _told(best: Plan, promise: str) -> str:
+    return f"{best.name}, simulated: {best.rate:.2f} requests/s with {promise}"

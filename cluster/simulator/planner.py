@@ -1,15 +1,16 @@
-"""How many devices of each kind to give to each phase: coarse by arithmetic, fine by simulation.
+"""How many devices of each kind to give to each role: coarse by arithmetic, fine by simulation.
 
-All ways to divide the devices are ranked by the rate of their narrowest phase (`demand.capacity`). The best
-few are simulated; from the best of them one device at a time is given to another phase, as long as that
-raises the rate that keeps the promise.
+All ways to divide the devices are ranked by the rate of their narrowest phase (`demand.capacity`). That
+arithmetic knows no limits of time, so it cannot say which roles are worth having: the best division of each
+small set of roles is simulated. From the best of these one device at a time is given to another role, as long
+as that raises the rate that keeps the promise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, pairwise, product
 
 from cluster.simulator.demand import capacity, demand
 from cluster.simulator.hardware import ACCELERATORS, Model
@@ -20,7 +21,10 @@ from cluster.simulator.worker import WorkerSpec
 from cluster.simulator.workload import Workload
 from router.policy import make_policy
 
-NUM_COARSE = 4  # divisions that are simulated before the fine search
+MAX_ROLES = 3  # of a division that is simulated before the fine search
+NUM_ROLES = 5  # E, P, D, PD and EPD: the first fields of a layout
+TIE = 0.03  # of the best rate: of divisions so close, the one with the fewest roles is the best
+HOPE = 0.8  # of the best division's capacity by arithmetic: a division with less is not simulated
 
 Division = tuple[tuple[str, Layout], ...]  # (accelerator, its devices)
 
@@ -48,7 +52,7 @@ def plan(
     ranked = [(capacity(specs_of(each, model), wanted), each) for each in divisions(devices)]
     ranked = sorted((pair for pair in ranked if pair[0] > 0), key=lambda pair: -pair[0])
     if not ranked:
-        raise ValueError("too few devices: every phase needs one")
+        raise ValueError("too few devices: every phase needs one that has room for the model")
     estimates = {division: estimate for estimate, division in ranked}
     found: dict[Division, Plan] = {}
 
@@ -65,13 +69,36 @@ def plan(
             found[division] = Plan(division, rate, estimates[division], summary)
         return found[division]
 
-    best = max((simulated(division) for _, division in ranked[:NUM_COARSE]), key=lambda each: each.rate)
+    best = max((simulated(division) for division in _starts(estimates)), key=lambda each: each.rate)
     while True:
-        near = [each for each in neighbours(best.division) if each in estimates]
+        least = HOPE * estimates[best.division]
+        near = [each for each in neighbours(best.division) if estimates.get(each, 0.0) >= least]
         better = max((simulated(each) for each in near), key=lambda each: each.rate, default=best)
         if better.rate <= best.rate:
-            return sorted(found.values(), key=lambda each: -each.rate)
+            return _ranked(list(found.values()), best.rate * (1 - TIE))
         best = better
+
+
+def _starts(ranked: Iterable[Division]) -> list[Division]:
+    """The best division of each small set of roles, of all by their rank."""
+    starts: dict[frozenset[str], Division] = {}
+    for division in ranked:
+        starts.setdefault(_roles(division), division)
+    return [division for roles, division in starts.items() if len(roles) <= MAX_ROLES]
+
+
+def _roles(division: Division) -> frozenset[str]:
+    return frozenset(kind for _, layout in division for kind, count in layout.counts.items() if count)
+
+
+def _ranked(plans: list[Plan], close: float) -> list[Plan]:
+    """By rate; the simplest of those that are close to the best goes first."""
+
+    def place(each: Plan) -> tuple[bool, int, float]:
+        is_close = each.rate >= close
+        return (not is_close, len(_roles(each.division)) * is_close, -each.rate)
+
+    return sorted(plans, key=place)
 
 
 def specs_of(division: Division, model: Model) -> list[WorkerSpec]:
@@ -79,24 +106,30 @@ def specs_of(division: Division, model: Model) -> list[WorkerSpec]:
 
 
 def divisions(devices: Mapping[str, int]) -> Iterator[Division]:
-    """Every way to give each device to one phase; decode workers compute short prompts themselves where that
-    is sooner."""
-    choices = [
-        [
-            (name, Layout(encode, prefill, count - encode - prefill, may_prefill_locally=True))
-            for encode in range(count + 1)
-            for prefill in range(count + 1 - encode)
-        ]
-        for name, count in devices.items()
-    ]
-    return iter(product(*choices))
+    """Every way to give each device one role; decode workers compute short prompts themselves where that is
+    sooner."""
+    return product(*([(name, each) for each in _layouts(count)] for name, count in devices.items()))
+
+
+def _layouts(num_devices: int) -> Iterator[Layout]:
+    num_places = num_devices + NUM_ROLES - 1
+    for bars in combinations(range(num_places), NUM_ROLES - 1):
+        ends = (-1, *bars, num_places)
+        counts = (end - begin - 1 for begin, end in pairwise(ends))
+        yield Layout(*counts, may_prefill_locally=True)
 
 
 def neighbours(division: Division) -> Iterator[Division]:
-    """One device works for another phase."""
+    """One device has another role."""
     for place, (name, layout) in enumerate(division):
-        counts = (layout.num_encode, layout.num_prefill, layout.num_decode)
-        for source, target in product(range(3), repeat=2):
+        counts = (
+            layout.num_encode,
+            layout.num_prefill,
+            layout.num_decode,
+            layout.num_language,
+            layout.num_whole,
+        )
+        for source, target in product(range(NUM_ROLES), repeat=2):
             if source == target or not counts[source]:
                 continue
             moved = [count - (i == source) + (i == target) for i, count in enumerate(counts)]

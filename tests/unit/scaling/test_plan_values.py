@@ -1,22 +1,39 @@
-"""The best division of GPUs as values for the chart."""
+"""The best division of GPUs as values for the chart and as a Serve configuration."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 import yaml
 
+from cluster.app import Hosts, actor_options_of
+from cluster.config.settings import REPOSITORY, ClusterArgs
+from cluster.simulator.__main__ import main
+from cluster.simulator.hardware import ACCELERATORS, MODELS, VL_7B
 from cluster.simulator.layouts import Layout
-from cluster.simulator.plan_report import plan_values
+from cluster.simulator.plan_report import plan_config, plan_values
 from cluster.simulator.planner import Plan
 from deploy.generate import CHART
 
+EXAMPLES = sorted((REPOSITORY / "deploy").glob("cluster-*-gpus.yaml"))
+NOTHING = Hosts(frozenset(), frozenset())
+
+
+def _plan(*counts: int) -> Plan:
+    division = (("h200", Layout(*counts, may_prefill_locally=True)),)
+    return Plan(division, rate=12.5, estimate=14.0, summary=None)
+
 
 def test_a_plan_becomes_values_that_the_chart_has():
-    plan = Plan(
-        (("h200", Layout(0, 5, 3, may_prefill_locally=True)),), rate=12.5, estimate=14.0, summary=None
-    )
-    values = yaml.safe_load(plan_values(plan, "promise"))
-    assert values["pools"] == {"encode": {"enabled": False}, "prefill": {"pods": 5}, "decode": {"pods": 3}}
+    values = yaml.safe_load(plan_values(_plan(0, 5, 0, 3), "promise"))
+    assert values["pools"] == {
+        "prefill": {"enabled": True, "pods": 5},
+        "language": {"enabled": True, "pods": 3},
+        "encode": {"enabled": False},
+        "decode": {"enabled": False},
+    }
     known = yaml.safe_load((CHART / "values.yaml").read_text())
     assert values.keys() <= known.keys() and values["pools"].keys() <= known["pools"].keys()
     assert "pods" in known["poolDefaults"]
@@ -26,3 +43,43 @@ def test_a_pool_of_the_chart_has_one_kind_of_gpu():
     division = (("h200", Layout(1, 1, 1)), ("a100", Layout(1, 1, 1)))
     with pytest.raises(ValueError, match="one kind"):
         plan_values(Plan(division, 1.0, 1.0, None), "promise")
+
+
+@pytest.mark.parametrize(("counts", "share"), [((1, 1, 1), 1), ((1, 0, 0, 3), 2), ((0, 0, 0, 0, 4), 2)])
+def test_a_plan_becomes_a_configuration_whose_kv_fits_each_worker(counts, share):
+    content = yaml.safe_load(plan_config(_plan(*counts), "promise", VL_7B, "command"))["applications"][0]
+    args = ClusterArgs.model_validate(content["args"])
+    assert [each["name"] for each in content["deployments"]] == [*(r.deployment for r in args.roles), "Door"]
+    assert args.prefill.kv_blocks == args.decode.kv_blocks
+    kv_bytes = share * args.decode.kv_blocks * args.block_size * VL_7B.kv_bytes_per_token
+    left = 0.9 * 141e9 - 2 * VL_7B.num_parameters - 5e9
+    assert 0.95 * left < kv_bytes <= left
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_takes_the_gpus_that_its_command_names(path: Path):
+    command = re.search(r"python -m cluster.simulator plan (.*)", path.read_text())
+    assert command
+    name, count = re.search(r"--gpus (\w+):(\d+)", command[1]).groups()
+    content = yaml.safe_load(path.read_text())["applications"][0]
+    args = ClusterArgs.model_validate(content["args"])
+    replicas = {each["name"]: each["num_replicas"] for each in content["deployments"]}
+    gpus = sum(
+        replicas[role.deployment] * actor_options_of(role, args, NOTHING)["num_gpus"] for role in args.roles
+    )
+    assert gpus == int(count) * ACCELERATORS[name].num_devices == int(path.name.split("-")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_what_its_command_writes(path: Path, tmp_path: Path):
+    command = re.search(r"python -m cluster.simulator (plan .*) --config", path.read_text())
+    assert command
+    written = tmp_path / path.name
+    assert main([*command[1].split(), "--config", str(written)]) == 0
+    assert yaml.safe_load(written.read_text()) == yaml.safe_load(path.read_text())
+
+
+def test_there_are_examples_for_two_four_and_eight_gpus():
+    assert [path.name.split("-")[1] for path in EXAMPLES] == ["2", "4", "8"]
+    assert {model for path in EXAMPLES for model in MODELS if model in path.read_text()} == set(MODELS)
