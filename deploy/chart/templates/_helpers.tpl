@@ -61,6 +61,27 @@ app.kubernetes.io/part-of: {{ include "epdg.fullname" . }}
 {{- mergeOverwrite (deepCopy .root.Values.poolDefaults) (deepCopy (index .root.Values.pools .role)) | toJson -}}
 {{- end }}
 
+{{/* The most pods that a pool's own group may have. Argument as above */}}
+{{- define "epdg.maxPods" -}}
+{{- $pool := include "epdg.pool" . | fromJson -}}
+{{- $most := default $pool.pods $pool.maxPods | int -}}
+{{- if lt $most (int $pool.pods) -}}
+{{- fail (printf "pools.%s.maxPods: %d are fewer than its pods, %d" .role $most (int $pool.pods)) -}}
+{{- end -}}
+{{- $most -}}
+{{- end }}
+
+{{/* Of the groups that the load may make larger, the names; nothing: all pools are fixed. */}}
+{{- define "epdg.scaledGroups" -}}
+{{- range include "epdg.roles" . | fromJsonArray -}}
+{{- $of := dict "root" $ "role" . -}}
+{{- if eq (include "epdg.hostRole" $of) . -}}
+{{- if gt (include "epdg.maxPods" $of | int) (int (include "epdg.pool" $of | fromJson).pods) -}}
+{{ . }} {{ end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* The role in whose pods a pool runs. */}}
 {{- define "epdg.hostRole" -}}
 {{- $pool := include "epdg.pool" . | fromJson -}}

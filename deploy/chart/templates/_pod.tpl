@@ -14,7 +14,7 @@ metadata:
   {{- end }}
 spec:
   serviceAccountName: {{ include "epdg.serviceAccountName" $root }}
-  automountServiceAccountToken: false
+  automountServiceAccountToken: {{ and (eq .component "head") (not (empty (include "epdg.scaledGroups" $root))) }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: 60
   securityContext:

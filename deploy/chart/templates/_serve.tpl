@@ -7,6 +7,18 @@ applications:
   - name: epdg
     route_prefix: /
     import_path: cluster.app:build
+    {{- $isScaled := include "epdg.scaledGroups" . }}
+    {{- if $isScaled }}
+    {{- $scaling := .Values.scaling }}
+    autoscaling_policy:
+      policy_function: cluster.serving.scaling:ScalingPolicy
+      policy_kwargs:
+        target_ttft_s: {{ $scaling.targetTtftSeconds }}
+        target_tpot_s: {{ $scaling.targetTpotSeconds }}
+        start_s: {{ $scaling.startSeconds }}
+        drain_s: {{ $scaling.drainSeconds }}
+        max_workers: {{ $scaling.maxWorkers }}
+    {{- end }}
     args:
       {{- include "epdg.args" . | fromJson | toYaml | nindent 6 }}
     deployments:
@@ -14,9 +26,15 @@ applications:
       {{- $of := dict "root" $ "role" . }}
       {{- $host := include "epdg.hostRole" $of }}
       {{- $pool := include "epdg.pool" $of | fromJson }}
-      {{- $owner := include "epdg.pool" (dict "root" $ "role" $host) | fromJson }}
+      {{- $owner := dict "root" $ "role" $host }}
+      {{- $least := mul (int (include "epdg.pool" $owner | fromJson).pods) (int $pool.workersPerPod) }}
+      {{- $most := mul (include "epdg.maxPods" $owner | int) (int $pool.workersPerPod) }}
       - name: {{ . | replace "_" " " | title | nospace }}
-        num_replicas: {{ mul (int $owner.pods) (int $pool.workersPerPod) }}
+        {{- if gt $most $least }}
+        autoscaling_config: {{ include "epdg.scalingBounds" (list $least $most) }}
+        {{- else }}
+        num_replicas: {{ $least }}
+        {{- end }}
         max_replicas_per_node: {{ $pool.workersPerPod }}
         ray_actor_options:
           {{- if eq $.Values.device "cuda" }}
@@ -28,11 +46,20 @@ applications:
           label_selector: {pool: {{ $host }}}
       {{- end }}
       - name: Door
+        {{- if $isScaled }}
+        autoscaling_config: {{ include "epdg.scalingBounds" (list .Values.doors.pods .Values.doors.pods) }}
+        {{- else }}
         num_replicas: {{ .Values.doors.pods }}
+        {{- end }}
         max_replicas_per_node: 1
         ray_actor_options:
           num_cpus: 1
           label_selector: {pool: door}
+{{- end }}
+
+{{/* The policy has delays of its own; doors, whose bounds are equal, tell it what arrives. */}}
+{{- define "epdg.scalingBounds" -}}
+{min_replicas: {{ index . 0 }}, max_replicas: {{ index . 1 }}, metrics_interval_s: 1, look_back_period_s: 2, upscale_delay_s: 0, downscale_delay_s: 0}
 {{- end }}
 
 {{/* What this chart decides, over `settings`. */}}

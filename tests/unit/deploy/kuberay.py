@@ -58,6 +58,16 @@ CLUSTER = {
         "rayVersion": STRING,
         "headGroupSpec": HEAD_GROUP,
         "workerGroupSpecs": {"type": "array", "minItems": 1, "items": WORKER_GROUP},
+        "enableInTreeAutoscaling": {"type": "boolean"},
+        "autoscalerOptions": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "version": {"enum": ["v1", "v2"]},
+                "securityContext": {"type": "object"},
+                "volumeMounts": {"type": "array"},
+            },
+        },
         "authOptions": {
             "type": "object",
             "additionalProperties": False,
@@ -119,11 +129,17 @@ def complaints_of_the_operator(ray_service: dict[str, Any]) -> list[str]:
     for group in groups:
         if not group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]:
             found.append(f"replicas of {group['groupName']}")
+        is_scaled = group["minReplicas"] < group["maxReplicas"]
+        if is_scaled and not cluster.get("enableInTreeAutoscaling"):
+            found.append(f"nobody scales {group['groupName']}")
         if "labels" in group["rayStartParams"]:
             found.append("labels belong into `labels`")
     for group in (cluster["headGroupSpec"], *groups):
         if not group["template"]["spec"].get("containers"):
             found.append("no container")
+        is_v2 = cluster.get("autoscalerOptions", {}).get("version") == "v2"
+        if is_v2 and group["template"]["spec"].get("restartPolicy", "Never") != "Never":
+            found.append("version 2 of the autoscaler restarts no container")
         if "resources" in group and {"num-cpus", "num-gpus"} & group["rayStartParams"].keys():
             found.append("resources twice")
     version = tuple(map(int, cluster["rayVersion"].split(".")))

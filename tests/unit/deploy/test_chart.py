@@ -4,6 +4,7 @@ Kubernetes."""
 from __future__ import annotations
 
 import copy
+import importlib
 import shutil
 from typing import Any
 
@@ -15,6 +16,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import Hosts, actor_options_of
 from cluster.config.settings import ClusterArgs
+from cluster.scaling import ScalingSettings
+from cluster.serving.scaling import ScalingPolicy
 from cluster.types.members import Role
 from tests.unit.deploy.charts import (
     CHART,
@@ -41,6 +44,15 @@ SHARED = {
     "tensorParallelSize": 2,
     "pools": {"prefill": {"shareWith": "decode", "workersPerPod": 2}, "decode": {"pods": 3}},
 }
+SCALED = {
+    "pools": {
+        "encode": {"maxPods": 3},
+        "prefill": {"pods": 2, "maxPods": 5, "workersPerPod": 2},
+        "language": {"enabled": True, "shareWith": "prefill"},
+    },
+    "scaling": {"targetTtftSeconds": 0.5, "maxWorkers": 12},
+    "networkPolicy": {"apiServer": [{"ipBlock": {"cidr": "10.0.0.1/32"}}]},
+}
 DRA = {"gpu": {"allocation": "dra"}, "rayToken": {"existingSecret": "ray-token"}}
 CASES: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -49,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "20-h100": example("pools-20-h100"),
     "all-roles": ALL_ROLES,
     "shared": SHARED,
+    "scaled": SCALED,
     "dra": DRA,
 }
 
@@ -82,6 +95,14 @@ def groups(objects: Objects) -> dict[str, dict[str, Any]]:
     return {group["groupName"]: group for group in found}
 
 
+def bounds(deployment: dict[str, Any]) -> tuple[int, int]:
+    """The fewest and the most replicas."""
+    scaling = deployment.get("autoscaling_config")
+    return (
+        (scaling["min_replicas"], scaling["max_replicas"]) if scaling else (deployment["num_replicas"],) * 2
+    )
+
+
 def test_serve_takes_the_file(objects: Objects):
     assert ServeDeploySchema.model_validate(serve_file(objects)).http_options.port == 8000
 
@@ -89,7 +110,7 @@ def test_serve_takes_the_file(objects: Objects):
 def test_the_application_takes_its_args(objects: Objects):
     args = ClusterArgs.model_validate(application(objects)["args"])
     assert args.side_channel == "tcp" and args.net_devices
-    assert args.door.admission.num_doors == deployments(objects)["Door"]["num_replicas"]
+    assert (args.door.admission.num_doors,) * 2 == bounds(deployments(objects)["Door"])
 
 
 def test_the_args_are_the_settings_and_what_the_values_decide(rendered: dict[str, Objects]):
@@ -134,7 +155,10 @@ def test_every_selector_finds_pods_with_room_for_its_replicas(objects: Objects):
     for deployment in deployments(objects).values():
         options = deployment["ray_actor_options"]
         group = by_label[options["label_selector"]["pool"]]
-        assert deployment["num_replicas"] == group["replicas"] * deployment["max_replicas_per_node"]
+        assert group["replicas"] == group["minReplicas"]
+        assert bounds(deployment) == tuple(
+            group[bound] * deployment["max_replicas_per_node"] for bound in ("minReplicas", "maxReplicas")
+        )
         used[options["label_selector"]["pool"]] += (
             options.get("num_gpus", 0) * deployment["max_replicas_per_node"]
         )
@@ -177,6 +201,49 @@ def test_the_examples_have_the_workers_that_they_promise(rendered: dict[str, Obj
     assert replicas("cpu-trial") == {"Encode": 1, "Prefill": 1, "Decode": 1, "Door": 1}
 
 
+def test_pools_with_bounds_are_scaled_by_our_policy_and_their_pods_by_ray(rendered: dict[str, Objects]):
+    objects = rendered["scaled"]
+    found = {name: bounds(each) for name, each in deployments(objects).items()}
+    assert found == {
+        "Encode": (1, 3),
+        "Prefill": (4, 10),
+        "Language": (2, 5),  # one in each pod of the prefill pool
+        "Decode": (1, 1),
+        "Door": (2, 2),
+    }
+    policy = application(objects)["autoscaling_policy"]
+    module, _, name = policy["policy_function"].partition(":")
+    assert getattr(importlib.import_module(module), name) is ScalingPolicy
+    settings = ScalingSettings(**policy["policy_kwargs"])
+    assert (settings.target_ttft_s, settings.max_workers, settings.start_s) == (0.5, 12, 180)
+    cluster = one(objects, "RayService")["spec"]["rayClusterConfig"]
+    assert cluster["enableInTreeAutoscaling"] and cluster["autoscalerOptions"]["version"] == "v2"
+    confined = pod_templates(one(objects, "RayService"))["head"]["spec"]["containers"][0]["securityContext"]
+    assert cluster["autoscalerOptions"]["securityContext"] == confined
+    # Without `autoscaling_config` of Door nobody would tell the policy what arrives.
+    assert "autoscaling_config" in deployments(objects)["Door"]
+    fixed = rendered["defaults"]
+    assert "autoscaling_policy" not in application(fixed)
+    assert "enableInTreeAutoscaling" not in one(fixed, "RayService")["spec"]["rayClusterConfig"]
+
+
+def test_only_the_head_calls_the_api_server_and_only_where_pools_are_scaled(rendered: dict[str, Objects]):
+    for case, objects in rendered.items():
+        with_token = {
+            name
+            for name, template in pod_templates(one(objects, "RayService")).items()
+            if template["spec"]["automountServiceAccountToken"]
+        }
+        assert with_token == ({"head"} if case == "scaled" else set())
+    policies = {
+        each["metadata"]["name"]: each["spec"]
+        for each in rendered["scaled"]
+        if each["kind"] == "NetworkPolicy"
+    }
+    to_api = [name for name, spec in policies.items() if "10.0.0.1/32" in str(spec.get("egress"))]
+    assert to_api == ["epdg-head"]
+
+
 def test_kuberay_takes_the_service(objects: Objects):
     service = one(objects, "RayService")
     jsonschema.Draft202012Validator(RAY_SERVICE).validate(service)
@@ -185,7 +252,8 @@ def test_kuberay_takes_the_service(objects: Objects):
 
 @needs_schemas
 @pytest.mark.parametrize(
-    ("case", "version"), [("20-h100", "1.30"), ("20-h100", "1.34"), ("dra", "1.34"), ("cpu-trial", "1.32")]
+    ("case", "version"),
+    [("20-h100", "1.30"), ("20-h100", "1.34"), ("dra", "1.34"), ("scaled", "1.34"), ("cpu-trial", "1.32")],
 )
 def test_kubernetes_takes_every_object(rendered: dict[str, Objects], case: str, version: str):
     from kubernetes_validate import SchemaNotFoundError, validate
@@ -233,6 +301,8 @@ def test_the_ray_version_is_the_installed_one():
         ({"httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
         ({"gcsFaultTolerance": {"enabled": True}}, "gcsFaultTolerance.redis.address"),
         ({"settings": {"decode": {"kv_blocs": 4}}}, "kv_blocs"),
+        ({"pools": {"decode": {"pods": 3, "maxPods": 2}}}, "fewer than its pods"),
+        ({"pools": {"decode": {"maxPods": 2}}}, "networkPolicy.apiServer"),
     ],
 )
 def test_values_that_cannot_work_are_refused(values, why):
