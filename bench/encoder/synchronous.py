@@ -33,6 +33,7 @@ from cluster.model.changes import forbid
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.media import MediaItem
+from cluster.types.members import Phase
 from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
 from encoder_service.runner import EncoderRunner, Piece, Prepared
@@ -82,8 +83,8 @@ class SynchronousEngine:
             raise ConfigError(f"{args.model} has no media encoder")
         self._encoder = EncoderRunner(EncoderModel.load(args.model, dtype=dtype), processor)
         self._model = LanguageModel.load(args.model, dtype=dtype, block_size=args.block_size)
-        self._kv = BlockMemory(self._model.kv_layout, args.prefill.kv_blocks)
-        self._blocks = BlockPool(args.prefill.kv_blocks, args.block_size)
+        self._kv = BlockMemory(self._model.kv_layout, args.cpu_kv_blocks[Phase.PREFILL])
+        self._blocks = BlockPool(args.cpu_kv_blocks[Phase.PREFILL], args.block_size)
         self._max_tokens = args.prefill.max_batch_tokens
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._arrived: queue.SimpleQueue[QueuedRequest] = queue.SimpleQueue()

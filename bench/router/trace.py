@@ -28,7 +28,7 @@ from bench.records import Record
 from bench.router.client import Answer
 from cluster.config.settings import ClusterArgs
 from cluster.types.curves import ServiceCurves
-from cluster.types.members import Role
+from cluster.types.members import Phase, Role
 from encoder_service.service import MAX_BATCH_ROWS
 from router.door import Door
 from router.openai.schema import ChatRequest, parse
@@ -90,8 +90,8 @@ def cluster_fields(
     kv_width = 2 * config["num_key_value_heads"] * config["head_dim"] * width
     by_role: dict[Role, dict[str, Any]] = {
         Role.ENCODE: {"num_blocks": 0, "max_batch": args.encode.max_batch_items, "cache_bytes": args.encode.cache_bytes},
-        Role.PREFILL: {"num_blocks": args.prefill.kv_blocks, "max_batch": 0, "cache_bytes": 0},
-        Role.DECODE: {"num_blocks": args.decode.kv_blocks, "max_batch": args.decode.max_batch_sequences, "cache_bytes": 0},
+        Role.PREFILL: {"num_blocks": args.cpu_kv_blocks[Phase.PREFILL], "max_batch": 0, "cache_bytes": 0},
+        Role.DECODE: {"num_blocks": args.cpu_kv_blocks[Phase.DECODE], "max_batch": args.decode.max_batch_sequences, "cache_bytes": 0},
     }  # fmt: skip
     units = {Role.ENCODE: MAX_BATCH_ROWS, Role.PREFILL: args.prefill.max_batch_tokens, Role.DECODE: 0}
     known = {role: msgspec.structs.replace(curves[role], max_step_units=units[role]) for role in counts}

@@ -77,21 +77,28 @@ class SpeculationArgs(_Args):
     draft_kv_blocks: int = Field(1024, ge=2)
 
 
-class PrefillArgs(_PoolArgs):
-    kv_blocks: int = Field(2048, ge=2)  # for prompts in work and the prefix cache
+class _LanguageArgs(_PoolArgs):
+    # of a GPU's memory, for all that a worker keeps there; what is left beside weights and embeddings is KV,
+    # unless `kv_blocks` says how much. The rest is for CUDA itself, graphs and a draft model
+    memory_share: float = Field(0.9, gt=0, le=1)
+
+
+class PrefillArgs(_LanguageArgs):
+    # for prompts in work and the prefix cache; None: on CPUs 2,048, on GPUs by `memory_share`
+    kv_blocks: int | None = Field(None, ge=2)
     max_batch_tokens: int = Field(2048, ge=1)  # prompt tokens in one step, over all requests
     step_target_s: float = Field(0.5, gt=0)  # and no more than are expected to take this long
     feature_bytes: int = Field(128 * MIB, ge=0)  # memory that encoders write embeddings into
 
 
-class DecodeArgs(_PoolArgs):
-    kv_blocks: int = Field(4096, ge=2)  # for whole conversations
+class DecodeArgs(_LanguageArgs):
+    kv_blocks: int | None = Field(None, ge=2)  # for whole conversations; None: on CPUs 4,096
     # in one step; a request has one sequence per choice, with guidance two
     max_batch_sequences: int = Field(256, ge=1)
     speculation: SpeculationArgs = SpeculationArgs()
 
 
-class CombinedArgs(_PoolArgs):
+class CombinedArgs(_LanguageArgs):
     """Workers of several phases. They have the memory and the limits of each: those of `encode`, `prefill`
     and `decode`."""
 
@@ -323,6 +330,11 @@ class ClusterArgs(_Args):
     def pools(self) -> dict[str, EncodeArgs | PrefillArgs | DecodeArgs | CombinedArgs]:
         """Where the workers of each role run."""
         return {role.value: getattr(self, role.value) for role in Role}
+
+    @property
+    def cpu_kv_blocks(self) -> dict[Phase, int]:
+        """KV blocks of a CPU worker for each of its phases."""
+        return {Phase.PREFILL: self.prefill.kv_blocks or 2048, Phase.DECODE: self.decode.kv_blocks or 4096}
 
     @property
     def net_devices(self) -> tuple[str, ...]:

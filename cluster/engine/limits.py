@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.config.settings import ClusterArgs
-from cluster.types.members import Role
+from cluster.config.settings import ClusterArgs, EncodeArgs
+from cluster.types.members import Phase, Role
 from cluster.worker.language import LanguageSizes
 
 
@@ -31,14 +31,25 @@ def limits_of(role: Role, args: ClusterArgs) -> StepLimits:
     )
 
 
-def sizes_of(role: Role, args: ClusterArgs, limits: StepLimits) -> LanguageSizes:
+def sizes_of(role: Role, args: ClusterArgs, limits: StepLimits, device_type: str) -> LanguageSizes:
     """What the memory of such a worker is planned for. A worker that does both phases has the memory of
     both."""
+    pool = args.pools[role.value]
+    assert not isinstance(pool, EncodeArgs)
     return LanguageSizes(
-        num_kv_blocks=role.prefills * args.prefill.kv_blocks + role.decodes * args.decode.kv_blocks,
+        num_kv_blocks=_num_kv_blocks(role, args, device_type),
+        memory_share=pool.memory_share,
         feature_bytes=role.prefills * args.prefill.feature_bytes,
         max_step_tokens=max(limits.max_prompt_tokens, limits.max_sequences),
         max_step_sequences=max(
             limits.max_sequences, role.prefills * limits.max_prompt_tokens // args.block_size
         ),
     )
+
+
+def _num_kv_blocks(role: Role, args: ClusterArgs, device_type: str) -> int | None:
+    given = {Phase.PREFILL: args.prefill.kv_blocks, Phase.DECODE: args.decode.kv_blocks}
+    phases = role.phases & given.keys()
+    if device_type == "cuda" and any(given[phase] is None for phase in phases):
+        return None
+    return sum(args.cpu_kv_blocks[phase] for phase in phases)

@@ -114,11 +114,12 @@ class LanguageWorker(PhaseService):
         setup = set_up(args, replica_id)
         check_device_transport(args, setup)
         limits = limits_of(role, args)
-        sizes = sizes_of(role, args, limits)
+        sizes = sizes_of(role, args, limits, setup.device.type)
+        # first, because `memory_share` is for both
+        self._encoder = encoder = None if load_encoder is None else load_encoder(args, setup)
         language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)
         model = language.model
         feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes) if role.prefills else None
-        self._encoder = encoder = None if load_encoder is None else load_encoder(args, setup)
         process = WorkerProcess(
             setup,
             args.transport,
@@ -136,7 +137,7 @@ class LanguageWorker(PhaseService):
         speculator = _speculator(args, model) if role.decodes else None
         masks = self._constraints = _constraints(args, model.vocab_size, process.clock)
         runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator, masks)
-        blocks = BlockPool(sizes.num_kv_blocks, args.block_size)
+        blocks = BlockPool(language.num_kv_blocks, args.block_size)
         self._tier = open_tier(args, language, blocks, process.clock)
         self._engine = LanguageEngine(
             model,
@@ -157,7 +158,7 @@ class LanguageWorker(PhaseService):
         self._process, self._model = process, model
         self._warm_up(runner, blocks, limits, role)
         self._take_seats(process, role)
-        super().__init__(process, self._own_member(role, sizes.num_kv_blocks))
+        super().__init__(process, self._own_member(role, language.num_kv_blocks))
 
     def _take_seats(self, process: WorkerProcess, role: Role) -> None:
         self._granting_engines: list[BlockTransfer] = [

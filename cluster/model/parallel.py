@@ -70,6 +70,13 @@ def join_group(rank: int, size: int, meeting: Path, device_type: str) -> Paralle
     return ParallelGroup(rank, size, device)
 
 
+def smallest_of(group: ParallelGroup, number: int) -> int:
+    """The least of the numbers that the ranks pass. All of them call it at once."""
+    numbers = torch.tensor(number, device=group.device)
+    dist.all_reduce(numbers, dist.ReduceOp.MIN)
+    return int(numbers)
+
+
 def leave_group() -> None:
     """Leaves the group; the process may then join another one."""
     if dist.is_initialized():

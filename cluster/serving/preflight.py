@@ -181,7 +181,7 @@ def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights,
         weight_bytes //= item_bytes
     row_bytes = _kv_row_bytes(config, 1 if args.kv_cache_dtype == "int8" else item_bytes)
     available = machine.available_memory()
-    for name, num_blocks in (("prefill", args.prefill.kv_blocks), ("decode", args.decode.kv_blocks)):
+    for name, num_blocks in args.cpu_kv_blocks.items():
         num_tokens = num_blocks * args.block_size
         if num_tokens * row_bytes + weight_bytes > available:
             raise ConfigError(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.simulator.charts import box, label, svg
-from cluster.simulator.hardware import ACCELERATORS, Model, num_kv_blocks
+from cluster.simulator.hardware import ACCELERATORS, Model
 from cluster.simulator.layouts import ROLES
 from cluster.simulator.planner import Plan
-from cluster.types.members import Phase, Role
+from cluster.types.members import Role
 
 WIDTH, LEFT, BAR, VALUES = 760, 260, 15, 150
-BLOCK_TOKENS = 16  # of a KV block, as the settings have it
 _ENABLED = (Role.ENCODE, Role.PREFILL, Role.DECODE)  # pools that the chart starts unless told otherwise
 COLOUR, ESTIMATE_COLOUR = "#2f6fb0", "#b5d3a8"
 
@@ -62,22 +61,16 @@ def plan_values(best: Plan, promise: str) -> str:
 def plan_config(best: Plan, promise: str, model: Model, command: str) -> str:
     """A Serve configuration for one machine with these GPUs. Raises ValueError for several kinds of GPUs."""
     name, counts = _pools(best)
-    num_blocks = num_kv_blocks(model, ACCELERATORS[name]) * model.block_size // BLOCK_TOKENS
-    if any({Phase.PREFILL, Phase.DECODE} <= role.phases for role in counts):
-        num_blocks //= 2  # a worker of both phases has the blocks of both
-    num_blocks -= num_blocks % 1024
     settings = {
         "roles": f"[{', '.join(counts)}]",
         "device": "cuda",
         "tensor_parallel_size": str(ACCELERATORS[name].num_devices),
-        "prefill": f"{{kv_blocks: {num_blocks}}}",
-        "decode": f"{{kv_blocks: {num_blocks}}}",
     }
     return "\n".join(
         [
             f"# {model.name} on {_told(best, promise)}.",
             f"# {command}",
-            "# Its curves are rooflines over data sheets. KV is what 0.9 of the memory leaves beside weights and 5 GB.",
+            "# Its curves are rooflines over data sheets.",
             "proxy_location: HeadOnly",
             "http_options: {host: 127.0.0.1, port: 8000}",
             "logging_config: {log_level: WARNING, enable_access_log: false}",

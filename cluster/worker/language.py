@@ -14,11 +14,11 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.graphs import with_graphs
 from cluster.model.language import LanguageModel
-from cluster.model.parallel import ParallelGroup
+from cluster.model.parallel import ParallelGroup, smallest_of
 from cluster.model.step_model import StepModel
 from cluster.types.members import Role
 from cluster.worker.codec_probe import check_codec
-from cluster.worker.memory_plan import MemoryPlan, available_bytes, step_bytes
+from cluster.worker.memory_plan import MemoryPlan, available_bytes, gpu_bytes, step_bytes
 from cluster.worker.setup import WorkerSetup
 from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName, is_available, wire_layout
 from kv_transfer.codecs.wire_memory import Wire
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 class LanguageSizes:
     """What the memory of a worker's share of the model is planned for. Equal on all ranks."""
 
-    num_kv_blocks: int  # blocks that requests may use
+    num_kv_blocks: int | None  # that requests may use; None: as many as `memory_share` leaves
+    memory_share: float  # of a GPU
     feature_bytes: int
     max_step_tokens: int
     max_step_sequences: int
@@ -41,6 +42,7 @@ class Language:
     model: LanguageModel
     steps: StepModel  # computes the model's steps
     kv: BlockMemory
+    num_kv_blocks: int  # that requests may use
     wire: Wire | None  # memory for KV that travels coded; None: KV travels raw
 
 
@@ -67,13 +69,11 @@ def load_language(
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
     is_recorded = role.decodes and setup.device.type == "cuda"
-    num_kv_blocks = sizes.num_kv_blocks + is_recorded  # the last block is for the padding of recorded steps
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
         weights=model.weight_bytes,
         kv_per_token=model.kv_layout.block_bytes // args.block_size,
-        num_kv_tokens=num_kv_blocks * args.block_size,
         features=sizes.feature_bytes,
         wire=wire_layout(model.kv_layout, codec).block_bytes * wire_groups if codec else 0,
         tier=args.kv_cache.host_bytes if setup.device.type == "cpu" else 0,
@@ -86,12 +86,20 @@ def load_language(
         ),
     )
     available = available_bytes(setup.device, model.evictable_bytes)
+    num_kv_blocks = sizes.num_kv_blocks
+    if num_kv_blocks is None:
+        total, used = gpu_bytes(setup.device)
+        fitting = plan.blocks_within(args.block_size, sizes.memory_share, total, used, available)
+        num_kv_blocks = (fitting if group is None else smallest_of(group, fitting)) - is_recorded
+    # the last block is for the padding of recorded steps
+    num_with_padding = num_kv_blocks + is_recorded
+    plan = dataclasses.replace(plan, num_kv_tokens=num_with_padding * args.block_size)
     plan.check(available)
     logger.info("%s: memory\n%s", setup.replica_id, plan.describe(available))
-    kv = BlockMemory(model.kv_layout, num_kv_blocks, setup.device)
+    kv = BlockMemory(model.kv_layout, num_with_padding, setup.device)
     wire = None if codec is None else _make_wire(args, setup, model, kv, codec)
     steps = with_graphs(model, kv, sizes.max_step_sequences) if is_recorded else model
-    return Language(model, steps, kv, wire)
+    return Language(model, steps, kv, num_kv_blocks, wire)
 
 
 def _make_wire(

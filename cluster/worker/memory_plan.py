@@ -53,6 +53,17 @@ class MemoryPlan:
         if self.wanted > available:
             raise ConfigError(f"this worker needs more memory than there is:\n{self.describe(available)}")
 
+    def blocks_within(self, block_tokens: int, share: float, total: int, used: int, available: int) -> int:
+        """How many blocks of KV fit beside everything else if this process, which uses `used` bytes of the
+        device's `total` now, may use a share of them. Raises ConfigError, with the arithmetic, if that is no
+        room for one sequence."""
+        left = min(share * total - max(used, self.weights), available) - self.wanted
+        num_blocks = int(left // (block_tokens * self.kv_per_token))
+        if num_blocks < 2:
+            what = f"memory_share {share:g} of {_mib(total).strip()} leaves no room for KV"
+            raise ConfigError(f"{what}:\n{self.describe(available)}", param="memory_share")
+        return num_blocks
+
     def describe(self, available: int) -> str:
         kv = self.kv_per_token * self.num_kv_tokens
         lines = [f"  weights            {_mib(self.weights)}  (loaded)"]
@@ -97,6 +108,11 @@ def available_bytes(device: torch.device, evictable_bytes: int = 0) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_memory() - evictable_bytes
+
+
+def gpu_bytes(device: torch.device) -> tuple[int, int]:
+    """The memory of a GPU, and what this process has taken of it for tensors."""
+    return torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
 
 
 def _mib(num_bytes: int) -> str:

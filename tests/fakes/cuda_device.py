@@ -318,6 +318,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             ),
             "get_device_name": lambda device=None: "simulated",
             "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
+            "memory_reserved": lambda device=None: 0,
         }  # fmt: skip
         self._patches = [mock.patch.object(torch.cuda, name, value) for name, value in names.items()]
         for patch in self._patches:

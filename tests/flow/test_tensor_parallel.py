@@ -24,6 +24,7 @@ from cluster.model.parallel import (
     follow,
     join_group,
     leave_group,
+    smallest_of,
 )
 from cluster.model.step_model import StepModel
 from decode_service.service import DecodeService
@@ -71,6 +72,7 @@ def run_rank(
     """One after another, on the pipe `calls` of each; sends what rank 0 found out."""
     torch.set_num_threads(1)
     group = join_group(rank, 2, meeting, "cpu")
+    assert smallest_of(group, 5 - rank) == 4
     for name, path in paths.items():
         try:
             model = LanguageModel.load(path, dtype=torch.float32, block_size=BLOCK_SIZE, num_ranks=2)

@@ -56,7 +56,9 @@ REHEARSED = {  # test file: places
         cluster/model/language.py:LanguageModel.__init__ cluster/model/language.py:LanguageModel.load
         cluster/model/parallel.py:join_group
         cluster/worker/hardware.py:hardware_of cluster/worker/language.py:load_language
-        cluster/worker/memory_plan.py:available_bytes cluster/worker/setup.py:set_up """,
+        cluster/worker/memory_plan.py:available_bytes cluster/worker/memory_plan.py:gpu_bytes
+        cluster/worker/setup.py:set_up """,
+    "../engine/test_mixed_roles.py": "cluster/engine/limits.py:_num_kv_blocks",
     "../serving/test_composition.py": "cluster/app.py:actor_options_of",
     "../serving/test_preflight.py": """ cluster/serving/preflight.py:_check_machine
         cluster/serving/preflight.py:check_memory

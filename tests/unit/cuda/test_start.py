@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ from kv_transfer.agents.transport_probe import check_shareable
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 
-SIZES = LanguageSizes(num_kv_blocks=32, feature_bytes=0, max_step_tokens=64, max_step_sequences=2)
+SIZES = LanguageSizes(
+    num_kv_blocks=32, memory_share=0.9, feature_bytes=0, max_step_tokens=64, max_step_sequences=2
+)
 
 
 @pytest.fixture
@@ -76,6 +79,17 @@ def test_a_worker_loads_records_and_runs_its_model(folder: Path, codec: str, dev
     runner.warm_up_prompt(20, [0, 1])
     runner.warm_up_answers(2, 20, [0, 1])
     assert runner.run([], lambda layer, ready: None) == []
+
+
+def test_kv_fills_the_share_of_the_gpu(folder: Path, device: SimulatedCuda, monkeypatch) -> None:
+    total = 32 << 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32")
+    sizes = replace(SIZES, num_kv_blocks=None, memory_share=0.5)
+    language = load_language(args, setup_of(args), Role.LANGUAGE, sizes)
+    assert language.kv.num_blocks == language.num_kv_blocks + 1
+    kv_bytes = language.kv.num_blocks * language.model.kv_layout.block_bytes
+    assert 0.45 * total < kv_bytes + language.model.weight_bytes <= 0.5 * total
 
 
 def test_auto_takes_bfloat16_on_a_gpu(folder: Path, device: SimulatedCuda) -> None:

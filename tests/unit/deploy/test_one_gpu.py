@@ -9,6 +9,7 @@ import yaml
 
 from cluster.app import Hosts, actor_options_of
 from cluster.config.settings import REPOSITORY, ClusterArgs
+from cluster.engine.limits import limits_of, sizes_of
 from cluster.errors import ConfigError
 from cluster.serving.preflight import Machine, check
 from cluster.types.members import Role
@@ -36,17 +37,20 @@ def test_it_starts_where_there_is_a_gpu(has_gpu: bool, tmp_path, monkeypatch) ->
     assert [each["name"] for each in plan.content["applications"][0]["deployments"]] == ["Whole", "Door"]
 
 
-def test_its_one_worker_takes_one_gpu_and_the_kv_that_its_comment_says() -> None:
+def test_its_one_worker_takes_one_gpu_and_the_memory_that_its_comment_says() -> None:
     args = args_of()
     assert actor_options_of(Role.WHOLE, args, NOTHING)["num_gpus"] == 1
-    num_tokens = (args.prefill.kv_blocks + args.decode.kv_blocks) * args.block_size
-    assert f"{num_tokens:,} tokens" in FILE.read_text()
+    sizes = sizes_of(Role.WHOLE, args, limits_of(Role.WHOLE, args), "cuda")
+    assert sizes.num_kv_blocks is None
+    assert f"`whole: {{memory_share: {sizes.memory_share:g}}}`" in FILE.read_text()
 
 
 def test_the_workers_that_its_comment_offers_share_one_gpu() -> None:
     text = re.sub(r"\s*\n# ", " ", FILE.read_text())
     (roles,) = re.findall(r"`roles: (\[.*?\])`", text)
     workers = [yaml.safe_load(each) for each in re.findall(r"`(\{name: .*?\}\})`", text)]
-    args = args_of(roles=yaml.safe_load(roles))
+    (share,) = re.findall(r"`(language: \{.*?\})`", text)
+    args = args_of(roles=yaml.safe_load(roles), **yaml.safe_load(share))
+    assert args.language.memory_share < 0.9
     assert [worker["name"] for worker in workers] == [role.deployment for role in args.roles]
     assert sum(worker["ray_actor_options"]["num_gpus"] for worker in workers) == 1

@@ -85,5 +85,21 @@ def test_a_role_is_how_much_a_worker_does_of_each_phase(
     args = ClusterArgs()
     limits = limits_of(role, args)
     assert (limits.max_prompt_tokens, limits.max_sequences) == (prompts, sequences)
-    sizes = sizes_of(role, args, limits)
+    sizes = sizes_of(role, args, limits, "cpu")
     assert sizes.num_kv_blocks == num_blocks and (sizes.feature_bytes > 0) == has_features
+
+
+@pytest.mark.parametrize(
+    ("given", "role", "num_blocks"),
+    [
+        ({}, Role.DECODE, None),
+        ({"decode": {"kv_blocks": 64}}, Role.DECODE, 64),
+        ({"decode": {"kv_blocks": 64}}, Role.LANGUAGE, None),
+        ({"decode": {"kv_blocks": 64}, "prefill": {"kv_blocks": 8}}, Role.LANGUAGE, 72),
+    ],
+)
+def test_on_a_gpu_kv_is_as_large_as_its_memory_allows_unless_blocks_are_given(given, role, num_blocks):
+    args = ClusterArgs.model_validate({"language": {"memory_share": 0.5}, **given})
+    sizes = sizes_of(role, args, limits_of(role, args), "cuda")
+    assert sizes.num_kv_blocks == num_blocks
+    assert sizes.memory_share == (0.5 if role is Role.LANGUAGE else 0.9)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +26,26 @@ def test_a_refusal_shows_the_arithmetic_and_what_would_fit():
     text = str(refusal.value)
     for part in ("65,536 tokens × 12,288 bytes", "768.0 MiB", "512.0 MiB", "51 × text", "8 × video"):
         assert part in text, text
+
+
+def test_a_share_of_a_gpu_is_filled_with_blocks_and_no_further():
+    beside = replace(PLAN, num_kv_tokens=0)
+    block = 16 * beside.kv_per_token
+    total, used = 24 * GIB, 3 * GIB // 2  # of it the weights are one
+    num_blocks = beside.blocks_within(16, 0.9, total, used, available=total - used)
+    taken = used + beside.wanted + num_blocks * block
+    assert taken <= 0.9 * total < taken + block
+    # Others have memory of this GPU, too.
+    fewer = beside.blocks_within(16, 0.9, total, used, available=8 * GIB)
+    assert fewer * block + beside.wanted <= 8 * GIB < (fewer + 1) * block + beside.wanted
+
+
+def test_a_share_without_room_for_kv_is_refused_with_the_arithmetic():
+    beside = replace(PLAN, num_kv_tokens=0)
+    with pytest.raises(
+        ConfigError, match=r"memory_share 0.1 of 4,096.0 MiB leaves no room for KV(.|\n)*weights"
+    ):
+        beside.blocks_within(16, 0.1, 4 * GIB, 0, 4 * GIB)
 
 
 def test_an_encoder_counts_its_cache_and_the_spike_of_its_largest_batch():
