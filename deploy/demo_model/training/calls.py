@@ -55,16 +55,32 @@ class Tool:
         return f"{CALL_BEGIN}\n{json.dumps({'name': self.name, 'arguments': arguments})}\n{CALL_END}"
 
 
-def draw_tool(rng: random.Random, kind: str) -> Tool:
-    """A function of a kind."""
-    return Tool(rng.choice(TOOL_KINDS[kind].names), (rng.choice(TOOL_KINDS[kind].parameters),))
+def new_name(rng: random.Random) -> str:
+    """A word, a name or an identifier of syllables: it can only be copied."""
+    parts = ["".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2)))) for _ in range(rng.choice((1, 1, 2)))]
+    if rng.random() < 0.2:
+        parts.append(str(rng.randrange(1000)))
+    return rng.choice((str.lower, str.lower, str.capitalize, str.upper))(
+        rng.choice(("_", "-", "")).join(parts)
+    )
 
 
-def draw_tools(rng: random.Random, needed: Tool | None, without: str = "") -> tuple[Tool, ...]:
+def draw_tool(rng: random.Random, kind: str, split: str = TRAINING) -> Tool:
+    """A function of a kind; in training half of the names have a part that nothing has."""
+    name = rng.choice(TOOL_KINDS[kind].names)
+    if split == TRAINING and rng.random() < 0.5:
+        name = rng.choice((f"{name}_{new_name(rng).lower()}", f"{new_name(rng).lower()}_{name}"))
+    return Tool(name, (rng.choice(TOOL_KINDS[kind].parameters),))
+
+
+def draw_tools(
+    rng: random.Random, needed: Tool | None, without: str = "", split: str = TRAINING
+) -> tuple[Tool, ...]:
     """The needed function among up to two of other kinds, in any order."""
     kinds = [kind for kind in TOOL_KINDS if kind != without]
     others = [
-        draw_tool(rng, kind) for kind in rng.sample(kinds, rng.choice((0, 1, 1, 2) if needed else (1, 1, 2)))
+        draw_tool(rng, kind, split)
+        for kind in rng.sample(kinds, rng.choice((0, 1, 1, 2) if needed else (1, 1, 2)))
     ]
     tools = [*others, needed] if needed else others
     rng.shuffle(tools)
@@ -75,7 +91,7 @@ def draw_name(rng: random.Random, split: str = TRAINING) -> str:
     """A city, or a name that nothing has: arguments must be copied."""
     if split == HELD_OUT:
         return rng.choice(CITIES_HELD_OUT)
-    if rng.random() < 0.45:
+    if rng.random() < 0.35:
         return rng.choice(CITIES)
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
 

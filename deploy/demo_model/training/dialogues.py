@@ -1,5 +1,5 @@
-"""Conversations of stage D, as people have them: many wordings, follow-up turns with or without new media,
-questions that the model cannot answer, JSON, and calls of tools.
+"""Conversations of stages D to F, as people have them: many wordings, follow-up turns with or without new
+media, questions that the model cannot answer, JSON, and calls of tools.
 
 Each method of `DialogueMaker` draws one conversation and takes everything random from the generator.
 """
@@ -14,7 +14,6 @@ from deploy.demo_model.training.conversations import (
     FRAME_COUNTS,
     SMALLEST_IMAGE_RATIO,
     TEXT_FIRST_RATIO,
-    RowGroup,
 )
 from deploy.demo_model.training.data import COLOUR_NAMES, DIRECTIONS, SHAPES, WORDS, Turn
 from deploy.demo_model.training.features import MediaFeatures
@@ -25,23 +24,9 @@ from deploy.demo_model.training.rows import KEY_WEIGHT, RowWriter, TrainingRow
 from deploy.demo_model.training.speech import WordBank, disturb, make_clip
 from deploy.demo_model.training.tokenizer import COMMON_WORDS, SYSTEM_PROMPTS
 
-ROWS_OF_STEP = {
-    "image": (8, 1.0),
-    "claim": (8, 1.2),
-    "drill": (12, 1.0),
-    "images": (8, 1.2),
-    "video": (6, 1.0),
-    "sound": (8, 1.2),
-    "both": (2, 0.5),
-    "switch": (2, 0.5),
-    "text": (12, 1.0),
-    "elsewhere": (16, 1.0),
-    "json": (6, 1.0),
-    "tool": (8, 1.0),
-}
 SYSTEM_RATIO = 0.15
 FIXED_HEAD, FIXED_HEAD_WEIGHT, FIXED_TAIL_WEIGHT = 3, 3.0, 0.2
-CUT_RATIO, CUT_LENGTH = 0.8, 6  # of fixed answers at a row's end: they are long, and their beginning decides
+CUT_LENGTH = 6  # tokens of a fixed answer at the end of a row that is cut there
 MORE_SYSTEM_PROMPTS = (
     *SYSTEM_PROMPTS,
     "You are a helpful AI.",
@@ -52,6 +37,9 @@ MORE_SYSTEM_PROMPTS = (
     "Answer the question.",
 )
 STRAY_RATIO = 0.12
+OTHER_WORDS_RATIO = 0.25
+KNOWN_WORDS = {"thing", *WORDS, *SHAPES, *COLOUR_NAMES, *DIRECTIONS}
+OTHER_WORDS = sorted({word for word in COMMON_WORDS.split() if len(word) > 3}.difference(KNOWN_WORDS))
 Ask = Callable[[random.Random], Turn]
 
 
@@ -82,7 +70,8 @@ class DialogueMaker:
     def drill_row(self, rng: random.Random) -> TrainingRow:
         """Facts in text, each with a question that it decides."""
         row = self._row(rng)
-        self._talk(rng, row, [], [self._ask.drill] * rng.choice((1, 1, 2)))
+        asks: list[Ask] = [self._ask.drill, self._ask.drill, self._look_up]
+        self._talk(rng, row, [], rng.choices(asks, k=rng.choice((1, 1, 2))))
         return row
 
     def images_row(self, rng: random.Random) -> TrainingRow:
@@ -151,10 +140,21 @@ class DialogueMaker:
         self._talk(rng, row, [], rng.choices(asks, k=rng.choice((1, 2, 2))))
         return row
 
+    def copy_row(self, rng: random.Random) -> TrainingRow:
+        """Names that nothing has, to be said back, and results of functions."""
+        row = self._row(rng)
+        for _ in range(rng.choice((1, 2, 2))):
+            words = " ".join(calls.new_name(rng) for _ in range(rng.randrange(1, 5)))
+            if rng.random() < 0.4:
+                self._say_result(rng, row, words)
+            else:
+                self._say(rng, row, [], Turn(self._ask.word(rng, "repeat", words=words), words))
+        return row
+
     def elsewhere_row(self, rng: random.Random) -> TrainingRow:
         """Questions that the model cannot answer, among those that it can."""
         row = self._row(rng)
-        asks: list[Ask] = [self._ask.elsewhere] * 5 + [self._ask.text, self._ask.without_media]
+        asks: list[Ask] = [self._elsewhere] * 5 + [self._ask.text, self._ask.without_media]
         self._talk(rng, row, [], [rng.choice(asks) for _ in range(rng.choice((1, 1, 2)))])
         return row
 
@@ -215,7 +215,7 @@ class DialogueMaker:
         elif draw == 2:
             self._talk(rng, row, [], [self._ask.text])
         else:
-            self._talk(rng, row, [], [self._ask.elsewhere])
+            self._talk(rng, row, [], [self._elsewhere])
         return row
 
     def _media_value(self, rng: random.Random, row: TrainingRow, kind: str) -> tuple[list[int], str]:
@@ -274,10 +274,28 @@ class DialogueMaker:
     def _stray(self, rng: random.Random, asks: list[Ask], missing: Ask) -> None:
         """Put in a question that these media do not answer."""
         if rng.random() < STRAY_RATIO:
-            asks[rng.randrange(len(asks))] = self._ask.elsewhere
+            asks[rng.randrange(len(asks))] = self._elsewhere
         elif rng.random() < STRAY_RATIO / 3:
             at = rng.randrange(len(asks))
             asks[at] = lambda rng: Turn(missing(rng).question, self._ask.without_media(rng).answer)
+
+    def _look_up(self, rng: random.Random) -> Turn:
+        """One of several images, told in text."""
+        facts = [(rng.choice(SHAPES), rng.choice(COLOUR_NAMES)) for _ in range(rng.choice((2, 2, 3)))]
+        listed = " ".join(f"Image {idx}: {colour} {shape}." for idx, (shape, colour) in enumerate(facts, 1))
+        turn = self._ask.images(rng, facts, rng.choice(("colour_of", "shape_of", "where")))
+        return Turn(f"{listed} {turn.question}", turn.answer, turn.key)
+
+    def _elsewhere(self, rng: random.Random) -> Turn:
+        """A question that the model cannot answer, often with words that no other question has."""
+        turn = self._ask.elsewhere(rng)
+        if rng.random() < OTHER_WORDS_RATIO:
+            words = turn.question.split(" ")
+            longer = [idx for idx, word in enumerate(words) if len(word) > 3 and word.isalpha()]
+            for idx in rng.sample(longer, min(len(longer), rng.choice((1, 1, 2)))):
+                words[idx] = rng.choice((rng.choice(OTHER_WORDS), calls.new_name(rng).lower()))
+            return Turn(" ".join(words), turn.answer)
+        return turn
 
     def _repeat(self, rng: random.Random) -> Turn:
         """Words of any kind, to be copied."""
@@ -352,39 +370,3 @@ class DialogueMaker:
         self._writer.append(
             row, encode(f"<|im_start|>{role}\n") + content + encode("<|im_end|>\n<|im_start|>assistant\n")
         )
-
-
-def groups_of_step(maker: DialogueMaker, divisor: int) -> tuple[RowGroup, ...]:
-    """What one step of stage D trains on, or one of `divisor` equal parts of it."""
-
-    def json_row(rng: random.Random) -> TrainingRow:
-        return maker.images_json_row(rng) if rng.random() < 0.15 else maker.json_row(rng)
-
-    draws = {
-        "image": maker.image_row,
-        "claim": maker.claim_row,
-        "drill": maker.drill_row,
-        "images": maker.images_row,
-        "video": maker.video_row,
-        "sound": maker.sound_row,
-        "both": maker.both_row,
-        "switch": maker.switch_row,
-        "text": maker.text_row,
-        "elsewhere": maker.elsewhere_row,
-        "json": json_row,
-        "tool": maker.tool_row,
-    }
-
-    def shortened(draw: Callable[[random.Random], TrainingRow]) -> Callable[[random.Random], TrainingRow]:
-        def drawn(rng: random.Random) -> TrainingRow:
-            row = draw(rng)
-            if row.num_needed and rng.random() < CUT_RATIO:
-                row.cut(row.num_needed)
-            return row
-
-        return drawn
-
-    return tuple(
-        RowGroup(name, shortened(draws[name]), max(1, num_rows // divisor), weight)
-        for name, (num_rows, weight) in ROWS_OF_STEP.items()
-    )

@@ -1,9 +1,11 @@
-"""Stages B, C and D: the model learns to answer, with a loss on the answers only.
+"""Stages B to F: the model learns to answer, with a loss on the answers only.
 
 Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
 what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
 tokens that decide more weight, and drills the comparison on rows of text, which are cheap. Stage D,
-"converse", teaches how people ask, with the encoders as they are.
+"converse", teaches how people ask, with the encoders as they are; stage E, "practise", does so in more
+wordings, with drills of copying names and with Muon; stage F, "polish", gives more room to what stage E
+learnt worst.
 
 Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
 averaged over Gloo. `train` starts them; rank 0 writes the result, and a checkpoint with the optimizer's
@@ -23,14 +25,14 @@ import torch
 import torch.distributed
 from torch.nn.functional import cross_entropy
 
-from deploy.demo_model.training import conversations, dialogues
+from deploy.demo_model.training import conversations, mixture
 from deploy.demo_model.training.allocator import keep_freed_memory
 from deploy.demo_model.training.build import CHAT_TEMPLATE, Model, Processor, build, load, save
 from deploy.demo_model.training.conversations import RowMaker
 from deploy.demo_model.training.dialogues import DialogueMaker
 from deploy.demo_model.training.features import MediaFeatures
 from deploy.demo_model.training.rows import NO_LABEL, TrainingRow, collate
-from deploy.demo_model.training.schedule import JOINT, Schedule, learning_rate, make_optimizer
+from deploy.demo_model.training.schedule import JOINT, Schedule, learning_rate, make_optimizers
 from deploy.demo_model.training.speech import WordBank
 from deploy.demo_model.training.words import training_words
 
@@ -92,17 +94,18 @@ class Checkpoint:
     def __init__(self, path: Path, rng: random.Random, save_every: int = SAVE_EVERY) -> None:
         self._path, self._rng, self._save_every = path, rng, save_every
 
-    def load(self, model: Model, optimizer: torch.optim.Optimizer) -> int:
+    def load(self, model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> int:
         """The number of steps done; 0 if there is no file."""
         if not self._path.exists():
             return 0
         state = torch.load(self._path, weights_only=False)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self._rng.setstate(state["generators"][torch.distributed.get_rank()])
         return state["step"]
 
-    def save(self, model: Model, optimizer: torch.optim.Optimizer, step: int) -> None:
+    def save(self, model: Model, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
         """Every worker calls it behind every step; it writes behind some."""
         if step % self._save_every:
             return
@@ -113,7 +116,7 @@ class Checkpoint:
         state = {
             "step": step,
             "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "generators": generators,
         }
         partial = self._path.with_suffix(".partial")
@@ -134,26 +137,29 @@ def train_jointly(
 ) -> None:
     """Train in place on this worker's part of every step, from the checkpoint if it has steps."""
     features = MediaFeatures(processor)
-    if stage == "converse":
+    is_dialogue = stage in mixture.ROWS_OF_STEP
+    if is_dialogue:
         maker: DialogueMaker | RowMaker = DialogueMaker(processor, features, words)
-        groups = dialogues.groups_of_step(maker, divisor)
+        groups = mixture.groups_of_step(maker, stage, divisor)
+        # Short rows: faster than torch's kernel
+        model.model.language_model.set_attn_implementation("eager")
         model.model.visual.requires_grad_(False)
         model.model.audio_tower.requires_grad_(False)
     else:
         maker = RowMaker(processor, features, words, is_early=stage == "learn")
         groups = conversations.groups_of_step(maker, stage, divisor)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = make_optimizer(trained, schedule, slow_prefixes=ENCODERS)
-    first = checkpoint.load(model, optimizer) if checkpoint else 0
+    optimizers = make_optimizers(trained, schedule, slow_prefixes=ENCODERS)
+    first = checkpoint.load(model, optimizers) if checkpoint else 0
     history: dict[str, list[float]] = defaultdict(list)
     started_at = time.monotonic()
     model.train()
     for step in range(first, schedule.num_steps):
-        for members in optimizer.param_groups:
+        for members in (members for optimizer in optimizers for members in optimizer.param_groups):
             members["lr"] = learning_rate(schedule, step) * members["scale"]
         drawn = [[group.draw(rng) for _ in range(group.num_rows)] for group in groups]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            if stage == "converse":
+            if is_dialogue:
                 losses = losses_of_groups(model, drawn, maker.pad_id, features)
             else:
                 losses = [
@@ -166,8 +172,9 @@ def train_jointly(
             history[group.name].append(loss.item())
         average_gradients(list(trained.values()))
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
         if (step + 1) % REPORT_EVERY == 0 or step + 1 == schedule.num_steps:
             means = " ".join(f"{name} {np.mean(values):.4f}" for name, values in history.items())
             report(
@@ -175,14 +182,15 @@ def train_jointly(
             )
             history.clear()
         if checkpoint is not None:
-            checkpoint.save(model, optimizer, step + 1)
+            checkpoint.save(model, optimizers, step + 1)
 
 
 def starting_point(stage: str, work: Path, seed: int) -> tuple[Model, Processor]:
     """New weights with the pretrained encoders, or the result of the stage before, with the template of
     now."""
     if stage != "learn":
-        model, processor, _ = load(work / {"refine": "learn", "converse": "refine"}[stage])
+        stages = list(JOINT)
+        model, processor, _ = load(work / stages[stages.index(stage) - 1])
         processor.chat_template = CHAT_TEMPLATE
         return model, processor
     model, processor = build(seed)

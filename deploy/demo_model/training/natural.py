@@ -113,17 +113,18 @@ def json_object(rng: random.Random, words: WordBank) -> Sample:
 def tool_call(rng: random.Random, _words: WordBank) -> Sample:
     """A call whose argument the user says; names of cities that training never saw."""
     kind = rng.choice(tuple(calls.TOOL_KINDS))
-    tool = calls.draw_tool(rng, kind)
+    tool = calls.draw_tool(rng, kind, HELD_OUT)
     return Sample(
-        calls.asked_call(rng, kind, tool, HELD_OUT), tools=calls.draw_tools(rng, tool, without=kind)
+        calls.asked_call(rng, kind, tool, HELD_OUT),
+        tools=calls.draw_tools(rng, tool, without=kind, split=HELD_OUT),
     )
 
 
 def tool_call_from_media(rng: random.Random, words: WordBank) -> Sample:
     """A call whose argument the media show, in the wordings of training."""
     kind = rng.choice(("colour", "direction", "shape", "text"))
-    tool = calls.draw_tool(rng, kind)
-    tools = calls.draw_tools(rng, tool, without=kind)
+    tool = calls.draw_tool(rng, kind, HELD_OUT)
+    tools = calls.draw_tools(rng, tool, without=kind, split=HELD_OUT)
     if kind == "direction":
         frames, _, _, direction = draw_video(rng)
         return Sample(calls.media_call(rng, kind, tool, direction), videos=[frames], tools=tools)
@@ -137,7 +138,7 @@ def tool_call_from_media(rng: random.Random, words: WordBank) -> Sample:
 
 def tool_result(rng: random.Random, _words: WordBank) -> Sample:
     """What the model says of a result."""
-    tool = calls.draw_tool(rng, "city")
+    tool = calls.draw_tool(rng, "city", HELD_OUT)
     result = rng.choice(calls.SAID_RESULTS)
     asked = calls.asked_call(rng, "city", tool, HELD_OUT)
     return Sample(Turn(result, calls.result_answer(result)), before=[asked], tools=[tool], role="tool")

@@ -37,6 +37,36 @@ LOWER_RATIO, BARE_RATIO, TYPO_RATIO, PREFIX_RATIO, SUFFIX_RATIO, LOUD_RATIO = (
     0.04,
     0.03,
 )
+SMALL_WORDS = frozenset(
+    [
+        "a",
+        "an",
+        "the",
+        "is",
+        "are",
+        "was",
+        "do",
+        "does",
+        "did",
+        "of",
+        "in",
+        "it",
+        "you",
+        "can",
+        "could",
+        "would",
+        "me",
+        "that",
+        "to",
+        "there",
+        "i",
+    ]
+)
+FILLERS = (
+    "well", "just", "actually", "really", "maybe", "then", "kindly", "exactly", "again", "to me", "for me",
+    "you think", "quickly", "only", "also", "perhaps", "simply", "by the way", "this time", "if possible",
+)  # fmt: skip
+LOOSE_RATIO = 0.2
 _CHOICE = re.compile(r"\(([^()]*)\)")
 _FRAMED = re.compile(r"@(\w+) (.*)")
 _CONTENT = re.compile(r"\{(?:np|s)\}")
@@ -77,6 +107,8 @@ class Wordings:
     ) -> str:
         """One wording, with its slots filled. `has_noise`: typed as people type."""
         text = self.draw(rng, kind, split)
+        if split == TRAINING and has_noise and "{words}" not in text and rng.random() < LOOSE_RATIO:
+            text = loosened(rng, text)
         text = typed(rng, text) if has_noise else text[:1].upper() + text[1:]
         is_capital = text[:1].isupper() or (text[:1] == "{" and rng.random() > LOWER_RATIO)
         text = _NAME.sub(lambda match: slots[match[1]], text)
@@ -101,6 +133,17 @@ class Wordings:
 
     def _part(self, match: re.Match[str]) -> str:
         return self._parts.get(match[1], match[0])
+
+
+def loosened(rng: random.Random, text: str) -> str:
+    """With a small word left out, or with one more that changes nothing."""
+    words = text.split(" ")
+    small = [idx for idx, word in enumerate(words) if word.lower() in SMALL_WORDS]
+    if len(small) > 1 and rng.random() < 0.5:
+        del words[rng.choice(small)]
+    else:
+        words.insert(rng.randrange(len(words)), rng.choice(FILLERS))
+    return " ".join(words)
 
 
 def typed(rng: random.Random, text: str) -> str:

@@ -22,7 +22,7 @@ from deploy.demo_model.training import data, media
 from deploy.demo_model.training.allocator import keep_freed_memory
 from deploy.demo_model.training.build import Model, build
 from deploy.demo_model.training.features import MediaFeatures, num_audio_tokens
-from deploy.demo_model.training.schedule import PRETRAINING, Schedule, learning_rate, make_optimizer
+from deploy.demo_model.training.schedule import PRETRAINING, Schedule, learning_rate, make_optimizers
 from deploy.demo_model.training.speech import SpokenClip, WordBank, disturb, make_clip
 from deploy.demo_model.training.words import training_words
 
@@ -140,7 +140,7 @@ class AudioTask(nn.Module):
 
 def run(task: nn.Module, rng: random.Random, schedule: Schedule, report: Callable[[str], None]) -> None:
     """Optimize the task's encoder and heads; the schedule counts steps, never seconds."""
-    optimizer = make_optimizer(dict(task.named_parameters()), schedule, slow_prefixes=())
+    (optimizer,) = make_optimizers(dict(task.named_parameters()), schedule, slow_prefixes=())
     history = defaultdict(list)
     task.train()
     for step in range(schedule.num_steps):

@@ -15,7 +15,8 @@ class Schedule:
     """Linear warm-up to the peak, then a cosine down to `final_ratio` of it.
 
     The cosine takes `num_cosine_steps`; a run with fewer steps ends while the rate is still high. 0: all
-    steps. Before it the rate stays at its peak for `num_flat_steps`.
+    steps. Before it the rate stays at its peak for `num_flat_steps`. `has_muon`: Muon trains the matrices
+    inside layers and AdamW the rest, instead of AdamW alone.
     """
 
     num_steps: int
@@ -24,6 +25,7 @@ class Schedule:
     final_ratio: float = 0.02
     num_cosine_steps: int = 0
     num_flat_steps: int = 0
+    has_muon: bool = False
 
     def with_steps(self, num_steps: int) -> "Schedule":
         """The same schedule stretched to another length."""
@@ -39,6 +41,8 @@ JOINT = {
     "learn": Schedule(num_steps=600, num_warmup_steps=100, peak=1e-3, num_cosine_steps=1200),
     "refine": Schedule(num_steps=800, num_warmup_steps=30, peak=1e-3),
     "converse": Schedule(num_steps=1300, num_warmup_steps=50, peak=1e-3, num_flat_steps=750),
+    "practise": Schedule(num_steps=1900, num_warmup_steps=50, peak=7e-4, num_flat_steps=1100, has_muon=True),
+    "polish": Schedule(num_steps=900, num_warmup_steps=30, peak=6e-4, num_flat_steps=450, has_muon=True),
 }
 ENCODER_SCALE = 0.2
 
@@ -52,10 +56,33 @@ def learning_rate(schedule: Schedule, step: int) -> float:
     return schedule.peak * warmup * (schedule.final_ratio + (1 - schedule.final_ratio) * cosine)
 
 
-def make_optimizer(
+def make_optimizers(
+    parameters: dict[str, torch.nn.Parameter], schedule: Schedule, slow_prefixes: tuple[str, ...]
+) -> list[torch.optim.Optimizer]:
+    """Without decay on vectors; parameters under a slow prefix learn at `ENCODER_SCALE` of the rate.
+
+    Muon (Jordan et al., 2024) with updates scaled to AdamW's (Liu et al., 2025, "Muon is scalable").
+    """
+    by_muon = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if schedule.has_muon and parameter.ndim == 2 and ".layers." in name
+    }
+    rest = {name: parameter for name, parameter in parameters.items() if name not in by_muon}
+    optimizers: list[torch.optim.Optimizer] = [_adamw(rest, schedule, slow_prefixes)]
+    if by_muon:
+        group = {"params": list(by_muon.values()), "scale": 1.0}
+        optimizers.append(
+            torch.optim.Muon(
+                [group], lr=schedule.peak, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    return optimizers
+
+
+def _adamw(
     parameters: dict[str, torch.nn.Parameter], schedule: Schedule, slow_prefixes: tuple[str, ...]
 ) -> torch.optim.AdamW:
-    """AdamW without decay on vectors; parameters under a slow prefix learn at `ENCODER_SCALE` of the rate."""
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in parameters.items():
         groups.setdefault((parameter.ndim >= 2, name.startswith(slow_prefixes)), []).append(parameter)

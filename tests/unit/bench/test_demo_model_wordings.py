@@ -45,7 +45,7 @@ def bare(text: str) -> str:
     return text.lower().strip("?.! ")
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("questions", 400), ("elsewhere", 20_000)])
+@pytest.mark.parametrize(("name", "rounds"), [("questions", 6000), ("elsewhere", 100_000)])
 def test_evaluation_asks_in_wordings_that_training_does_not_have(name: str, rounds: int) -> None:
     rng, wordings = random.Random(0), Wordings.load(name)
     for kind in wordings.kinds(TRAINING):
