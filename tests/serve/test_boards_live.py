@@ -35,7 +35,7 @@ pytestmark = [
 def prometheus(cluster: LocalCluster, tmp_path: Path) -> Iterator[httpx.Client]:
     """Scrapes the door and Ray's own exporters every second."""
     targets = [{"targets": [cluster.url.removeprefix("http://")]}]
-    (found,) = cluster.folder.glob("ray/session_2*/prom_metrics_service_discovery.json")
+    (found,) = wait_for_targets(cluster.folder)
     jobs = [
         {"job_name": "epdg", "scrape_interval": "1s", "static_configs": targets},
         {"job_name": "ray", "scrape_interval": "1s", "file_sd_configs": [{"files": [str(found)]}]},
@@ -54,6 +54,15 @@ def prometheus(cluster: LocalCluster, tmp_path: Path) -> Iterator[httpx.Client]:
                 yield client
         finally:
             process.terminate()
+
+
+def wait_for_targets(folder: Path) -> list[Path]:
+    """Ray's dashboard writes them; it starts when the cluster is ready."""
+    deadline = time.monotonic() + HANG_S
+    while not (found := list(folder.glob("ray/session_2*/prom_metrics_service_discovery.json"))):
+        assert time.monotonic() < deadline, "Ray's dashboard has written no targets"
+        time.sleep(0.2)
+    return found
 
 
 def queries(model: str) -> dict[str, str]:
