@@ -14,6 +14,7 @@ from cluster.simulator.workload import Workload
 PRECISION = 0.04  # of the rate
 FACTOR = 1.25
 MIN_RATE = 1e-3
+REACH = 64  # times the guess: no rate is looked for further away
 
 
 def run_once(
@@ -33,7 +34,8 @@ def run_once(
 def highest_rate(
     run: Callable[[float], Summary], slo: Slo, guess: float, precision: float = PRECISION
 ) -> tuple[float, Summary | None]:
-    """Where the limits are just kept, and what came out there. (0, None): nowhere.
+    """Where the limits are just kept, and what came out there. (0, None): nowhere. Raises ValueError if they
+    are kept at any rate, because too few requests are simulated.
 
     `run` simulates a rate. The guess is bracketed by factors first, then halved in logarithms.
     """
@@ -44,7 +46,9 @@ def highest_rate(
             low, best = rate, summary
         else:
             high = rate
-        if not low and rate < max(MIN_RATE, guess / 64):
+        if not low and rate < max(MIN_RATE, guess / REACH):
             break
+        if high == math.inf and rate > guess * REACH:
+            raise ValueError("so few requests keep the limits at any rate: simulate more")
         rate = low * FACTOR if high == math.inf else (low * high) ** 0.5 if low else high / FACTOR
     return low, best

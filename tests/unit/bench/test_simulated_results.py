@@ -57,3 +57,9 @@ def test_the_search_finds_the_highest_rate_from_any_guess(guess: float) -> None:
 def test_the_search_says_so_where_no_rate_is_good() -> None:
     bad = summarise([outcome(i, 9.0) for i in range(30)], SLO)
     assert highest_rate(lambda _: bad, SLO, 10.0) == (0.0, None)
+
+
+def test_the_search_says_so_where_every_rate_is_good() -> None:
+    good = summarise([outcome(i, 0.1) for i in range(30)], SLO)
+    with pytest.raises(ValueError, match="simulate more"):
+        highest_rate(lambda _: good, SLO, 10.0)
