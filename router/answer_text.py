@@ -53,7 +53,7 @@ class AnswerText:
             self._scores_out(is_cut=matched is not None, is_over=reason is not None) if self._waiting else ()
         )
         token_ids = event.token_ids if self._returns_token_ids else ()
-        return TextDelta(text, len(event.token_ids), reason, scores, token_ids)
+        return TextDelta(text, len(event.token_ids), reason, scores, token_ids, stop_string=matched)
 
     def _detokenized(self, event: TokenEvent) -> str:
         token_ids = event.token_ids

@@ -150,6 +150,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     reasoning: str = ""  # apart from the text
     calls: tuple[ToolCallDelta, ...] = ()
     num_reasoning_tokens: int = 0
+    stop_string: str | None = None  # the one that has ended the answer
 
     @property
     def is_empty(self) -> bool:

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from cluster.errors import RequestError, UnsupportedError
 
 _HAS = (
-    "This server generates text: /v1/responses, /v1/chat/completions, /v1/completions and, for models that "
-    "take sound, /v1/audio/transcriptions"
+    "This server generates text: /v1/responses, /v1/chat/completions, /v1/messages, /v1/completions and, "
+    "for models that take sound, /v1/audio/transcriptions"
 )
 _ABSENT = {
     "/v1/embeddings": "embeddings",

@@ -33,6 +33,9 @@ from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall, CompletionCall, TokenizeCall
 from router.openai import render
 from router.openai.absent import mount_absent
+from router.openai.anthropic.render import MessageFormat
+from router.openai.anthropic.schema import CountRequest, MessagesRequest
+from router.openai.anthropic.translate import messages_call, messages_name
 from router.openai.bodies import BodyBudget, check_json_type, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, tenant_of
 from router.openai.errors import (
@@ -133,6 +136,8 @@ class _Routes:
         api.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         api.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         api.add_api_route("/v1/responses", self.respond, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/messages", self.message, methods=["POST"], response_model=None)
+        api.add_api_route("/v1/messages/count_tokens", self.count, methods=["POST"], response_model=None)
         api.add_api_route("/v1/audio/transcriptions", self.transcribe, methods=["POST"], response_model=None)
         api.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
@@ -172,6 +177,21 @@ class _Routes:
         asked, call = await self._call(request, translate)
         answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
         return await self._answer(request, call, self._door.chat, answer, responses_name)
+
+    async def message(self, request: Request) -> Response:
+        call: ChatCall = await self._call(
+            request, lambda body: messages_call(parse(MessagesRequest, body), *self._asking(request))
+        )
+        answer = MessageFormat(_new_id("msg", "_"), self._door.model_id)
+        return await self._answer(request, call, self._door.chat, answer, messages_name)
+
+    async def count(self, request: Request) -> Response:
+        call: ChatCall = await self._call(
+            request, lambda body: messages_call(parse(CountRequest, body), *self._asking(request))
+        )
+        with naming(messages_name):
+            found = await until_disconnect(request, self._door.tokenize(TokenizeCall(call, names=False)))
+        return json_answer(msgspec.json.encode({"input_tokens": len(found.token_ids)}))
 
     async def transcribe(self, request: Request) -> Response:
         kind, instruction = request.headers.get("content-type", ""), self._door.transcription_instruction

@@ -1,5 +1,6 @@
-"""Errors as answers: OpenAI's object, the status, and the headers that belong to it. Plain functions of the
-application's exception handlers; no request is known to them but its headers. Runs on the door's event loop.
+"""Errors as answers: OpenAI's object (at Anthropic's paths theirs), the status, and the headers that belong
+to it. Plain functions of the application's exception handlers; no request is known to them but its path and
+its headers. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from starlette.responses import Response
 
 from cluster.errors import ClusterError, InternalError, RequestError
 from router.openai import render
+from router.openai.anthropic.render import error_body as anthropic_error
 from router.openai.bodies import BodyTimeoutError, BodyTooLargeError, MediaTypeError
 from router.openai.edge import request_id_of
 from router.openai.keys import InvalidKeyError
 
 log = logging.getLogger(__name__)
+ANTHROPIC_PATH = "/v1/messages"
 
 
 class NoSuchRouteError(RequestError):
@@ -49,14 +52,14 @@ async def answer_error(request: Request, error: Exception) -> Response:
         # After other errors the server reads the rest of the body and drops it, because closing earlier would
         # lose the answer
         headers["connection"] = "close"
-    return json_answer(render.error_body(known), known.status, headers)
+    return json_answer(_body(request, known), known.status, headers)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # the class it is registered for
     kind = _KINDS.get(error.status_code) or (RequestError if error.status_code < 500 else InternalError)
     known = kind(f"{request.method[:20]} {request.url.path[:200]}: {error.detail}")
-    return json_answer(render.error_body(known), error.status_code, dict(error.headers or {}))
+    return json_answer(_body(request, known), error.status_code, dict(error.headers or {}))
 
 
 async def answer_wrong_parameter(request: Request, error: Exception) -> Response:
@@ -66,6 +69,12 @@ async def answer_wrong_parameter(request: Request, error: Exception) -> Response
     _, *names = map(str, first["loc"])
     known = RequestError(f"{'.'.join(names)}: {first['msg']}", param=".".join(names) or None)
     return await answer_error(request, known)
+
+
+def _body(request: Request, error: ClusterError) -> bytes:
+    if request.url.path.startswith(ANTHROPIC_PATH):
+        return anthropic_error(error, request_id_of(request))
+    return render.error_body(error)
 
 
 def log_unexpected(request: Request, error: Exception) -> None:

@@ -195,7 +195,7 @@ class Access:
 
     async def admit(self, scope: Scope) -> Permit:
         """Raises InvalidKeyError, ForbiddenError or RateLimitError."""
-        given = Headers(scope=scope).get("authorization", "")
+        given = _credentials(Headers(scope=scope))
         path = _route_path(scope)
         if not self.needs_key(path):
             return Permit(_digest_of(given))
@@ -234,6 +234,13 @@ def _route_path(scope: Scope) -> str:
     """As the router sees it: behind the prefix of the application."""
     path, root = scope["path"], scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def _credentials(headers: Headers) -> str:
+    """As the Authorization header has them. Clients of Anthropic's API may send a key in a header of its
+    own."""
+    given = headers.get("authorization", "")
+    return f"Bearer {key}" if not given and (key := headers.get("x-api-key")) else given
 
 
 def _digest_of(header: str) -> str:

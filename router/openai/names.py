@@ -7,7 +7,10 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 
+import msgspec
+
 from cluster.errors import ClusterError
+from router.calls import ChatCall
 
 NameOf = Callable[[str], str]
 
@@ -43,3 +46,19 @@ def renamed(param: str, names: Mapping[str, str]) -> str:
             return names[known] + param[len(known) :]
         known = known[: max(known.rfind("."), known.rfind("["), 0)]
     return param
+
+
+def with_names(call: ChatCall, names: Mapping[str, str]) -> ChatCall:
+    """What is told later about its media, its structure and its tools has an endpoint's names, too."""
+    structure, tools = call.structure, call.tools
+    if structure is not None:
+        structure = msgspec.structs.replace(structure, param=renamed(structure.param, names))
+    if tools is not None:
+        functions = tuple(
+            msgspec.structs.replace(each, param=renamed(each.param, names)) for each in tools.functions
+        )
+        tools = msgspec.structs.replace(tools, functions=functions)
+    media = tuple(
+        msgspec.structs.replace(source, param=renamed(source.param, names)) for source in call.media
+    )
+    return msgspec.structs.replace(call, media=media, structure=structure, tools=tools)

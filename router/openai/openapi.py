@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from router.openai.anthropic.schema import CountRequest, MessagesRequest
 from router.openai.protocol import DoorProtocol
 from router.openai.responses.schema import ResponsesRequest
 from router.openai.schema import ChatRequest, CompletionRequest, StrictModel
@@ -23,12 +24,35 @@ _JSON, _EVENTS, _TEXT, _FORM = "application/json", "text/event-stream", "text/pl
 _HELLO = [{"role": "user", "content": "Hello"}]
 
 
+class ErrorObject(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None  # the field at fault
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorObject
+
+
+class AnthropicErrorObject(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorObject
+    request_id: str | None
+
+
 class Endpoint(msgspec.Struct, frozen=True):
     summary: str
     answers: tuple[str, ...] = (_JSON,)  # media types of answers that are no errors
     body: type[StrictModel] | None = None
     example: dict[str, Any] | None = {}  # of a body, without its model
     file: str = ""  # the body is a form, and this is its file
+    error: type[BaseModel] = ErrorAnswer
 
 
 ENDPOINTS = {
@@ -39,6 +63,14 @@ ENDPOINTS = {
         "Continues texts", (_JSON, _EVENTS), CompletionRequest, {"prompt": "Hello", "max_tokens": 16}
     ),
     "/v1/responses": Endpoint("Answers an input", (_JSON, _EVENTS), ResponsesRequest, {"input": "Hello"}),
+    "/v1/messages": Endpoint(
+        "Answers a conversation, as Anthropic's API", (_JSON, _EVENTS), MessagesRequest,
+        {"messages": _HELLO, "max_tokens": 16}, error=AnthropicErrorAnswer,
+    ),
+    "/v1/messages/count_tokens": Endpoint(
+        "The length of a conversation", (_JSON,), CountRequest, {"messages": _HELLO},
+        error=AnthropicErrorAnswer,
+    ),
     "/v1/audio/transcriptions": Endpoint(
         "Writes down what is said", (_JSON, _TEXT, _EVENTS), TranscriptionRequest, None, file="file"
     ),
@@ -56,23 +88,13 @@ ENDPOINTS = {
 _OTHER = Endpoint("", ())  # of a route that the table does not name: nothing is said about its answers
 
 
-class ErrorObject(BaseModel):
-    message: str
-    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
-    param: str | None  # the field at fault
-    code: str
-
-
-class ErrorAnswer(BaseModel):
-    error: ErrorObject
-
-
 def document(api: FastAPI, door: DoorProtocol) -> bytes:
     """Of the routes that `api` has."""
     found = get_openapi(title=api.title, version=api.version, routes=api.routes)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
     schemas.clear()  # FastAPI's own error
     _define(schemas, ErrorAnswer)
+    _define(schemas, AnthropicErrorAnswer)
     for path, operations in found["paths"].items():
         endpoint = ENDPOINTS.get(path, _OTHER)
         for method, operation in operations.items():
@@ -93,7 +115,7 @@ def document(api: FastAPI, door: DoorProtocol) -> bytes:
 
 def _answers(endpoint: Endpoint) -> dict[str, Any]:
     content: dict[str, Any] = {kind: {} for kind in endpoint.answers}
-    error = {"description": "an error", "content": {_JSON: {"schema": _reference(ErrorAnswer)}}}
+    error = {"description": "an error", "content": {_JSON: {"schema": _reference(endpoint.error)}}}
     return {"200": {"description": "the answer", "content": content}, "4XX": error, "5XX": error}
 
 

@@ -84,6 +84,7 @@ class ResponseFormat(ABC):
     """The JSON of one response. The events of a stream differ only in their choice."""
 
     media_type = "application/json"
+    end = DONE
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
 
@@ -146,9 +147,9 @@ class ResponseFormat(ABC):
             self._prefix, index, self._piece(delta), logprobs, token_ids, self._end(generation),
         )  # fmt: skip
 
-    def finish(self, index: int, reason: str, generation: Generation) -> bytes:
+    def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         return b'%b[{"index":%d,%b,"logprobs":null,"finish_reason":"%b"}]%b' % (
-            self._prefix, index, self._nothing, reason.encode(), self._end(generation),
+            self._prefix, index, self._nothing, str(delta.finish_reason).encode(), self._end(generation),
         )  # fmt: skip
 
     def error_event(self, error: ClusterError) -> bytes:

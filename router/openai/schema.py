@@ -160,6 +160,7 @@ class InputMessage(StrictModel):
     function_call: None = None
     annotations: Harmless = None
     parsed: Harmless = None  # what the openai clients' helpers add
+    provider_specific_fields: Harmless = None  # what litellm adds to an answer
 
 
 class StreamOptions(StrictModel):
@@ -371,7 +372,9 @@ def _limit(details: Any) -> str:
 
 _BRANCHES = {"text", "parts", "image_url", "video_url", "audio_url", "input_audio"} | {
     "input_text", "output_text", "input_image", "input_video", "input_file",
+    "image", "thinking", "tool_use", "tool_result", "base64", "url",
 }  # fmt: skip
+_UNIONS = ("content", "source")  # fields of several shapes
 
 
 def _path(loc: tuple[str | int, ...]) -> str:
@@ -382,7 +385,7 @@ def _path(loc: tuple[str | int, ...]) -> str:
             path += f"[{step}]"
             continue
         is_type = "[" in step or "-" in step or step[:1] == "<"
-        is_branch = step in _BRANCHES and i > 0 and (loc[i - 1] == "content" or isinstance(loc[i - 1], int))
+        is_branch = step in _BRANCHES and i > 0 and (loc[i - 1] in _UNIONS or isinstance(loc[i - 1], int))
         if not is_type and not is_branch:
             path += f".{step}" if path else step
     return path[:200]

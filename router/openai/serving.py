@@ -29,6 +29,7 @@ class AnswerFormat(Protocol):
     """An endpoint's bodies and events, as `render` and `responses.render` write them."""
 
     media_type: str  # of a body
+    end: bytes  # the last event of a stream that has not failed
 
     def body(
         self,
@@ -44,7 +45,9 @@ class AnswerFormat(Protocol):
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes: ...
 
-    def finish(self, index: int, reason: str, generation: Generation) -> bytes: ...
+    def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
+        """`delta`: the choice's last one."""
+        ...
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes: ...
 
@@ -141,7 +144,7 @@ async def stream(
                 if not delta.is_empty:
                     events += answer.text(index, delta, generation)
                 if delta.finish_reason is not None:
-                    events += answer.finish(index, delta.finish_reason, generation)
+                    events += answer.finish(index, delta, generation)
                 if events:
                     if report is not None and not has_told:
                         has_told = True
@@ -152,7 +155,7 @@ async def stream(
         if include_usage:
             usages = [generation.usage for generation in generations]
             yield answer.usage(render.usage_fields(usages, num_choices))
-        yield render.DONE
+        yield answer.end
     finally:
         await close_all(generations)
 

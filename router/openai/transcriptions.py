@@ -132,6 +132,8 @@ class TranscriptFormat:
     """The transcript in the form that the client wants. A stream has `transcript.text.delta` for each piece,
     then `transcript.text.done` with the whole text."""
 
+    end = render.DONE
+
     def __init__(self, request: TranscriptionRequest):
         self._request = request
         self._pieces: list[str] = []
@@ -172,9 +174,10 @@ class TranscriptFormat:
         self._pieces.append(delta.text)
         return _event({"type": "transcript.text.delta", "delta": delta.text})
 
-    def finish(self, index: int, reason: str, generation: Generation) -> bytes:
+    def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         text, usage = "".join(self._pieces), _usage(generation.usage)
-        return _event({"type": "transcript.text.done", "text": text, "usage": usage, "finish_reason": reason})
+        whole = {"text": text, "usage": usage, "finish_reason": delta.finish_reason}
+        return _event({"type": "transcript.text.done", **whole})
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
         return _event({"type": "epdg:ledger", "ledger": timelines})

@@ -1,4 +1,4 @@
-"""/v1/responses and /v1/audio/transcriptions over a whole cluster: the chat endpoint's answers in other
+"""/v1/responses, /v1/messages and /v1/audio/transcriptions over a whole cluster: the chat endpoint's answers in other
 forms."""
 
 from __future__ import annotations
@@ -32,6 +32,24 @@ async def test_other_forms_of_a_chat_request_have_its_answer():
         assert response["output"][0]["content"][0]["text"] == text_of(chat)
         assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
         assert response["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
+
+        data = url.partition(",")[2]
+        blocks = [
+            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+            {"type": "text", "text": "What do you see?"},
+        ]
+        body = {
+            "model": "demo", "messages": [{"role": "user", "content": blocks}], "temperature": 0.0,
+            "max_tokens": chat["usage"]["completion_tokens"],
+        }  # fmt: skip
+        message = (await client.post("/v1/messages", json=body)).json()
+        assert message["content"][0]["text"] == text_of(chat)
+        usage = message["usage"]
+        assert usage["output_tokens"] == chat["usage"]["completion_tokens"]
+        del body["temperature"], body["max_tokens"]
+        counted = (await client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+        assert counted == chat["usage"]["prompt_tokens"]
 
         form = {"model": "demo", "response_format": "verbose_json"}
         files = {"file": ("three_words.wav", SOUND)}

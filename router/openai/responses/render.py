@@ -18,6 +18,7 @@ import msgspec
 from cluster.errors import ClusterError, OverloadedError, RequestError
 from router.calls import ChatCall, TextDelta, Usage
 from router.openai.protocol import Generation
+from router.openai.render import DONE
 from router.openai.responses.items import Event, OutputItems
 from router.openai.responses.schema import NamedFunction, ResponsesRequest
 
@@ -26,6 +27,7 @@ _encode = msgspec.json.Encoder().encode
 
 class ResponsesFormat:
     media_type = "application/json"
+    end = DONE
 
     def __init__(
         self,
@@ -66,8 +68,8 @@ class ResponsesFormat:
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         return self._events(self._items.push(delta))
 
-    def finish(self, index: int, reason: str, generation: Generation) -> bytes:
-        status = _status(reason)
+    def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
+        status = _status(delta.finish_reason)
         events = self._items.close(status)
         return self._events(
             [*events, (f"response.{status}", {"response": self._response(status, generation)})]

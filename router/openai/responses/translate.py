@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import mimetypes
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from cluster.errors import RequestError, UnsupportedError
 from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall
 from router.openai.limits import Limits
-from router.openai.names import naming, renamed
+from router.openai.names import naming, renamed, with_names
 from router.openai.responses.schema import (
     LOGPROBS,
     CallItem,
@@ -92,23 +90,7 @@ def responses_call(
     with naming(lambda param: renamed(param, names)):
         chat = validated(ChatRequest, asked, ChatRequest.model_validate)
         call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
-    return _with_names(call, names)
-
-
-def _with_names(call: ChatCall, names: Mapping[str, str]) -> ChatCall:
-    """What is told later about its media, its structure and its tools has this endpoint's names, too."""
-    structure, tools = call.structure, call.tools
-    if structure is not None:
-        structure = msgspec.structs.replace(structure, param=renamed(structure.param, names))
-    if tools is not None:
-        functions = tuple(
-            msgspec.structs.replace(each, param=renamed(each.param, names)) for each in tools.functions
-        )
-        tools = msgspec.structs.replace(tools, functions=functions)
-    media = tuple(
-        msgspec.structs.replace(source, param=renamed(source.param, names)) for source in call.media
-    )
-    return msgspec.structs.replace(call, media=media, structure=structure, tools=tools)
+    return with_names(call, names)
 
 
 class _Conversation:

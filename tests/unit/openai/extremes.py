@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel
 
 from router.openai import openapi
+from router.openai.anthropic.translate import messages_call
 from router.openai.protocol import DoorProtocol
 from router.openai.responses.translate import responses_call
 from router.openai.schema import InputMessage, StrictModel, parse
@@ -59,6 +60,8 @@ def accepted(path: str, body: bytes, door: DoorProtocol) -> Any:
         "/v1/chat/completions": chat_call,
         "/v1/completions": completion_call,
         "/v1/responses": responses_call,
+        "/v1/messages": messages_call,
+        "/v1/messages/count_tokens": messages_call,
         "/tokenize": tokenize_call,
     }.get(path)
     asked = parse(ENDPOINTS[path], body)
