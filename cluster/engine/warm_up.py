@@ -16,7 +16,8 @@ MAX_PROMPT_TOKENS = 1024  # in one step
 MIN_PROMPT_TOKENS = 128  # in the largest step of a worker that computes few prompts
 CONTEXTS = (16, 512)  # tokens that a sequence of an answer sees
 MANY_SEQUENCES = 16
-NUM_ROUNDS = 3
+NUM_ROUNDS = 2
+LEAST_GROWTH = 1.5
 
 
 def warm_up_prompts(
@@ -26,16 +27,19 @@ def warm_up_prompts(
     thread and blocks for a few steps."""
     num_tokens = budget.min_tokens
     max_tokens = min(max_tokens, blocks.num_free * blocks.block_size)
+    is_first = True  # this step includes what is done only once
     while num_tokens <= max_tokens:
         table = blocks.allocate(-(-num_tokens // blocks.block_size))
-        for _ in range(2):
+        for _ in range(1 + is_first):
             with cpu_slots.acquire():
                 runner.warm_up_prompt(num_tokens, table)
-            budget.observe(num_tokens, 0.0, cpu_slots.ran_s)
+        budget.observe(num_tokens, 0.0, cpu_slots.ran_s)
+        is_first = False
         blocks.free(table)
-        if num_tokens >= budget.max_tokens(0.0):
+        longest = budget.max_tokens(0.0)
+        if longest < LEAST_GROWTH * num_tokens:  # a step that takes as long again would tell little more
             return
-        num_tokens = min(2 * num_tokens, budget.max_tokens(0.0))
+        num_tokens = min(2 * num_tokens, longest)
 
 
 def warm_up_answers(
@@ -52,10 +56,9 @@ def warm_up_answers(
     max_context = min(len(table) * blocks.block_size, max_model_len) - 1
     contexts = [min(context, max_context) for context in CONTEXTS]
     sizes = list(product(contexts, (1, min(MANY_SEQUENCES, max_sequences))))
-    for round_idx in range(NUM_ROUNDS):
-        for context, num_sequences in sizes:
-            with cpu_slots.acquire():
-                runner.warm_up_answers(num_sequences, context, table)
-            if round_idx > 0:  # the first round includes what is done only once
-                fit.observe(num_sequences, context, cpu_slots.ran_s)
+    for idx, (context, num_sequences) in enumerate([sizes[-1], *sizes * NUM_ROUNDS]):
+        with cpu_slots.acquire():
+            runner.warm_up_answers(num_sequences, context, table)
+        if idx > 0:  # the first and largest step includes what is done only once
+            fit.observe(num_sequences, context, cpu_slots.ran_s)
     blocks.free(table)

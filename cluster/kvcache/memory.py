@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+_MADV_POPULATE_WRITE = 23  # Linux; `mmap` has no name for it
+
 
 @dataclass(frozen=True)
 class SegmentSpec:
@@ -70,7 +72,7 @@ class BlockMemory:
         self.num_blocks = num_blocks
         num_bytes = num_blocks * layout.block_bytes
         if torch.device(device).type == "cpu":
-            self.buffer = on_huge_pages(num_bytes).zero_()  # touched, so the memory is allocated now
+            self.buffer = on_huge_pages(num_bytes, is_populated=True)
         else:
             self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.segments: list[torch.Tensor] = []
@@ -150,15 +152,21 @@ class BlockMemory:
         return block_descriptors(self.layout, self.base_address, self.num_blocks, block_ids, segment_ids)
 
 
-def on_huge_pages(num_bytes: int) -> torch.Tensor:
+def on_huge_pages(num_bytes: int, *, is_populated: bool = False) -> torch.Tensor:
     """[num_bytes] uint8 zeros on the CPU, on huge pages if the kernel has them. Reading them misses the TLB
     less often, and the kernel's copies between processes, which look up every page, take two thirds of the
-    time."""
+    time. `is_populated`: the memory is allocated now and not when it is first written."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages
     memory = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=kind)  # a page behind it keeps neighbours apart
     with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    zeros = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
+    if is_populated:
+        try:
+            memory.madvise(_MADV_POPULATE_WRITE)  # a third of the time of writing every byte
+        except OSError:  # a kernel before 5.14
+            zeros.zero_()
+    return zeros
 
 
 def block_descriptors(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.engine.warm_up import MANY_SEQUENCES, warm_up_answers
+from cluster.engine.warm_up import MANY_SEQUENCES, warm_up_answers, warm_up_prompts
 from cluster.kvcache.blocks import BlockPool
+from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.fit import StepFit
 from cluster.worker.cpu_slots import no_cpu_slots
 from tests.fakes.clock import ManualClock
@@ -37,3 +38,24 @@ def test_a_curve_is_there_and_every_block_is_free(num_blocks, max_sequences, max
     assert curve is not None and curve.seconds(1, 16) == pytest.approx(0.011, rel=0.1)
     assert pool.num_free == num_blocks
     pool.check_integrity()
+
+
+class SlowPrompts:
+    """A step takes 1 ms per token, and the first of all a second more."""
+
+    def __init__(self, clock: ManualClock):
+        self._clock = clock
+        self.sizes: list[int] = []
+
+    def warm_up_prompt(self, num_tokens: int, table: list[int]) -> None:
+        assert len(table) * 16 >= num_tokens
+        self._clock.at += 0.001 * num_tokens + (0 if self.sizes else 1)
+        self.sizes.append(num_tokens)
+
+
+def test_what_is_done_only_once_is_no_part_of_what_a_prompt_takes():
+    clock, pool = ManualClock(), BlockPool(64, 16)
+    runner, budget = SlowPrompts(clock), StepBudget(0.5, 64, 8192)
+    warm_up_prompts(runner, pool, budget, no_cpu_slots(clock), 1024)  # type: ignore[arg-type]
+    assert runner.sizes == [64, 64, 128, 256, 499]
+    assert pool.num_free == 64
