@@ -2,10 +2,10 @@
 
     python -m bench.structure check [--schemas 2000] [--streams 16] [--max-tokens 400] [--blanks] [--random]
     python -m bench.structure speed [--schemas 64] [--streams 16] [--rounds 5]
-    python -m bench.structure hostile [--streams 16]
+    python -m bench.structure hostile [--streams 16] [--url http://127.0.0.1:8000]
 
 One process, no cluster: a door and one language worker with the demo model (`--random`: the same with random
-weights), temperature 1. Schemas come from `bench.schemas`; the library `jsonschema`, which has no part in the
+weights), temperature 1. `--url`: the cluster there instead. Schemas come from `bench.schemas`; the library `jsonschema`, which has no part in the
 server, judges the answers.
 
 check    per class of schemas: valid, invalid, cut off by --max-tokens, refused. Exit status 1 if one is
@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import shutil
 import statistics
 import sys
@@ -30,9 +31,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import httpx
 import jsonschema
 import torch
 from safetensors.torch import load_file, save_file
@@ -48,19 +51,25 @@ from router.openai.translate import chat_call
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 PROMPT = "Describe a thing as JSON."
-HOSTILE: dict[str, dict[str, Any]] = {
-    "a pattern of many counted repetitions": {
-        "guided_regex": "(?s).*a.{0,3000}(b.{0,3000}c.{0,3000}){0,50}d"
-    },
-    "a grammar 60,000 brackets deep": {"guided_grammar": "start: " + "(" * 60_000 + '"a"' + ")" * 60_000},
-    "5,000 choices that overlap": {"guided_choice": ["ab" * (i % 90) + str(i) for i in range(5000)]},
-    "200 patterns with negated neighbours": {
-        "guided_json": {
-            "type": "object",
-            "patternProperties": {f"^{'a?' * 12}{i}x{{1,90}}$": {"type": "string"} for i in range(200)},
-        }
-    },
-}
+
+
+def hostile_structures(salt: int) -> dict[str, dict[str, Any]]:
+    """Others for each salt: what is known already costs nothing. `salt`: below 1,000."""
+    choices = ["ab" * (i % 30) + str(i + salt) for i in range(4000)]
+    properties = {f"^{'a?' * 12}{i + salt}x{{1,90}}$": {"type": "string"} for i in range(200)}
+    brackets = 60_000 + salt
+    return {
+        "a pattern of many counted repetitions": {
+            "guided_regex": f"(?s).*a.{{0,{3000 - salt}}}(b.{{0,3000}}c.{{0,3000}}){{0,50}}d"
+        },
+        "a grammar 60,000 brackets deep": {
+            "guided_grammar": "start: " + "(" * brackets + '"a"' + ")" * brackets
+        },
+        "4,000 choices that overlap": {"guided_choice": choices},
+        "200 patterns with negated neighbours": {
+            "guided_json": {"type": "object", "patternProperties": properties}
+        },
+    }
 
 
 @dataclass(frozen=True)
@@ -98,12 +107,21 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
-async def answer(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answered:
-    """Raises RequestError for a structure that is refused."""
-    body = {
-        "model": "demo", "messages": [{"role": "user", "content": f"{PROMPT} Number {seed}."}],
+class Asking(Protocol):
+    async def __call__(self, seed: int, max_tokens: int, **fields: Any) -> Answered:
+        """Raises RequestError for a structure that is refused."""
+        ...
+
+
+def request_body(model: str, seed: int, max_tokens: int, fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": model, "messages": [{"role": "user", "content": f"{PROMPT} Number {seed}."}],
         "temperature": 1.0, "seed": seed, "max_tokens": max_tokens, **fields,
     }  # fmt: skip
+
+
+async def ask_door(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answered:
+    body = request_body("demo", seed, max_tokens, fields)
     (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), "demo", door.defaults))
     texts, gaps, reason, last_at = [], [], None, time.perf_counter()
     try:
@@ -115,6 +133,29 @@ async def answer(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answe
         return Answered("".join(texts), choice.usage.completion_tokens, reason, tuple(gaps[1:]))
     finally:
         await choice.aclose()
+
+
+async def ask_url(
+    client: httpx.AsyncClient, model: str, seed: int, max_tokens: int, **fields: Any
+) -> Answered:
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    body = request_body(model, seed, max_tokens, {**fields, **more})
+    texts, gaps, reason, num_tokens, last_at = [], [], None, 0, time.perf_counter()
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise RequestError(json.loads(await response.aread())["error"]["message"])
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now, event = time.perf_counter(), json.loads(line[6:])
+            if event["usage"] is not None:
+                num_tokens = event["usage"]["completion_tokens"]
+            for choice in event["choices"]:
+                texts.append(choice["delta"].get("content", ""))
+                reason = choice["finish_reason"]
+                gaps.append(now - last_at)
+                last_at = now
+    return Answered("".join(texts), num_tokens, reason, tuple(gaps[2:]))
 
 
 def wanted(schema: Schema, with_blanks: bool = False) -> dict[str, Any]:
@@ -136,7 +177,7 @@ def verdict(schema: Schema, answered: Answered) -> str:
     return "valid"
 
 
-async def check(door: Door, args: argparse.Namespace) -> int:
+async def check(ask: Asking, args: argparse.Namespace) -> int:
     slots = asyncio.Semaphore(args.streams)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
 
@@ -144,9 +185,7 @@ async def check(door: Door, args: argparse.Namespace) -> int:
         async with slots:
             try:
                 counts[kind][
-                    verdict(
-                        schema, await answer(door, number, args.max_tokens, **wanted(schema, args.blanks))
-                    )
+                    verdict(schema, await ask(number, args.max_tokens, **wanted(schema, args.blanks)))
                 ] += 1
             except RequestError as error:
                 print(f"refused ({kind}): {error.message}", file=sys.stderr)
@@ -162,13 +201,13 @@ async def check(door: Door, args: argparse.Namespace) -> int:
     return int(any(count["invalid"] for count in counts.values()))
 
 
-async def rate(door: Door, streams: int, bodies: Sequence[dict[str, Any]]) -> tuple[float, float, list[int]]:
+async def rate(ask: Asking, streams: int, bodies: Sequence[dict[str, Any]]) -> tuple[float, float, list[int]]:
     """Tokens per second, per second of processor time of this process, and of each answer."""
     slots = asyncio.Semaphore(streams)
 
     async def one(seed: int, body: dict[str, Any]) -> int:
         async with slots:
-            return (await answer(door, seed, **body)).num_tokens
+            return (await ask(seed, **body)).num_tokens
 
     began_at, used_s = time.perf_counter(), time.process_time()
     async with asyncio.TaskGroup() as group:
@@ -178,20 +217,21 @@ async def rate(door: Door, streams: int, bodies: Sequence[dict[str, Any]]) -> tu
     return sum(num_tokens) / took_s, sum(num_tokens) / used_s, num_tokens
 
 
-async def speed(door: Door, args: argparse.Namespace) -> int:
+async def speed(ask: Asking, args: argparse.Namespace) -> int:
     """The first round compiles grammars and is not counted."""
     structured = [
         {"max_tokens": args.max_tokens, **wanted(schema, args.blanks)} for _, schema in schemas(args.schemas)
     ]
     rounds: list[tuple[float, ...]] = []
     for round_idx in range(args.rounds + 1):
-        with_it, used, num_tokens = await rate(door, args.streams, structured)
+        with_it, used, num_tokens = await rate(ask, args.streams, structured)
         plain = [{"max_tokens": count, "ignore_eos": True} for count in num_tokens]
-        without, used_without, _ = await rate(door, args.streams, plain)
+        without, used_without, _ = await rate(ask, args.streams, plain)
         if round_idx:
             rounds.append((with_it, without, used, used_without))
     columns = list(zip(*rounds, strict=True))
-    for name, of, other in (("second", *columns[:2]), ("second of processor time", *columns[2:])):
+    told = [("second", *columns[:2]), ("second of processor time", *columns[2:])]
+    for name, of, other in told[: 1 if args.url else 2]:  # another process computes there
         ratios = [one / two for one, two in zip(of, other, strict=True)]
         print(
             f"tokens per {name}, medians of {args.rounds} rounds: {statistics.median(of):.0f} with, "
@@ -201,21 +241,21 @@ async def speed(door: Door, args: argparse.Namespace) -> int:
     return 0
 
 
-async def hostile(door: Door, args: argparse.Namespace) -> int:
+async def hostile(ask: Asking, args: argparse.Namespace) -> int:
     async def gaps() -> list[float]:
-        plain = [answer(door, seed, 200, ignore_eos=True) for seed in range(args.streams)]
+        plain = [ask(seed, 200, ignore_eos=True) for seed in range(args.streams)]
         return sorted(gap for each in await asyncio.gather(*plain) for gap in each.gaps_s)
 
     await gaps()
     alone = await gaps()
     other = asyncio.ensure_future(gaps())
-    for name, body in HOSTILE.items():
+    for name, body in hostile_structures(random.randrange(1000)).items():
         began_at = time.perf_counter()
         try:
-            await answer(door, 0, 16, **body)
+            await ask(0, 16, **body)
             outcome = "answered"
         except RequestError as error:
-            outcome = f"refused ({error.status}): {error.message[:90]}"
+            outcome = f"refused: {error.message[:90]}"
         print(f"{name:40} {time.perf_counter() - began_at:6.3f} s  {outcome}")
     beside = await other
     for name, of in (("alone", alone), ("beside them", beside)):
@@ -227,10 +267,15 @@ async def hostile(door: Door, args: argparse.Namespace) -> int:
 
 
 async def run(args: argparse.Namespace) -> int:
+    work = {"check": check, "speed": speed, "hostile": hostile}[args.what]
+    if args.url:
+        async with httpx.AsyncClient(base_url=args.url, timeout=120) as client:
+            model_id = (await client.get("/v1/models")).json()["data"][0]["id"]
+            return await work(partial(ask_url, client, model_id), args)
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(Path(folder) / "model") if args.random else MODEL
         async with serving(model) as door:
-            return await {"check": check, "speed": speed, "hostile": hostile}[args.what](door, args)
+            return await work(partial(ask_door, door), args)
 
 
 def main() -> None:
@@ -244,6 +289,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blanks", action="store_true", help="check: white space is allowed")
     parser.add_argument("--random", action="store_true", help="random weights")
+    parser.add_argument("--url", help="of a cluster that runs")
     args = parser.parse_args()
     args.schemas = args.schemas or (2000 if args.what == "check" else 64)
     sys.exit(asyncio.run(run(args)))

@@ -116,7 +116,7 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Model:
     torch.manual_seed(seed)
     model = Qwen2_5OmniThinkerForConditionalGeneration(config)
     model.generation_config = GenerationConfig(
-        eos_token_id=end_id, pad_token_id=pad_id, do_sample=False, max_new_tokens=64
+        eos_token_id=end_id, pad_token_id=pad_id, do_sample=False, max_new_tokens=256
     )
     return model
 
