@@ -14,7 +14,7 @@ from bench.engine.isa import ISAS, NATIVE
 from bench.engine.models import TEXT_MODEL, VISION_MODEL, write_models
 from bench.engine.rows import ROWS
 from bench.engine.run import run
-from bench.engine.servers import OURS, PEERS, Setup
+from bench.engine.servers import OURS, PEERS, ROLES, Setup
 from bench.engine.special import SPECIALS
 
 NAMES = [*(row.name for row in ROWS), *SPECIALS]
@@ -76,6 +76,7 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=_numbers, help="our encode, prefill and decode; default, or 0: the pool's own"
     )
+    parser.add_argument("--roles", type=_list, default=list(ROLES), help="of our workers, one of each")
     parser.add_argument("--port", type=int, default=8400)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
 
@@ -93,6 +94,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         threads=(encode, prefill, decode),
         dtype=getattr(args, "dtype", "bfloat16"),
         isa=args.isa,
+        roles=tuple(args.roles),
     )
 
 

@@ -34,6 +34,7 @@ REPOSITORY = Path(__file__).parents[2]
 READY_TIMEOUT_S = 600.0  # vllm compiles for minutes on a busy machine
 STOP_TIMEOUT_S = 60.0
 CONTEXT_TOKENS = 8192
+ROLES = ("encode", "prefill", "decode")  # deploy/cluster.yaml
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -58,6 +59,7 @@ class Setup:
     threads: tuple[int, int, int]  # our encode, prefill and decode replicas
     dtype: str = "bfloat16"  # or float32; llama.cpp computes with what its file has
     isa: str = isa.NATIVE  # of ISAS
+    roles: tuple[str, ...] = ROLES  # one worker of each, in our cluster
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] 
 
 
 def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """A Serve configuration: deploy/cluster.yaml with another model and dtype, and the threads of this
-    run.
+    """A Serve configuration: deploy/cluster.yaml with another model and dtype, and the threads and roles of
+    this run.
     """
     encode, prefill, decode = setup.threads
     args: dict[str, Any] = {
@@ -111,13 +113,16 @@ def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> di
         "encode": {"threads": encode},
         "prefill": {"threads": prefill},
         "decode": {"threads": decode},
+        "roles": list(setup.roles),
         **isa.cluster_args(setup.isa),
     }
     for name, value in overrides.items():
         args[name] = {**args[name], **value} if isinstance(value, dict) and name in args else value
-    pools = (
-        ("Encode", "Prefill", "Decode", "Door") if model == VISION_MODEL else ("Prefill", "Decode", "Door")
-    )
+    pools = [
+        role.title().replace("_", "")
+        for role in (*setup.roles, "door")
+        if role != "encode" or model == VISION_MODEL
+    ]
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": setup.port},
