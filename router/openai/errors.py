@@ -72,7 +72,7 @@ async def answer_wrong_parameter(request: Request, error: Exception) -> Response
 
 
 def _body(request: Request, error: ClusterError) -> bytes:
-    if request.url.path.startswith(ANTHROPIC_PATH):
+    if ANTHROPIC_PATH in request.url.path:  # behind the prefix of the application
         return anthropic_error(error, request_id_of(request))
     return render.error_body(error)
 
