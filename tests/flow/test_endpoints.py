@@ -1,5 +1,5 @@
-"""/v1/responses, /v1/messages and /v1/audio/transcriptions over a whole cluster: the chat endpoint's answers in other
-forms."""
+"""/v1/responses, /v1/messages and /v1/audio/transcriptions over a whole cluster: the chat endpoint's
+answers in other forms."""
 
 from __future__ import annotations
 
