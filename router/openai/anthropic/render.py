@@ -123,7 +123,8 @@ class MessageFormat:
         return _event("content_block_delta", index=len(self._content) - 1, delta={"type": kind, name: text})
 
     def _closed(self) -> Iterator[bytes]:
-        """The end of the last block. The input of a call that was cut at `max_tokens` stays empty."""
+        """The end of the last block. The input of a call that was cut at `max_tokens`, or that is no object,
+        stays empty."""
         if not self._content:
             return
         block, text = self._content[-1], "".join(self._grown)
@@ -132,7 +133,7 @@ class MessageFormat:
             block[block["type"]] = text
         else:
             with contextlib.suppress(msgspec.DecodeError):
-                block["input"] = msgspec.json.decode(text or "{}")
+                block["input"] = msgspec.json.decode(text or "{}", type=dict[str, Any])
         yield _event("content_block_stop", index=len(self._content) - 1)
 
 

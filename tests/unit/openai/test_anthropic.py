@@ -159,8 +159,9 @@ def test_it_says_why_the_answer_has_ended(door, last, reason, string, is_stream)
     assert (told["stop_reason"], told["stop_sequence"]) == (reason, string)
 
 
-def test_a_call_that_was_cut_has_no_input(door):
-    door.deltas = [TextDelta("", 1, "length", calls=(ToolCallDelta(0, '{"a": [', "call_a", "see"),))]
+@pytest.mark.parametrize("arguments", ['{"a": [', "[1]"])
+def test_a_call_that_was_cut_or_is_no_object_has_no_input(door, arguments):
+    door.deltas = [TextDelta("", 1, "length", calls=(ToolCallDelta(0, arguments, "call_a", "see"),))]
     answer = ask(door).json()
     assert answer["stop_reason"] == "max_tokens" and answer["content"][0]["input"] == {}
 
