@@ -67,8 +67,8 @@ histories: $(STAMP)
 
 conformance: $(STAMP)
 	$(PYTHON) -m venv $(CONFORMANCE) && $(PYTHON) -m venv $(CONFORMANCE)/guidellm
-	$(CONFORMANCE)/bin/pip install --quiet -r tests/conformance/clients/requirements.txt
-	$(CONFORMANCE)/guidellm/bin/pip install --quiet $(GUIDELLM)
+	$(CONFORMANCE)/bin/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r tests/conformance/clients/requirements.txt
+	$(CONFORMANCE)/guidellm/bin/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(GUIDELLM)
 	cp tests/conformance/clients/package.json $(CONFORMANCE)/
 	if command -v npm; then npm install --silent --no-audit --no-fund --prefix $(CONFORMANCE); fi
 	$(BIN)/python -m tests.conformance.clients --environment $(CONFORMANCE)

@@ -184,7 +184,7 @@ def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):
 
 def test_defaults_are_the_models_own(demo_model, tmp_path):
     assert GenerationDefaults.load(demo_model) == GenerationDefaults(
-        0.0, max_tokens=64, eos_token_ids=(1014,)
+        0.0, max_tokens=256, eos_token_ids=(1014,)
     )
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults()
