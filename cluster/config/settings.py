@@ -239,6 +239,8 @@ class DoorArgs(_Args):
     show_workers: bool = False  # to clients that ask for a request's timeline
     # of all requests in work; beyond it requests are refused (429)
     held_body_bytes: int = Field(1 << 30, ge=1)
+    # how long a background response can be read after its end. 0, or several doors: `background` is refused
+    keep_responses_s: float = Field(600.0, ge=0)
     # how the model writes calls of tools and reasoning: a file of cluster/text/formats, without `.json`.
     # Empty: what the checkpoint says, or what its chat template shows
     answer_format: str = ""
@@ -247,6 +249,11 @@ class DoorArgs(_Args):
     transcription_instruction: str = Field("Transcribe the audio.", min_length=1)
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
+
+    @property
+    def kept_responses_s(self) -> float:
+        """0 where several doors answer: another one would not find a response."""
+        return self.keep_responses_s if self.admission.num_doors == 1 else 0.0
 
 
 class WeightCacheArgs(_Args):

@@ -25,10 +25,7 @@ _ABSENT = {
     "/v1/audio/speech": "speech generation",
     "/v1/audio/translations": "translation of sound; ask for it in a chat request with the sound",
 }
-_STORED = {
-    "/v1/responses/{response_id}": ["GET", "DELETE"],
-    "/v1/responses/{response_id}/{what}": ["GET", "POST"],
-}
+_STORED = "/v1/responses/{response_id}/{what}"
 
 
 class AbsentEndpointError(RequestError):
@@ -39,8 +36,7 @@ class AbsentEndpointError(RequestError):
 def mount_absent(api: FastAPI) -> None:
     for path in _ABSENT:
         api.add_api_route(path, _refuse, methods=["POST"], include_in_schema=False)
-    for path, methods in _STORED.items():
-        api.add_api_route(path, _refuse_stored, methods=methods, include_in_schema=False)
+    api.add_api_route(_STORED, _refuse_stored, methods=["GET", "POST"], include_in_schema=False)
 
 
 async def _refuse(request: Request) -> None:
@@ -50,6 +46,6 @@ async def _refuse(request: Request) -> None:
 
 async def _refuse_stored(request: Request) -> None:
     raise UnsupportedError(
-        f"{request.url.path[:200]}: this server stores no responses; send the whole conversation as `input`",
+        f"{request.url.path[:200]}: this server stores no inputs; send the whole conversation as `input`",
         param="response_id",
     )

@@ -8,13 +8,12 @@ streamed or not, also while the door is still choosing workers. Runs on the door
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
@@ -26,7 +25,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ClusterError, ModelNotFoundError
 from cluster.text.defaults import GenerationDefaults
@@ -37,19 +35,21 @@ from router.openai.anthropic.render import MessageFormat
 from router.openai.anthropic.schema import CountRequest, MessagesRequest
 from router.openai.anthropic.translate import messages_call, messages_name
 from router.openai.bodies import BodyBudget, check_json_type, read_body
-from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, tenant_of
+from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, take_held, tenant_of
 from router.openai.errors import (
     answer_error,
     answer_http_exception,
     answer_wrong_parameter,
     json_answer,
-    log_unexpected,
 )
+from router.openai.event_stream import EventStream
 from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts, Limits
 from router.openai.names import NameOf, chat_name, completion_name, naming
 from router.openai.openapi import document
 from router.openai.protocol import DoorProtocol
+from router.openai.responses.kept import KeptResponses
 from router.openai.responses.render import ResponsesFormat
+from router.openai.responses.routes import KeptRoutes, answer_kept
 from router.openai.responses.schema import ResponsesRequest
 from router.openai.responses.translate import responses_call, responses_name
 from router.openai.schema import ChatRequest, CompletionRequest, parse
@@ -99,7 +99,9 @@ def build_api(
     )
     budget = BodyBudget(door.limits.held_body_bytes)
     metrics = HttpMetrics(budget, door.access.keys)
-    _Routes(door, metrics, timeouts).mount(api)
+    kept = KeptResponses(door.limits.keep_responses_s)
+    _Routes(door, metrics, timeouts, kept).mount(api)
+    KeptRoutes(kept).mount(api)
     mount_absent(api)
     Site(door.pools).mount(api)
     api.add_exception_handler(ClusterError, answer_error)
@@ -118,7 +120,7 @@ def build_api(
         api.add_middleware(
             CORSMiddleware,
             allow_origins=door.access.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", LEDGER),
         )
@@ -126,8 +128,11 @@ def build_api(
 
 
 class _Routes:
-    def __init__(self, door: DoorProtocol, metrics: HttpMetrics, timeouts: ClientTimeouts):
+    def __init__(
+        self, door: DoorProtocol, metrics: HttpMetrics, timeouts: ClientTimeouts, kept: KeptResponses
+    ):
         self._door = door
+        self._kept = kept
         self._timeouts = timeouts
         self._metrics = metrics
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parse")  # large bodies, one at a time
@@ -176,7 +181,13 @@ class _Routes:
 
         asked, call = await self._call(request, translate)
         answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
-        return await self._answer(request, call, self._door.chat, answer, responses_name)
+        if not asked.background:
+            return await self._answer(request, call, self._door.chat, answer, responses_name)
+        self._kept.make_room()
+        begin, report = _starting(request, call, self._door.chat), self._report(request, {})
+        events = stream(begin, answer, 1, include_usage=False, report=report)
+        kept = self._kept.begin(answer, tenant_of(request), events, take_held(request))
+        return answer_kept(kept, call.stream)
 
     async def message(self, request: Request) -> Response:
         call: ChatCall = await self._call(
@@ -269,16 +280,9 @@ class _Routes:
         name_of: NameOf,
     ) -> Response:
         num_choices = len(call.sampling)
-
-        async def begin() -> Any:
-            generations = await start(call)
-            permit_of(request).watch(generations, num_choices)
-            return generations
-
+        begin = _starting(request, call, start)
         headers: dict[str, str] = {}
-        report = None
-        if LEDGER in request.headers:
-            report = TimelineReport(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
+        report = self._report(request, headers)
         if call.stream:
             events = stream(begin, answer, num_choices, call.include_usage, report)
             return EventStream(events, headers, answer.error_event, name_of)
@@ -289,64 +293,24 @@ class _Routes:
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE_STATUS)
 
+    def _report(self, request: Request, headers: dict[str, str]) -> TimelineReport | None:
+        if LEDGER not in request.headers:
+            return None
+        return TimelineReport(headers, LEDGER, shows_workers=self._door.limits.shows_workers)
 
-class EventStream(Response):
-    """Sends events as they come. The status line waits for the first event, so an error before it is a plain
-    HTTP error. A later error is an event, after which the stream ends without `[DONE]`."""
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        more_headers: Mapping[str, str],
-        error_event: Callable[[ClusterError], bytes],
-        name_of: NameOf,
-    ):
-        """`more_headers` may grow until the first event. `error_event`: writes an error after it."""
-        super().__init__(
-            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
-        )
-        del self.headers["content-length"]
-        self._events = events
-        self._more_headers = more_headers
-        self._error_event = error_event
-        self._name_of = name_of
+def _starting(
+    request: Request, call: Any, start: Callable[[Any], Awaitable[Any]]
+) -> Callable[[], Awaitable[Any]]:
+    """`start` of the call; its tokens are the request's."""
+    permit = permit_of(request)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        with contextlib.suppress(ClientGoneError):
-            async with contextlib.aclosing(self._events):
-                await until_disconnect(request, self._send_all(request, send))
+    async def begin() -> Any:
+        generations = await start(call)
+        permit.watch(generations, len(call.sampling))
+        return generations
 
-    async def _send_all(self, request: Request, send: Send) -> None:
-        async def write(message: Message) -> None:
-            try:
-                await send(message)
-            except OSError:  # the server raises it when the connection is gone
-                raise ClientGoneError from None
-
-        def body(data: bytes, more: bool) -> Message:
-            return {"type": "http.response.body", "body": data, "more_body": more}
-
-        has_started = False
-        try:
-            with naming(self._name_of):
-                async for event in self._events:
-                    if not has_started:
-                        has_started = True
-                        self.headers.update(self._more_headers)
-                        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                        await write(start)
-                    await write(body(event, True))
-        except ClientGoneError:
-            raise
-        except Exception as error:
-            if not has_started:
-                answer = await answer_error(request, error)
-                await answer(request.scope, request.receive, send)
-                return
-            log_unexpected(request, error)
-            await write(body(self._error_event(render.public_error(error)), True))
-        await write(body(b"", False))
+    return begin
 
 
 def _trace_parent(request: Request) -> str:

@@ -6,6 +6,7 @@ body's bytes, and measures the lag of the event loop. Bodies pass unchanged. Run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 import uuid
@@ -23,6 +24,7 @@ from router.openai.rates import Permit, RateLimitError
 
 LAG_TICK_S = 0.1  # the longest delay that a tick may miss; each tick costs 60 us beside a model that computes
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_HELD = "epdg.held"
 _LEASE = "epdg.body"
 _PERMIT = "epdg.permit"
 _REQUEST_ID = "epdg.request_id"
@@ -201,8 +203,10 @@ class Edge:
 
     async def _answer(self, scope: Scope, receive: Receive, sending: _Sending) -> None:
         try:
-            with await self._access.admit(scope) as permit, self._budget.lease(permit.tenant) as lease:
-                scope[_PERMIT], scope[_LEASE] = permit, lease
+            with contextlib.ExitStack() as held:
+                permit = held.enter_context(await self._access.admit(scope))
+                lease = held.enter_context(self._budget.lease(permit.tenant))
+                scope[_PERMIT], scope[_LEASE], scope[_HELD] = permit, lease, held
                 await self._app(scope, receive, sending)
         except Exception as error:
             if sending.has_started:
@@ -221,6 +225,12 @@ def lease_of(request: Request) -> BodyLease:
 
 def permit_of(request: Request) -> Permit:
     return request.scope[_PERMIT]
+
+
+def take_held(request: Request) -> contextlib.ExitStack:
+    """The request's permit and lease, which from now on end when the caller closes them."""
+    held: contextlib.ExitStack = request.scope[_HELD]
+    return held.pop_all()
 
 
 def tenant_of(request: Request) -> str:

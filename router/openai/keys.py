@@ -19,6 +19,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready", "/openapi.json"})
 ADMIN_PATHS = frozenset({"/metrics"})
 LOOK_PERIOD_S = 1.0
+_CANCEL_PATH = re.compile(r"/v1/responses/[^/]+/cancel")
 LOOK_TIMEOUT_S = 1.0  # after this time requests no longer wait for a look that has begun
 ENVIRONMENT_NAME = "default"  # tenant of EPDG_API_KEY
 ADMIN_NAME = "admin"  # … of EPDG_ADMIN_KEY
@@ -205,7 +207,9 @@ class Access:
         if key.admin is not is_admin:
             needed = "an admin key" if is_admin else "a key that is no admin key"
             raise ForbiddenError(f"this path needs {needed}")
-        use = None if scope["method"] in ("GET", "HEAD") else self.keys.use_of(key)
+        # to ask about answers and to end them costs no limit
+        asks_for_answer = scope["method"] == "POST" and not _CANCEL_PATH.fullmatch(path)
+        use = self.keys.use_of(key) if asks_for_answer else None
         return Permit(key.name) if use is None else use.begin()
 
     def needs_key(self, path: str) -> bool:

@@ -25,6 +25,7 @@ class Limits(msgspec.Struct, frozen=True):
     shares_caches: bool = False  # tenants reuse each other's KV and embeddings
     shows_workers: bool = False  # timelines name the workers
     held_body_bytes: int = 1 << 30  # of all requests at this door together
+    keep_responses_s: float = 0.0  # background responses, from their end on; 0: there are none
     max_body_bytes: int = MAX_BODY_BYTES
 
     @property

@@ -63,6 +63,8 @@ ENDPOINTS = {
         "Continues texts", (_JSON, _EVENTS), CompletionRequest, {"prompt": "Hello", "max_tokens": 16}
     ),
     "/v1/responses": Endpoint("Answers an input", (_JSON, _EVENTS), ResponsesRequest, {"input": "Hello"}),
+    "/v1/responses/{response_id}": Endpoint("A background response", (_JSON, _EVENTS)),
+    "/v1/responses/{response_id}/cancel": Endpoint("Ends a background response"),
     "/v1/messages": Endpoint(
         "Answers a conversation, as Anthropic's API", (_JSON, _EVENTS), MessagesRequest,
         {"messages": _HELLO, "max_tokens": 16}, error=AnthropicErrorAnswer,

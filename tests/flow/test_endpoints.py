@@ -33,6 +33,13 @@ async def test_other_forms_of_a_chat_request_have_its_answer():
         assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
         assert response["usage"]["output_tokens"] == chat["usage"]["completion_tokens"]
 
+        begun = (await client.post("/v1/responses", json={**body, "background": True})).json()
+        behind = await client.get(f"/v1/responses/{begun['id']}?stream=true&starting_after=1")
+        assert behind.text.startswith("event: response.in_progress") and "[DONE]" in behind.text
+        kept = (await client.get(f"/v1/responses/{begun['id']}")).json()
+        assert kept["status"] == response["status"]
+        assert kept["output"][0]["content"] == response["output"][0]["content"]
+
         data = url.partition(",")[2]
         blocks = [
             {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},

@@ -4,7 +4,8 @@ A `ResponsesFormat` belongs to one response and counts its events. The order of 
 `response.created`, `response.in_progress`, the events of each item (`items`), then `response.completed`, or
 `response.incomplete` if the answer was cut at its longest. An error after the first event is
 `response.failed`. As with the other endpoints nothing is sent before the first token, so that an error until
-then is an HTTP error.
+then is an HTTP error. A background response is told at once, as `queued`, and an error is always
+`response.failed`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ class ResponsesFormat:
         call: ChatCall,
         clock: Callable[[], float] = time.time,
     ):
+        self.response_id = response_id
         self._fields = _fields(response_id, created, request, call)
+        self._is_background = bool(request.background)
+        self._whole: dict[str, Any] | None = None  # when the answer has ended
         self._items = OutputItems(response_id)
         self._clock = clock
         self._num_events = 0
@@ -63,7 +67,22 @@ class ResponsesFormat:
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
         self._last = generation
         begun = {"response": self._response("in_progress", generation)}
-        return self._events([("response.created", begun), ("response.in_progress", begun)])
+        events = [("response.created", begun), ("response.in_progress", begun)]
+        return self._events(events[self._is_background :])
+
+    def queued(self) -> bytes:
+        """The first events of a background response."""
+        told = {"response": self._response("queued", None)}
+        return self._events([("response.created", told), ("response.queued", told)])
+
+    def now(self) -> bytes:
+        """The response as it is, ended or not."""
+        begun = "queued" if self._last is None else "in_progress"
+        return _encode(self._whole or self._response(begun, self._last))
+
+    def cancel(self) -> None:
+        self._items.close("incomplete")
+        self._whole = self._response("cancelled", self._last)
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         return self._events(self._items.push(delta))
@@ -71,14 +90,14 @@ class ResponsesFormat:
     def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         status = _status(delta.finish_reason)
         events = self._items.close(status)
-        return self._events(
-            [*events, (f"response.{status}", {"response": self._response(status, generation)})]
-        )
+        self._whole = self._response(status, generation)
+        return self._events([*events, (f"response.{status}", {"response": self._whole})])
 
     def error_event(self, error: ClusterError) -> bytes:
         """The last event of a stream that fails after its first one."""
         whole = self._response("failed", self._last)
         whole["error"] = {"code": _error_code(error), "message": error.message}
+        self._whole = whole
         return self._events([("response.failed", {"response": whole})])
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
@@ -98,7 +117,7 @@ class ResponsesFormat:
         return b"".join(written)
 
     def _response(self, status: str, generation: Generation | None) -> dict[str, Any]:
-        is_over = status != "in_progress"
+        is_over = status not in ("queued", "in_progress")
         whole = {
             **self._fields,
             "status": status,
@@ -138,8 +157,8 @@ def _fields(response_id: str, created: int, request: ResponsesRequest, call: Cha
         "max_tool_calls": None,
         "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},
         "previous_response_id": None,
-        "background": False,
-        "store": False,
+        "background": bool(request.background),
+        "store": bool(request.background),
         "truncation": "disabled",
         "service_tier": "default",
     }

@@ -221,8 +221,6 @@ class ResponsesRequest(StrictModel):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "previous_response_id": (),
         "conversation": (),
-        "background": (False,),
-        "store": (False,),
         "prompt": (),
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
@@ -261,6 +259,8 @@ class ResponsesRequest(StrictModel):
     text: TextOptions | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
     top_logprobs: NumLogprobs | None = None
+    background: bool | None = None
+    store: bool | None = None  # what `background` says
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     # These are repeated in the answer and have no other effect

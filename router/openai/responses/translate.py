@@ -61,6 +61,7 @@ def responses_call(
     limits: Limits = ANY,
 ) -> ChatCall:
     """Raises RequestError."""
+    _check_kept(request, limits)
     conversation = _Conversation(request)
     names, tools = conversation.names, []
     for idx, tool in enumerate(request.tools or ()):
@@ -91,6 +92,16 @@ def responses_call(
         chat = validated(ChatRequest, asked, ChatRequest.model_validate)
         call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
     return with_names(call, names)
+
+
+def _check_kept(request: ResponsesRequest, limits: Limits) -> None:
+    if request.background and not limits.keep_responses_s:
+        why = "background responses are not kept here (several doors, or keep_responses_s: 0)"
+        raise UnsupportedError(why, param="background")
+    if request.background and request.store is False:
+        raise RequestError("a background response is kept; store cannot be false", param="store")
+    if request.store and not request.background:
+        raise UnsupportedError("only responses with background: true are kept", param="store")
 
 
 class _Conversation:

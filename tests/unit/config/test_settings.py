@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from cluster.config import ClusterArgs, read_environment, resolve
+from cluster.config.settings import DoorArgs
 from cluster.errors import ConfigError
 
 
@@ -53,3 +54,9 @@ def test_a_pool_bound_to_cores_has_a_thread_on_each(tmp_path):
 def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json"):
         resolve(ClusterArgs(model=str(tmp_path)), read_environment({}), num_cores=1)
+
+
+def test_several_doors_keep_no_responses():
+    assert DoorArgs().kept_responses_s == 600
+    several = DoorArgs.model_validate({"keep_responses_s": 60, "admission": {"num_doors": 2}})
+    assert several.kept_responses_s == 0

@@ -49,6 +49,8 @@ class FakeGeneration:
             yield delta
         for idx, word in enumerate(self._words):
             await asyncio.sleep(self._door.pause_s)
+            if idx == self._door.hold_at:
+                await self._door.may_go_on.wait()
             if idx == self._door.fail_at and self._door.error is not None:
                 raise self._door.error
             self.usage = Usage(7, idx + 1, 4, audio_tokens=5, audio_s=2.5)
@@ -72,7 +74,7 @@ class FakeDoor:
     created = 1_700_000_000
     transcription_instruction = "Write it down."
     defaults = GenerationDefaults(temperature=0.0, max_tokens=64, eos_token_ids=(1014,))
-    limits = Limits(max_model_len=4096, vocab_size=2048, max_body_bytes=4 << 20)
+    limits = Limits(max_model_len=4096, vocab_size=2048, max_body_bytes=4 << 20, keep_responses_s=60)
 
     def __init__(self, words: Sequence[str] = ("Hello", " wör", "ld", "")):
         self.access = Access(KeyRing(None, (), SystemClock()))
@@ -80,6 +82,8 @@ class FakeDoor:
         self.deltas: Sequence[TextDelta] = ()  # before the words; the last one may end the answer
         self.pause_s = 0.0
         self.start_pause_s = 0.0
+        self.hold_at = -1  # word before which a generation waits until it `may_go_on`
+        self.may_go_on = asyncio.Event()
         self.media_notes: tuple[MediaNote, ...] = ()
         self.last_reason: Literal["stop", "length"] = "stop"
         self.error: Exception | None = None

@@ -1,0 +1,66 @@
+"""What clients do with background responses: read them, take a stream up again, cancel and delete them. Runs
+on the door's event loop."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from fastapi import FastAPI, Query
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cluster.errors import ClusterError, RequestError
+from router.openai.edge import tenant_of
+from router.openai.errors import json_answer
+from router.openai.event_stream import EventStream
+from router.openai.render import error_body
+from router.openai.responses.kept import KeptResponse, KeptResponses
+from router.openai.responses.translate import responses_name
+
+_PATH = "/v1/responses/{response_id}"
+
+
+class KeptRoutes:
+    def __init__(self, kept: KeptResponses):
+        self._kept = kept
+
+    def mount(self, api: FastAPI) -> None:
+        api.add_api_route(_PATH, self.get, methods=["GET"], response_model=None)
+        api.add_api_route(_PATH, self.delete, methods=["DELETE"], response_model=None)
+        api.add_api_route(f"{_PATH}/cancel", self.cancel, methods=["POST"], response_model=None)
+
+    async def get(
+        self,
+        request: Request,
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=0)] | None = None,
+    ) -> Response:
+        """`starting_after`: the sequence number of the last event that the client has."""
+        kept = self._kept.find(response_id, tenant_of(request))
+        if starting_after is not None and not stream:
+            raise RequestError("starting_after needs stream=true", param="starting_after")
+        return answer_kept(kept, stream, -1 if starting_after is None else starting_after)
+
+    async def cancel(self, request: Request, response_id: str) -> Response:
+        kept = self._kept.find(response_id, tenant_of(request))
+        await kept.cancel()
+        return answer_kept(kept)
+
+    async def delete(self, request: Request, response_id: str) -> Response:
+        await self._kept.delete(response_id, tenant_of(request))
+        gone = {"id": response_id, "object": "response", "deleted": True}
+        return json_answer(msgspec.json.encode(gone))
+
+
+def answer_kept(kept: KeptResponse, stream: bool = False, after: int = -1) -> Response:
+    """The response as it is now, or its events behind number `after`."""
+    if stream:
+        return EventStream(kept.read(after), {}, _error_event, responses_name)
+    return json_answer(kept.answer.now())
+
+
+def _error_event(error: ClusterError) -> bytes:
+    """Of a reader; the response itself may be well."""
+    return b"event: error\ndata: %b\n\n" % error_body(error)

@@ -1,0 +1,310 @@
+"""Background responses: generated without a client, read and taken up again by number, cancelled, forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+import httpx
+import openai
+import pytest
+
+from cluster.clock import SystemClock
+from cluster.config.keys import ApiKey, key_entry
+from cluster.errors import ContextLengthError, OverloadedError, UnavailableError
+from router.openai.keys import Access, KeyRing
+from router.openai.limits import Limits
+from router.openai.responses.kept import KeptResponses
+from tests.unit.openai.conftest import serving
+from tests.unit.openai.test_app import call, error_of
+from tests.unit.openai.test_client import client, expect_soon, run
+from tests.unit.openai.test_responses import ORDER
+
+ASKED = {"model": "org/demo", "input": "hi", "background": True}
+BEHIND = ["response.created", "response.queued", *ORDER[1:]]
+
+
+def keeping(keep_s: float, **fields) -> Limits:
+    return Limits(max_model_len=4096, vocab_size=2048, keep_responses_s=keep_s, **fields)
+
+
+async def collected(events) -> list[dict]:
+    return [event.to_dict() async for event in events]
+
+
+async def ended(api, response_id: str):
+    found = []
+
+    async def poll() -> None:
+        found.append(await api.responses.retrieve(response_id))
+
+    while not found or found[-1].status in ("queued", "in_progress"):
+        await poll()
+        await asyncio.sleep(0.005)
+    return found[-1]
+
+
+def test_an_answer_is_generated_behind_its_request(door):
+    door.hold_at = 1
+
+    async def scenario(api):
+        begun = await api.responses.create(**ASKED)
+        assert (begun.status, begun.background, begun.output, begun.usage) == ("queued", True, [], None)
+        await expect_soon(lambda: door.generations)
+        while (now := await api.responses.retrieve(begun.id)).status == "queued":
+            await asyncio.sleep(0.005)
+        assert (now.status, now.output_text, now.usage) == ("in_progress", "Hello", None)
+        door.may_go_on.set()
+        whole = await ended(api, begun.id)
+        assert (whole.status, whole.output_text, whole.id) == ("completed", "Hello wörld", begun.id)
+        assert whole.usage.output_tokens == 4 and whole.completed_at >= whole.created_at
+        assert await ended(api, begun.id) == whole
+
+    run(door, scenario)
+
+
+def test_a_stream_is_taken_up_behind_any_event(door):
+    async def scenario(api):
+        events = await collected(await api.responses.create(**ASKED, stream=True))
+        assert [event["type"] for event in events] == BEHIND
+        assert [event["sequence_number"] for event in events] == list(range(len(BEHIND)))
+        response_id = events[0]["response"]["id"]
+        assert {event["response"]["id"] for event in events if "response" in event} == {response_id}
+        assert await collected(await api.responses.retrieve(response_id, stream=True)) == events
+        for after in range(len(events) + 1):  # 0 is an event, too, and the last one has none behind it
+            rest = await api.responses.retrieve(response_id, stream=True, starting_after=after)
+            assert await collected(rest) == events[after + 1 :]
+
+    run(door, scenario)
+
+
+def test_a_client_that_leaves_comes_back_to_the_rest(door):
+    door.hold_at = 2
+
+    async def scenario(api):
+        seen = []
+        async with await api.responses.create(**ASKED, stream=True) as events:
+            async for event in events:
+                seen.append(event.to_dict())
+                if event.type == "response.output_text.delta" and event.delta == " wör":
+                    break
+        response_id, after = seen[0]["response"]["id"], seen[-1]["sequence_number"]
+        rest = await api.responses.retrieve(response_id, stream=True, starting_after=after)
+        reading = asyncio.ensure_future(collected(rest))
+        assert not door.generations[0].num_closed  # nobody who generates has seen the client leave
+        door.may_go_on.set()
+        seen += await reading
+        assert [event["type"] for event in seen] == BEHIND
+        assert seen == await collected(await api.responses.retrieve(response_id, stream=True))
+
+    run(door, scenario)
+
+
+def test_a_cancelled_answer_ends_with_what_it_has(door):
+    door.hold_at = 1
+
+    async def scenario(api):
+        events = await api.responses.create(**ASKED, stream=True)
+        response_id = (await anext(events)).response.id
+        async for event in events:
+            if event.type == "response.output_text.delta":
+                break
+        ended = await api.responses.cancel(response_id)
+        assert (ended.status, ended.output_text) == ("cancelled", "Hello")
+        assert ended.output[0].status == "incomplete" and door.generations[0].num_closed
+        assert [event async for event in events] == []
+        assert await api.responses.cancel(response_id) == await api.responses.retrieve(response_id) == ended
+
+    run(door, scenario)
+
+
+def test_cancelling_does_not_change_an_answer_that_has_ended(door):
+    async def scenario(api):
+        begun = await api.responses.create(**ASKED)
+        whole = await ended(api, begun.id)
+        assert await api.responses.cancel(begun.id) == whole and whole.status == "completed"
+
+    run(door, scenario)
+
+
+def test_a_deleted_response_is_cancelled_and_gone(door):
+    door.hold_at = 0
+
+    async def scenario(api):
+        begun = await api.responses.create(**ASKED)
+        await expect_soon(lambda: door.generations)
+        await api.responses.delete(begun.id)
+        await expect_soon(lambda: door.generations[0].num_closed)
+        with pytest.raises(openai.NotFoundError) as error:
+            await api.responses.retrieve(begun.id)
+        assert error.value.code == "response_not_found"
+
+    run(door, scenario)
+
+
+def test_an_error_is_told_in_the_response(door):
+    door.error, door.fail_at = ContextLengthError("messages: too long", param="messages"), None
+
+    async def scenario(api):
+        begun = await api.responses.create(**ASKED)
+        failed = await ended(api, begun.id)
+        assert (failed.status, failed.error.code, failed.error.message) == (
+            "failed", "invalid_prompt", "input: too long",
+        )  # fmt: skip
+        door.error, door.fail_at = UnavailableError("no worker"), 1
+        events = await collected(await api.responses.create(**ASKED, stream=True))
+        assert events[-1]["type"] == "response.failed"
+        failed = await api.responses.retrieve(events[-1]["response"]["id"])
+        assert failed.to_dict() == events[-1]["response"] and failed.output_text == "Hello"
+
+    run(door, scenario)
+
+
+def test_an_unexpected_error_is_not_told(door, caplog):
+    door.error, door.fail_at = ZeroDivisionError("a secret"), 1
+
+    async def scenario(api):
+        begun = await api.responses.create(**ASKED)
+        failed = await ended(api, begun.id)
+        assert (failed.status, failed.error.code) == ("failed", "server_error")
+        assert "secret" not in failed.error.message and "a secret" in caplog.text
+
+    run(door, scenario)
+
+
+def test_other_clients_do_not_find_it(door):
+    async def scenario(api):
+        begun = await api.responses.create(**ASKED)
+        other = api.with_options(api_key="another")
+        for asked in (other.responses.retrieve, other.responses.cancel, other.responses.delete):
+            with pytest.raises(openai.NotFoundError):
+                await asked(begun.id)
+        assert (await ended(api, begun.id)).status == "completed"
+
+    run(door, scenario)
+
+
+@pytest.mark.parametrize("query", ["starting_after=0", "stream=true&starting_after=-1", "stream=maybe"])
+def test_a_wrong_question_is_refused(door, query):
+    async def scenario(api):
+        begun = await api.responses.create(**ASKED)
+        response = await api._client.get(
+            f"{api.base_url}responses/{begun.id}?{query}", headers=api.auth_headers
+        )
+        assert response.status_code == 400
+        assert error_of(response)["param"] in query
+
+    run(door, scenario)
+
+
+def test_what_cannot_be_kept_is_refused(door):
+    refused = call(door, "POST", "/v1/responses", json={**ASKED, "store": False})
+    assert refused.status_code == 400 and error_of(refused)["param"] == "store"
+    assert call(door, "GET", "/v1/responses/resp_1").status_code == 404
+    door.limits = keeping(0.0)
+    refused = call(door, "POST", "/v1/responses", json=ASKED)
+    assert refused.status_code == 400
+    assert (error_of(refused)["param"], error_of(refused)["code"]) == (
+        "background", "unsupported_parameter",
+    )  # fmt: skip
+
+
+def test_a_response_is_forgotten_in_time(door):
+    door.limits = keeping(0.05)
+
+    async def scenario(api):
+        events = await collected(await api.responses.create(**ASKED, stream=True))
+        with pytest.raises(openai.NotFoundError):
+            while True:
+                await api.responses.retrieve(events[0]["response"]["id"])
+                await asyncio.sleep(0.005)
+
+    run(door, scenario)
+
+
+def test_its_key_and_its_body_are_held_until_the_answer_has_ended(door):
+    """The limit of a key counts it; to cancel it costs nothing of the limit."""
+    entry = key_entry("alice", "sk-alice")
+    door.access = Access(
+        KeyRing(None, (ApiKey("alice", entry.hash, concurrent_requests=1),), SystemClock()),
+        public_metrics=True,
+    )
+    door.hold_at = 0
+
+    async def scenario() -> None:
+        async with serving(door) as url, client(url) as api, httpx.AsyncClient(base_url=url) as plain:
+            api = api.with_options(api_key="sk-alice")
+
+            async def body_bytes() -> float:
+                lines = (await plain.get("/metrics")).text.splitlines()
+                (found,) = [line.split()[1] for line in lines if line.startswith("epdg_door_body_bytes ")]
+                return float(found)
+
+            begun = await api.responses.create(**ASKED)
+            assert await body_bytes() > 0
+            with pytest.raises(openai.RateLimitError):
+                await api.responses.create(**ASKED)
+            await api.responses.retrieve(begun.id)
+            assert (await api.responses.cancel(begun.id)).status == "cancelled"
+            assert await body_bytes() == 0
+            door.hold_at = -1
+            assert (await api.responses.create(model="org/demo", input="hi")).output_text == "Hello wörld"
+
+    asyncio.run(scenario())
+
+
+class FakeAnswer:
+    """As much of a ResponsesFormat as the store needs."""
+
+    def __init__(self, response_id: str):
+        self.response_id = response_id
+        self.was_cancelled = False
+
+    def queued(self) -> bytes:
+        return b"x" * 98 + b"\n\n"
+
+    def cancel(self) -> None:
+        self.was_cancelled = True
+
+
+async def test_the_oldest_ended_responses_make_room():
+    store = KeptResponses(60.0, max_bytes=250)
+    gate = asyncio.Event()
+
+    async def nothing(waits: bool):
+        if waits:
+            await gate.wait()
+        return
+        yield b""
+
+    def begin(name: str, waits: bool = False):
+        store.make_room()
+        return store.begin(FakeAnswer(name), "me", nothing(waits), contextlib.ExitStack())
+
+    running = begin("running", waits=True)
+    first, second = begin("first"), begin("second")
+    await expect_soon(lambda: first.is_over and second.is_over)
+    third = begin("third", waits=True)  # 300 bytes are kept: the first one goes
+    assert store.find("running", "me") is running and store.find("third", "me") is third
+    with pytest.raises(Exception, match="first"):
+        store.find("first", "me")
+    begin("fourth", waits=True)
+    with pytest.raises(OverloadedError):
+        begin("fifth")
+    await running.cancel()
+    assert running.answer.was_cancelled and running.is_over
+    gate.set()
+
+
+async def test_a_task_that_was_cancelled_before_it_ran_gives_back_what_it_held():
+    freed = []
+    held = contextlib.ExitStack()
+    held.callback(freed.append, True)
+
+    async def events():
+        yield json.dumps({}).encode()
+
+    kept = KeptResponses(60.0).begin(FakeAnswer("a"), "me", events(), held)
+    await kept.cancel()
+    assert freed and kept.is_over and kept.answer.was_cancelled
