@@ -25,7 +25,7 @@ _ABSENT = {
     "/v1/audio/speech": "speech generation",
     "/v1/audio/translations": "translation of sound; ask for it in a chat request with the sound",
 }
-_STORED = "/v1/responses/{response_id}/{what}"
+_STORED = "/v1/responses/{response_id}/input_items"
 
 
 class AbsentEndpointError(RequestError):
@@ -36,7 +36,7 @@ class AbsentEndpointError(RequestError):
 def mount_absent(api: FastAPI) -> None:
     for path in _ABSENT:
         api.add_api_route(path, _refuse, methods=["POST"], include_in_schema=False)
-    api.add_api_route(_STORED, _refuse_stored, methods=["GET", "POST"], include_in_schema=False)
+    api.add_api_route(_STORED, _refuse_stored, methods=["GET"], include_in_schema=False)
 
 
 async def _refuse(request: Request) -> None:

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from cluster.errors import ClusterError, InternalError, RequestError
 from router.openai import render
@@ -59,7 +60,16 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # the class it is registered for
     kind = _KINDS.get(error.status_code) or (RequestError if error.status_code < 500 else InternalError)
     known = kind(f"{request.method[:20]} {request.url.path[:200]}: {error.detail}")
-    return json_answer(_body(request, known), error.status_code, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:  # Starlette names the methods of one route, and a path may have several
+        headers = {"allow": ", ".join(sorted(_methods(request)))}
+    return json_answer(_body(request, known), error.status_code, headers)
+
+
+def _methods(request: Request) -> set[str]:
+    """Of all routes to this path."""
+    found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in found for method in getattr(route, "methods", None) or ()}
 
 
 async def answer_wrong_parameter(request: Request, error: Exception) -> Response:

@@ -249,10 +249,12 @@ Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESS
 
 
 class ChatRequest(EndpointRequest, ToolFields):
+    # the chat template writes them
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {**NEUTRAL, "add_special_tokens": (False,)}
+
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    add_special_tokens: Literal[False] | None = None  # the chat template writes them
     mm_processor_kwargs: ProcessorOptions | None = None
     media_io_kwargs: MediaLoading | None = None
     max_media_tokens: Count | None = None  # of all items together; more is reduced
@@ -278,6 +280,8 @@ def _prompt_kind(value: Any) -> str | None:
 
 
 class CompletionRequest(EndpointRequest):
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {**NEUTRAL, "add_special_tokens": (True,)}
+
     prompt: Annotated[
         Annotated[str, Tag("<text>")]
         | Annotated[list[str], MANY, Tag("<texts>")]
@@ -293,7 +297,6 @@ class CompletionRequest(EndpointRequest):
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None  # 0: with echo
     echo: bool | None = None
     best_of: Count | None = None  # must equal n: answers are not ranked
-    add_special_tokens: Literal[True] | None = None
 
 
 Request = TypeVar("Request", bound=StrictModel)

@@ -3,9 +3,9 @@
     python -m tests.conformance.clients --environment build/conformance [--url URL] [litellm openai.mjs …]
 
 Each client is a script with a process of its own: Python ones run in the environment's `bin/python`,
-JavaScript ones beside its `node_modules` (left out if there are none). guidellm is a command. A model whose
-chat template takes no tools is served with one that shows them: calls that must come are held to their schema
-whatever the model knows. Servers are on loopback and end with this process. Exit status 1 if a check fails.
+JavaScript ones beside its `node_modules` (left out if there are none). guidellm and schemathesis are
+commands. A model whose chat template takes no tools is served with one that shows them: calls that must come
+are held to their schema whatever the model knows. Servers are on loopback and end with this process. Exit status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import yaml
 
 from cluster.serving.launch import LocalCluster
 from cluster.serving.local_environment import free_port
+from tests.conformance import own_document
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
@@ -41,12 +42,13 @@ def main() -> int:
     )
     parser.add_argument("--environment", type=Path, required=True)
     parser.add_argument("--url", help="of a cluster that runs")
-    parser.add_argument("names", nargs="*", help="parts of scripts' names; default: all, and guidellm")
+    parser.add_argument("names", nargs="*", help="parts of names of scripts and commands; default: all")
     args = parser.parse_args()
     with served(args.url) as (url, folder):
         model = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
         lines = []
-        for script in sorted([*HERE.glob("*_client.py"), *HERE.glob("*.mjs"), Path("guidellm")]):
+        commands = Path("guidellm"), Path("schemathesis")
+        for script in sorted([*HERE.glob("*_client.py"), *HERE.glob("*.mjs"), *commands]):
             if script.stem != "asking" and _is_wanted(script.name, args.names):
                 lines += told(script, args.environment.absolute(), url, model, folder)
     print(table(lines))
@@ -87,6 +89,9 @@ def told(script: Path, environment: Path, url: str, model: str, folder: Path) ->
     """The lines of one script; one more if it ended before it had told anything."""
     if script.name == "guidellm":
         return [guidellm(environment, url, model, folder)]
+    if script.name == "schemathesis":
+        error = own_document.ask(url, own_document.LIMITS, own_document.DRAWN, limit_s=LIMIT_S)
+        return [{"client": script.name, "version": own_document.VERSION, "check": "document", "error": error}]
     if script.suffix == ".mjs":
         command, cwd = ["node", str(script), url, model], environment
         if not (environment / "node_modules").is_dir():

@@ -30,7 +30,9 @@ async def serving(door: FakeDoor, timeouts: ClientTimeouts = CLIENT_TIMEOUTS) ->
 @contextlib.asynccontextmanager
 async def serving_api(api: FastAPI) -> AsyncIterator[str]:
     """Any API's on loopback."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    # asyncio sends at once (TCP_NODELAY) only on sockets that say that they are TCP: else 40 ms an answer
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(api, log_level="warning", lifespan="off", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     task = asyncio.ensure_future(server.serve(sockets=[listener]))

@@ -55,6 +55,10 @@ def test_what_is_wrong_with_a_request_is_told(door, method, path, given, status,
     assert status != 405 or response.headers["allow"] == "POST"
 
 
+def test_the_allow_header_names_the_methods_of_all_routes_to_a_path(door):
+    assert call(door, "PUT", "/v1/responses/resp_1").headers["allow"] == "DELETE, GET"
+
+
 @pytest.mark.parametrize(
     "kind", ["application/json", "Application/JSON; charset=utf-8", "application/x+json", ""]
 )

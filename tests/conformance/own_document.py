@@ -1,0 +1,26 @@
+"""Lets schemathesis ask a running API; for `make test` and for `make conformance`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+COMMAND = Path(sys.executable).with_name("schemathesis")
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+LIMITS = "examples,coverage"  # phases: the document's examples, and what the limits in its schemas give
+DRAWN = "fuzzing"
+VERSION = version("schemathesis")
+
+
+def ask(url: str, *phases: str, limit_s: float = 300.0) -> str:
+    """What is wrong; empty: nothing. The same requests each time."""
+    command = [
+        str(COMMAND), "--config-file", str(CONFIG), "run", f"{url}/openapi.json", "--url", url, "--no-color",
+        "--phases", ",".join(phases), "--generation-deterministic", "--request-timeout", "60",
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:  # it keeps what it found where it runs
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s)
+    return "" if done.returncode == 0 else f"{done.stdout}{done.stderr}"[-6000:]

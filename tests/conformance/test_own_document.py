@@ -1,0 +1,38 @@
+"""schemathesis asks the API what its own `/openapi.json` allows and forbids: no answer may be a server's
+error or of another form than the document says, and nothing that the document forbids may be accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from router.openai.app import build_api
+from tests.conformance.own_document import LIMITS, ask
+from tests.unit.openai.conftest import serving_api
+from tests.unit.openai.fake_door import FakeDoor
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """Of the API on a thread of its own."""
+    ready, may_end, found = threading.Event(), threading.Event(), []
+
+    async def serve() -> None:
+        async with serving_api(build_api(FakeDoor())) as url:
+            found.append(url)
+            ready.set()
+            await asyncio.to_thread(may_end.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(60)
+    yield found[0]
+    may_end.set()
+    thread.join(60)
+
+
+def test_the_api_does_what_its_document_says(url):
+    assert ask(url, LIMITS) == ""
