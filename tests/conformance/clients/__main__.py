@@ -5,7 +5,8 @@
 Each client is a script with a process of its own: Python ones run in the environment's `bin/python`,
 JavaScript ones beside its `node_modules` (left out if there are none). guidellm and schemathesis are
 commands. A model whose chat template takes no tools is served with one that shows them: calls that must come
-are held to their schema whatever the model knows. Servers are on loopback and end with this process. Exit status 1 if a check fails.
+are held to their schema whatever the model knows. Servers are on loopback and end with this process.
+Exit status 1 if a check fails.
 """
 
 from __future__ import annotations
