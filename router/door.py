@@ -366,7 +366,7 @@ def _limits(args: DoorArgs, max_model_len: int, text: TextProcessor) -> Limits:
         args.share_caches,
         args.show_workers,
         args.held_body_bytes,
-        args.kept_responses_s,
+        args.response_lifetime_s,
     )
 
 

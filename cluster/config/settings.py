@@ -251,7 +251,7 @@ class DoorArgs(_Args):
     admission: AdmissionArgs = AdmissionArgs()
 
     @property
-    def kept_responses_s(self) -> float:
+    def response_lifetime_s(self) -> float:
         """0 where several doors answer: another one would not find a response."""
         return self.keep_responses_s if self.admission.num_doors == 1 else 0.0
 

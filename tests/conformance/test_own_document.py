@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from router.openai.app import build_api
 from tests.conformance.own_document import LIMITS, ask
-from tests.unit.openai.conftest import serving_api
+from tests.unit.openai.conftest import serving
 from tests.unit.openai.fake_door import FakeDoor
 
 
@@ -21,17 +21,17 @@ def url() -> Iterator[str]:
     ready, may_end, found = threading.Event(), threading.Event(), []
 
     async def serve() -> None:
-        async with serving_api(build_api(FakeDoor())) as url:
+        async with serving(FakeDoor()) as url:
             found.append(url)
             ready.set()
             await asyncio.to_thread(may_end.wait)
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    assert ready.wait(60)
-    yield found[0]
-    may_end.set()
-    thread.join(60)
+    with ThreadPoolExecutor(1) as threads:
+        served = threads.submit(asyncio.run, serve())
+        assert ready.wait(60)
+        yield found[0]
+        may_end.set()
+        served.result(60)
 
 
 def test_the_api_does_what_its_document_says(url):

@@ -20,7 +20,7 @@ from router.openai.responses.render import ResponsesFormat
 from router.openai.responses.translate import responses_name
 
 log = logging.getLogger(__name__)
-MAX_BYTES = 64 << 20  # of all events that are kept; one with a token has about 250
+MAX_BYTES = 64 << 20  # of all events that are kept
 RETRY_AFTER_S = 5.0
 _EVENT_END = b"\n\n"
 

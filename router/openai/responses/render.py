@@ -45,7 +45,7 @@ class ResponsesFormat:
         self._items = OutputItems(response_id)
         self._clock = clock
         self._num_events = 0
-        self._last: Generation | None = None  # the one that has begun
+        self._last: Generation | None = None  # the one that has begun, until the answer has ended
 
     def body(
         self,
@@ -81,8 +81,10 @@ class ResponsesFormat:
         return _encode(self._whole or self._response(begun, self._last))
 
     def cancel(self) -> None:
-        self._items.close("incomplete")
-        self._whole = self._response("cancelled", self._last)
+        """Without effect on an answer that has ended."""
+        if self._whole is None:
+            self._items.close("incomplete")
+            self._end(self._response("cancelled", self._last))
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         return self._events(self._items.push(delta))
@@ -90,14 +92,15 @@ class ResponsesFormat:
     def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         status = _status(delta.finish_reason)
         events = self._items.close(status)
-        self._whole = self._response(status, generation)
-        return self._events([*events, (f"response.{status}", {"response": self._whole})])
+        whole = self._response(status, generation)
+        self._end(whole)
+        return self._events([*events, (f"response.{status}", {"response": whole})])
 
     def error_event(self, error: ClusterError) -> bytes:
         """The last event of a stream that fails after its first one."""
         whole = self._response("failed", self._last)
         whole["error"] = {"code": _error_code(error), "message": error.message}
-        self._whole = whole
+        self._end(whole)
         return self._events([("response.failed", {"response": whole})])
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
@@ -107,6 +110,10 @@ class ResponsesFormat:
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The last event has it already."""
         return b""
+
+    def _end(self, whole: dict[str, Any]) -> None:
+        """A response may be kept long after its generation, which has the prompt and its media."""
+        self._whole, self._last = whole, None
 
     def _events(self, events: Sequence[Event]) -> bytes:
         written = []

@@ -57,6 +57,6 @@ def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):
 
 
 def test_several_doors_keep_no_responses():
-    assert DoorArgs().kept_responses_s == 600
+    assert DoorArgs().response_lifetime_s == 600
     several = DoorArgs.model_validate({"keep_responses_s": 60, "admission": {"num_doors": 2}})
-    assert several.kept_responses_s == 0
+    assert several.response_lifetime_s == 0

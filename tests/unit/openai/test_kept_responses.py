@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
+import weakref
 
 import httpx
 import openai
@@ -13,13 +15,16 @@ import pytest
 from cluster.clock import SystemClock
 from cluster.config.keys import ApiKey, key_entry
 from cluster.errors import ContextLengthError, OverloadedError, UnavailableError
+from router.calls import TextDelta
 from router.openai.keys import Access, KeyRing
 from router.openai.limits import Limits
 from router.openai.responses.kept import KeptResponses
+from router.openai.responses.render import ResponsesFormat
+from router.openai.responses.schema import ResponsesRequest
 from tests.unit.openai.conftest import serving
 from tests.unit.openai.test_app import call, error_of
-from tests.unit.openai.test_client import client, expect_soon, run
-from tests.unit.openai.test_responses import ORDER
+from tests.unit.openai.test_client import HANG_S, client, expect_soon, run
+from tests.unit.openai.test_responses import ORDER, of_responses
 
 ASKED = {"model": "org/demo", "input": "hi", "background": True}
 BEHIND = ["response.created", "response.queued", *ORDER[1:]]
@@ -34,15 +39,10 @@ async def collected(events) -> list[dict]:
 
 
 async def ended(api, response_id: str):
-    found = []
-
-    async def poll() -> None:
-        found.append(await api.responses.retrieve(response_id))
-
-    while not found or found[-1].status in ("queued", "in_progress"):
-        await poll()
-        await asyncio.sleep(0.005)
-    return found[-1]
+    async with asyncio.timeout(HANG_S):
+        while (found := await api.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.005)
+    return found
 
 
 def test_an_answer_is_generated_behind_its_request(door):
@@ -52,8 +52,9 @@ def test_an_answer_is_generated_behind_its_request(door):
         begun = await api.responses.create(**ASKED)
         assert (begun.status, begun.background, begun.output, begun.usage) == ("queued", True, [], None)
         await expect_soon(lambda: door.generations)
-        while (now := await api.responses.retrieve(begun.id)).status == "queued":
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(HANG_S):
+            while (now := await api.responses.retrieve(begun.id)).status == "queued":
+                await asyncio.sleep(0.005)
         assert (now.status, now.output_text, now.usage) == ("in_progress", "Hello", None)
         door.may_go_on.set()
         whole = await ended(api, begun.id)
@@ -92,7 +93,7 @@ def test_a_client_that_leaves_comes_back_to_the_rest(door):
         response_id, after = seen[0]["response"]["id"], seen[-1]["sequence_number"]
         rest = await api.responses.retrieve(response_id, stream=True, starting_after=after)
         reading = asyncio.ensure_future(collected(rest))
-        assert not door.generations[0].num_closed  # nobody who generates has seen the client leave
+        assert not door.generations[0].num_closed  # the client that left has not ended it
         door.may_go_on.set()
         seen += await reading
         assert [event["type"] for event in seen] == BEHIND
@@ -126,6 +127,33 @@ def test_cancelling_does_not_change_an_answer_that_has_ended(door):
         assert await api.responses.cancel(begun.id) == whole and whole.status == "completed"
 
     run(door, scenario)
+
+
+def test_a_response_outlives_its_generation(door):
+    async def scenario(api):
+        begun = await api.responses.create(**ASKED)
+        await ended(api, begun.id)
+        generation = weakref.ref(door.generations[0])
+        door.generations = []
+        await expect_soon(lambda: gc.collect() is not None and generation() is None)
+        assert (await api.responses.retrieve(begun.id)).output_text == "Hello wörld"
+
+    run(door, scenario)
+
+
+async def test_cancelling_behind_the_last_event_changes_nothing(door):
+    """The answer is complete, and its task has not ended yet."""
+    asked, call = ResponsesRequest(model="m", input="hi", background=True), of_responses(input="hi")
+    answer = ResponsesFormat("resp_1", 1, asked, call)
+    answer.queued()
+    generation = (await door.chat(call))[0]
+    answer.first(0, generation, has_notes=False)
+    delta = TextDelta("Hello", 1, "stop")
+    answer.text(0, delta, generation)
+    answer.finish(0, delta, generation)
+    whole = answer.now()
+    answer.cancel()
+    assert answer.now() == whole and json.loads(whole)["status"] == "completed"
 
 
 def test_a_deleted_response_is_cancelled_and_gone(door):
@@ -215,10 +243,11 @@ def test_a_response_is_forgotten_in_time(door):
 
     async def scenario(api):
         events = await collected(await api.responses.create(**ASKED, stream=True))
-        with pytest.raises(openai.NotFoundError):
-            while True:
-                await api.responses.retrieve(events[0]["response"]["id"])
-                await asyncio.sleep(0.005)
+        async with asyncio.timeout(HANG_S):
+            with pytest.raises(openai.NotFoundError):
+                while True:
+                    await api.responses.retrieve(events[0]["response"]["id"])
+                    await asyncio.sleep(0.005)
 
     run(door, scenario)
 
