@@ -96,7 +96,8 @@ class Agent(Protocol):
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Drop the peer, known or not. Never raises for a peer that is already gone."""
+        """Drop the peer, known or not. Never raises for a peer that is already gone. Writes to it are over:
+        the next poll says DONE if the peer had answered by then, FAILED (or raises) if not."""
         ...
 
     def close(self) -> None: ...
