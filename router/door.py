@@ -74,6 +74,7 @@ class Door:
         self.model_id = args.model_id
         self.created = int(time.time())
         self.transcription_instruction = args.door.transcription_instruction
+        self.translation_instruction = args.door.translation_instruction
         self.defaults = GenerationDefaults.load(args.model)
         self._clock = SystemClock()
         media = MediaProcessor.load(args.model)

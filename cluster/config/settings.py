@@ -247,6 +247,8 @@ class DoorArgs(_Args):
     access: AccessArgs = AccessArgs()
     # what /v1/audio/transcriptions asks the model to do with a sound
     transcription_instruction: str = Field("Transcribe the audio.", min_length=1)
+    # what /v1/audio/translations asks it to do; without one there is no such endpoint
+    translation_instruction: str = ""
     media: MediaArgs = MediaArgs()
     admission: AdmissionArgs = AdmissionArgs()
 

@@ -23,7 +23,7 @@ _ABSENT = {
     "/v1/images/generations": "image generation",
     "/v1/images/edits": "image generation",
     "/v1/audio/speech": "speech generation",
-    "/v1/audio/translations": "translation of sound; ask for it in a chat request with the sound",
+    "/v1/audio/translations": "translation of sound, as no `door.translation_instruction` is set",
 }
 _STORED = "/v1/responses/{response_id}/input_items"
 

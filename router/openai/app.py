@@ -71,6 +71,8 @@ from router.openai.tokens import (
 )
 from router.openai.transcriptions import (
     TranscriptFormat,
+    TranscriptionRequest,
+    TranslationRequest,
     transcription_call,
     transcription_name,
 )
@@ -144,6 +146,8 @@ class _Routes:
         api.add_api_route("/v1/messages", self.message, methods=["POST"], response_model=None)
         api.add_api_route("/v1/messages/count_tokens", self.count, methods=["POST"], response_model=None)
         api.add_api_route("/v1/audio/transcriptions", self.transcribe, methods=["POST"], response_model=None)
+        if self._door.translation_instruction:
+            api.add_api_route("/v1/audio/translations", self.translate, methods=["POST"], response_model=None)
         api.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
         api.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
@@ -205,10 +209,18 @@ class _Routes:
         return json_answer(msgspec.json.encode({"input_tokens": len(found.token_ids)}))
 
     async def transcribe(self, request: Request) -> Response:
-        kind, instruction = request.headers.get("content-type", ""), self._door.transcription_instruction
+        return await self._write_down(request, TranscriptionRequest, self._door.transcription_instruction)
+
+    async def translate(self, request: Request) -> Response:
+        return await self._write_down(request, TranslationRequest, self._door.translation_instruction)
+
+    async def _write_down(
+        self, request: Request, kind: type[TranscriptionRequest], instruction: str
+    ) -> Response:
+        content_type = request.headers.get("content-type", "")
         asked, call = await self._call(
             request,
-            lambda body: transcription_call(body, kind, instruction, *self._asking(request)),
+            lambda body: transcription_call(body, content_type, kind, instruction, *self._asking(request)),
             is_json=False,
         )
         return await self._answer(request, call, self._door.chat, TranscriptFormat(asked), transcription_name)

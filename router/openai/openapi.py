@@ -17,7 +17,7 @@ from router.openai.protocol import DoorProtocol
 from router.openai.responses.schema import ResponsesRequest
 from router.openai.schema import ChatRequest, CompletionRequest, StrictModel
 from router.openai.tokens import DetokenizeRequest, TokenizeRequest
-from router.openai.transcriptions import TranscriptionRequest
+from router.openai.transcriptions import TranscriptionRequest, TranslationRequest
 
 REFERENCE = "#/components/schemas/{model}"
 _JSON, _EVENTS, _TEXT, _FORM = "application/json", "text/event-stream", "text/plain", "multipart/form-data"
@@ -75,6 +75,9 @@ ENDPOINTS = {
     ),
     "/v1/audio/transcriptions": Endpoint(
         "Writes down what is said", (_JSON, _TEXT, _EVENTS), TranscriptionRequest, None, file="file"
+    ),
+    "/v1/audio/translations": Endpoint(
+        "Writes down in English what is said", (_JSON, _TEXT, _EVENTS), TranslationRequest, None, file="file"
     ),
     "/v1/models": Endpoint("The model"),
     "/v1/models/{model_id}": Endpoint("The model"),

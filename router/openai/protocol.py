@@ -80,6 +80,7 @@ class DoorProtocol(Protocol):
     limits: Limits  # for all other fields
     access: Access
     transcription_instruction: str  # what the model is asked to do with a sound
+    translation_instruction: str  # "" without the endpoint
 
     async def chat(self, call: ChatCall) -> list[Generation]:
         """One generation per choice. Raises ClusterError."""

@@ -1,15 +1,16 @@
-"""/v1/audio/transcriptions: a form with a sound becomes a chat request with the sound and an instruction, and
-its answer is the transcript.
+"""/v1/audio/transcriptions and /v1/audio/translations: a form with a sound becomes a chat request with the
+sound and an instruction, and its answer is the transcript, or its translation to English.
 
-The instruction is the operator's (`door.transcription_instruction`); the client's `language` and `prompt`
-are lines below it. The models are those that take sound in a chat request; they give no times, so the forms
-with times (verbose_json, srt, vtt) have one segment, from the start to the end of the sound. Pure; `app` owns
-HTTP.
+The instructions are the operator's (`door.transcription_instruction`, `door.translation_instruction`); the
+client's `language` and `prompt` are lines below them. The models are those that take sound in a chat request;
+they give no times, so the forms with times (verbose_json, srt, vtt) have one segment, from the start to the
+end of the sound. Pure; `app` owns HTTP.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import zlib
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ class TranscriptionRequest(StrictModel):
         "languages": ([],),
     }
     harmless: ClassVar[tuple[str, ...]] = ("user",)
+    task: ClassVar[str] = "transcribe"
 
     model: str
     language: Annotated[str, Field(pattern=r"^[a-zA-Z]{2,8}(-[a-zA-Z0-9]{1,8}){0,3}$")] | None = None
@@ -55,10 +57,25 @@ class TranscriptionRequest(StrictModel):
     timestamp_granularities: Annotated[list[Literal["segment"]], Field(max_length=2)] | None = None
     stream: bool = False
 
+    @property
+    def answer_language(self) -> str:
+        return self.language or "unknown"
+
+
+class TranslationRequest(TranscriptionRequest):
+    """`language` is that of the sound. It and `stream` are not OpenAI's, but vLLM's."""
+
+    task: ClassVar[str] = "translate"
+
+    @property
+    def answer_language(self) -> str:
+        return "english"  # as OpenAI writes it
+
 
 def transcription_call(
     body: bytes,
     content_type: str,
+    kind: type[TranscriptionRequest],
     instruction: str,
     model_id: str,
     defaults: GenerationDefaults,
@@ -72,7 +89,8 @@ def transcription_call(
     if form.files:
         raise RequestError("the form has another file beside 'file'", param=next(iter(form.files))[:64])
     fields: dict[str, Any] = dict(form.fields)
-    request = validated(TranscriptionRequest, fields, _from_strings)
+    # a form has numbers and truth values as text
+    request = validated(kind, fields, functools.partial(kind.model_validate, strict=False))
     if file is None or not file.data:
         raise RequestError("file: the form needs a sound", param="file")
     if request.stream and request.response_format != "json":
@@ -96,11 +114,6 @@ def transcription_call(
         call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
     media = tuple(msgspec.structs.replace(source, param="file") for source in call.media)
     return request, msgspec.structs.replace(call, media=media)
-
-
-def _from_strings(fields: dict[str, Any]) -> TranscriptionRequest:
-    """A form has numbers and truth values as text."""
-    return TranscriptionRequest.model_validate(fields, strict=False)
 
 
 def _content(request: TranscriptionRequest, data: bytes, instruction: str) -> list[dict[str, Any]]:
@@ -207,8 +220,8 @@ class TranscriptFormat:
             "no_speech_prob": 0.0,
         }
         return {
-            "task": "transcribe",
-            "language": self._request.language or "unknown",
+            "task": self._request.task,
+            "language": self._request.answer_language,
             "duration": round(usage.audio_s, 3),
             "text": answer.text,
             "segments": [segment],

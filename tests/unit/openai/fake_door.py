@@ -73,6 +73,7 @@ class FakeDoor:
     model_id = "org/demo"
     created = 1_700_000_000
     transcription_instruction = "Write it down."
+    translation_instruction = "Write it down in English."
     defaults = GenerationDefaults(temperature=0.0, max_tokens=64, eos_token_ids=(1014,))
     limits = Limits(max_model_len=4096, vocab_size=2048, max_body_bytes=4 << 20, keep_responses_s=60)
 

@@ -108,6 +108,36 @@ def test_an_error_in_mid_stream_ends_it(door):
     run(door, scenario)
 
 
+@pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # of the client, not of the endpoint
+def test_a_translation_has_an_instruction_of_its_own(door):
+    fields = {"model": "org/demo", "file": ("a.wav", SOUND)}
+
+    async def scenario(api):
+        translations = api.audio.translations
+        assert (await translations.create(**fields, prompt="Shapes.")).text == "Hello wörld"
+        answer = await translations.create(**fields, response_format="verbose_json")
+        assert (answer.duration, answer.language, answer.segments[0].text) == (2.5, "english", "Hello wörld")
+        assert answer.model_extra["task"] == "translate"
+        assert await translations.create(**fields, response_format="text") == "Hello wörld\n"
+        prompts = [asked.messages[0].content[1].text for asked in door.calls]
+        assert prompts == ["Write it down in English.\nContext: Shapes."] + 2 * ["Write it down in English."]
+
+    run(door, scenario)
+
+
+def test_only_a_door_with_an_instruction_translates(door):
+    path, fields = "/v1/audio/translations", {"model": "org/demo", "language": "de", "stream": "true"}
+    asked = {"data": fields, "files": {"file": ("a.wav", SOUND)}}
+    assert b"transcript.text.done" in call(door, "POST", path, **asked).content
+    assert door.calls[0].messages[0].content[1].text == "Write it down in English.\nLanguage: de"
+    assert path in call(door, "GET", "/openapi.json").json()["paths"]
+    door.translation_instruction = ""
+    assert path not in call(door, "GET", "/openapi.json").json()["paths"]
+    refused = call(door, "POST", path, **asked)
+    assert refused.status_code == 404 and error_of(refused)["code"] == "unsupported_endpoint"
+    assert "door.translation_instruction" in error_of(refused)["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_its_call(door, stream):
     door.start_pause_s = HANG_S
