@@ -71,7 +71,7 @@ conformance: $(STAMP)
 	$(CONFORMANCE)/guidellm/bin/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(GUIDELLM)
 	cp tests/conformance/clients/package.json $(CONFORMANCE)/
 	if command -v npm; then npm install --silent --no-audit --no-fund --prefix $(CONFORMANCE); fi
-	$(BIN)/python -m tests.conformance.clients --environment $(CONFORMANCE)
+	$(BIN)/python -m tests.conformance.clients --environment $(CONFORMANCE) $(if $(VLLM),--vllm $(VLLM))
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(PACKAGES)

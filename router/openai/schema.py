@@ -20,19 +20,13 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from cluster.errors import RequestError, UnsupportedError
+from router.openai.fields import Count, NumLogprobs, SamplingFields, TokenId
 from router.openai.limits import MAX_INT
 from router.openai.structure import StructureFields
 from router.openai.tools import CallId, InputToolCall, ToolFields
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1000
-MAX_LOGPROBS = 20  # tokens at one position, beside the one that was drawn
-MAX_BIASES = 1024
-MAX_BAD_WORDS = 128
-MAX_ALLOWED = 4096  # token ids
-MAX_PRIORITY = 8
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of all messages
 MAX_CALLS = 256  # of one message
@@ -40,14 +34,6 @@ MAX_FRAMES = 1 << 20
 MAX_URL_CHARS = 8192  # of one that is fetched
 
 Harmless = Any
-Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]  # the vocabulary is checked with the whole call
-Count = Annotated[int, Field(ge=1, le=MAX_INT)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
-NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-
 # Field → values that change nothing; None is always one of them
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -200,47 +186,26 @@ class MediaLoading(StrictModel):
     audio: Annotated[dict[str, Any], Field(max_length=0)] | None = None
 
 
-class EndpointRequest(StrictModel, StructureFields):
+class MediaFields(BaseModel):
+    """How the media of a request are read and reduced."""
+
+    mm_processor_kwargs: ProcessorOptions | None = None
+    media_io_kwargs: MediaLoading | None = None
+    max_media_tokens: Count | None = None  # of all items together; more is reduced
+    exact_media: bool | None = None  # refuse what would have to be reduced
+    # omit: answer without an item that cannot be used
+    on_media_error: Literal["refuse", "omit"] | None = None
+
+
+class EndpointRequest(StrictModel, SamplingFields, StructureFields):
     """The fields that both endpoints have."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Unit | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
-    min_p: Unit | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: (
-        Annotated[
-            Annotated[StopString, Tag("<string>")]
-            | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<strings>")],
-            Discriminator(lambda value: "<string>" if isinstance(value, str) else "<strings>"),
-        ]
-        | None
-    ) = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    # by token id, in decimal
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES, fail_fast=True)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
-    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
-    allowed_token_ids: (
-        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None
-    ) = None
     return_token_ids: bool | None = None
     prompt_logprobs: NumLogprobs | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # lower runs sooner
-    guidance_scale: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    negative_prompt: Annotated[str, Field(min_length=1)] | None = None
-    # only KV and embeddings under the same salt are reused
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -248,19 +213,13 @@ class EndpointRequest(StrictModel, StructureFields):
 Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
-class ChatRequest(EndpointRequest, ToolFields):
+class ChatRequest(EndpointRequest, MediaFields, ToolFields):
     # the chat template writes them
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {**NEUTRAL, "add_special_tokens": (False,)}
 
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
-    mm_processor_kwargs: ProcessorOptions | None = None
-    media_io_kwargs: MediaLoading | None = None
-    max_media_tokens: Count | None = None  # of all items together; more is reduced
-    exact_media: bool | None = None  # refuse what would have to be reduced
-    # omit: answer without an item that cannot be used
-    on_media_error: Literal["refuse", "omit"] | None = None
 
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]

@@ -13,8 +13,9 @@ from pydantic import Field
 from cluster.errors import RequestError
 from cluster.text.defaults import GenerationDefaults
 from router.calls import TokenizeCall, Tokenized
+from router.openai.fields import TokenId
 from router.openai.limits import Limits
-from router.openai.schema import ChatRequest, Messages, StrictModel, TokenId
+from router.openai.schema import ChatRequest, Messages, StrictModel
 from router.openai.tools import Tools, Variables
 from router.openai.translate import chat_call, check_model, check_prompt
 

@@ -23,11 +23,12 @@ from cluster.errors import ClusterError, RequestError
 from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall, TextDelta, Usage
 from router.openai import render
+from router.openai.fields import Unit
 from router.openai.forms import parse_form
 from router.openai.limits import Limits
 from router.openai.names import naming
 from router.openai.protocol import Generation
-from router.openai.schema import ChatRequest, StrictModel, Unit, validated
+from router.openai.schema import ChatRequest, StrictModel, validated
 from router.openai.translate import ANY, chat_call
 
 PIECE_BYTES = 3 << 18  # of a file that becomes base64: the interpreter's lock is held for one piece at a time

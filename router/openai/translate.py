@@ -14,11 +14,11 @@ from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure, StructureKind
 from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules, ToolRules
 from router.openai import schema
+from router.openai.fields import MAX_PRIORITY
 from router.openai.limits import Limits
 from router.openai.messages import media_options, messages_of, negative_of
 from router.openai.schema import (
     MAX_PARTS,
-    MAX_PRIORITY,
     ChatRequest,
     CompletionRequest,
     EndpointRequest,

@@ -8,15 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from router.openai.fields import MAX_STOPS, Count, StopString, Unit
 from router.openai.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
-    MAX_STOPS,
-    Count,
     Harmless,
-    StopString,
     StrictModel,
-    Unit,
 )
 from router.openai.tools import MAX_TOOLS, CallId, ToolName
 

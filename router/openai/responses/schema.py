@@ -8,19 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
+from router.openai.fields import Count, NumLogprobs, SamplingFields
 from router.openai.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
-    Count,
     Harmless,
     InputAudioPart,
-    NumLogprobs,
-    Penalty,
+    MediaFields,
     StrictModel,
-    Unit,
 )
-from router.openai.structure import NamedSchema
-from router.openai.tools import MAX_TOOLS, CallId, Effort, ToolName
+from router.openai.structure import NamedSchema, StructuredOutputs
+from router.openai.tools import MAX_TOOLS, CallId, Effort, ToolName, Variables
 
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
 
@@ -217,7 +215,7 @@ Key = Annotated[str, Field(max_length=64)]
 Label = Annotated[str, Field(max_length=512)]
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(StrictModel, SamplingFields, MediaFields):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "previous_response_id": (),
         "conversation": (),
@@ -241,10 +239,6 @@ class ResponsesRequest(StrictModel):
     ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Unit | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Annotated[
@@ -257,6 +251,8 @@ class ResponsesRequest(StrictModel):
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: Variables | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
     top_logprobs: NumLogprobs | None = None
     background: bool | None = None

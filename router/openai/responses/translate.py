@@ -14,6 +14,7 @@ from typing import Any
 from cluster.errors import RequestError, UnsupportedError
 from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall
+from router.openai.fields import SamplingFields
 from router.openai.limits import Limits
 from router.openai.names import naming, renamed, with_names
 from router.openai.responses.schema import (
@@ -33,7 +34,7 @@ from router.openai.responses.schema import (
     ResponsesRequest,
     SchemaFormat,
 )
-from router.openai.schema import ChatRequest, validated
+from router.openai.schema import ChatRequest, MediaFields, validated
 from router.openai.structure import AskedFormat
 from router.openai.translate import ANY, chat_call
 
@@ -49,6 +50,7 @@ _NAMES = {
     "tool_choice.function": "tool_choice",
     "reasoning_effort": "reasoning.effort",
 }
+_SAME = (*SamplingFields.model_fields, *MediaFields.model_fields)
 _ENDING = re.compile(r"\.[a-zA-Z0-9]{1,8}$")
 
 
@@ -75,18 +77,17 @@ def responses_call(
         "model": request.model,
         "messages": conversation.messages,
         "max_completion_tokens": request.max_output_tokens,
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "frequency_penalty": request.frequency_penalty,
-        "presence_penalty": request.presence_penalty,
         "tools": tools,
         "tool_choice": choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "reasoning_effort": request.reasoning and request.reasoning.effort,
         "response_format": _asked_format(request),
+        "structured_outputs": request.structured_outputs,
+        "chat_template_kwargs": request.chat_template_kwargs,
         "logprobs": wants_logprobs,
         "top_logprobs": request.top_logprobs if wants_logprobs else None,
         "stream": request.stream,
+        **{name: getattr(request, name) for name in _SAME},
     }
     with naming(lambda param: renamed(param, names)):
         chat = validated(ChatRequest, asked, ChatRequest.model_validate)

@@ -1,12 +1,12 @@
 """Serves the demo model and lets each client ask it; prints a table. `make conformance`.
 
-    python -m tests.conformance.clients --environment build/conformance [--url URL] [litellm openai.mjs …]
+    python -m tests.conformance.clients --environment build/conformance [--vllm PATH] [--url URL] [NAME …]
 
 Each client is a script with a process of its own: Python ones run in the environment's `bin/python`,
-JavaScript ones beside its `node_modules` (left out if there are none). guidellm and schemathesis are
-commands. A model whose chat template takes no tools is served with one that shows them: calls that must come
-are held to their schema whatever the model knows. Servers are on loopback and end with this process.
-Exit status 1 if a check fails.
+JavaScript ones beside its `node_modules` (left out if there are none). guidellm, schemathesis and `vllm bench
+serve` (left out without `--vllm`) are commands. A model whose chat template takes no tools is served with one
+that shows them: calls that must come are held to their schema whatever the model knows. Servers are on
+loopback and end with this process. Exit status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -35,6 +35,22 @@ REPOSITORY = HERE.parents[2]
 MODEL = REPOSITORY / "deploy" / "demo_model"
 SHOWS_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call><|im_end|>\n{% endif %}"
 LIMIT_S = 600.0  # of one client
+_IMAGES = {
+    "--random-mm-base-items-per-request": "1",
+    "--random-mm-limit-mm-per-prompt": '{"image": 1, "video": 0}',
+    "--random-mm-bucket-config": "{(256, 256, 1): 1.0}",
+}
+# Check → backend and endpoint of `vllm bench serve`, and its data
+VLLM_CHECKS: dict[str, tuple[str, str, list[str]]] = {
+    "completions": ("openai", "/v1/completions", ["--dataset-name", "random"]),
+    "text": ("openai-chat", "/v1/chat/completions", ["--dataset-name", "random"]),
+    "image": (
+        "openai-chat",
+        "/v1/chat/completions",
+        ["--dataset-name", "random-mm", *(word for option in _IMAGES.items() for word in option)],
+    ),
+    "responses": ("openai-responses", "/v1/responses", ["--dataset-name", "random"]),
+}
 
 
 def main() -> int:
@@ -42,6 +58,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--environment", type=Path, required=True)
+    parser.add_argument("--vllm", type=Path, help="the command of an environment with vLLM")
     parser.add_argument("--url", help="of a cluster that runs")
     parser.add_argument("names", nargs="*", help="parts of names of scripts and commands; default: all")
     args = parser.parse_args()
@@ -52,6 +69,8 @@ def main() -> int:
         for script in sorted([*HERE.glob("*_client.py"), *HERE.glob("*.mjs"), *commands]):
             if script.stem != "asking" and _is_wanted(script.name, args.names):
                 lines += told(script, args.environment.absolute(), url, model, folder)
+        if args.vllm is not None and _is_wanted("vllm", args.names):
+            lines += [vllm_bench(args.vllm, check, url, model, folder) for check in VLLM_CHECKS]
     print(table(lines))
     return 1 if any(line["error"] for line in lines) else 0
 
@@ -130,6 +149,32 @@ def guidellm(environment: Path, url: str, model: str, folder: Path) -> dict[str,
             error = "" if totals["successful"] >= 4 and not totals["errored"] else f"requests: {totals}"
     version = _run([str(command), "--version"], REPOSITORY).stdout.split()
     return {"client": "guidellm", "version": (version or ["?"])[-1], "check": "load", "error": error}
+
+
+def vllm_bench(command: Path, check: str, url: str, model: str, folder: Path) -> dict[str, Any]:
+    """A load tool: streamed answers of 16 tokens, four requests a second; all of them must have come."""
+    backend, endpoint, data = VLLM_CHECKS[check]
+    with tempfile.TemporaryDirectory() as name:
+        done = _run(
+            [str(command), "bench", "serve", "--backend", backend, "--endpoint", endpoint, "--base-url", url,
+             "--model", model, "--tokenizer", str(folder), *data, "--random-input-len", "64",
+             "--random-output-len", "16", "--num-prompts", "8", "--request-rate", "4",
+             "--save-result", "--result-dir", name, "--result-filename", "report.json"],
+            Path(name),
+        )  # fmt: skip
+        error = "" if done.returncode == 0 else done.stderr.strip()[-600:]
+        if not error:
+            report = json.loads((Path(name) / "report.json").read_text())
+            counts = {key: report[key] for key in ("completed", "failed", "total_output_tokens")}
+            wanted = {"completed": 8, "failed": 0, "total_output_tokens": 8 * 16}
+            error = "" if counts == wanted else f"requests: {counts}"
+    version = _run([str(command), "--version"], REPOSITORY).stdout.split()
+    return {
+        "client": "vllm bench serve",
+        "version": (version or ["?"])[-1].partition("+")[0],
+        "check": check,
+        "error": error,
+    }
 
 
 def _run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -12,9 +12,10 @@ from pydantic import BaseModel
 from cluster.errors import ContextLengthError, OverloadedError, UnavailableError
 from cluster.types.media import Modality
 from router.calls import MediaNote
+from router.openai.fields import SamplingFields
 from router.openai.responses.schema import ResponsesRequest
 from router.openai.responses.translate import responses_call
-from router.openai.schema import ChatRequest, parse
+from router.openai.schema import ChatRequest, MediaFields, parse
 from router.openai.translate import chat_call
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import call, error_of
@@ -277,6 +278,36 @@ def test_sampling_and_structure_mean_what_they_mean_in_a_chat_request():
     assert ours.structure.param == "text.format.schema" and ours.structure.is_strict
     assert of_responses(input="hi", text={"format": {"type": "json_object"}}).structure is not None
     assert of_responses(input="hi", text={"format": {"type": "text"}}).structure is None
+
+
+SHARED = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 5, "stop": ["x", "y"],
+    "stop_token_ids": [3],
+    "min_tokens": 2, "ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False,
+    "logit_bias": {"5": 1.0}, "frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5,
+    "bad_words": ["bad"], "allowed_token_ids": [1, 2, 3], "priority": 1,
+    "guidance_scale": 3.0, "negative_prompt": "no", "cache_salt": "s",
+    "mm_processor_kwargs": {"max_pixels": 999}, "media_io_kwargs": {"video": {"num_frames": 3}},
+    "max_media_tokens": 99, "exact_media": True, "on_media_error": "omit",
+}  # fmt: skip
+
+
+def test_vllms_fields_mean_what_they_mean_in_a_chat_request(door):
+    assert SHARED.keys() == {*SamplingFields.model_fields, *MediaFields.model_fields}
+    said = [{"role": "user", "content": "hi"}]
+    guided = {"seed": 4, "guidance_scale": 2.0}  # a negative prompt needs guidance
+    usual = of_chat(messages=said, **guided)
+    for name, value in SHARED.items():
+        fields = {**guided, name: value}
+        ours, chats = of_responses(input="hi", **fields), of_chat(messages=said, **fields)
+        assert ours == chats, name
+        assert name in ("mm_processor_kwargs", "media_io_kwargs") or ours != usual, name  # it has no media
+    ours = of_responses(input="hi", structured_outputs={"regex": "a+"})
+    assert ours.structure is not None and ours.structure.text == "a+"
+    variables = {"enable_thinking": False}
+    ours = of_responses(input="hi", chat_template_kwargs=variables, **guided)
+    assert ours == of_chat(messages=said, chat_template_kwargs=variables, **guided) != usual
+    assert respond(door, ignore_eos=True, max_output_tokens=4).status_code == 200
 
 
 @pytest.mark.parametrize(
