@@ -1,6 +1,6 @@
-"""What one door process relays. See README.md.
+"""What door processes relay. See README.md.
 
-python -m bench.door [--seconds 5] [--streams 64] [--rates 2000,3000,4000,6000]
+python -m bench.door [--doors 1] [--seconds 5] [--streams 64] [--rates 2000,3000,4000,6000]
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,8 @@ SHORT_TOKENS = 8
 @dataclass
 class Bench:
     stub: StubWorker
-    port: int
-    pid: int
+    ports: Iterator[int]  # of the doors, in turn
+    pids: Sequence[int]
     words: dict[str, int]
     seconds: float
 
@@ -55,11 +56,14 @@ class Bench:
 
     @contextlib.contextmanager
     def timed(self, row: dict[str, Any]) -> Iterator[None]:
-        began_at, door_s, own_s = time.monotonic(), cpu_s(self.pid), time.process_time()
+        began_at, door_s, own_s = time.monotonic(), self._doors_cpu_s(), time.process_time()
         yield
         row["seconds"] = seconds = time.monotonic() - began_at
-        row["door_cpu"] = round((cpu_s(self.pid) - door_s) / seconds, 2)
+        row["door_cpu"] = round((self._doors_cpu_s() - door_s) / seconds, 2)
         row["stub_and_clients_cpu"] = round((time.process_time() - own_s) / seconds, 2)
+
+    def _doors_cpu_s(self) -> float:
+        return sum(map(cpu_s, self.pids))
 
 
 def cpu_s(pid: int) -> float:
@@ -80,18 +84,20 @@ async def streams(bench: Bench, num_streams: int, rate: float) -> dict[str, Any]
     lags = bench.lags()
     async with bench.stepping(num_streams / rate):
         with bench.timed(row):
-            await asyncio.gather(*(read_stream(bench.port, num_tokens, lags) for _ in range(num_streams)))
+            await asyncio.gather(
+                *(read_stream(next(bench.ports), num_tokens, lags) for _ in range(num_streams))
+            )
     row["tokens"] = len(lags.values)
     return row | {"tokens_per_s": round(len(lags.values) / row["seconds"])} | figures(lags)
 
 
 async def short_requests(bench: Bench) -> dict[str, Any]:
-    """As many as one door answers, eight tokens each; steps of a millisecond."""
+    """As many as the doors answer, eight tokens each; steps of a millisecond."""
     row: dict[str, Any] = {"row": "short requests", "connections": CONNECTIONS, "tokens": SHORT_TOKENS}
     request, ends_at, statuses = body(SHORT_TOKENS, False), time.monotonic() + bench.seconds, []
 
     async def client() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", bench.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", next(bench.ports))
         while time.monotonic() < ends_at:
             statuses.append(await ask(reader, writer, request))
         writer.close()
@@ -110,18 +116,18 @@ async def beside(bench: Bench, kind: str) -> dict[str, Any]:
     async with bench.stepping(OTHERS_STEP_S):
         others: list[Any] = []
         if kind == "read":
-            others = [read_stream(bench.port, 4 * num_tokens, bench.lags()) for _ in range(NUM_OTHERS)]
+            others = [read_stream(next(bench.ports), 4 * num_tokens, bench.lags()) for _ in range(NUM_OTHERS)]
         elif kind == "leaving":
             others = [_leave_one_by_one(bench)]
         else:
-            unread = [open_unread(bench.port, 4 * num_tokens) for _ in range(NUM_OTHERS)]
+            unread = [open_unread(next(bench.ports), 4 * num_tokens) for _ in range(NUM_OTHERS)]
         tasks = [asyncio.ensure_future(other) for other in others]
         wanted = 0 if kind == "leaving" else NUM_OTHERS
         async with asyncio.timeout(60):
             while bench.stub.num_running < wanted:
                 await asyncio.sleep(0.05)
         with bench.timed(row):
-            measured = (read_stream(bench.port, num_tokens, lags) for _ in range(NUM_MEASURED))
+            measured = (read_stream(next(bench.ports), num_tokens, lags) for _ in range(NUM_MEASURED))
             await asyncio.gather(*measured)
         for task in tasks:
             task.cancel()
@@ -136,7 +142,7 @@ async def beside(bench: Bench, kind: str) -> dict[str, Any]:
 
 async def _leave_one_by_one(bench: Bench) -> None:
     for _ in range(NUM_OTHERS):
-        await leave(bench.port, 1000)
+        await leave(next(bench.ports), 1000)
 
 
 def step_words() -> dict[str, int]:
@@ -147,34 +153,43 @@ def step_words() -> dict[str, int]:
 
 
 @contextlib.asynccontextmanager
-async def started(seconds: float) -> AsyncIterator[Bench]:
+async def started(num_doors: int, seconds: float) -> AsyncIterator[Bench]:
     tokens = step_words()
-    with tempfile.TemporaryDirectory() as folder:
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         stub = StubWorker(f"unix:{folder}/stub", list(tokens.values()))
         member = msgspec.json.encode(await stub.start()).decode()
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "bench.door.served", member),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        try:
-            port = int(await process.stdout.readline())
-            yield Bench(stub, port, process.pid, {word: i for i, word in enumerate(tokens)}, seconds)
-        finally:
-            process.kill()
-            await process.wait()
-            await stub.aclose()
+        stack.push_async_callback(stub.aclose)
+        doors = [await stack.enter_async_context(_door(member)) for _ in range(num_doors)]
+        ports, pids = [port for port, _ in doors], [pid for _, pid in doors]
+        yield Bench(stub, itertools.cycle(ports), pids, {word: i for i, word in enumerate(tokens)}, seconds)
+
+
+@contextlib.asynccontextmanager
+async def _door(member: str) -> AsyncIterator[tuple[int, int]]:
+    """Port and process."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.door.served", member),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        yield int(await process.stdout.readline()), process.pid
+    finally:
+        process.kill()
+        await process.wait()
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--doors", type=int, default=1, help="processes, asked in turn")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rates", default="2000,3000,4000,6000", help="tokens per second of all streams")
     args = parser.parse_args()
-    print(json.dumps(origin()))
-    async with started(args.seconds) as bench:
+    print(json.dumps(origin() | {"doors": args.doors}))
+    async with started(args.doors, args.seconds) as bench:
         await streams(bench, 8, 400.0)  # warm
         for rate in args.rates.split(","):
             print(json.dumps(await streams(bench, args.streams, float(rate))), flush=True)

@@ -33,14 +33,13 @@ class StubWorker:
         """`token_ids`: of the steps, in turn."""
         self._server = Server(address, "stub", self._on_connect, self._on_message, self._on_close)
         self._token_ids = token_ids
-        self._door: Connection | None = None
-        self._left: dict[str, int] = {}  # tokens of each answer that are left
+        self._left: dict[Connection, dict[str, int]] = {}  # door → tokens of each answer that are left
         self._num_steps = 0
         self.sent_at = [0.0] * len(token_ids)  # of the last step with this token
 
     @property
     def num_running(self) -> int:
-        return len(self._left)
+        return sum(map(len, self._left.values()))
 
     async def start(self) -> Member:
         await self._server.start()
@@ -59,34 +58,40 @@ class StubWorker:
             self._step()
 
     def _step(self) -> None:
-        if self._door is None or not self._left:
+        if not self.num_running:
             return
         which = self._num_steps % len(self._token_ids)
         self._num_steps += 1
-        events, token = [], (self._token_ids[which],)
-        for request_id, left in list(self._left.items()):
-            events.append(TokenEvent(request_id, token, FinishReason.LENGTH if left == 1 else None))
-            if left == 1:
-                del self._left[request_id]
-            else:
-                self._left[request_id] = left - 1
-        num = len(self._left)
         self.sent_at[which] = time.monotonic()
-        self._door.send(Tokens(tuple(events), LoadReport(num_running=num, num_queued_units=num)))
+        for door, left in self._left.items():
+            events = _next_tokens(left, (self._token_ids[which],))
+            num = self.num_running
+            door.send(Tokens(events, LoadReport(num_running=num, num_queued_units=num)))
 
     def _on_connect(self, connection: Connection) -> None:
-        self._door = connection
+        self._left[connection] = {}
         connection.send(Measured(CURVES))
 
     def _on_close(self, connection: Connection) -> None:
-        self._door = None
-        self._left.clear()
+        del self._left[connection]
 
     def _on_message(self, connection: Connection, message: AnyMessage) -> None:
         match message:
             case Ping():
                 connection.send(Pong())
             case StartDecode(request=request):
-                self._left[request.request_id] = request.stop.max_tokens
+                self._left[connection][request.request_id] = request.stop.max_tokens
             case Cancel(request_id=request_id):
-                self._left.pop(request_id, None)
+                self._left[connection].pop(request_id, None)
+
+
+def _next_tokens(left: dict[str, int], token: tuple[int]) -> tuple[TokenEvent, ...]:
+    """One token for each answer; those that end are no longer in `left`."""
+    events = []
+    for request_id, num in list(left.items()):
+        events.append(TokenEvent(request_id, token, FinishReason.LENGTH if num == 1 else None))
+        if num == 1:
+            del left[request_id]
+        else:
+            left[request_id] = num - 1
+    return tuple(events)

@@ -258,13 +258,14 @@ class CompletionRequest(EndpointRequest):
     best_of: Count | None = None  # must equal n: answers are not ranked
 
 
+_FIELDS = pydantic.TypeAdapter(dict[str, Any])
 Request = TypeVar("Request", bound=StrictModel)
 
 
 def parse(model: type[Request], body: bytes) -> Request:
     """A valid request. Raises RequestError or UnsupportedError; messages name fields, not values."""
     try:
-        fields = pydantic.TypeAdapter(dict[str, Any]).validate_json(body)
+        fields = _FIELDS.validate_json(body)
     except pydantic.ValidationError as error:
         raise RequestError("the body is not a JSON object") from error
     return validated(model, fields, model.model_validate)

@@ -1,14 +1,17 @@
-"""The benchmark of one door: every token arrives once, with the lag of its own step."""
+"""The benchmark of doors: every token arrives once, with the lag of its own step."""
 
 from __future__ import annotations
 
 import time
 
+import pytest
+
 from bench.door.__main__ import OTHERS_STEP_S, started, streams
 
 
-async def test_every_token_of_every_stream_is_counted_with_its_lag():
-    async with started(0.5) as bench:
+@pytest.mark.parametrize("num_doors", [1, 2])
+async def test_every_token_of_every_stream_is_counted_with_its_lag(num_doors: int):
+    async with started(num_doors, 0.5) as bench:
         row = await streams(bench, 3, 120.0)
         assert row["tokens"] == 60 and row["lag_p99_ms"] > 0
         lags = bench.lags()
