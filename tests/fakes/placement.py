@@ -20,6 +20,10 @@ LINK = Link(0.001, 1e9)
 CODECS = {"int8": CodecSpeed(0.52, 0.5e-9)}
 ENCODE, PREFILL, DECODE = Curve(0.01, 1e-4), Curve(0.01, 1e-4), Curve(0.02, 1e-4)
 MAX_TOKENS, MAX_ROWS = 1000, 4000
+ROUND_ROBIN, LEAST_LOADED, PER_STAGE, LINEAR = (
+    f"router.policy.baselines:{name}Policy" for name in ("RoundRobin", "LeastLoaded", "PerStage", "Linear")
+)
+POLICIES = ("joint", ROUND_ROBIN, LEAST_LOADED, PER_STAGE, LINEAR)  # values of `door.policy`
 
 
 def curves_of(

@@ -17,7 +17,6 @@ from router.admission.queue import Capacity
 from router.flow.placer import Placer
 from router.policy import ClusterView, JointPolicy, Placement, RequestView, Worker, make_policy
 from router.policy.estimate import Estimate
-from router.policy.registry import BASELINES, POLICIES
 from tests.fakes.placement import (
     BLOCK,
     DECODE,
@@ -25,6 +24,7 @@ from tests.fakes.placement import (
     KV_BYTES,
     LINK,
     MAX_TOKENS,
+    POLICIES,
     PREFILL,
     SCHEDULING,
     add,
@@ -38,7 +38,6 @@ from tests.fakes.placement import (
     text,
 )
 
-NAMES = (*POLICIES, *BASELINES)
 REQUESTS = (
     text(160),
     text(160, num_negative_tokens=16),
@@ -53,7 +52,7 @@ def decide(request: RequestView, cluster: ClusterView, policy: str = "joint", no
     return make_policy(policy).decide(request, cluster, now)
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32))
 def test_every_placement_is_legal_for_the_roles(policy, seed):
@@ -67,7 +66,7 @@ def test_every_placement_is_legal_for_the_roles(policy, seed):
         assert Estimate(request, cluster, 1.0).cost_s(placement) < float("inf")
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_language_workers_alone_serve_everything(policy, request_):
     placement = decide(request_, cluster_of(1, 0, 0, 3), policy).placement
@@ -228,12 +227,12 @@ def test_a_language_worker_that_leaves_is_forgotten_in_both_phases():
 def test_a_silent_language_worker_is_avoided_for_both_phases():
     cluster = cluster_of(1, 0, 0, 2)
     cluster.set_avoided("l0", True)
-    for policy in NAMES:
+    for policy in POLICIES:
         placement = decide(media(400), cluster, policy).placement
         assert (placement.prefill, placement.decode) == ("l1", "l1")
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_only_worker_that_computes_prompts_for_others_is_chosen_even_if_the_request_avoids_it(policy):
     cluster = cluster_of(1, 1, 1, 0)
     cluster.measured("d0", curves_of(Role.LANGUAGE))
@@ -260,7 +259,7 @@ def test_what_is_learnt_of_one_role_does_not_correct_another():
     assert estimate.prediction(AT_L0).ttft_s > 1.5 * PREFILL.seconds(160)
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_phase_goes_to_workers_that_it_is_assigned_to(policy):
     cluster = cluster_of(1, 0, 0, 2)
     cluster.assign("l0", [Phase.PREFILL])

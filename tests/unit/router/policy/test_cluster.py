@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from cluster.types.media import Modality
 from cluster.types.members import Role
 from router.policy import ClusterView, JointPolicy, RequestView, Worker, make_policy
-from router.policy.registry import BASELINES, POLICIES
-from tests.fakes.placement import EPD, add, cluster_of, hashes, load, media, text
+from tests.fakes.placement import EPD, POLICIES, add, cluster_of, hashes, load, media, text
 
 
 def send(cluster: ClusterView, request: RequestView, now: float = 0.0):
@@ -125,7 +124,7 @@ def test_a_silent_worker_is_avoided_while_there_is_another():
         cluster = cluster_of()
         for silent in (f"{role[0]}0", f"{role[0]}1"):
             cluster.set_avoided(silent, True)
-            for policy in map(make_policy, (*POLICIES, *BASELINES)):
+            for policy in map(make_policy, POLICIES):
                 chosen = policy.decide(media(400), cluster, 0.0).placement
                 of_role = {
                     Role.ENCODE: chosen.encoders[0],
@@ -163,7 +162,7 @@ def test_a_worker_that_is_not_listed_gets_nothing_new():
     cluster = cluster_of()
     for replica_id in ("e0", "p0", "d0"):
         cluster.set_listed(replica_id, False)
-    for policy in map(make_policy, (*POLICIES, *BASELINES)):
+    for policy in map(make_policy, POLICIES):
         placement = policy.decide(media(400, 400), cluster, 0.0).placement
         assert (placement.encoders, placement.prefill, placement.decode) == (("e1", "e1"), "p1", "d1")
     cluster.set_listed("p0", True)
