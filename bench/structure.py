@@ -47,7 +47,7 @@ from cluster.errors import RequestError
 from decode_service.service import LanguageService
 from router.door import Door
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 PROMPT = "Describe a thing as JSON."
@@ -122,7 +122,9 @@ def request_body(model: str, seed: int, max_tokens: int, fields: dict[str, Any])
 
 async def ask_door(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answered:
     body = request_body("demo", seed, max_tokens, fields)
-    (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), "demo", door.defaults))
+    (choice,) = await door.chat(
+        chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
+    )
     texts, gaps, reason, last_at = [], [], None, time.perf_counter()
     try:
         async for delta in choice:

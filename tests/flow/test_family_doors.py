@@ -27,7 +27,7 @@ from cluster.types.request import GenerateRequest, StopParams
 from router.door import Door
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
@@ -227,7 +227,7 @@ async def test_answers_over_http_equal_generate(name: str, tmp_path) -> None:
 async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -> tuple[list[int], list[int]]:
     """Below HTTP, where the ids themselves can be seen."""
     body = {"model": "tiny", "messages": message(content), "temperature": 0, **fields}
-    call = chat_call(ChatRequest.model_validate(body), "tiny", door.defaults)
+    call = chat_call(ChatRequest.model_validate(body), CallContext("tiny", door.defaults))
     prompt = await door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, StopParams(MAX_TOKENS))
     (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
