@@ -68,7 +68,6 @@ class Server:
         on_close: OnConnection = _nothing,
         *,
         secret: str | None = None,
-        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ):
         self.address = address  # after `start`: with the actual port
@@ -77,7 +76,6 @@ class Server:
         self._on_connect = on_connect
         self._on_message = on_message
         self._on_close = on_close
-        self._max_buffered_bytes = max_buffered_bytes
         self._handshake_timeout_s = handshake_timeout_s
         self._connections: set[Connection] = set()
         self._pending: dict[Connection, None] = {}  # the oldest first
@@ -119,7 +117,6 @@ class Server:
             on_open=self._opened,
             on_message=self._on_message,
             on_close=self._closed,
-            max_buffered_bytes=self._max_buffered_bytes,
             handshake_timeout_s=self._handshake_timeout_s,
         )
         self._pending[connection] = None
