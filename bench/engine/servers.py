@@ -26,11 +26,11 @@ from bench.engine import isa
 from bench.engine.client import Endpoint
 from bench.engine.models import VISION_MODEL
 from bench.engine.processes import VARIABLE, ProcessMark, end_all
+from bench.records import REPOSITORY
 
 MODEL_ID = "m"
 OURS, VLLM, VLLM_FP32, LLAMA = "ours", "vllm", "vllm-fp32", "llama"
 PEERS = (VLLM, VLLM_FP32, LLAMA)
-REPOSITORY = Path(__file__).parents[2]
 READY_TIMEOUT_S = 600.0  # vllm compiles for minutes on a busy machine
 STOP_TIMEOUT_S = 60.0
 CONTEXT_TOKENS = 8192

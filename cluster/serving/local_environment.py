@@ -160,11 +160,6 @@ def cluster_environment(folder: Path) -> dict[str, str]:
     )
 
 
-def ray_headers(folder: Path) -> dict[str, str]:
-    """Headers of an HTTP request to the dashboard or an agent of the cluster in this folder."""
-    return {"Authorization": f"Bearer {_token_path(folder).read_text()}"}
-
-
 def _token_path(folder: Path) -> Path:
     return folder / "ray_token"
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from cluster.serving.launch import processes_of
-from cluster.serving.local_environment import ray_headers
+from tests.fakes.ray_access import ray_headers
 from tests.fakes.sockets import listeners_of, unix_paths_of, with_descendants
 from tests.serve.test_replicas import HANG_S
 

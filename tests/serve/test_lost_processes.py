@@ -13,7 +13,7 @@ import pytest
 
 from bench.chaos.processes import REPLICAS, Processes
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import ray_headers
+from tests.fakes.ray_access import ray_headers
 from tests.serve.conftest import audit
 from tests.serve.test_replicas import HANG_S, pid_of
 
