@@ -19,14 +19,6 @@ from tests.unit.kv_transfer import test_group, test_leases, test_wire
 CONTRACT = Contract(6, "", 4, (), "raw", "")
 
 
-@pytest.fixture
-def pair():
-    pair = test_leases.Pair()
-    yield pair
-    pair.let_everything_end()
-    pair.audit()
-
-
 def grant_of(pair, num_blocks, first_blocks, lease_id="lease"):
     return pair.owner.grant(lease_id, *pair.take(lease_id, num_blocks), TTL_S, (), first_blocks)
 

@@ -13,15 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cluster.model.cpu.library import Kernels, load_variant
+from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import PackedLinear, optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
-from cluster.native.variants import runnable_variants
+from tests.unit.model.native_kernels import LOADED, needs_kernels
 
-LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
 ROOM = 1 << 30
 
-pytestmark = pytest.mark.skipif(not LOADED, reason="no native kernels for this CPU, or no compiler")
+pytestmark = needs_kernels
 
 
 class Part(nn.Module):
