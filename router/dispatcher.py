@@ -36,7 +36,7 @@ class Dispatcher:
     def __init__(self, flow: RequestFlow, call_decode: DecodeCaller, secret: str | None, clock: Clock):
         """`secret`: of the cluster, for connections to workers."""
         self.flow = flow
-        self.members = MemberTable(self, secret)
+        self.members = MemberTable("door", self, secret)
         self._call_decode = call_decode
         self._clock = clock
         self._unread: dict[str, ClientRequest] = {}  # no choice has been read yet

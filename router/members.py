@@ -63,7 +63,8 @@ def _part(member: Member, is_encoder: bool) -> Role:
 
 
 class MemberTable:
-    def __init__(self, listener: PeerListener, secret: str | None):
+    def __init__(self, name: str, listener: PeerListener, secret: str | None):
+        self._name = name
         self._listener = listener
         self._secret = secret
         self._peers: dict[str, Peer] = {}
@@ -161,7 +162,7 @@ class MemberTable:
                     self._start_dialling(member)
 
         connection = await connect(
-            member.address, "door", on_message, on_close, timeout_s=CONNECT_TIMEOUT_S, secret=self._secret
+            member.address, self._name, on_message, on_close, timeout_s=CONNECT_TIMEOUT_S, secret=self._secret
         )
         if not connection.is_open:  # if it had joined, `on_close` has told the listener
             raise UnavailableError("the connection was lost at once")

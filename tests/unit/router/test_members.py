@@ -55,7 +55,7 @@ async def workers(tmp_path):
 
 @pytest.fixture
 async def table():
-    table = MemberTable(Listener(), None)
+    table = MemberTable("door", Listener(), None)
     yield table
     await table.aclose()
     await asyncio.sleep(0.01)
@@ -132,7 +132,7 @@ async def test_a_worker_that_greets_is_in_the_table_before_the_listener_hears_of
         def on_message(self, peer, message):
             greeted.append(("told", only(table) is peer))
 
-    table = MemberTable(Sending(), None)
+    table = MemberTable("door", Sending(), None)
     server = Server(f"unix:{tmp_path / 'd'}", "d", lambda c: c.send(Tokens(())), lambda *_: None)
     await server.start()
     workers.servers.append(server)
@@ -152,7 +152,7 @@ async def test_a_worker_that_the_listener_stumbles_over_is_dialled_again(workers
                 raise ValueError("a bug")
 
     listener = Stumbling()
-    table = MemberTable(listener, None)
+    table = MemberTable("door", listener, None)
     table.update(Role.DECODE, [await workers.start("d")])
     await until(lambda: listener.num_joined == 2 and table.has(Phase.DECODE))
     assert listener.lost == ["d"]
