@@ -20,6 +20,7 @@ from cluster.engine.events import first_events
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.state import FirstTokens, LanguagePhase, PromptWork
 from cluster.engine.timing import Part
+from cluster.errors import ClusterError, NotCachedError, to_info
 from cluster.scheduling.admission import PromptAdmission, heads
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.chunks import usable_prefix
@@ -40,6 +41,7 @@ from cluster.types.messages import (
     Cancel,
     DecodeGranted,
     DecodeTarget,
+    Failed,
     FinishReason,
     LoadReport,
     Preempted,
@@ -206,6 +208,9 @@ class SimLanguage:
         num_cached = self.blocks.match(held.attempt.request.block_hashes) * size
         if request.computes:
             num_cached = usable_prefix(num_cached, held.attempt.num_tokens, size, ())
+            if num_cached < held.sequence.prompt.media_end and not self.spec.role.prefills:
+                self._give_up(held, NotCachedError("the media are not in the prefix cache any more"))
+                return True
         shared = list(held.attempt.request.block_hashes[: num_cached // size])
         if not self.blocks.try_take(shared, num_blocks - len(shared), self._num_admitted):
             return False
@@ -333,6 +338,10 @@ class SimLanguage:
         tokens = self._tokens(held, self.answers.num_generated(held))
         self._end(held)
         self._tell(held, tokens, Preempted(held.attempt.request_id))
+
+    def _give_up(self, held: Held, error: ClusterError) -> None:
+        self._end(held)
+        self._tell(held, Failed(held.attempt.request_id, to_info(error)))
 
     def _end(self, held: Held) -> None:
         """The worker has nothing more to do for the attempt; blocks with a hash are kept."""

@@ -100,12 +100,13 @@ class Continuation:
         self.start(client, rest, client_idxs, now)
 
     def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
-        """Choices without a token go on together, each other one by itself."""
+        """Choices without a token go on together, each other one by itself. If no worker is blamed, nothing
+        counts against the request, either."""
         client, choices = attempt.client, attempt.choices
         left = [idx for idx, choice in enumerate(choices) if choice.is_open and not choice.is_complete]
         if not left:
             return
-        client.num_replays += 1
+        client.num_replays += bool(attempt.blamed)
         client.avoided |= {worker.replica_id for worker in attempt.blamed}
         if client.num_replays > MAX_REPLAYS:
             return self._fail(client, [attempt.choice_idxs[idx] for idx in left], error)

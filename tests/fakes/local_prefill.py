@@ -8,6 +8,7 @@ from dataclasses import replace
 from router.door import Door
 from router.policy import ClusterView, Decision, JointPolicy, RequestView
 from router.policy.estimate import Estimate
+from tests.fakes.placement import is_plain
 
 
 class LocalPrefillPolicy(JointPolicy):
@@ -23,7 +24,7 @@ class LocalPrefillPolicy(JointPolicy):
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
         decision = super().decide(request, cluster, now)
         stays = False
-        if request.is_plain:
+        if is_plain(request):
             self.num_texts += 1
             stays = self._stays(self.num_texts)
             self.num_local += stays

@@ -296,8 +296,7 @@ def cut_ends(num_blocks: int | None) -> Iterator[None]:
     """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others."""
 
     def plan_end(request: Any, *_: Any) -> None:
-        media_end = max((item.end for item in request.main.prompt.media), default=0)
-        cut = max(num_blocks or 0, -(-media_end // BLOCK_SIZE)) * BLOCK_SIZE
+        cut = max(num_blocks or 0, -(-request.main.prompt.media_end // BLOCK_SIZE)) * BLOCK_SIZE
         if cut < request.main.num_prompt_tokens:
             request.main.first_recomputed = cut
 

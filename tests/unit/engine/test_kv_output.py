@@ -183,7 +183,7 @@ def cut(num_tokens, *, block_s=8.0, token_s=0.01, media_end=0, together=1, layou
         sequence(num_tokens, num_computed), outgoing=Recorder(blocks_together=together, block_s=block_s)
     )
     if media_end:
-        req.main.prompt = SimpleNamespace(media=(SimpleNamespace(end=media_end),))
+        req.main.prompt = SimpleNamespace(media_end=media_end)
     plan_end(req, token_s, BUDGET, layout)
     return req.main.first_recomputed
 
