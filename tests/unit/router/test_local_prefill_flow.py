@@ -139,8 +139,10 @@ def test_a_turn_whose_images_decode_has_lost_goes_to_prefill_and_blames_no_worke
 def test_a_cache_that_loses_what_requests_were_placed_for_is_no_failing_worker(dialogue):
     for number in range(FAILURES):
         name = f"r{number}"
-        dialogue.submit(msgspec.structs.replace(TURN, request_id=name), [ITEM], HASHES)
+        readers = dialogue.submit(msgspec.structs.replace(TURN, request_id=name), [ITEM], HASHES)
         dialogue.fail(Role.DECODE, NotCachedError("evicted"), name=name)
         assert not dialogue.attempt(f"{name}.1").is_local, "it is not asked twice for the same reason"
+        for reader in readers:
+            dialogue.close(reader)
         dialogue.tell(Role.DECODE, BlocksChanged(tuple(HASHES), ()))
     assert not any(worker.is_avoided for worker in dialogue.flow.workers)
