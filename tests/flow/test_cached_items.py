@@ -4,15 +4,20 @@ costs time only. The audit stands in `local_cluster`."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
 from bench.workload import Answer, Case, Reference, make_case
+from cluster.config.settings import ClusterArgs
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.tier import KvTier
 from router.flow.placer import Placer
 from tests.fakes.local_prefill import let_prefill_locally
-from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
 
 MAX_TOKENS = 8
@@ -103,6 +108,28 @@ async def test_a_turn_whose_blocks_were_evicted_is_computed_elsewhere_and_then_b
             assert await cluster.answer(case, MAX_TOKENS) == right(answer)
         assert asked == ["prefill", "decode", "decode", "prefill", "decode", "decode"]
         assert not any(worker.is_avoided for worker in cluster.door.workers)
+
+
+async def test_a_turn_whose_blocks_are_in_the_second_tier_is_computed_by_decode(turns, monkeypatch):
+    """They are loaded even if computing them would be faster: decode cannot compute media."""
+    monkeypatch.setattr(KvTier, "is_worth", lambda self, num_blocks, compute_s: compute_s == math.inf)
+    args = ClusterArgs.model_validate({**cluster_args(48).model_dump(), "kv_cache": {"host_bytes": 8 << 20}})
+    async with local_cluster(args) as cluster:
+        let_prefill_locally(cluster.door)
+        asked = asked_of(cluster)
+        engine = cluster.decodes[0]._engine
+        (first, answer), (second, next_answer), _ = turns
+        assert await cluster.answer(first, MAX_TOKENS) == right(answer)
+        async with asyncio.timeout(HANG_S):
+            while engine.load().tier.num_stored < engine._blocks.num_cached:
+                await asyncio.sleep(0.005)
+        cluster.decodes[0]._process.loop.call(evict_all, engine._blocks)
+        assert await cluster.answer(second, MAX_TOKENS) == right(next_answer)
+        assert asked == ["prefill", "decode", "decode"] and engine.load().tier.num_loaded > 0
+
+
+def evict_all(pool: BlockPool) -> None:
+    pool.free(pool.allocate(pool.num_free))
 
 
 def asked_of(cluster: LocalCluster) -> list[str]:
