@@ -9,7 +9,7 @@
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
     ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed; another may succeed
-    │   └── NotCachedError      503: a worker was to find a part of the prompt in its prefix cache, and has not
+    │   └── NotCachedError      503: a worker was to find media of a prompt in its prefix cache, and does not
     ├── OverwrittenError        503: what tokens were drawn from may have been overwritten
     ├── NotWantedError          work that was stopped because nothing waits for it; never leaves its process
     └── ConfigError             the operator must change the configuration; raised at start only
