@@ -114,8 +114,7 @@ def plan_end(
     if outgoing is None or token_s is None or (block_s := outgoing.block_s) is None:
         return
     block_size, unit = layout.segments[0].rows, outgoing.blocks_together
-    media_end = max((item.end for item in main.prompt.media), default=0)
-    least = max(-(-media_end // block_size), -(-MIN_SENT_BYTES // layout.block_bytes))
+    least = max(-(-main.prompt.media_end // block_size), -(-MIN_SENT_BYTES // layout.block_bytes))
     missing = request.num_missing_tokens
     prefill_s = budget.predicted_s(missing, main.num_computed_tokens + missing / 2)
     num_blocks = num_blocks_to_send(

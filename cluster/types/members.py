@@ -47,8 +47,8 @@ class Role(StrEnum):
 
     @property
     def decodes(self) -> bool:
-        """Generates answers. Of these it may compute prompts of plain text itself, also if it does not
-        prefill."""
+        """Generates answers. Of these it may compute prompts without a negative prompt itself, also if it
+        does not prefill: as far as they are text, behind media whose KV it has."""
         return Phase.DECODE in self.phases
 
 

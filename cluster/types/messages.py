@@ -94,7 +94,8 @@ class StartDecode(ChannelMessage, frozen=True):
     request: GenerateRequest
     timeout_s: float  # until the first step; without its KV by then the request fails
     # Local prefill: the worker computes the prompts and draws the first tokens; no KV comes. A worker whose
-    # role does not prefill is sent text without a negative prompt only
+    # role does not prefill is sent no negative prompts, and media only if they are all `cached`: if they are
+    # not, it gives the request up (NotCachedError)
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
     encodes: tuple[int, ...] = ()  # as in `StartPrefill`; if it prefills

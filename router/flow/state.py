@@ -133,7 +133,7 @@ class ClientRequest:
     tenant: str = ""
     started_at: float = 0.0  # of the first attempt
     num_attempts: int = 0  # since the start
-    num_replays: int = 0  # attempts that failed, and that others took over from
+    num_replays: int = 0  # attempts that failed because of a worker, and that others took over from
     num_tokens: int = 0  # that readers have been sent, of all choices
     avoided: frozenset[str] = frozenset()  # workers, by replica id, with which an attempt failed
     choices: list[ClientChoice] = field(default_factory=list)

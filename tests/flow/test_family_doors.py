@@ -29,11 +29,13 @@ from router.openai.app import build_api
 from router.openai.schema import ChatRequest
 from router.openai.translate import CallContext, chat_call
 from router.telemetry.timeline import RequestTimeline
+from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 MAX_TOKENS = 6
+WHAT = "what is it, and what more can be told of it?"  # so long that the item ends within a full block
 FIELDS = {IMAGE: "image_url", VIDEO: "video_url", AUDIO: "audio_url"}
 TYPES = {IMAGE: "image/png", VIDEO: "video/mp4", AUDIO: "audio/wav"}
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -78,11 +80,11 @@ def cases(name: str, modalities: tuple[Modality, ...]) -> list[list[Part]]:
     found: list[list[Part]] = [["only words"]]
     wide, tall, small = picture(1, 101, 67), picture(2, 30, 75), picture(3, 17, 33)
     if IMAGE in modalities:
-        found += [[(IMAGE, wide), "what?"], ["see", (IMAGE, tall), "and", (IMAGE, small), "same?"]]
+        found += [[(IMAGE, wide), WHAT], ["see", (IMAGE, tall), "and", (IMAGE, small), "same?"]]
     if VIDEO in modalities:
-        found += [[(VIDEO, clip(4, 11, 66, 44)), "what?"]]
+        found += [[(VIDEO, clip(4, 11, 66, 44)), WHAT]]
     if AUDIO in modalities:
-        found += [[(AUDIO, sound(5, 23_456)), "what?"]]
+        found += [[(AUDIO, sound(5, 23_456)), WHAT]]
         if name in ONE_SOUND:
             found += [["hear", (AUDIO, sound(6, 70_001)), "this?"]]  # several windows
         else:
@@ -219,9 +221,13 @@ async def test_answers_over_http_equal_generate(name: str, tmp_path) -> None:
     async with local_cluster(cluster_args(folder)) as cluster:
         transport = httpx.ASGITransport(build_api(cluster.door))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
-            for _ in range(2):  # the prefix cache and the encoder cache are warm the second time
+            # The prefix cache and the encoder cache are warm the second time; then decode computes what is
+            # left of prompts whose media it has
+            for prefills_locally in (False, False, True):
+                policy = let_prefill_locally(cluster.door, lambda _, local=prefills_locally: local)
                 answers = await asyncio.gather(*(ask(client, content) for content in contents))
                 assert answers == expected
+            assert policy.num_local > len(media.modalities)
 
 
 async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -> tuple[list[int], list[int]]:

@@ -106,6 +106,7 @@ class History:
             max_sequences=rng.choice([2, 4, 8]),
             tier_bytes=1 << 14 if rng.random() < (0.8 if self.focus == "slow disks" else 0.12) else 0,
             window=rng.choice([6, 12]) if rng.random() < 0.08 else None,
+            is_warm=Random(f"{self.seed} is warm").random() < 0.5,
         )
         outstanding_s = rng.choice([0.004, 0.02]) if self.is_tight else 1e9
         return Shape(
@@ -202,6 +203,7 @@ class History:
         world, counts = self.world, Counter[str]()
         counts["events"] = world.scheduler.num_events
         counts["writes that came late"] = world.num_late_writes
+        counts["media computed at decode"] = world.num_media_at_decode
         for worker in world.live_workers:
             if worker.language is not None:
                 load = worker.language._engine.load()
@@ -296,8 +298,7 @@ def cut_ends(num_blocks: int | None) -> Iterator[None]:
     """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others."""
 
     def plan_end(request: Any, *_: Any) -> None:
-        media_end = max((item.end for item in request.main.prompt.media), default=0)
-        cut = max(num_blocks or 0, -(-media_end // BLOCK_SIZE)) * BLOCK_SIZE
+        cut = max(num_blocks or 0, -(-request.main.prompt.media_end // BLOCK_SIZE)) * BLOCK_SIZE
         if cut < request.main.num_prompt_tokens:
             request.main.first_recomputed = cut
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from cluster.types.messages import Tokens
+from cluster.types.messages import Failed, Tokens
 from tests.histories.scheduler import Scheduler, SimulatedProcess, SimulatedThread
 
 SILENT_S = 5.0  # as in cluster.rpc.server: keepalive, and unacknowledged data
@@ -121,6 +121,8 @@ class Network:
             return
         self._scheduler.step(end.process)
         self.num_heard[type(message).__name__] += 1
+        if isinstance(message, Failed):
+            self.num_heard[message.error.kind] += 1
         self._scheduler.note(str(end.thread), f"<- {end.peer_name} {describe(message)}")
         end.on_message(end, message)
         if (happen := self.when_arrived.pop(type(message).__name__, None)) is not None:

@@ -30,6 +30,7 @@ from cluster.kvcache.tier import KvTier
 from cluster.kvcache.tier_slots import HostSlots
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Member, ProcessId, Role
+from cluster.types.messages import StartDecode, StartPrefill
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
 from cluster.worker.process import WorkerProcess
@@ -43,7 +44,7 @@ from encoder_service.service import Encoder
 from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.kv_rows import KV_LAYOUT
-from tests.histories.model import BLOCK_SIZE, ChainEncoder, ChainRunner
+from tests.histories.model import BLOCK_SIZE, STEP_S, TOKEN_S, ChainEncoder, ChainRunner
 from tests.histories.scheduler import SimulatedProcess, SimulatedThread, SkewedClock
 from tests.histories.threads import (
     SimulatedExecutor,
@@ -70,6 +71,8 @@ class Sizes:
     tier_bytes: int = 0  # of the second tier
     window: int | None = None
     margin_s: float = 2.0
+    # Workers that only decode know from the start how long prompts take: then they are given some
+    is_warm: bool = False
     max_queued_rows: int = 1000
 
     @property
@@ -85,6 +88,7 @@ class WorkerHost(ThreadHost):
     make_agent: Callable[[str, SimulatedThread], Any]
     draft: Callable[..., Sequence[bool]]
     hangs: dict[SimulatedProcess, float]
+    num_media_at_decode: int  # prompts with media that a worker without embeddings was to compute
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
 
 
@@ -181,7 +185,8 @@ class SimulatedEncoder(Encoder):
 
 class SimulatedLanguage(LanguageWorker):
     def __init__(self, worker: SimulatedWorker, role: Role):
-        host, sizes = worker.host, worker.host.sizes
+        self._host, sizes = worker.host, worker.host.sizes
+        host = self._host
         self.kv = BlockMemory(KV_LAYOUT, sizes.kv_blocks)
         feature_memory = BlockMemory(FEATURE_LAYOUT, sizes.feature_blocks) if role.prefills else None
         self._encoder = encoder = SimulatedEncoder(worker) if role.encodes else None
@@ -219,10 +224,18 @@ class SimulatedLanguage(LanguageWorker):
             on_ended=worker.ended.append,
         )  # fmt: skip
         self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
+        if sizes.is_warm and not role.prefills:
+            self._engine.planner.budget.observe(sizes.step_tokens, 0.0, STEP_S + TOKEN_S * sizes.step_tokens)
         self._process, self._model = process, model
         self._take_seats(process, role)
         if self._tier is not None:
             self._tier.start(process.loop.call)
+
+    def _start(self, door: int, message: StartPrefill | StartDecode) -> None:
+        is_local = isinstance(message, StartDecode) and message.prefills
+        if is_local and message.request.prompt.media and self._features is None:
+            self._host.num_media_at_decode += 1
+        super()._start(door, message)
 
     def rows_of(self, request_id: str) -> set[int]:
         """The blocks of feature memory from which the request reads, or has read."""

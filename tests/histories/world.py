@@ -59,7 +59,7 @@ class World(WorkerHost):
         self.draining: list[SimulatedWorker] = []  # not listed any more, and still running
         self.past_workers: list[SimulatedWorker] = []  # killed
         self.num_killed = 0
-        self.num_late_writes = 0
+        self.num_late_writes = self.num_media_at_decode = 0
         self.hangs: dict[SimulatedProcess, float] = {}  # how long the next step of an engine takes
         self._granted: dict[SimulatedProcess, dict[str, bool]] = {}  # leases that a process was given; late?
         self._made_at: dict[str, float] = {}  # of leases
