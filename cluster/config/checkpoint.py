@@ -91,10 +91,7 @@ def takes_media(config: Mapping[str, Any]) -> bool:
 def check_family(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a model type or class that cannot be served, as far as the names tell."""
     name = config["model_type"]
-    family = family_of_type(name)
-    if family.refusal:
-        _refuse(name, family.refusal)
-    if family.modalities:
+    if family_of_type(name).modalities:
         return
     if config.get("is_encoder_decoder"):
         _refuse(name, "it is an encoder-decoder model; only decoder-only language models are served")

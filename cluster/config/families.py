@@ -65,7 +65,6 @@ class ModelFamily:
     bounds_whole_clips: bool = False  # the processor's pixel bounds hold for all frames of a clip together
     hears_clips: bool = False  # the processor takes a clip with its sound track
     whole: WholeCheckpoint | None = None
-    refusal: str = ""  # why the family is not served, although its model code runs here
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
@@ -113,11 +112,7 @@ _RECORDS = (
     ),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
     ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),
-    ModelFamily(
-        "voxtral",
-        {Modality.AUDIO: EncoderForm.MEL_WINDOWS},
-        refusal="mistral-common makes its prompts, not a chat template",
-    ),
+    ModelFamily("voxtral", {Modality.AUDIO: EncoderForm.MEL_WINDOWS}),
     ModelFamily("audioflamingo3", _MASKED_MELS),
     ModelFamily("glmasr", _MASKED_MELS),
 )

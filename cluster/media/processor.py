@@ -84,9 +84,13 @@ class MediaProcessor:
         call_kwargs_file = folder / "mm_processor_kwargs.json"
         call_kwargs = read_json(call_kwargs_file) if call_kwargs_file.is_file() else {}
         try:
-            processor = AutoProcessor.from_pretrained(str(path))
+            processor = AutoProcessor.from_pretrained(str(path), mistral_format=False)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"no usable processor in {path}: {error}") from error
+        if config["model_type"] == "voxtral":
+            from cluster.media.voxtral import VoxtralMediaProcessor
+
+            processor = VoxtralMediaProcessor.of(processor, folder)
         settings = msgspec.json.encode(
             [processor.to_dict(), call_kwargs], enc_hook=str, order="deterministic"
         )

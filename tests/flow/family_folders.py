@@ -17,6 +17,7 @@ from cluster.media.torchvision_compat import ensure_torchvision
 from cluster.types.media import Modality
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import randomized
+from tests.flow.voxtral_folder import VoxtralReference, write_preprocessor, write_tekken
 
 DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 IMAGE, VIDEO, AUDIO = "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"
@@ -36,7 +37,11 @@ SPECIAL_TOKENS = {
 OWN_TOKENS = {  # that templates and processors of transformers write themselves
     "idefics3": {"image_token": "<image>"},
     "smolvlm": {"image_token": "<image>", "video_token": "<video>"},
-}
+    "voxtral": {
+        "audio_token": "[AUDIO]", "audio_bos_token": "[BEGIN_AUDIO]", "eos_token": "</s>", "instruction_token": "[INST]",
+        "answer_token": "[/INST]", "call_token": "[TOOL_CALLS]",
+    },
+}  # fmt: skip
 OTHER_TOKENS = [
     "[IMG_BREAK]", "[IMG_END]", "<end_of_utterance>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
@@ -62,18 +67,30 @@ class FamilyFolder:
 def save_family(name: str, path: Path) -> FamilyFolder:
     """Writes the folder. Blocks for a moment."""
     ensure_torchvision()
-    special_tokens = SPECIAL_TOKENS | OWN_TOKENS.get(name, {})
-    tokenizer = hf.AutoTokenizer.from_pretrained(DEMO_MODEL, extra_special_tokens=special_tokens)
-    tokenizer.add_tokens(OTHER_TOKENS, special_tokens=True)
-    processor = FAMILIES[name](tokenizer)
-    processor.chat_template = _template(processor)
-    processor.save_pretrained(path)
-    processor = hf.AutoProcessor.from_pretrained(path)
+    processor = _voxtral(path) if name == "voxtral" else _processor(name, path)
     model = _model(name, processor.tokenizer)
     model.save_pretrained(path)
     call_kwargs = CALL_KWARGS.get(name, {})
     (path / "mm_processor_kwargs.json").write_text(json.dumps(call_kwargs))
     return FamilyFolder(path, model, processor, call_kwargs)
+
+
+def _processor(name: str, path: Path) -> Any:
+    """As it is read from the folder, where it is saved."""
+    special_tokens = SPECIAL_TOKENS | OWN_TOKENS.get(name, {})
+    tokenizer = hf.AutoTokenizer.from_pretrained(DEMO_MODEL, extra_special_tokens=special_tokens)
+    tokenizer.add_tokens(OTHER_TOKENS, special_tokens=True)
+    processor = PROCESSORS[name](tokenizer)
+    processor.chat_template = _template(processor)
+    processor.save_pretrained(path)
+    return hf.AutoProcessor.from_pretrained(path)
+
+
+def _voxtral(path: Path) -> VoxtralReference:
+    write_tekken(path, VOCAB_SIZE)
+    write_preprocessor(path, _ears())
+    MEDIA_FAMILIES["voxtral"]().model.config.save_pretrained(path)
+    return VoxtralReference(path)
 
 
 def _template(processor: Any) -> str:
@@ -95,15 +112,16 @@ def _model(name: str, tokenizer: Any) -> hf.PreTrainedModel:
     config = tiny.config
     config.get_text_config().vocab_size = VOCAB_SIZE
     ids = tokenizer.convert_tokens_to_ids
+    special = SPECIAL_TOKENS | OWN_TOKENS.get(name, {})
     tokens = {
-        "image_token": tokenizer.image_token, "video_token": tokenizer.video_token, "audio_token": AUDIO, "vision_start_token": VISION_START, "vision_end_token": VISION_END,
+        "image_token": special["image_token"], "video_token": special["video_token"], "audio_token": special["audio_token"], "vision_start_token": VISION_START, "vision_end_token": VISION_END,
         "audio_start_token": SOUND_START, "audio_end_token": SOUND_END, "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
     }  # fmt: skip
     for key, token in tokens.items():
         for ending in ("id", "index"):
             if getattr(config, f"{key}_{ending}", None) is not None:
                 setattr(config, f"{key}_{ending}", ids(token))
-    if name in ("qwen2_audio", "audioflamingo3", "glmasr"):
+    if name in ("qwen2_audio", "voxtral", "audioflamingo3", "glmasr"):
         config.audio_config.max_source_positions = SOUND_WINDOW_S * 50
     config.get_text_config().max_position_embeddings = 4096
     model = randomized(type(tiny)(config))
@@ -228,6 +246,11 @@ def _glmasr(tokenizer: Any) -> Any:
 CALL_KWARGS: dict[str, dict[str, Any]] = {  # what these processors ignore in their own saved configuration
     "qwen2_5_omni": {"videos_kwargs": {"size": _AREA}},
     "qwen3_omni": {"videos_kwargs": {"size": _AREA}},
+    "voxtral": {
+        "audio_kwargs": {
+            "pad_to_multiple_of": SOUND_WINDOW_S * 16_000, "max_source_positions": SOUND_WINDOW_S * 100
+        }
+    },
     "gemma3": {
         "images_kwargs": {
             "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 4,
@@ -235,7 +258,7 @@ CALL_KWARGS: dict[str, dict[str, Any]] = {  # what these processors ignore in th
         }
     },
 }  # fmt: skip
-FAMILIES: dict[str, Callable[[Any], Any]] = {
+PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "qwen2_vl": _qwen2_vl,
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
@@ -254,3 +277,4 @@ FAMILIES: dict[str, Callable[[Any], Any]] = {
     "audioflamingo3": _audioflamingo3,
     "glmasr": _glmasr,
 }
+FAMILIES = (*PROCESSORS, "voxtral")

@@ -58,7 +58,6 @@ def test_a_text_folder_passes_and_takes_no_media(tmp_path):
         ({"model_type": "paligemma", "vision_config": {}}, "'paligemma' is not supported: it is multimodal"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not supported: it is an encoder-decoder"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not a causal"),
-        ({"model_type": "voxtral", "audio_config": {}}, "'voxtral' is not supported: mistral-common"),
     ],
 )
 def test_a_family_that_cannot_be_served_is_refused_by_name(tmp_path, changes, reason):

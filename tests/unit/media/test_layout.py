@@ -19,7 +19,7 @@ from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 RELAXED = settings(max_examples=10, derandomize=True)
-SOUND_ALONE = ["qwen2_audio", "audioflamingo3", "glmasr"]
+SOUND_ALONE = ["qwen2_audio", "voxtral", "audioflamingo3", "glmasr"]
 OMNI = ["qwen2_5_omni", "qwen3_omni"]
 IMAGE_FAMILIES = [name for name in FAMILIES if name not in SOUND_ALONE]
 VIDEO_FAMILIES = [name for name in FAMILIES if name.startswith("qwen") and name not in SOUND_ALONE]
