@@ -51,8 +51,8 @@ def context_length(path: str | Path, asked: int = 0) -> int:
     if asked:
         if longest is not None and asked > longest:
             raise ConfigError(
-                f"max_model_len is {asked}; the rotary frequencies of {path} depend on the length of a sequence "
-                f"beyond {longest} tokens",
+                f"max_model_len is {asked}; the rotary frequencies of {path} depend on the length of a "
+                f"sequence beyond {longest} tokens",
                 param="max_model_len",
             )
         return asked

@@ -1,6 +1,6 @@
-"""Every causal language model of the installed transformers, made tiny: its logits equal `generate`'s behind a
-prompt longer than its window, or it is refused by name. None may differ in silence, and none may end in a
-traceback."""
+"""Every causal language model of the installed transformers, made tiny: its logits equal those of `generate`
+behind a prompt longer than its window, or it is refused by name. None may differ in silence, and none may end
+in a traceback."""
 
 from __future__ import annotations
 
@@ -35,16 +35,22 @@ SIZES = {
     "initializer_range": 0.15, "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2,
     "query_pre_attn_scalar": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
     # experts
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_start_index": 1, "expert_ffn_hidden_size": 32,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2,
+    "moe_k": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_start_index": 1,
+    "expert_ffn_hidden_size": 32,
     # compressed KV
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     # other families' words for the same
-    "ffn_dim": 96, "ffn_hidden_size": 96, "n_embd": 64, "n_layer": NUM_LAYERS, "n_head": 4, "n_positions": 512,
-    "n_inner": 96, "d_model": 64, "n_heads": 4, "n_layers": NUM_LAYERS, "num_layers": NUM_LAYERS, "max_seq_len": 512,
+    "ffn_dim": 96, "ffn_hidden_size": 96, "n_embd": 64, "n_layer": NUM_LAYERS, "n_head": 4,
+    "n_positions": 512,
+    "n_inner": 96, "d_model": 64, "n_heads": 4, "n_layers": NUM_LAYERS, "num_layers": NUM_LAYERS,
+    "max_seq_len": 512,
     "decoder_layers": NUM_LAYERS, "decoder_ffn_dim": 96, "decoder_attention_heads": 4, "rotary_dim": 8,
-    "word_embed_proj_dim": 64, "embed_dim": 64, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300,
+    "word_embed_proj_dim": 64, "embed_dim": 64, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 300,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}

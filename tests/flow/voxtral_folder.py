@@ -17,7 +17,8 @@ import transformers as hf
 AUDIO, BEGIN_AUDIO = "[AUDIO]", "[BEGIN_AUDIO]"
 NUM_SPECIAL = 40
 SPECIAL = {
-    0: "<unk>", 1: "<s>", 2: "</s>", 3: "[INST]", 4: "[/INST]", 5: "[AVAILABLE_TOOLS]", 6: "[/AVAILABLE_TOOLS]",
+    0: "<unk>", 1: "<s>", 2: "</s>", 3: "[INST]", 4: "[/INST]", 5: "[AVAILABLE_TOOLS]",
+    6: "[/AVAILABLE_TOOLS]",
     7: "[TOOL_RESULTS]", 8: "[/TOOL_RESULTS]", 9: "[TOOL_CALLS]", 11: "<pad>", 14: "[PREFIX]", 15: "[MIDDLE]",
     16: "[SUFFIX]", 17: "[SYSTEM_PROMPT]",
     18: "[/SYSTEM_PROMPT]", 19: "[TOOL_CONTENT]", 24: AUDIO, 25: BEGIN_AUDIO, 34: "[TRANSCRIBE]",
