@@ -5,7 +5,11 @@ worker is a candidate while its connection stands and Serve lists it. End-of-fil
 long before Serve's health check would. A worker that answers and that Serve no longer lists is draining: it
 gets nothing new, and the listener closes its connection when its last request is done (`close`).
 
-A worker is in the table before the listener hears of it. Lives on the door's event loop.
+A worker is in the table before the listener hears of it.
+
+If messages about grants were lost with the last connection, the owners of the grants are told when there is
+another one: of a grant that was passed on and not read, that no worker has it; anything else once more. Lives
+on the door's event loop.
 """
 
 from __future__ import annotations
@@ -15,9 +19,18 @@ import logging
 from typing import Protocol
 
 from cluster.errors import ClusterError, UnavailableError
-from cluster.rpc import Connection, connect
+from cluster.rpc import Connection, SentLog, connect
 from cluster.types.members import Member, Phase, Role
-from cluster.types.messages import AnyMessage, LoadReport, PhasesAssigned, Tokens
+from cluster.types.messages import (
+    AnyMessage,
+    DecodeTarget,
+    EncodeTarget,
+    LoadReport,
+    PhasesAssigned,
+    ReturnGrant,
+    Tokens,
+    grant_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +83,9 @@ class MemberTable:
         self._peers: dict[str, Peer] = {}
         self._listed: dict[Role, dict[str, Member]] = {role: {} for role in Role}
         self._dialling: dict[str, asyncio.Task[None]] = {}
+        # By replica id, of workers that were connected and are listed: what was sent to them about grants,
+        # as the owner and the message that follow if it is not read
+        self._logs: dict[str, SentLog[tuple[str, AnyMessage]]] = {}
 
     def has(self, phase: Phase) -> bool:
         """Whether a worker that is connected and listed does this phase."""
@@ -78,8 +94,15 @@ class MemberTable:
     def all_peers(self) -> list[Peer]:
         return list(self._peers.values())
 
-    def send(self, replica_id: str, message: AnyMessage) -> None:
-        """Ignored if the worker is gone: the listener has been told. Raises what the connection raises."""
+    def send(self, replica_id: str, message: AnyMessage, owner: str = "") -> None:
+        """Ignored if the worker is gone: the listener has been told. `owner`: of the grant that the message
+        passes on. Raises what the connection raises."""
+        log, name = self._logs.get(replica_id), grant_name(message)
+        if log is not None and name:
+            if isinstance(message, DecodeTarget | EncodeTarget):
+                log.sent(name, (owner, ReturnGrant(message.grant.lease_id)))
+            else:
+                log.sent(name, (replica_id, message))
         peer = self._peers.get(replica_id)
         if peer is not None:
             peer.connection.send(message)
@@ -93,6 +116,8 @@ class MemberTable:
                 self._listener.on_listed(peer)
         for member in members:
             self._start_dialling(member)
+        known = set(self._peers).union(*self._listed.values())
+        self._logs = {replica_id: log for replica_id, log in self._logs.items() if replica_id in known}
 
     def close(self, replica_id: str) -> None:
         """The worker has drained."""
@@ -137,6 +162,7 @@ class MemberTable:
             if peer is None:
                 peer = Peer(member, connection, member.replica_id in self._listed[member.role])
                 self._peers[member.replica_id] = peer
+                self._tell_owners(peer)
                 try:
                     self._listener.on_joined(peer)
                     self._listener.on_listed(peer)
@@ -147,6 +173,8 @@ class MemberTable:
 
         def on_message(connection: Connection, message: AnyMessage) -> None:
             peer = join(connection)  # the greeting may be here before `connect` returns
+            if name := grant_name(message):
+                self._logs[member.replica_id].last_read = name
             if isinstance(message, Tokens) and message.load is not None:
                 peer.reported(message.load)
             elif isinstance(message, PhasesAssigned):
@@ -161,9 +189,26 @@ class MemberTable:
                 if member.replica_id in self._listed[member.role]:  # perhaps only the connection has died
                     self._start_dialling(member)
 
+        log = self._logs.get(member.replica_id)
         connection = await connect(
-            member.address, self._name, on_message, on_close, timeout_s=CONNECT_TIMEOUT_S, secret=self._secret
+            member.address,
+            self._name,
+            on_message,
+            on_close,
+            timeout_s=CONNECT_TIMEOUT_S,
+            secret=self._secret,
+            last_read=None if log is None else log.last_read,
         )
         if not connection.is_open:  # if it had joined, `on_close` has told the listener
             raise UnavailableError("the connection was lost at once")
         join(connection)
+
+    def _tell_owners(self, peer: Peer) -> None:
+        """Of grants about which the worker, or the one that had its name, has not read a message."""
+        replica_id, connection = peer.member.replica_id, peer.connection
+        log = self._logs.get(replica_id)
+        if log is None or log.peer_name != connection.peer_name:  # another process
+            self._logs[replica_id] = SentLog(connection.peer_name)
+            return
+        for owner, message in log.take_unread(connection.peer_last_read):
+            self.send(owner, message)

@@ -27,17 +27,20 @@ from cluster.types.messages import (
     DecodeGranted,
     DecodeTarget,
     Encoded,
+    EncodeTarget,
     Failed,
     FeatureGranted,
     FeatureShared,
     GrantPassed,
     Preempted,
     PrefillAdmitted,
+    ReturnGrant,
     StartDecode,
     StartPrefill,
     TokenEvent,
 )
 from cluster.types.request import GenerateRequest
+from cluster.types.transfer import Grant
 from router.flow.media import MediaFlow
 from router.flow.outputs import CallDecode, Drained, Output, Placed, Send
 from router.flow.placer import Placer
@@ -187,6 +190,21 @@ class Attempts:
         if not worker.is_lost:
             self._outputs.append(Send(worker.replica_id, message, attempt.request_id))
 
+    def pass_on(
+        self,
+        attempt: Attempt,
+        owner: WorkerState,
+        writer: WorkerState,
+        target: DecodeTarget | EncodeTarget,
+    ) -> None:
+        request_id = attempt.request_id
+        passed = GrantPassed(target.grant.lease_id, writer.member.processes)
+        self._outputs.append(Send(writer.replica_id, target, request_id, owner.replica_id))
+        self._outputs.append(Send(owner.replica_id, passed, request_id))
+
+    def return_grant(self, owner: WorkerState, grant: Grant) -> None:
+        self._outputs.append(Send(owner.replica_id, ReturnGrant(grant.lease_id)))
+
     def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None:
         """Every choice that has not ended gets the error, unless another attempt may go on with it. `advance`
         lands the attempt. `blamed`: may have caused it; if none is named, prompt worker and decode."""
@@ -276,9 +294,8 @@ class Attempts:
         self._item_done(attempt, message.item_idx)
 
     def _on_decode_granted(self, attempt: Attempt, granted: DecodeGranted) -> None:
-        self.send(attempt.prompt_worker, DecodeTarget(attempt.request_id, granted.grant), attempt)
-        passed = GrantPassed(granted.grant.lease_id, attempt.prompt_worker.member.processes)
-        self.send(attempt.decode, passed, attempt)
+        target = DecodeTarget(attempt.request_id, granted.grant)
+        self.pass_on(attempt, attempt.decode, attempt.prompt_worker, target)
 
     def _deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
         if attempt.choices[choice_idx].is_open:

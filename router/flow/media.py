@@ -35,8 +35,6 @@ from cluster.types.messages import (
     EncodeTarget,
     Failed,
     FeatureGranted,
-    GrantPassed,
-    ReturnGrant,
     StartEncode,
 )
 from cluster.types.transfer import Grant
@@ -51,6 +49,17 @@ class MediaOwner(Protocol):
     """What the media side asks of the request flow."""
 
     def send(self, worker: WorkerState, message: AnyMessage, attempt: Attempt) -> None: ...
+
+    def pass_on(
+        self, attempt: Attempt, owner: WorkerState, writer: WorkerState, target: EncodeTarget
+    ) -> None:
+        """The owner's grant goes to the writer, and the owner is told so: sooner or later, whether it is
+        connected now or not."""
+        ...
+
+    def return_grant(self, owner: WorkerState, grant: Grant) -> None:
+        """No writer was given the grant: the owner is told likewise."""
+        ...
 
     def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None: ...
 
@@ -84,6 +93,7 @@ class MediaFlow:
     def on_granted(self, attempt: Attempt, granted: FeatureGranted, now: float) -> None:
         item_idx = granted.item_idx
         state = attempt.media[item_idx]
+        state.grant = granted.grant
         if state.is_shared:  # the other request has failed or left, or the item was not cached
             state.is_shared = False
             self._start_again(attempt, item_idx, now)
@@ -93,10 +103,8 @@ class MediaFlow:
                 error = UnavailableError(f"the embeddings of media item {item_idx} did not arrive")
                 return self._owner.fail(attempt, error, state.encoder)
             self._start_again(attempt, item_idx, now)
-        if state.is_held:
-            state.grant = granted.grant
-        else:
-            self._pass_on(attempt, item_idx, granted.grant)
+        elif not state.is_held:
+            self._pass_on(attempt, item_idx)
 
     def on_encoded(self, attempt: Attempt, item_idx: int, now: float) -> None:
         """The encoder survived the item."""
@@ -168,8 +176,11 @@ class MediaFlow:
         """However the attempt ended."""
         for item_idx, state in enumerate(attempt.media):
             if state.grant is not None:  # no encoder was given it
-                self._owner.send(attempt.prompt_worker, ReturnGrant(state.grant.lease_id), attempt)
+                self._owner.return_grant(attempt.prompt_worker, state.grant)
                 state.grant = None
+            if state.is_held:
+                state.is_held = False
+                self._held.remove((attempt, item_idx))
             self._release(attempt, item_idx, now)
 
     def _can_move(self, attempt: Attempt, item_idx: int, now: float) -> bool:
@@ -187,12 +198,15 @@ class MediaFlow:
             self._owner.send(attempt.prompt_worker, lost, attempt)
         self._release(attempt, item_idx, now)
 
-    def _pass_on(self, attempt: Attempt, item_idx: int, grant: Grant) -> None:
+    def _pass_on(self, attempt: Attempt, item_idx: int) -> None:
+        """The grant of the item goes to its encoder, if it has come."""
         state = attempt.media[item_idx]
+        grant, state.grant = state.grant, None
+        if grant is None:
+            return
         state.lease_id = grant.lease_id
-        self._owner.send(state.encoder, EncodeTarget(attempt.request_id, item_idx, grant), attempt)
-        passed = GrantPassed(grant.lease_id, state.encoder.member.processes)
-        self._owner.send(attempt.prompt_worker, passed, attempt)
+        target = EncodeTarget(attempt.request_id, item_idx, grant)
+        self._owner.pass_on(attempt, attempt.prompt_worker, state.encoder, target)
 
     def _cancel(self, attempt: Attempt, item_idx: int, encoder: WorkerState) -> None:
         self._owner.send(encoder, Cancel(attempt.request_id, item_idx=item_idx), attempt)
@@ -241,9 +255,7 @@ class MediaFlow:
         keep = item.media_hash in attempt.returning
         start = StartEncode(request.request_id, item_idx, item, self._timeout_s, *order, keep)
         self._owner.send(state.encoder, start, attempt)
-        grant, state.grant = state.grant, None
-        if grant is not None:
-            self._pass_on(attempt, item_idx, grant)
+        self._pass_on(attempt, item_idx)
 
     def _move(self, attempt: Attempt, item_idx: int, error: ClusterError, now: float) -> None:
         """To another encoder. The attempt fails with `error` if there is none, or after too many."""

@@ -60,7 +60,7 @@ class MediaItemState:
     is_shared: bool = False  # the prompt worker needs none, has them, or gets them for another request
     num_attempts: int = 1
     is_held: bool = False  # nothing has been sent: another suspect is at this encoder
-    grant: Grant | None = None  # the prompt worker's, while the item is held
+    grant: Grant | None = None  # the prompt worker's, until an encoder is given it
 
 
 class ChoiceState:

@@ -40,7 +40,7 @@ from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.service import Encoder
-from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed
+from kv_transfer.lease.events import Expired, LateWrite, LeaseEvent, TransferEngineFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.kv_rows import KV_LAYOUT
 from tests.histories.model import BLOCK_SIZE, ChainEncoder, ChainRunner
@@ -85,6 +85,7 @@ class WorkerHost(ThreadHost):
     make_agent: Callable[[str, SimulatedThread], Any]
     draft: Callable[..., Sequence[bool]]
     hangs: dict[SimulatedProcess, float]
+    num_expired: int  # leases that have ended by their time
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
 
 
@@ -153,6 +154,7 @@ class SimulatedParts(WorkerProcess):
     def _check(self, event: Any) -> None:
         if isinstance(event, TransferEngineFailed):
             raise AssertionError(f"a transfer step of {self._worker.name} raised") from event.error
+        self._worker.host.num_expired += isinstance(event, Expired)
         if isinstance(event, LeaseEvent):
             self._worker.note(f"lease {event}")
 
@@ -284,6 +286,12 @@ class SimulatedWorker:
             processes=(self.process_id,),
             row_bytes=8 if self.role.encodes else 0,
         )
+
+    @property
+    def open_leases(self) -> list[str]:
+        """On memory that others write into."""
+        receivers = [engine._receiver for engine in self.transfer_engines.values()]
+        return [lease_id for each in receivers if each is not None for lease_id in each._leases]
 
     def pool_of(self, memory: BlockMemory) -> BlockPool:
         """Of a memory that others write into."""

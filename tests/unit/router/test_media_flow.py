@@ -109,6 +109,13 @@ class Stage:
     def send(self, worker, message, attempt):
         self.messages.setdefault(worker.replica_id, []).append(message)
 
+    def pass_on(self, attempt, owner, writer, target):
+        self.send(writer, target, attempt)
+        self.send(owner, GrantPassed(target.grant.lease_id, writer.member.processes), attempt)
+
+    def return_grant(self, owner, grant):
+        self.send(owner, ReturnGrant(grant.lease_id), self.attempt)
+
     def fail(self, attempt, error, *blamed):
         attempt.has_failed = True
         self.errors.append(error)
@@ -284,6 +291,28 @@ def test_a_grant_for_an_item_that_is_held_goes_back_when_its_request_is_over():
     stage.grant(1, "unused")
     stage.land()
     assert stage.sent("p")[-1] == ReturnGrant("unused")
+
+
+def test_a_grant_that_comes_too_often_goes_back_with_the_end_of_its_request():
+    """Before, the owner kept its blocks for the lease's time."""
+    stage = Stage(2)
+    for idx in range(MAX_ATTEMPTS + 1):
+        stage.grant(0, f"lease {idx}")
+    assert stage.error() is not None
+    stage.land()
+    assert stage.sent("p")[-2:] == [
+        GrantPassed(f"lease {MAX_ATTEMPTS - 1}", (PROCESS,)), ReturnGrant(f"lease {MAX_ATTEMPTS}")
+    ]  # fmt: skip
+
+
+def test_an_item_that_is_held_is_forgotten_with_its_request():
+    """Also if the encoder that it waits for is gone with the other suspect (seed 555)."""
+    stage = Stage(3)
+    stage.lose(0)
+    stage.lose(1)
+    assert isinstance(stage.error(), QuarantinedError) and stage.media._held
+    stage.land()
+    assert not stage.media._held
 
 
 def test_items_leave_a_silent_encoder_where_another_moves():
