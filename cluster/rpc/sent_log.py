@@ -25,9 +25,10 @@ MAX_SENT = 1000  # more than are on their way at any time
 class SentLog(Generic[Entry]):
     """With one other process."""
 
-    def __init__(self, peer_name: str):
+    def __init__(self, peer_name: str, last_read: str | None = ""):
+        """`last_read`: None if there may have been a log that was forgotten."""
         self.peer_name = peer_name
-        self.last_read = ""  # name; empty: none was read
+        self.last_read = last_read  # see `Hello`
         self._sent: deque[tuple[str, Entry]] = deque(maxlen=MAX_SENT)
 
     def sent(self, name: str, entry: Entry) -> None:

@@ -159,9 +159,9 @@ async def connect(
     last_read: str | None = None,
     max_buffered_bytes: int = MAX_BUFFERED_BYTES,
 ) -> Connection:
-    """Dials a worker. `last_read`: see `Hello`. `on_message` may be called before this returns, because the first messages may come in
-    the same read as the end of the handshake. Raises UnavailableError if there is no answer in time, and
-    ConfigError for a peer of another version or cluster."""
+    """Dials a worker. `last_read`: see `Hello`. `on_message` may be called before this returns, because the
+    first messages may come in the same read as the end of the handshake. Raises UnavailableError if there is
+    no answer in time, and ConfigError for a peer of another version or cluster."""
     loop = asyncio.get_running_loop()
     key = _key(address, secret)
 

@@ -2,8 +2,8 @@
 doors.
 
 When a door's connection ends, everything that the door requested is cancelled. A grant that the door has not
-read is taken back: at once, if it was not sent; if it was lost with the connection, when the door is connected
-again and says so. Lives on the event loop. The engine lives on its own thread and sends through
+read is taken back: at once, if it was not sent; if it was lost with the connection, when the door dials again
+and says so. Lives on the event loop. The engine lives on its own thread and sends through
 `deliver_from_thread`, once per step.
 """
 
@@ -63,6 +63,7 @@ class WorkerShell:
         self._connections: dict[DoorId, Connection] = {}
         # By the door's name, in the order of their last connections: leases whose grants it was sent
         self._logs: dict[str, SentLog[str]] = {}
+        self._has_forgotten = False  # a log
         self._num_doors_seen = 0
         self._stalled = Stalled(())
         self._assigned = PhasesAssigned((), 0)  # epoch 0: all phases of the role
@@ -147,8 +148,8 @@ class WorkerShell:
         door = self._num_doors_seen
         self._doors[connection] = door
         self._connections[door] = connection
-        log = self._logs.pop(connection.peer_name, None) or SentLog(connection.peer_name)
-        self._logs[connection.peer_name] = log
+        name, last_read = connection.peer_name, None if self._has_forgotten else ""
+        log = self._logs[name] = self._logs.pop(name, None) or SentLog(name, last_read)
         for lease_id in log.take_unread(connection.peer_last_read):
             self._handle(door, ReturnGrant(lease_id))
         self._is_alone.clear()
@@ -190,3 +191,4 @@ class WorkerShell:
         away = [name for name in self._logs if name not in connected]
         for name in away[:-MAX_DOORS]:
             del self._logs[name]
+            self._has_forgotten = True
