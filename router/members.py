@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 
+# If a message about a grant is not read: the worker that is told, which made the grant, and what it is told
+OfGrant = tuple[str, AnyMessage]
+
 
 class PeerListener(Protocol):
     def on_joined(self, peer: Peer) -> None: ...
@@ -52,10 +55,11 @@ class PeerListener(Protocol):
 class Peer:
     """One worker that this door is connected to."""
 
-    def __init__(self, member: Member, connection: Connection, is_listed: bool):
+    def __init__(self, member: Member, connection: Connection, is_listed: bool, log: SentLog[OfGrant]):
         self.member = member
         self.connection = connection
         self.is_listed = is_listed
+        self.log = log  # over all connections to this process
         self.assigned = PhasesAssigned(tuple(sorted(member.role.phases)), 0)
         self.loads: dict[Role, LoadReport] = {}  # the last one of each part: the encoder's, the other phases'
         for phase in member.role.phases:
@@ -83,9 +87,8 @@ class MemberTable:
         self._peers: dict[str, Peer] = {}
         self._listed: dict[Role, dict[str, Member]] = {role: {} for role in Role}
         self._dialling: dict[str, asyncio.Task[None]] = {}
-        # By replica id, of workers that were connected and are listed: what was sent to them about grants,
-        # as the owner and the message that follow if it is not read
-        self._logs: dict[str, SentLog[tuple[str, AnyMessage]]] = {}
+        # By replica id, of workers that were connected, and are connected or listed
+        self._logs: dict[str, SentLog[OfGrant]] = {}
 
     def has(self, phase: Phase) -> bool:
         """Whether a worker that is connected and listed does this phase."""
@@ -160,9 +163,10 @@ class MemberTable:
         def join(connection: Connection) -> Peer:
             nonlocal peer
             if peer is None:
-                peer = Peer(member, connection, member.replica_id in self._listed[member.role])
+                log = self._log_of(member.replica_id, connection.peer_name)
+                peer = Peer(member, connection, member.replica_id in self._listed[member.role], log)
                 self._peers[member.replica_id] = peer
-                self._tell_owners(peer)
+                self._tell_owners(peer.log, connection.peer_last_read)
                 try:
                     self._listener.on_joined(peer)
                     self._listener.on_listed(peer)
@@ -174,7 +178,7 @@ class MemberTable:
         def on_message(connection: Connection, message: AnyMessage) -> None:
             peer = join(connection)  # the greeting may be here before `connect` returns
             if name := grant_name(message):
-                self._logs[member.replica_id].last_read = name
+                peer.log.last_read = name
             if isinstance(message, Tokens) and message.load is not None:
                 peer.reported(message.load)
             elif isinstance(message, PhasesAssigned):
@@ -203,12 +207,13 @@ class MemberTable:
             raise UnavailableError("the connection was lost at once")
         join(connection)
 
-    def _tell_owners(self, peer: Peer) -> None:
-        """Of grants about which the worker, or the one that had its name, has not read a message."""
-        replica_id, connection = peer.member.replica_id, peer.connection
+    def _log_of(self, replica_id: str, process_name: str) -> SentLog[OfGrant]:
+        """What was sent to another process that had the replica's name does not count."""
         log = self._logs.get(replica_id)
-        if log is None or log.peer_name != connection.peer_name:  # another process
-            self._logs[replica_id] = SentLog(connection.peer_name)
-            return
-        for owner, message in log.take_unread(connection.peer_last_read):
+        if log is None or log.peer_name != process_name:
+            log = self._logs[replica_id] = SentLog(process_name)
+        return log
+
+    def _tell_owners(self, log: SentLog[OfGrant], last_read: str | None) -> None:
+        for owner, message in log.take_unread(last_read):
             self.send(owner, message)

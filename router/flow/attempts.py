@@ -242,15 +242,16 @@ class Attempts:
         attempt.client.timeline.placed(now, decision)
         self._placer.charge(view, decision, now)
         self._outputs.append(Placed(attempt.client.timeline))
+        own_items = self._media.own_items(attempt, now)
         if attempt.is_local:
-            self._start_decode(attempt)
+            self._start_decode(attempt, own_items)
         else:
-            start = StartPrefill(attempt.request, self._timeout_s, attempt.own_items, attempt.cached)
+            start = StartPrefill(attempt.request, self._timeout_s, own_items, attempt.cached)
             self.send(attempt.prompt_worker, start, attempt)
         self._media.start(attempt, now)
 
-    def _start_decode(self, attempt: Attempt) -> None:
-        media = (attempt.own_items, attempt.cached) if attempt.is_local else ()
+    def _start_decode(self, attempt: Attempt, own_items: tuple[int, ...] = ()) -> None:
+        media = (own_items, attempt.cached) if attempt.is_local else ()
         start = StartDecode(attempt.request, self._timeout_s, attempt.is_local, attempt.codec, *media)
         self.send(attempt.decode, start, attempt)
         self._outputs.append(CallDecode(attempt.decode.replica_id, attempt.request_id))

@@ -9,6 +9,8 @@
 
 An item in work at an encoder that was lost may be the cause: it is a suspect (`router.flow.quarantine`). An
 encoder has one suspect at a time and the others are held here, so that a second loss tells which item it was.
+A suspect goes to its encoder when the prompt worker has room for it: otherwise it could wait for the room of
+one that waits for it.
 
 Every worker knows an item by its media hash, so encoding one twice does no harm. Bad media fails at once: no
 encoder can help it.
@@ -84,6 +86,15 @@ class MediaFlow:
         self._suspects: dict[WorkerState, tuple[Attempt, int]] = {}  # the one that each encoder has
         self._held: list[tuple[Attempt, int]] = []
 
+    def own_items(self, attempt: Attempt, now: float) -> tuple[int, ...]:
+        """Items that the prompt worker encodes itself, without a grant. Of a suspect the door must know that
+        there is room."""
+        return tuple(
+            item_idx
+            for item_idx in attempt.own_items
+            if not self._quarantine.is_suspect(attempt.items[item_idx].media_hash, now)
+        )
+
     def start(self, attempt: Attempt, now: float) -> None:
         """Each item goes to its encoder, unless another one of the request brings the same embeddings."""
         for item_idx, state in enumerate(attempt.media):
@@ -103,7 +114,9 @@ class MediaFlow:
                 error = UnavailableError(f"the embeddings of media item {item_idx} did not arrive")
                 return self._owner.fail(attempt, error, state.encoder)
             self._start_again(attempt, item_idx, now)
-        elif not state.is_held:
+        elif state.is_held:
+            self._start(attempt, item_idx, now)
+        else:
             self._pass_on(attempt, item_idx)
 
     def on_encoded(self, attempt: Attempt, item_idx: int, now: float) -> None:
@@ -212,13 +225,15 @@ class MediaFlow:
         self._owner.send(encoder, Cancel(attempt.request_id, item_idx=item_idx), attempt)
 
     def _may_go(self, attempt: Attempt, item_idx: int, now: float) -> bool:
-        """False: the item is a suspect and its encoder has another one. A suspect that may go is the
-        encoder's from now on."""
+        """False: the item is a suspect, and it has no room yet or its encoder has another one. A suspect that
+        may go is the encoder's from now on."""
         media_hash = attempt.items[item_idx].media_hash
         if not self._quarantine.is_suspect(media_hash, now):
             return True
-        encoder = attempt.media[item_idx].encoder
-        there, idx = self._suspects.setdefault(encoder, (attempt, item_idx))
+        state = attempt.media[item_idx]
+        if state.grant is None:
+            return False
+        there, idx = self._suspects.setdefault(state.encoder, (attempt, item_idx))
         return there.items[idx].media_hash == media_hash
 
     def _release(self, attempt: Attempt, item_idx: int, now: float) -> None:

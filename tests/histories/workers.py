@@ -29,6 +29,7 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.kvcache.tier import KvTier
 from cluster.kvcache.tier_slots import HostSlots
 from cluster.scheduling.keys import SchedulingPolicy
+from cluster.types.media_phase import MediaPhase
 from cluster.types.members import Member, ProcessId, Role
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
@@ -227,10 +228,12 @@ class SimulatedLanguage(LanguageWorker):
             self._tier.start(process.loop.call)
 
     def rows_of(self, request_id: str) -> set[int]:
-        """The blocks of feature memory from which the request reads, or has read."""
+        """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
+        not among them: it may have been given to the request since the word of the late writer came."""
         assert self._features is not None
         items = [copy for (name, _), copy in self._features._items.items() if name == request_id]
-        return {block_id for copy in items for block_id in copy.block_ids}
+        here = [copy for copy in items if copy.phase is MediaPhase.STAGED]
+        return {block_id for copy in here for block_id in copy.block_ids}
 
     def _make_tier(self, worker: SimulatedWorker) -> KvTier:
         executor = SimulatedExecutor(worker.host, worker.process, "tier", is_serial=True)

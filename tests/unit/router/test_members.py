@@ -244,6 +244,15 @@ async def test_a_worker_is_told_which_of_its_grants_was_read_last(pair, workers)
     assert said == [None, None, "DecodeGranted a"]
 
 
+async def test_a_grant_of_a_worker_that_has_left_the_table_may_still_come(pair, workers):
+    """It was on its way when the connection was closed."""
+    peer = pair._peers["owner"]
+    pair.close("owner")
+    pair.update(Role.DECODE, [pair._listed[Role.DECODE]["writer"]])
+    peer.connection._on_message(peer.connection, DecodeGranted("r", grant("a")))
+    assert "owner" not in pair._logs
+
+
 async def test_a_worker_that_is_neither_listed_nor_connected_is_forgotten(pair, workers):
     pair.update(Role.DECODE, [pair._listed[Role.DECODE]["owner"]])
     assert len(pair._logs) == 2
