@@ -64,11 +64,11 @@ from cluster.structure.constraints import Constraints
 from cluster.types.messages import (
     BlocksChanged,
     DecodeTotals,
-    KvReady,
     LoadReport,
     StartDecode,
     StartPrefill,
 )
+from cluster.types.notices import KvReady
 from cluster.types.transfer import ReceivedGrant, TierTotals
 from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots

@@ -26,7 +26,7 @@ from cluster.engine.state import LanguagePhase, LanguageRequest, PromptWork, Tok
 from cluster.errors import InternalError
 from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
-from cluster.types.messages import KvReady
+from cluster.types.notices import KvReady
 from cluster.types.transfer import ReceivedGrant
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.link_meter import MIN_MEASURED_BYTES

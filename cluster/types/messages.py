@@ -34,6 +34,10 @@ When something fails:
     any → door  Failed; ends the request at that worker
     door → any  Cancel; may come in every state, may repeat, needs no answer. The worker frees what it holds.
                 If it held the request, it answers with a `Tokens` entry of finish reason "cancelled"
+    a door dials again after its connection broke: each `Hello` names the last message about a grant that was
+                read, so those behind it are lost (`cluster.rpc.sent_log`). The worker takes its lost grants
+                back; for a lost DecodeTarget or EncodeTarget the door returns the grant to its owner; a lost
+                GrantPassed or ReturnGrant is sent again
 
 At any time:
 
@@ -67,7 +71,7 @@ from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 class FinishReason(StrEnum):
@@ -85,7 +89,10 @@ class Hello(ChannelMessage, frozen=True):
     """First frame in each direction."""
 
     protocol_version: int
-    name: str  # door: its id; worker: its replica id
+    name: str  # of the process; no other process ever has it
+    # `grant_name` of the last message about a grant that this process has read from the other one, over all
+    # their connections. Empty: it has read none. None: it does not know the other one
+    last_read: str | None = None
 
 
 class StartDecode(ChannelMessage, frozen=True):
@@ -383,17 +390,12 @@ AnyMessage = (
 )  # fmt: skip
 
 
-class WriterNotice(msgspec.Struct, frozen=True, tag=True):
-    """Base of what a writer tells the owner of the memory through the agents' notifications."""
-
-
-class KvReady(WriterNotice, frozen=True):
-    """All KV that travels is written. Payload of prefill's last notification."""
-
-    first_tokens: tuple[int, ...]  # per choice
-    position_deltas: tuple[int, ...]  # per prompt; mRoPE: position = context length + delta; else 0
-    first_recomputed: int | None = None  # index in the prompt; decode computes the KV from this token on
-
-
-class FeaturesReady(WriterNotice, frozen=True):
-    media_hash: str
+def grant_name(message: ChannelMessage) -> str:
+    """Only messages with equal content have equal names. Empty: the message is not about a grant."""
+    match message:
+        case DecodeGranted() | FeatureGranted() | DecodeTarget() | EncodeTarget():
+            return f"{type(message).__name__} {message.grant.lease_id}"
+        case GrantPassed() | ReturnGrant():
+            return f"{type(message).__name__} {message.lease_id}"
+        case _:
+            return ""

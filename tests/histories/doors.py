@@ -28,7 +28,7 @@ from tests.histories.workers import POLICY
 FIRST_TOKEN_S, REQUEST_S = 10.0, 30.0
 DIAL_AGAIN_S = 0.2
 
-Dial = Callable[[SimulatedThread, str], End]  # raises UnavailableError
+Dial = Callable[[SimulatedThread, str, str | None], End]  # raises UnavailableError
 
 
 class FailedCall:
@@ -148,8 +148,8 @@ class SimulatedDoor:
     def later(self, delay_s: float, function: Callable[..., None], *args: Any) -> None:
         self.scheduler.after(delay_s, self.event_loop, "", function, *args)
 
-    def dial(self, address: str) -> End:
-        return self._dial(self.event_loop, address)
+    def dial(self, address: str, last_read: str | None) -> End:
+        return self._dial(self.event_loop, address, last_read)
 
     def on_deliver(self, output: Deliver) -> None:
         self._on_deliver(self, output)
@@ -165,11 +165,13 @@ def run(coroutine: Any) -> Any:
 
 
 @contextmanager
-def dialling(dial: Callable[[str], End]) -> Iterator[None]:
+def dialling(dial: Callable[[str, str | None], End]) -> Iterator[None]:
     """`cluster.rpc.connect` over the simulated network."""
 
-    async def connect(address: str, name: str, on_message: Any, on_close: Any, **_: Any) -> End:
-        end = dial(address)
+    async def connect(
+        address: str, name: str, on_message: Any, on_close: Any, last_read: str | None, **_: Any
+    ) -> End:
+        end = dial(address, last_read)
         end.on_message, end.on_close = on_message, on_close
         return end
 

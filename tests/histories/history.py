@@ -47,8 +47,6 @@ QUICK = {
     "door kills",
     "slow disks",
 }
-# Messages without which the owner of blocks cannot know whether a writer was given them
-GRANTS = {"FeatureGranted", "DecodeGranted", "EncodeTarget", "DecodeTarget", "GrantPassed", "ReturnGrant"}
 MOVE_S = 3.0  # a request leaves a silent worker in time for its deadline
 CALM_S = 6.0  # after the last request: if nothing has gone wrong, everything has ended
 END_S = REQUEST_S + 3.0  # after the last fault: every request has ended
@@ -170,12 +168,19 @@ class History:
         assert not late, f"these requests wait for ever: {late}"
         counts = check_answers(world, self._allowed_errors())
         scheduler.run_until(healed_at + LEDGER_S)
+        assert not (world.num_expired and self._all_is_known()), "a lease waited for its time"
         self.lookout.is_over = True
         scheduler.run_until(healed_at + FORGET_S)
         world.wake_all()
         scheduler.run_until(scheduler.now + 1.0)
         check_ledgers(world)
         return counts + self.faults.counts
+
+    def _all_is_known(self) -> bool:
+        """Nothing that has happened can keep from the owner of blocks that nothing writes to them."""
+        counts = self.faults.counts
+        knows_ends = self.world.shape.is_one_host or not counts["kills"]
+        return set(counts) <= QUICK - {"door kills"} and knows_ends
 
     def _allowed_errors(self) -> tuple[type[Exception], ...]:
         """What a client may be told. What is lost goes on elsewhere, so an error has a reason: the cluster is
@@ -185,7 +190,7 @@ class History:
         num_lost = counts["kills"] + counts["cuts"]
         if self.is_tight or counts["slow disks"] or num_lost > 1:  # admission waits for 3 s, workers for 2 s
             allowed.add(OverloadedError)
-        if self.world.network.num_lost.keys() & GRANTS:  # blocks are fenced for the time of a lease
+        if self.world.num_expired:  # until then their blocks were fenced
             allowed |= {OverloadedError, UnavailableError}
         if (
             not set(counts) <= QUICK

@@ -29,6 +29,7 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.kvcache.tier import KvTier
 from cluster.kvcache.tier_slots import HostSlots
 from cluster.scheduling.keys import SchedulingPolicy
+from cluster.types.media_phase import MediaPhase
 from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import StartDecode, StartPrefill
 from cluster.worker.cpu_slots import no_cpu_slots
@@ -41,7 +42,7 @@ from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.service import Encoder
-from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed
+from kv_transfer.lease.events import Expired, LateWrite, LeaseEvent, TransferEngineFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.kv_rows import KV_LAYOUT
 from tests.histories.model import BLOCK_SIZE, STEP_S, TOKEN_S, ChainEncoder, ChainRunner
@@ -89,6 +90,7 @@ class WorkerHost(ThreadHost):
     draft: Callable[..., Sequence[bool]]
     hangs: dict[SimulatedProcess, float]
     num_media_at_decode: int  # prompts with media that a worker without embeddings was to compute
+    num_expired: int  # leases that have ended by their time
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
 
 
@@ -157,6 +159,7 @@ class SimulatedParts(WorkerProcess):
     def _check(self, event: Any) -> None:
         if isinstance(event, TransferEngineFailed):
             raise AssertionError(f"a transfer step of {self._worker.name} raised") from event.error
+        self._worker.host.num_expired += isinstance(event, Expired)
         if isinstance(event, LeaseEvent):
             self._worker.note(f"lease {event}")
 
@@ -238,10 +241,12 @@ class SimulatedLanguage(LanguageWorker):
         super()._start(door, message)
 
     def rows_of(self, request_id: str) -> set[int]:
-        """The blocks of feature memory from which the request reads, or has read."""
+        """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
+        not among them: it may have been given to the request since the word of the late writer came."""
         assert self._features is not None
         items = [copy for (name, _), copy in self._features._items.items() if name == request_id]
-        return {block_id for copy in items for block_id in copy.block_ids}
+        here = [copy for copy in items if copy.phase is MediaPhase.STAGED]
+        return {block_id for copy in here for block_id in copy.block_ids}
 
     def _make_tier(self, worker: SimulatedWorker) -> KvTier:
         executor = SimulatedExecutor(worker.host, worker.process, "tier", is_serial=True)
@@ -297,6 +302,12 @@ class SimulatedWorker:
             processes=(self.process_id,),
             row_bytes=8 if self.role.encodes else 0,
         )
+
+    @property
+    def open_leases(self) -> list[str]:
+        """On memory that others write into."""
+        receivers = [engine._receiver for engine in self.transfer_engines.values()]
+        return [lease_id for each in receivers if each is not None for lease_id in each._leases]
 
     def pool_of(self, memory: BlockMemory) -> BlockPool:
         """Of a memory that others write into."""

@@ -19,7 +19,7 @@ from cluster.engine.kv_output import (
 )
 from cluster.engine.state import LanguagePhase, PromptWork
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
-from cluster.types.messages import KvReady
+from cluster.types.notices import KvReady
 from kv_transfer.agents.agent import LeaseExpiredError, TransferError
 from kv_transfer.lease.prompt_places import PromptPlaces
 
