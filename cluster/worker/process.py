@@ -88,6 +88,9 @@ class WorkerProcess:
                 margin_s=lease_margin_s,
                 model=model,
             )
+        wires = [wire.memory for wire in (outgoing_wire, incoming_wire) if wire is not None]
+        memories = (outgoing, incoming, *wires, features, embeddings)
+        self._memories = list({id(memory): memory for memory in memories if memory is not None}.values())
         self._model = model
         self._setup = setup
         self._ranks = ranks
@@ -165,13 +168,15 @@ class WorkerProcess:
             self._ranks.attach(self._group.on_event, self._on_lost)
 
     async def start(self) -> str:
-        """Listens and runs. Returns the address to dial."""
+        """Listens and runs; the pages of its memories are allocated from now on. Returns the address to
+        dial."""
         address = await self.shell.start()
         for transfer_engine in self._transfer_engines:
             transfer_engine.start()
         for seat in self._seats:
             seat.loop.start()
         self._watch.start()
+        self._setup.late_memory.populate(self._memories)
         return address
 
     async def drain(self, timeout_s: float) -> None:
