@@ -88,9 +88,7 @@ class WorkerProcess:
                 margin_s=lease_margin_s,
                 model=model,
             )
-        wires = [wire.memory for wire in (outgoing_wire, incoming_wire) if wire is not None]
-        memories = (outgoing, incoming, *wires, features, embeddings)
-        self._memories = list({id(memory): memory for memory in memories if memory is not None}.values())
+        self._memories = _distinct(outgoing, incoming, outgoing_wire, incoming_wire, features, embeddings)
         self._model = model
         self._setup = setup
         self._ranks = ranks
@@ -233,3 +231,8 @@ class WorkerProcess:
 
     def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:
         self.shell.deliver_from_thread(batch)
+
+
+def _distinct(*memories: BlockMemory | Wire | None) -> list[BlockMemory]:
+    blocks = (memory.memory if isinstance(memory, Wire) else memory for memory in memories)
+    return [memory for memory in dict.fromkeys(blocks) if memory is not None]
