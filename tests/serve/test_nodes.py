@@ -26,7 +26,8 @@ import yaml
 from bench import soak
 from bench.workload import make_cases
 from cluster.serving.launch import processes_of
-from cluster.serving.local_environment import cluster_environment, free_port, ray_headers
+from cluster.serving.local_environment import cluster_environment, ray_headers
+from cluster.serving.ports import free_port
 from tests.flow.test_law import ask
 from tests.serve.conftest import CLUSTER
 

@@ -15,7 +15,7 @@ from cluster.serving.driver import (
     keep_gcs,
     wait_for_raylet,
 )
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 
 
 class ScriptedNode:
