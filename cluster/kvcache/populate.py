@@ -24,8 +24,9 @@ _libc = ctypes.CDLL(None)
 
 
 def populate(memories: Sequence[BlockMemory], left: ctypes.c_int64) -> None:
-    """Blocks until all pages are there. Subtracts what it has done from `left`, in bytes. The native code runs
-    where a core has nothing else to do; without it the pages are allocated with this thread's priority."""
+    """Blocks until all pages are there. Subtracts what it has done from `left`, in bytes. The native code
+    runs where a core has nothing else to do. Without it the pages are allocated with this thread's
+    priority."""
     found = list(pieces(memories))
     library = native.load(SOURCES)
     if library is None:

@@ -5,12 +5,13 @@ Ray starts a worker by running a script with `python`. In a cluster of `epdg ser
 program (`CLIENT`). It sends its arguments, environment, folder and standard streams to the fork server, and
 ends when the fork server has forked a child that runs the script in its place. It runs the script with the
 real interpreter if there is no fork server, if the fork server refuses, and for Ray's other processes. Of
-these, agents, log monitor and dashboard run with a low priority: neither a start nor a request waits for them.
+these, agents, log monitor and dashboard run with a low priority: neither a start nor a request waits for
+them.
 
 Life cycle: `launch` starts the process `python -m cluster.serving.fork_server FOLDER MODEL`. The driver
-(`cluster.serving.driver`) holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS` and what
-MODEL needs, and ends when its stdin ends, which is when the driver ends. Between two imports it forks up to
-`MAX_EARLY` children: Serve's controller, its proxies and the task that builds the application are the first
+(`cluster.serving.driver`) holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS`
+and what MODEL needs, and ends when its stdin ends, which is when the driver ends. Between two imports it
+forks up to `MAX_EARLY` children: Serve's controller, its proxies and the task that builds the application are the first
 workers and need no torch. Later requests wait for the last import.
 
 What a child shares with its siblings, and what it must not share:

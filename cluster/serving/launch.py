@@ -25,10 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import yaml
 
@@ -85,7 +85,8 @@ class LocalCluster:
         self._log = self.folder / "serve.log"
         self._say = say
         self._environment = environment
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the driver
+        self._fork_server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
         """Raises ConfigError, before anything is started, for a configuration that cannot work."""
@@ -154,8 +155,9 @@ class LocalCluster:
                 process.wait(STOP_TIMEOUT_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._end(number, timeout_s=2.0)
-        if process is not None:
-            process.wait()
+        for ended in (process, self._fork_server):
+            if ended is not None:
+                ended.wait()
         if has_failed:
             self._keep_logs()
         else:
@@ -167,9 +169,9 @@ class LocalCluster:
         environment = {**cluster_environment(self.folder), **self._environment}
         ends_with_driver, held_by_driver = os.pipe()
         with os.fdopen(ends_with_driver), os.fdopen(held_by_driver, "wb"), self._log.open("wb") as log:
-            # With more than one OpenMP thread it would have threads after its imports; replicas set the number
-            # of their threads themselves.
-            self._spawn(
+            # With more than one OpenMP thread it would have threads after its imports; replicas set the
+            # number of their threads themselves.
+            self._fork_server = self._spawn(
                 log,
                 {**environment, "OMP_NUM_THREADS": "1"},
                 ["cluster.serving.fork_server", str(self.folder), _model_of(plan)],
@@ -184,17 +186,23 @@ class LocalCluster:
             )
 
     def _spawn(
-        self, log: BinaryIO, environment: Mapping[str, str], module: list[str], **options: Any
+        self,
+        log: BinaryIO,
+        environment: Mapping[str, str],
+        module: list[str],
+        stdin: int,
+        pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             [sys.executable, "-m", *module],
             cwd=self.folder,
             env=environment,
+            stdin=stdin,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # the terminal's Ctrl-C reaches only this process
             preexec_fn=_listen_to_sigint,
-            **options,
+            pass_fds=pass_fds,
         )
 
     def _keep_logs(self) -> None:

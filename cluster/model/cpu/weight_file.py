@@ -100,8 +100,8 @@ def write_weights(path: Path, weights: RecordedWeights) -> None:
 
 def read_weights(path: Path, *, is_checked: bool = False) -> MappedWeights:
     """Maps the file. is_checked: this process has just written it. Raises DamagedFile for a file that is
-    damaged or that others may write to, OSError if it cannot be read. Blocks: the first time since the machine
-    was booted it reads all bytes."""
+    damaged or that others may write to, OSError if it cannot be read. Blocks: the first time since the
+    machine was booted it reads all bytes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)

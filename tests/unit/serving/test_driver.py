@@ -63,7 +63,7 @@ def test_without_a_raylet_the_driver_ends_with_the_first_lost_pool(tmp_path):
 
 
 def test_the_raylet_finds_the_ports_of_agents_that_have_not_started(tmp_path):
-    """In the files for which it waits, under Ray's names, and in the parameters from which the agents start."""
+    """In the files for which it waits, under Ray's names, and in the parameters of the agents' start."""
     raylet = pytest.importorskip("ray._raylet")
     node = SimpleNamespace(
         _ray_params=SimpleNamespace(), get_session_dir_path=lambda: str(tmp_path), node_id="ab" * 28
