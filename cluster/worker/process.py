@@ -88,6 +88,7 @@ class WorkerProcess:
                 margin_s=lease_margin_s,
                 model=model,
             )
+        self._memories = _distinct(outgoing, incoming, outgoing_wire, incoming_wire, features, embeddings)
         self._model = model
         self._setup = setup
         self._ranks = ranks
@@ -165,13 +166,15 @@ class WorkerProcess:
             self._ranks.attach(self._group.on_event, self._on_lost)
 
     async def start(self) -> str:
-        """Listens and runs. Returns the address to dial."""
+        """Listens and runs; the pages of its memories are allocated from now on. Returns the address to
+        dial."""
         address = await self.shell.start()
         for transfer_engine in self._transfer_engines:
             transfer_engine.start()
         for seat in self._seats:
             seat.loop.start()
         self._watch.start()
+        self._setup.late_memory.populate(self._memories)
         return address
 
     async def drain(self, timeout_s: float) -> None:
@@ -228,3 +231,8 @@ class WorkerProcess:
 
     def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:
         self.shell.deliver_from_thread(batch)
+
+
+def _distinct(*memories: BlockMemory | Wire | None) -> list[BlockMemory]:
+    blocks = (memory.memory if isinstance(memory, Wire) else memory for memory in memories)
+    return [memory for memory in dict.fromkeys(blocks) if memory is not None]

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 from tests.serve.test_replicas import HANG_S
 from tests.unit.deploy.charts import CHART
 

@@ -26,7 +26,8 @@ import yaml
 from bench import soak
 from bench.workload import make_cases
 from cluster.serving.launch import processes_of
-from cluster.serving.local_environment import cluster_environment, free_port
+from cluster.serving.local_environment import cluster_environment
+from cluster.serving.ports import free_port
 from tests.fakes.ray_access import ray_headers
 from tests.flow.test_law import ask
 from tests.serve.conftest import CLUSTER

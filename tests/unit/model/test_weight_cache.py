@@ -151,6 +151,25 @@ def test_a_damaged_file_is_packed_again(host: Host, what: str, caplog: pytest.Lo
     assert host.num_packed == 2
 
 
+def test_the_bytes_are_checked_once_after_each_boot(host: Host, caplog: pytest.LogCaptureFixture):
+    host.load()
+    (file,) = host.files
+    try:
+        mark = os.getxattr(file, "user.epdg.checked")
+    except OSError:
+        pytest.skip("this file system has no attributes: files are checked at each start")
+    written_at = file.stat().st_mtime_ns
+    damage(file, "other weights")
+    os.utime(file, ns=(written_at, written_at))  # as bytes that change on the disk
+    host.load()
+    assert host.num_packed == 1
+    boot, _, rest = mark.partition(b" ")
+    os.setxattr(file, "user.epdg.checked", boot[::-1] + b" " + rest)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(host.answer(), host.expected())
+    assert host.num_packed == 2 and "not those that were written" in caplog.text
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_a_folder_that_others_may_write_to_is_not_used(
     host: Host, mode: int, caplog: pytest.LogCaptureFixture

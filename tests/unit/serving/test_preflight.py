@@ -17,7 +17,7 @@ import yaml
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
 from cluster.native.variants import VARIANTS
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 from cluster.serving.preflight import Machine, StartPlan, check
 from tests.fakes.model_folders import text_folder, whole_omni_folder
 
