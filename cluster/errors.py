@@ -123,6 +123,7 @@ _BY_NAME: dict[str, type[ClusterError]] = {
         OverloadedError, UnavailableError, NotCachedError, OverwrittenError, ConfigError,
     )
 }  # fmt: skip
+KINDS = tuple(_BY_NAME)  # of errors that an answer may end with
 
 
 def to_info(error: BaseException) -> ErrorInfo:

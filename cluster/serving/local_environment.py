@@ -76,6 +76,9 @@ sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.
 grep -q '^ *use_backend ' "$3" || sed -i '/^frontend http_frontend$/,/^backend / s/^ *bind .*//' "$3"
 exec "$HAPROXY_BINARY" "$@"
 """
+# HAProxy does not start where it cannot open so many files: two for each of its 4,096 connections, two more
+# for every fourth of them, and its own.
+HAPROXY_FILES = 10_300
 # HAProxy in front of the doors.
 FRONT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy would relay every chunk of every stream

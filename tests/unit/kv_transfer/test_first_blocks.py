@@ -190,6 +190,20 @@ def test_groups_that_lack_no_block_travel_coded(first, coded_first_blocks):
     test_wire.end(pair)
 
 
+def test_a_prompt_that_travels_raw_to_a_worker_with_a_codec_is_granted_without_what_is_there():
+    """As with `codec: auto`, which decides for each request."""
+    pair = test_wire.Pair()
+    taken = pair.take("lease", 2)
+    grant = pair.owner.grant("lease", *taken, TTL_S, (), (1,))
+    assert (grant.coded, grant.first_blocks) == (None, (1,))
+    outgoing = pair.open(grant)
+    outgoing.write(test_wire.source_blocks(grant), range(2))
+    outgoing.finish(b"payload")
+    pair.step(2)
+    assert pair.received == [Completed("lease", b"payload")]
+    test_wire.end(pair)
+
+
 @pytest.mark.parametrize("num_blocks", [2, 0])
 def test_all_ranks_leave_out_the_same_blocks(num_blocks):
     pair = test_group.Pair()

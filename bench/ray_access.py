@@ -1,4 +1,4 @@
-"""What a test needs to ask Ray's own HTTP servers."""
+"""What is needed to ask Ray's own HTTP servers."""
 
 from __future__ import annotations
 
