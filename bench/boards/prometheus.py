@@ -19,7 +19,7 @@ import httpx
 
 from bench.boards.chart import Span
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 
 BINARY = shutil.which("prometheus")
 HANG_S = 60.0
