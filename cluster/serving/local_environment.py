@@ -131,8 +131,8 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_worker_niceness="0",
         **ONE_LOOP,
         **FRONT,
-        # Ray replaces a proxy that is not ready after three times this; default: 5. On a busy machine the fork
-        # server's next import takes longer.
+        # Ray replaces a proxy that is not ready after three times this; default: 5. On a busy machine the
+        # fork server's next import takes longer.
         RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60",
         # the default ports are fixed: a second cluster could not start
         RAY_SERVE_HAPROXY_STATS_PORT=str(free_port()),
