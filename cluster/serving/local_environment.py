@@ -85,9 +85,6 @@ FRONT = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # otherwise every stop takes 30 s
     # longest time for a client's headers, and without any read or write; default: an hour
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
-    # Ray replaces a proxy that is not ready after three times this; default: 5. On a busy machine the fork
-    # server's next import takes longer
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Ray replaces a HAProxy that has failed three checks in a row; default: 10, half a minute without service
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # A request to a door that has ended before it sent a byte goes to another door, up to three times. This
@@ -137,6 +134,9 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_worker_niceness="0",
         **ONE_LOOP,
         **FRONT,
+        # Ray replaces a proxy that is not ready after three times this; default: 5. On a busy machine the
+        # fork server's next import takes longer.
+        RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60",
         # the default ports are fixed: a second cluster could not start
         RAY_SERVE_HAPROXY_STATS_PORT=str(free_port()),
         RAY_SERVE_HAPROXY_METRICS_PORT=str(free_port()),
