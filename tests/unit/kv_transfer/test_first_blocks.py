@@ -190,7 +190,7 @@ def test_groups_that_lack_no_block_travel_coded(first, coded_first_blocks):
     test_wire.end(pair)
 
 
-def test_a_prompt_that_travels_raw_to_a_worker_with_a_codec_is_granted_without_what_is_there():
+def test_a_raw_prompt_to_a_worker_with_a_codec_is_granted_without_what_is_there():
     """As with `codec: auto`, which decides for each request."""
     pair = test_wire.Pair()
     taken = pair.take("lease", 2)
