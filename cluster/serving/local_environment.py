@@ -95,6 +95,10 @@ FRONT = {
     "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 << 10),  # the largest request that can be sent again
 }
+# Ray replaces a proxy that is not ready after three times this; default: 5. On a busy machine the fork
+# server's next import takes longer.
+PROXY_READY_S = "60"
+POOLS = ("encode_pool", "prefill_pool", "decode_pool")
 
 
 def cluster_environment(folder: Path) -> dict[str, str]:
@@ -118,9 +122,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN="",  # a value from another cluster would win over the file
         RAY_AUTH_TOKEN_PATH=str(_token_path(folder)),
-        RAY_OVERRIDE_RESOURCES=json.dumps(
-            {f"{pool}_pool": POOL_SLOTS for pool in ("encode", "prefill", "decode")}
-        ),
+        RAY_OVERRIDE_RESOURCES=json.dumps(dict.fromkeys(POOLS, POOL_SLOTS)),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
         # The GCS keeps its tables in this folder, and `driver` starts it again; default: in its memory
@@ -134,9 +136,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_worker_niceness="0",
         **ONE_LOOP,
         **FRONT,
-        # Ray replaces a proxy that is not ready after three times this; default: 5. On a busy machine the
-        # fork server's next import takes longer.
-        RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S="60",
+        RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=PROXY_READY_S,
         # the default ports are fixed: a second cluster could not start
         RAY_SERVE_HAPROXY_STATS_PORT=str(free_port()),
         RAY_SERVE_HAPROXY_METRICS_PORT=str(free_port()),

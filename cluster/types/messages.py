@@ -53,8 +53,7 @@ A request gets memory at P first, and asks for memory at D only when it has memo
 requests wait for each other, whatever order each worker keeps.
 
 A worker that sees end-of-file on a door's connection cancels all requests of that door.
-Every message is a frozen struct; its tag is its class name. `Hello` carries `PROTOCOL_VERSION`, which both
-sides check.
+Every message is a frozen struct, tagged by its class name. `Hello` has the `PROTOCOL_VERSION`; both check it.
 """
 
 from __future__ import annotations
@@ -90,8 +89,8 @@ class Hello(ChannelMessage, frozen=True):
 
     protocol_version: int
     name: str  # of the process; no other process ever has it
-    # `grant_name` of the last message about a grant that this process has read from the other one, over all
-    # their connections. Empty: it has read none. None: it does not know the other one
+    # `grant_name` of the last message that this process has read from the other, over all connections. Empty:
+    # it has read none. None: it does not know the other one
     last_read: str | None = None
 
 
