@@ -21,7 +21,6 @@ import numpy as np
 
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, virtual_deadline
 from cluster.types.curves import Curve, ServiceCurves
-from cluster.types.media import Modality
 from cluster.types.members import Phase, Role
 from cluster.types.messages import EncodeTiming, LoadReport, PrefillTiming
 from router.policy.calibration import Calibration, CalibrationStatistics, Kind
@@ -291,10 +290,9 @@ class ClusterView:
         """Of the prompt, that a worker need not compute."""
         return self._num_cached_blocks(request, self.prefills.slots[replica_id]) * request.block_size
 
-    def num_queued_rows(self, modality: Modality | None = None) -> float:
-        """Embedding rows queued at the least loaded encoder for the modality; zero if there is none."""
-        pool = self.encoders
-        able = pool.is_listed if modality is None else pool.able(modality)
+    def num_queued_rows(self) -> float:
+        """Embedding rows queued at the least loaded encoder; zero if there is none."""
+        pool, able = self.encoders, self.encoders.is_listed
         return float((pool.reported_units + pool.sent_units)[able].min(initial=np.inf)) if able.any() else 0.0
 
     def row_s(self) -> Floats:

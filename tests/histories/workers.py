@@ -188,6 +188,7 @@ class SimulatedEncoder(Encoder):
 
 class SimulatedLanguage(LanguageWorker):
     def __init__(self, worker: SimulatedWorker, role: Role):
+        self.role = role
         self._host, sizes = worker.host, worker.host.sizes
         host = self._host
         self.kv = BlockMemory(KV_LAYOUT, sizes.kv_blocks)
@@ -230,7 +231,7 @@ class SimulatedLanguage(LanguageWorker):
         if sizes.is_warm and not role.prefills:
             self._engine.planner.budget.observe(sizes.step_tokens, 0.0, STEP_S + TOKEN_S * sizes.step_tokens)
         self._process, self._model = process, model
-        self._take_seats(process, role)
+        self._take_seats(process)
         if self._tier is not None:
             self._tier.start(process.loop.call)
 

@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.types.media import Modality
 from cluster.types.members import Role
 from router.policy import ClusterView, JointPolicy, RequestView, Worker, make_policy
 from tests.fakes.placement import EPD, POLICIES, add, cluster_of, hashes, load, media, text
@@ -54,7 +53,7 @@ def test_the_smallest_queue_of_an_encoder_is_known():
     assert cluster.num_queued_rows() == 0
     send(cluster, media(300, name="other"))
     assert cluster.num_queued_rows() == 300
-    assert cluster_of(num_encoders=0).num_queued_rows(Modality.IMAGE) == 0
+    assert cluster_of(num_encoders=0).num_queued_rows() == 0
 
 
 def test_an_item_that_moves_is_charged_to_the_next_encoder_and_expected_there():
