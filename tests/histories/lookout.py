@@ -43,10 +43,19 @@ class Lookout:
         now = self._world.scheduler.now
         found = {*self._orphaned(), *self._forgotten(), *self._abandoned()}
         self._since = {each: self._since.get(each, now) for each in found}
+        self._look_for_waiting(now)
         for each, since in self._since.items():
             assert now - since <= GRACE_S, f"{' '.join(each)} since {since:.2f}"
         self._check_overdue(now)
         self._world.scheduler.after(LOOK_EVERY_S, None, "", self._look)
+
+    def _look_for_waiting(self, now: float) -> None:
+        """A request may run out of time because a lease on room for embeddings does not end."""
+        world = self._world
+        for worker in world.live_workers:
+            for lease_id in worker.open_leases if worker.language is not None else ():
+                is_old = now > world.made_at(lease_id) + GRACE_S
+                world.num_waited_for += is_old and worker.language.is_short_of_room(lease_id)
 
     def _orphaned(self) -> Iterator[tuple[str, ...]]:
         for worker in self._world.live_workers:

@@ -87,6 +87,7 @@ class WorkerHost(ThreadHost):
     draft: Callable[..., Sequence[bool]]
     hangs: dict[SimulatedProcess, float]
     num_expired: int  # leases that have ended by their time
+    num_waited_for: int  # leases on KV blocks that did, and looks at waiting for room for embeddings
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
 
 
@@ -142,6 +143,7 @@ class SimulatedParts(WorkerProcess):
 
     def _on_transfer(self, event: Any) -> None:
         self._check(event)
+        self._worker.host.num_waited_for += isinstance(event, Expired)
         super()._on_transfer(event)
         if isinstance(event, LateWrite):
             self.loop.call(self._worker.told_late, self.transfer_engine, event.block_ids)
@@ -227,6 +229,13 @@ class SimulatedLanguage(LanguageWorker):
         if self._tier is not None:
             self._tier.start(process.loop.call)
 
+    def is_short_of_room(self, lease_id: str) -> bool:
+        """While this lease on room for embeddings is open, something waits for room."""
+        copy = None if self._features is None else self._features._by_lease.get(lease_id)
+        if copy is None or self._features is None:
+            return False
+        return bool(self._features._queued) or self.feature_pool.num_free < len(copy.block_ids)
+
     def rows_of(self, request_id: str) -> set[int]:
         """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
         not among them: it may have been given to the request since the word of the late writer came."""
@@ -288,6 +297,7 @@ class SimulatedWorker:
             block_bytes=KV_LAYOUT.block_bytes,
             processes=(self.process_id,),
             row_bytes=8 if self.role.encodes else 0,
+            process_name=self.name,
         )
 
     @property
