@@ -144,9 +144,9 @@ class MemberTable:
         """Until it answers or Serve no longer lists it."""
         delay_s = 0.05
         try:
-            while member.replica_id in self._listed[member.role]:
+            while (listed := self._listed[member.role].get(member.replica_id)) is not None:
                 try:
-                    await self._connect(member)
+                    await self._connect(listed)
                     return
                 except ClusterError as error:
                     logger.warning("%s at %s does not answer: %s", member.replica_id, member.address, error)
@@ -202,6 +202,7 @@ class MemberTable:
             timeout_s=CONNECT_TIMEOUT_S,
             secret=self._secret,
             last_read=None if log is None else log.last_read,
+            wanted=member.process_name,
         )
         if not connection.is_open:  # if it had joined, `on_close` has told the listener
             raise UnavailableError("the connection was lost at once")

@@ -245,7 +245,7 @@ class Connection(asyncio.Protocol):
         if handshake.peer is None:
             return
         self.peer_name, self.peer_last_read = handshake.peer.name, handshake.peer.last_read
-        handshake.check_version()
+        handshake.check_peer()
         self._handshake = None
         if self._deadline is not None:
             self._deadline.cancel()

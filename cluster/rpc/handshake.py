@@ -32,7 +32,7 @@ from enum import StrEnum
 
 import msgspec
 
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, UnavailableError
 from cluster.rpc.frames import FrameError, decode_message, encode_message, frame
 from cluster.types.messages import PROTOCOL_VERSION, Hello
 
@@ -68,9 +68,10 @@ class Handshake:
         address: str,
         secret: bytes | None,
         last_read: LastRead = nothing_read,
+        wanted: str = "",
     ):
         """`address`: what the client dials; both sides must write it alike. `secret` None: a Unix socket,
-        without proofs."""
+        without proofs. `wanted`: the name of the only peer that is accepted; empty: any."""
         self.peer: Hello | None = None
         self._is_server = is_server
         self._address = address
@@ -79,6 +80,7 @@ class Handshake:
         self._nonce_c = b""
         self._name = name
         self._last_read = last_read
+        self._wanted = wanted
         if secret is None:
             self._expect = _Expect.HELLO
         else:
@@ -131,14 +133,19 @@ class Handshake:
         self.peer = hello
         return answer
 
-    def check_version(self) -> None:
-        """Raises ConfigError for another version. Call it once `peer` is set and the last answer is sent, so
-        that both sides can report the mismatch."""
-        if self.peer is not None and self.peer.protocol_version != PROTOCOL_VERSION:
+    def check_peer(self) -> None:
+        """Raises ConfigError for another version, and UnavailableError for another process than the wanted
+        one. Call it once `peer` is set and the last answer is sent, so that both sides can report the
+        mismatch."""
+        if self.peer is None:
+            return
+        if self.peer.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(
                 f"{self.peer.name} speaks side-channel protocol {self.peer.protocol_version}, this process "
                 f"{PROTOCOL_VERSION}: run one version of epdg in the whole cluster"
             )
+        if self._wanted not in ("", self.peer.name):
+            raise UnavailableError(f"{self.peer.name} is at the address of {self._wanted}")
 
     def _hello(self, peer_name: str = "") -> bytes:
         return bytes(encode_message(Hello(PROTOCOL_VERSION, self._name, self._last_read(peer_name))))

@@ -154,18 +154,25 @@ async def connect(
     *,
     secret: str | None = None,
     last_read: str | None = None,
+    wanted: str = "",
     max_buffered_bytes: int = MAX_BUFFERED_BYTES,
 ) -> Connection:
-    """Dials a worker. `last_read`: see `Hello`. `on_message` may be called before this returns, because the
-    first messages may come in the same read as the end of the handshake. Raises UnavailableError if there is
-    no answer in time, and ConfigError for a peer of another version or cluster."""
+    """Dials a worker. `last_read`: see `Hello`. `wanted`: the name of the only process that is accepted;
+    empty: any. `on_message` may be called before this returns, because the first messages may come in the
+    same read as the end of the handshake. Raises UnavailableError if there is no answer in time, or of
+    another process, and ConfigError for a peer of another version or cluster."""
     loop = asyncio.get_running_loop()
     key = _key(address, secret)
 
     def make() -> Connection:
         return Connection(
             Handshake(
-                name, is_server=False, address=address, secret=key, last_read=lambda peer_name: last_read
+                name,
+                is_server=False,
+                address=address,
+                secret=key,
+                last_read=lambda peer_name: last_read,
+                wanted=wanted,
             ),
             on_open=_watch_peer,
             on_message=on_message,

@@ -87,3 +87,4 @@ class Member(msgspec.Struct, frozen=True):
     # of all its ranks: the processes that write into other workers' memory
     processes: tuple[ProcessId, ...] = ()
     row_bytes: int = 0  # of an embedding row; of a worker that encodes
+    process_name: str = ""  # `Hello.name` of the worker; empty: any process at the address is this member

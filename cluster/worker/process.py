@@ -115,7 +115,8 @@ class WorkerProcess:
         num_layers: int = 1,
         row_bytes: int = 0,
     ) -> Member:
-        """How this worker is published, without its address, which is known after `start`."""
+        """How this worker is published, without its address, which is known after `start`. Call it after
+        `attach`."""
         setup = self._setup
         return Member(
             setup.replica_id,
@@ -130,6 +131,7 @@ class WorkerProcess:
             num_layers,
             self.processes,
             row_bytes,
+            self.shell.name,
         )
 
     @property

@@ -48,9 +48,10 @@ class WorkerShell:
         on_message: Callable[[DoorId, AnyMessage], None],
     ):
         """`on_message` runs on the event loop and must not block."""
+        self.name = new_process_name(setup.replica_id)
         self._server = Server(
             setup.address,
-            new_process_name(setup.replica_id),
+            self.name,
             self._on_connect,
             self._on_message,
             self._on_close,

@@ -190,7 +190,7 @@ class History:
         num_lost = counts["kills"] + counts["cuts"]
         if self.is_tight or counts["slow disks"] or num_lost > 1:  # admission waits for 3 s, workers for 2 s
             allowed.add(OverloadedError)
-        if self.world.num_expired:  # until then their blocks were fenced
+        if self.world.num_waited_for:  # until then the blocks were fenced
             allowed |= {OverloadedError, UnavailableError}
         if (
             not set(counts) <= QUICK

@@ -41,7 +41,7 @@ FOCUS = {
     "read_grants_lost": "cuts",
     "door_drop_frees_the_first": "cuts",
     "drained_worker_kept": "drains",
-    "suspect_held_for_ever": "kills",
+    "suspect_held_for_ever": "strikes",
     "encoder_lost_ignored": "kills",
     "deadline_ignored": "long losses",
 }

@@ -34,6 +34,7 @@ class Lookout:
         self._world = world
         self.is_over = False  # set: no more looks
         self._since: dict[tuple[str, ...], float] = {}  # what is wrong, and since when
+        self._held_up_at = 0.0  # a process, or a connection, the last time
         world.scheduler.after(LOOK_EVERY_S, None, "", self._look)
 
     def _look(self) -> None:
@@ -42,10 +43,19 @@ class Lookout:
         now = self._world.scheduler.now
         found = {*self._orphaned(), *self._forgotten(), *self._abandoned()}
         self._since = {each: self._since.get(each, now) for each in found}
+        self._look_for_waiting(now)
         for each, since in self._since.items():
             assert now - since <= GRACE_S, f"{' '.join(each)} since {since:.2f}"
         self._check_overdue(now)
         self._world.scheduler.after(LOOK_EVERY_S, None, "", self._look)
+
+    def _look_for_waiting(self, now: float) -> None:
+        """A request may run out of time because a lease on room for embeddings does not end."""
+        world = self._world
+        for worker in world.live_workers:
+            for lease_id in worker.open_leases if worker.language is not None else ():
+                is_old = now > world.made_at(lease_id) + GRACE_S
+                world.num_waited_for += is_old and worker.language.is_short_of_room(lease_id)
 
     def _orphaned(self) -> Iterator[tuple[str, ...]]:
         for worker in self._world.live_workers:
@@ -82,6 +92,7 @@ class Lookout:
         world, doors = self._world, self._world.doors
         is_held_up = any(self._is_stuck(worker) for worker in world.live_workers)
         if is_held_up or world.network.partitions or any(door.process.is_stopped for door in doors):
+            self._held_up_at = world.scheduler.now
             return
         attempts = [each for door in doors for each in door.flow._attempts._attempts.values()]
         items = [item for attempt in attempts for item in attempt.media]
@@ -98,8 +109,9 @@ class Lookout:
         if door is not None and door.is_dead:
             return False
         if writer is not None and writer.is_dead:
-            ended_s = world.scheduler.now - world.ended_at[writer]
-            return world.shape.is_one_host and ended_s > IN_FLIGHT_S + 2 * LOOK_EVERY_S
+            known_at = max(world.ended_at[writer], self._held_up_at)  # at the latest
+            has_landed = world.scheduler.now > known_at + IN_FLIGHT_S + LOOK_EVERY_S
+            return world.shape.is_one_host and has_landed
         is_listed = writer is None or any(each.process is writer for each in world.workers.values())
         return is_listed and not world.was_given(lease_id)
 

@@ -163,8 +163,11 @@ class ChainRunner:
     def _embeddings(self, key: tuple[str, int], media_hash: str, row: int, count: int) -> list[int]:
         assert self._features is not None
         rows = torch.cat(self._features.rows(key, row, row + count)).flatten().tolist()
-        if rows != [row_value(media_hash, row + i) for i in range(count)]:
-            self._on_foreign(self._features._memory, key[0], self._features._items[key].block_ids)
+        foreign = [row + i for i, value in enumerate(rows) if value != row_value(media_hash, row + i)]
+        if foreign:
+            block_ids = self._features._items[key].block_ids
+            blocks = sorted({block_ids[each // BLOCK_SIZE] for each in foreign})
+            self._on_foreign(self._features._memory, key[0], blocks)
         return rows
 
     def _continue(self, request: LanguageRequest) -> list[list[int]]:

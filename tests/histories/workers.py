@@ -91,6 +91,7 @@ class WorkerHost(ThreadHost):
     hangs: dict[SimulatedProcess, float]
     num_media_at_decode: int  # prompts with media that a worker without embeddings was to compute
     num_expired: int  # leases that have ended by their time
+    num_waited_for: int  # leases on KV blocks that did, and looks at waiting for room for embeddings
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
 
 
@@ -146,6 +147,7 @@ class SimulatedParts(WorkerProcess):
 
     def _on_transfer(self, event: Any) -> None:
         self._check(event)
+        self._worker.host.num_waited_for += isinstance(event, Expired)
         super()._on_transfer(event)
         if isinstance(event, LateWrite):
             self.loop.call(self._worker.told_late, self.transfer_engine, event.block_ids)
@@ -241,6 +243,13 @@ class SimulatedLanguage(LanguageWorker):
             self._host.num_media_at_decode += 1
         super()._start(door, message)
 
+    def is_short_of_room(self, lease_id: str) -> bool:
+        """While this lease on room for embeddings is open, something waits for room."""
+        copy = None if self._features is None else self._features._by_lease.get(lease_id)
+        if copy is None or self._features is None:
+            return False
+        return bool(self._features._queued) or self.feature_pool.num_free < len(copy.block_ids)
+
     def rows_of(self, request_id: str) -> set[int]:
         """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
         not among them: it may have been given to the request since the word of the late writer came."""
@@ -302,6 +311,7 @@ class SimulatedWorker:
             block_bytes=KV_LAYOUT.block_bytes,
             processes=(self.process_id,),
             row_bytes=8 if self.role.encodes else 0,
+            process_name=self.name,
         )
 
     @property

@@ -62,6 +62,7 @@ class World(WorkerHost):
         self.ended_at: dict[SimulatedProcess, float] = {}  # of those that were killed
         self.num_late_writes = self.num_media_at_decode = 0
         self.num_expired = 0  # leases that have ended by their time
+        self.num_waited_for = 0  # leases on KV blocks that did, and looks at waiting for room for embeddings
         self.hangs: dict[SimulatedProcess, float] = {}  # how long the next step of an engine takes
         self._granted: dict[SimulatedProcess, dict[str, bool]] = {}  # leases that a process was given; late?
         self._made_at: dict[str, float] = {}  # of leases
@@ -205,11 +206,13 @@ class World(WorkerHost):
 
     # Networks
 
-    def _dial(self, thread: SimulatedThread, replica_id: str, last_read: str | None) -> End:
+    def _dial(self, thread: SimulatedThread, replica_id: str, last_read: str | None, wanted: str) -> End:
         """Both greet each other at once; messages take their time."""
         worker = self.workers.get(replica_id)
         if worker is None or worker.process.is_dead or worker.process.is_stopped:
             raise UnavailableError(f"{replica_id} does not answer")
+        if worker.name != wanted:
+            raise UnavailableError(f"{worker.name} is at the address of {wanted}")
         if self.network.is_parted(thread.process, worker.process):
             raise UnavailableError(f"{replica_id} cannot be reached")
         near, far = self.network.connect(thread, worker.event_loop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from cluster.rpc import Connection, Server
@@ -234,6 +235,18 @@ async def test_what_a_worker_has_read_says_nothing_of_the_one_that_had_its_name(
     pair.send("owner", Cancel("r"))
     await until(lambda: workers.heard[1:])
     assert workers.heard[1:] == [("owner", Cancel("r"))]
+
+
+async def test_another_process_at_the_address_of_a_worker_is_not_taken_for_it(table, workers):
+    """Owners would be told of processes that do not write (seed 501243). The list may come later."""
+    member = await workers.start("d", "new process")
+    table.update(Role.DECODE, [msgspec.structs.replace(member, process_name="old process")])
+    await until(lambda: len(workers.connections) > 1)
+    assert not table.all_peers()
+    listed = msgspec.structs.replace(member, process_name="new process")
+    table.update(Role.DECODE, [listed])
+    await until(lambda: table.has(Phase.DECODE))
+    assert only(table).member == listed
 
 
 async def test_a_worker_is_told_which_of_its_grants_was_read_last(pair, workers):
