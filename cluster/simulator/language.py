@@ -12,7 +12,7 @@ computed. `LanguageEngine` itself is not run: without a model it takes 18 to 23 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from cluster.clock import SystemClock
 from cluster.engine.events import first_events
@@ -40,6 +40,7 @@ from cluster.types.messages import (
     Cancel,
     DecodeGranted,
     DecodeTarget,
+    EncoderLost,
     Failed,
     FinishReason,
     LoadReport,
@@ -116,9 +117,11 @@ class SimLanguage:
         if self.is_dead:
             return
         if isinstance(message, StartPrefill | StartDecode):
-            self._take(hold(attempt, self, self._loop.now), message.cached)
+            self._take(hold(attempt, self, self._loop.now), message)
         elif isinstance(message, DecodeTarget) and held is not None:
             self._kv_sender.granted(held)
+        elif isinstance(message, EncoderLost) and held is not None:
+            self._features.renew(held, message.item_idx)
         elif isinstance(message, Cancel) and message.item_idx is None:
             attempt.is_cancelled = True
             if held is not None:
@@ -126,12 +129,12 @@ class SimLanguage:
                 self._end(held)
                 self.answers.replan()
 
-    def _take(self, held: Held, cached: Collection[int]) -> None:
+    def _take(self, held: Held, start: StartPrefill | StartDecode) -> None:
         """Room for its embeddings is reserved at once."""
         self.coming.pop(held.attempt.request_id, None)
         self.held[held.attempt.request_id] = held
         self._num_answers += not held.request.sends
-        self._features.reserve(held, cached)
+        self._features.reserve(held, start)
         self._asked.append(held)
         self._go_on()
 
@@ -362,8 +365,7 @@ class SimLanguage:
 
     def tell_tokens(self, lost: SimLanguage) -> None:
         """The tokens so far of answers in which that worker has a part. Doors hear of tokens only when
-        something depends on them: at the end of an answer, at a preemption, or, as here, before a worker is
-        lost."""
+        something depends on them: at an answer's end, at a preemption, or here, before a worker is lost."""
         self.answers.advance()
         for held in self.answers.running.values():
             num_generated = self.answers.num_generated(held)
@@ -389,11 +391,9 @@ class SimLanguage:
             num_prompts=self._num_prompts if generates else 0,
             num_prompt_tokens=self.num_queued_tokens if generates else 0,
         )
-        messages: list[AnyMessage] = [Tokens((), load)]
         added, evicted = self.blocks.changes.take()
-        if added or evicted:
-            messages.append(BlocksChanged(added, evicted))
-        self._network.tell_doors(self.spec.replica_id, *messages)
+        changes = [BlocksChanged(added, evicted)] if added or evicted else []
+        self._network.tell_doors(self.spec.replica_id, Tokens((), load), *changes)
 
     def _tell(self, held: Held, *messages: AnyMessage) -> None:
         """The attempt's door."""
