@@ -74,7 +74,7 @@ class WorkerPool:
         self.is_assigned = np.zeros(0, bool)  # to this phase: chosen before the others
         self.incarnations = np.zeros(0, np.int64)  # 0 where there is no worker
         self.classes = np.zeros(0, np.intp)  # index of the class
-        self.takes_any = np.zeros(0, bool)  # prompts, for itself and others; else see `able_to_compute`
+        self.takes_any = np.zeros(0, bool)  # prompts, of any answer; else of its own answers only
         self.keeps_blocks = np.zeros(0, bool)  # it has a prefix cache
         self.salts = np.zeros(0, np.uint64)
         self.num_blocks = np.zeros(0)
