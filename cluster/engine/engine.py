@@ -102,9 +102,9 @@ class LanguageEngine:
         allows_recompute: bool = False,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ):
-        """`features`: where embeddings arrive. `tier`: the second one of the KV cache. `constraints`: those of
-        `runner`. `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once for
-        each request whose answer was to be generated here, when it leaves the engine."""
+        """`features`: where embeddings arrive. `tier`: the second one of the KV cache. `constraints`: those
+        of `runner`. `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once
+        for each request whose answer was to be generated here, when it leaves the engine."""
         self._runner = runner
         self._blocks = blocks
         self._features = features

@@ -1,6 +1,6 @@
 """Items whose tokens are in the prefix cache of the worker that computes the prompt: they are neither encoded
-nor sent, and the worker that generated the last answer computes the next turn. A door that expects too much of a cache
-costs time only. The audit stands in `local_cluster`."""
+nor sent, and the worker that generated the last answer computes the next turn. A door that expects too much
+of a cache costs time only. The audit stands in `local_cluster`."""
 
 from __future__ import annotations
 

@@ -133,6 +133,7 @@ def test_a_prompt_with_media_computed_here_may_be_cancelled_at_any_moment(rig, r
     relay.play(num_rounds)
     relay.land("r")
     relay.finish()
+    assert rig.ended == ["r"] and rig.pools["decode"].num_referenced == 0
 
 
 def test_an_encoder_that_is_lost_is_replaced_for_a_prompt_computed_here(rig, relay):
