@@ -331,9 +331,12 @@ class Attempts:
             self.fail(attempt, stopped, worker)
 
     def _can_do_without(self, worker: WorkerState) -> bool:
-        """Whether other workers that make progress do all that it does, but encoding."""
+        """Whether other workers that make progress can do all that it does, but encoding."""
         moving = {other.role for other in self._workers.values() if other.is_listed and not other.is_silent}
-        return worker.role.phases - {Phase.ENCODE} <= {phase for role in moving for phase in role.phases}
+        phases = {phase for role in moving for phase in role.phases}
+        if Phase.DECODE in phases:
+            phases.add(Phase.PREFILL)
+        return worker.role.phases - {Phase.ENCODE} <= phases
 
     def advance(self, attempt: Attempt, now: float) -> None:
         """Land the attempt if it is over, and have its preempted choices go on."""

@@ -166,6 +166,10 @@ class WorkerPool:
             is_able = np.where(both.any(-1, keepdims=True), both, is_able)
         return is_able
 
+    def is_not_avoided(self, avoided: Collection[str]) -> NDArray[np.bool_]:
+        """[slots]: neither by all, nor by a request that avoids these workers."""
+        return ~self.is_avoided & self._is_not(avoided)
+
     def _is_not(self, avoided: Collection[str]) -> NDArray[np.bool_]:
         others = np.ones(len(self), bool)
         others[[self.slots[replica_id] for replica_id in avoided if replica_id in self.slots]] = False

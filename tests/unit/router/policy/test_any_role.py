@@ -257,14 +257,16 @@ def test_a_silent_language_worker_is_avoided_for_both_phases():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_only_worker_that_computes_prompts_for_others_is_chosen_even_if_the_request_avoids_it(policy):
+def test_where_the_only_worker_that_prefills_is_avoided_decode_computes_its_own_prompts(policy):
+    """The policies that others use know no local prefill."""
     cluster = cluster_of(1, 1, 1, 0)
     cluster.measured("d0", curves_of(Role.LANGUAGE))
     for request in REQUESTS:
         avoiding = replace(request, avoided=frozenset({"p0"}))
-        placement = decide(avoiding, cluster, policy).placement
-        is_local = policy == "joint" and is_plain(request)
-        assert placement.prefill == ("d0" if is_local else "p0")
+        assert decide(avoiding, cluster, policy).placement.prefill == ("d0" if policy == "joint" else "p0")
+    cluster.set_avoided("p0", True)
+    for request in REQUESTS:
+        assert decide(request, cluster, policy).placement.prefill == ("d0" if policy == "joint" else "p0")
 
 
 def test_what_is_learnt_of_one_role_does_not_correct_another():
