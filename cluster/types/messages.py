@@ -322,7 +322,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_cached_blocks: int = 0  # blocks kept for reuse
     totals: DecodeTotals = DecodeTotals()
     sent: SentTotals = SentTotals()
-    # for media in work. Encoder: files, and tensors made from them; worker that prefills: room for embeddings
+    # for media in work. Encoder: files, and tensors made from them; others: room for embeddings
     held_bytes: int = 0
     sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
     encoded: EncodeTotals = EncodeTotals()
