@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from importlib.util import find_spec
 from typing import Any
 
 from cluster.types.media import Modality
@@ -29,8 +30,11 @@ class EncoderForm(Enum):
     SIZED_IMAGES = auto()  # padded pixels and the true image sizes
     STACKED_VIDEOS = auto()  # frames of one size; a newline row ends each clip
     MASKED_TILES = auto()  # tiles and a mask of their valid pixels
-    MEL_WINDOWS = auto()  # windows of a spectrum
-    MASKED_MEL_WINDOWS = auto()  # windows of a spectrum and a mask of the valid frames
+    FRAMES = auto()  # frames of one size, the same number of rows from each
+    STACKED_TILES = auto()  # tiles or frames of one size, by one method for both
+    SINGLE_IMAGES = auto()  # one image per call, whatever tensors the processor makes of it
+    MEL_WINDOWS = auto()  # windows of a spectrum, with or without a mask of the valid frames
+    TIMED_MEL_WINDOWS = auto()  # the same; each window is told where in the sound it is
     PADDED_MELS = auto()  # Qwen2.5-Omni: spectra padded to the longest, with a mask
     SINGLE_MELS = auto()  # Qwen3-Omni: one spectrum per call, with a mask
     FIXED_MEL_WINDOW = auto()  # Qwen2-Audio: one window of 30 s, with a mask
@@ -41,6 +45,7 @@ class PositionForm(Enum):
 
     ONE_DIMENSIONAL = auto()
     QWEN_VL = auto()  # time, height, width
+    HUNYUAN_VL = auto()  # an image's column, row and number; text is counted on
     QWEN_OMNI = auto()  # time, height, width; sound and pictures are aligned in time
 
 
@@ -66,7 +71,9 @@ class ModelFamily:
     bounds_whole_clips: bool = False  # the processor's pixel bounds hold for all frames of a clip together
     frames_of_an_image: int = 1  # the processor's pixel bounds take an image for a clip of so many frames
     clips_are_written_as_images: bool = False  # the image's token stands for a clip's rows, too
+    reads_placeholders_as_zero: bool = False  # as token 0, also those that it generated
     leaves_logits: bool = False  # transformers does not scale them as the text configuration says
+    package: str = ""  # that transformers needs for it, beside the requirements
     hears_clips: bool = False  # the processor takes a clip with its sound track
     whole: WholeCheckpoint | None = None
 
@@ -78,10 +85,16 @@ class ModelFamily:
 TEXT = ModelFamily("")  # any plain causal language model
 
 _VISION = {Modality.IMAGE: EncoderForm.PACKED_IMAGES, Modality.VIDEO: EncoderForm.PACKED_VIDEOS}
+_PACKED = {Modality.IMAGE: EncoderForm.PACKED_IMAGES}
 _TILES = {Modality.IMAGE: EncoderForm.TILED_IMAGES}
 _SIZED = {Modality.IMAGE: EncoderForm.SIZED_IMAGES}
 _MASKED_TILES = {Modality.IMAGE: EncoderForm.MASKED_TILES}
-_MASKED_MELS = {Modality.AUDIO: EncoderForm.MASKED_MEL_WINDOWS}
+_STACKED_TILES = {
+    Modality.IMAGE: EncoderForm.STACKED_TILES,
+    Modality.VIDEO: EncoderForm.STACKED_TILES,
+}
+_SINGLE = {Modality.IMAGE: EncoderForm.SINGLE_IMAGES}
+_MELS = {Modality.AUDIO: EncoderForm.MEL_WINDOWS}
 
 _GLM: Mapping[str, Any] = {
     "bounds_whole_clips": True, "frames_of_an_image": 2, "clips_are_written_as_images": True
@@ -113,13 +126,31 @@ _RECORDS = (
     ModelFamily("glm4v_moe", _VISION, PositionForm.QWEN_VL, **_GLM),
     ModelFamily("glm46v", _VISION, PositionForm.QWEN_VL, **_GLM),
     ModelFamily("glm_ocr", _VISION, PositionForm.QWEN_VL, **_GLM),
+    ModelFamily("glmga", _VISION, PositionForm.QWEN_VL, **_GLM),
     ModelFamily("exaone4_5", _VISION),
-    ModelFamily("paddleocr_vl", {Modality.IMAGE: EncoderForm.PACKED_IMAGES}, PositionForm.QWEN_VL),
+    ModelFamily("cosmos3_omni", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
+    ModelFamily("cohere_compass", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
+    ModelFamily("cosmos3_edge", _PACKED, PositionForm.QWEN_VL),
+    ModelFamily("muse_glimmer", _VISION, reads_placeholders_as_zero=True),
+    ModelFamily("muse_spark", _VISION, reads_placeholders_as_zero=True),
+    ModelFamily("paddleocr_vl", _PACKED, PositionForm.QWEN_VL),
+    ModelFamily("hunyuan_vl", _PACKED, PositionForm.HUNYUAN_VL),
+    ModelFamily("kimi_k25", _PACKED, reads_placeholders_as_zero=True),
+    ModelFamily("hyperclovax_vision_v2", _PACKED),
     ModelFamily("llava", _TILES),
     ModelFamily("vipllava", _TILES),
     ModelFamily("llava_next", _SIZED),
+    ModelFamily("llava_next_video", {**_SIZED, Modality.VIDEO: EncoderForm.FRAMES}),
     ModelFamily("llava_onevision", {**_SIZED, Modality.VIDEO: EncoderForm.STACKED_VIDEOS}),
     ModelFamily("internvl", {**_TILES, Modality.VIDEO: EncoderForm.TILED_IMAGES}),
+    ModelFamily("perception_lm", _STACKED_TILES, package="timm"),
+    ModelFamily("fast_vlm", _TILES, package="timm"),
+    ModelFamily("qianfan_ocr", _TILES),
+    ModelFamily("got_ocr2", _TILES),
+    ModelFamily("janus", _TILES),
+    ModelFamily("deepseek_vl_hybrid", _SINGLE),
+    ModelFamily("deepseek_ocr2", _SINGLE),
+    ModelFamily("step3p7", _SINGLE),
     ModelFamily("aya_vision", _TILES, leaves_logits=True),
     ModelFamily("cohere2_vision", _TILES, leaves_logits=True),
     ModelFamily("deepseek_vl", _TILES),
@@ -129,12 +160,14 @@ _RECORDS = (
     ModelFamily(
         "smolvlm", {**_MASKED_TILES, Modality.VIDEO: EncoderForm.MASKED_TILES}, text_module="text_model"
     ),
+    ModelFamily("granite_docling", _SINGLE, text_module="text_model"),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
     ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),
-    ModelFamily("voxtral", {Modality.AUDIO: EncoderForm.MEL_WINDOWS}),
-    ModelFamily("qwen3_asr", _MASKED_MELS),
-    ModelFamily("audioflamingo3", _MASKED_MELS),
-    ModelFamily("glmasr", _MASKED_MELS),
+    ModelFamily("voxtral", _MELS),
+    ModelFamily("qwen3_asr", _MELS),
+    ModelFamily("audioflamingo3", _MELS),
+    ModelFamily("musicflamingo", {Modality.AUDIO: EncoderForm.TIMED_MEL_WINDOWS}),
+    ModelFamily("glmasr", _MELS),
 )
 
 MEDIA_FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in _RECORDS}
@@ -151,6 +184,13 @@ def part_of_whole(model_type: str) -> tuple[ModelFamily, WholeCheckpoint] | None
     served."""
     family = _BY_WHOLE.get(model_type)
     return None if family is None or family.whole is None else (family, family.whole)
+
+
+def lacks_package(family: ModelFamily) -> str | None:
+    """The reason for refusing the family where its package is not installed."""
+    if not family.package or find_spec(family.package) is not None:
+        return None
+    return f"transformers needs the package {family.package} for it (pip install {family.package})"
 
 
 def no_adapter() -> str:

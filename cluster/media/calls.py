@@ -59,7 +59,8 @@ class ProcessorCalls:
         processor = self._processor
         kwargs = {**self._kwargs["images_kwargs"], **_TENSORS}
         kwargs |= _area(processor.image_processor, kwargs, options, unit=self._family.frames_of_an_image)
-        images = processor.prepare_inputs_layout(images=[pixels], text=[processor.image_token])[0]
+        text = [processor.image_token]
+        images = processor.prepare_inputs_layout(images=[pixels], text=text, **self._kwargs)[0]
         inputs, (text,) = processor._process_images(images, **kwargs)
         if self._is_pooled(options):
             inputs["image_grid_thw"] = self._pooled(
@@ -160,7 +161,7 @@ def _area(
       shrinking its input first would lose detail and save nothing."""
     if options.min_pixels is None and options.max_pixels is None:
         return {}
-    size = kwargs.get("size") or part.size
+    size = kwargs.get("size") or part.size or {}
     if any(size.get(key) is None for key in AREA_KEYS):
         raise UnsupportedError("min_pixels and max_pixels: this model uses fixed sizes", param="messages")
     own_min, own_max = (size[key] // unit for key in AREA_KEYS)

@@ -241,7 +241,8 @@ def _row_tokens(processor: Any, config: Mapping[str, Any], family: ModelFamily) 
     }
     ids = placeholder_ids(config)
     tokens: dict[Modality, str] = {}
-    for modality, part in parts.items():
+    for modality in family.modalities:
+        part = parts[modality]
         if getattr(processor, part, None) is None or getattr(processor, f"{modality}_token", None) is None:
             continue
         has_token = modality in ids and not (
@@ -273,10 +274,9 @@ def _sampling(part: Any, kwargs: Mapping[str, Any]) -> VideoSampling:
 def _max_samples(processor: Any, audio_kwargs: Mapping[str, Any]) -> int | None:
     """Samples of the longest sound that the processor takes without truncating it; None: it takes any."""
     extractor = processor.feature_extractor
-    window = int(extractor.sampling_rate * extractor.chunk_length)
-    if (
-        seconds := getattr(processor, "max_audio_len", None)
-    ) is not None:  # the processor makes the windows itself
+    seconds = getattr(processor, "max_audio_len", None)
+    if seconds is not None:  # the processor makes the windows itself
+        window = int(extractor.sampling_rate * extractor.chunk_length)
         return window * int(seconds // extractor.chunk_length)
     truncates = inspect.signature(extractor.__call__).parameters["truncation"].default
     return extractor.n_samples if audio_kwargs.get("truncation", truncates) else None

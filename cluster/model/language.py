@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cluster.config.checkpoint import max_rope_length
+from cluster.config.checkpoint import max_rope_length, placeholder_ids
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import (
@@ -37,7 +37,7 @@ from cluster.model.cpu.modules import WeightDtype, optimise
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
 from cluster.model.cuda.copies import DecodeInputs
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
-from cluster.model.loading import Half, fingerprint, load_half
+from cluster.model.loading import Half, distributing, fingerprint, load_half
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone, window_of_all
 from cluster.model.support import backbone_of, check_class, family_of, num_deepstack_layers, post_head
@@ -71,6 +71,8 @@ class LanguageModel:
         self._text = getattr(self._base, family.text_module) if family.modalities else self._base
         check_class(type(self._text))
         self._embed = cast(nn.Embedding, model.get_input_embeddings())
+        zeros = placeholder_ids(config.to_dict()).values() if family.reads_placeholders_as_zero else ()
+        self._read_as_zero = torch.tensor([*zeros], dtype=torch.int64, device=self._embed.weight.device)
         self._head = cast(nn.Linear, model.get_output_embeddings())
         self._post_head = post_head(config)
         self._position_rule = RULES[family.positions]
@@ -106,8 +108,9 @@ class LanguageModel:
 
     def _attention_shape(self, config: PreTrainedConfig, kv_cache_dtype: KvCacheDtype) -> AttentionShape:
         """Of the first layer, as this rank has it."""
-        (kv_heads, width), num_heads = self.shapes[0].key, config.num_attention_heads
-        group = num_heads // (getattr(config, "num_key_value_heads", None) or num_heads)
+        (kv_heads, width), first = self.shapes[0].key, config.per_layer_config[0]
+        num_heads = first.num_attention_heads
+        group = num_heads // (getattr(first, "num_key_value_heads", None) or num_heads)
         segments = kv_segments(kv_row_shapes(self.shapes[:1]), self.block_size, self.dtype, kv_cache_dtype)
         softcap = getattr(config, "attn_logit_softcapping", None)
         layer = LayerAttention(width**-0.5, softcap=softcap)
@@ -141,7 +144,8 @@ class LanguageModel:
             )
             notes = making.notes.get("shapes")
             shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
-            language = cls(half, block_size, kv_cache_dtype, shapes)
+            with distributing(half.config.model_type, num_ranks):
+                language = cls(half, block_size, kv_cache_dtype, shapes)
             language.evictable_bytes = making.evictable_bytes
             if num_ranks == 1:
                 language._use_native_kernels(weight_dtype, making)
@@ -233,7 +237,7 @@ class LanguageModel:
             context_lens_tensor=inputs.context_lens.long(),
             bidirectional_spans=(),
         )
-        embeds = self._embed(inputs.token_ids.long())
+        embeds = self._embedded(inputs.token_ids.long())
         return self._logits(self._hidden(embeds, inputs.position_ids.long(), batch, {}))
 
     def can_capture_decode(self, kv: BlockMemory) -> bool:
@@ -307,7 +311,13 @@ class LanguageModel:
         later."""
         ids = np.array(token_ids)
         ids[ids >= self._embed.num_embeddings] = 0
-        return self._embed(torch.from_numpy(ids).to(self.device))
+        return self._embedded(torch.from_numpy(ids).to(self.device))
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 → [T, hidden_size]."""
+        if len(self._read_as_zero):
+            token_ids = token_ids.masked_fill((token_ids[:, None] == self._read_as_zero).any(-1), 0)
+        return self._embed(token_ids)
 
     def _place_features(
         self, embeds: Tensor, chunks: Sequence[SequenceChunk]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.support import check_class, family_of
 
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
+_WRONG_PLANS = ("step3p7",)  # of model types for tensor parallelism, tried with two ranks
 
 
 class Half(StrEnum):
@@ -124,7 +126,13 @@ def _read_share(
     """Reads this rank's share by transformers' sharding plan for the model. All ranks of the group call it
     together."""
     check_heads(config.get_text_config(), num_ranks)
-    try:
+    if config.model_type in _WRONG_PLANS:
+        raise ConfigError(
+            f"transformers cannot distribute model type '{config.model_type}': by its plan the model gives "
+            "other numbers",
+            param="tensor_parallel_size",
+        )
+    with distributing(config.model_type, num_ranks):
         loaded: Any = half_class.from_pretrained(
             path,
             config=config,
@@ -132,11 +140,6 @@ def _read_share(
             output_loading_info=True,
             distributed_config=DistributedConfig(tp_size=num_ranks),
         )
-    except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"transformers cannot distribute model type '{config.model_type}' to {num_ranks} ranks: {error}",
-            param="tensor_parallel_size",
-        ) from error
     if not loaded[0].tp_plan:
         raise ConfigError(
             f"model type '{config.model_type}' has no tensor-parallel plan in transformers",
@@ -145,16 +148,32 @@ def _read_share(
     return loaded
 
 
+@contextmanager
+def distributing(model_type: str, num_ranks: int) -> Iterator[None]:
+    """Loading and probing a share; with one rank nothing is distributed. Raises ConfigError for what
+    transformers cannot distribute."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if num_ranks == 1:
+            raise
+        raise ConfigError(
+            f"transformers cannot distribute model type '{model_type}' to {num_ranks} ranks: {error}",
+            param="tensor_parallel_size",
+        ) from error
+
+
 def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
     """Raises ConfigError if the heads cannot be distributed evenly."""
-    heads = text_config.num_attention_heads
-    kv_heads = getattr(text_config, "num_key_value_heads", None) or heads
-    if heads % num_ranks or kv_heads % num_ranks:
-        raise ConfigError(
-            f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to {num_ranks} "
-            "ranks",
-            param="tensor_parallel_size",
-        )
+    for layer in text_config.per_layer_config:
+        heads = layer.num_attention_heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        if heads % num_ranks or kv_heads % num_ranks:
+            raise ConfigError(
+                f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to "
+                f"{num_ranks} ranks",
+                param="tensor_parallel_size",
+            )
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:

@@ -46,7 +46,7 @@ def _along(axis: int, *keys: str, num_end_rows: int = 0) -> Splitter:
     of units."""
 
     def num_units(item: Item) -> int:
-        return item[keys[0]].shape[axis]
+        return next(item[key] for key in keys if key in item).shape[axis]
 
     def piece(item: Item, start: int, end: int) -> Item:
         return {
@@ -87,9 +87,13 @@ def _packed_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
 
 
 def _with_deep_columns(output: Any) -> list[Tensor]:
-    """Qwen cuts the packed rows apart by the items' grids; deep-stack features become further columns."""
-    deep = output.get("deepstack_features") or []
-    return [torch.cat(columns, dim=-1) for columns in zip(output.pooler_output, *deep, strict=True)]
+    """Qwen cuts the packed rows apart by the items' grids."""
+    return [torch.cat(columns, dim=-1) for columns in zip(*_columns(output), strict=True)]
+
+
+def _columns(output: Any) -> list[Any]:
+    """The embeddings, then the deep-stack features, which become further columns."""
+    return [output.pooler_output, *(output.get("deepstack_features") or [])]
 
 
 def _tiled_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
@@ -138,22 +142,38 @@ def _masked_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     return _by_shape(items, ("pixel_values", "pixel_attention_mask"), encode)
 
 
-def _mel_windows(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Voxtral: [windows, mels, frames] per item, flat rows out. Items run one by one: only then the rows of
-    an item are known without a copy of the family's length formula."""
-    outputs = [base.get_audio_features(item["input_features"], return_dict=True) for item in items]
-    return [output.pooler_output.flatten(0, -2) for output in outputs]
+def _by_name(method: str) -> Callable[[nn.Module, Sequence[Item]], list[Tensor]]:
+    """One item per call: only then its rows are known without a copy of the family's length formula. The
+    processor names the tensors of an item as `method` takes them."""
+
+    def run(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+        outputs = [getattr(base, method)(**item, return_dict=True) for item in items]
+        return [torch.cat([_flat(rows) for rows in _columns(output)], dim=-1) for output in outputs]
+
+    return run
 
 
-def _masked_mel_windows(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """AudioFlamingo3, GLM-ASR: as `_mel_windows`, with a mask."""
-    outputs = [
-        base.get_audio_features(
-            item["input_features"], return_dict=True, input_features_mask=item["input_features_mask"]
-        )
-        for item in items
-    ]
-    return [output.pooler_output.flatten(0, -2) for output in outputs]
+def _stacked_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Perception LM: [1, tiles or frames, 3, h, w] per item, of images and of clips."""
+    pixels = [next(iter(item.values())) for item in items]
+    return [_flat(base.get_image_features(tiles, return_dict=True).pooler_output) for tiles in pixels]
+
+
+def _flat(rows: Tensor | Sequence[Tensor]) -> Tensor:
+    """[rows, d] of one item, from [..., d] or from parts of it."""
+    return rows.flatten(0, -2) if isinstance(rows, Tensor) else torch.cat([_flat(part) for part in rows])
+
+
+def _timed_mel_windows(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Music Flamingo. It finds out from the prompt which windows make up a sound; a prompt of one sound's
+    placeholders will do."""
+    found = []
+    for item in items:
+        frames = item["input_features_mask"].sum(-1)
+        num_rows = int(base.audio_tower._get_feat_extract_output_lengths(frames)[1].sum())
+        ids = torch.full((1, num_rows), base.config.audio_token_id, device=frames.device)
+        found.append(base.get_audio_features(**item, input_ids=ids, return_dict=True).pooler_output)
+    return found
 
 
 def _qwen2_5_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
@@ -239,9 +259,12 @@ CALLS: Mapping[EncoderForm, EncodeCall] = {
     EncoderForm.SIZED_IMAGES: EncodeCall(_sized_images),
     EncoderForm.STACKED_VIDEOS: EncodeCall(_stacked_videos, _along(1, "pixel_values_videos", num_end_rows=1)),
     EncoderForm.MASKED_TILES: EncodeCall(_masked_tiles, _along(1, "pixel_values", "pixel_attention_mask")),
-    EncoderForm.MEL_WINDOWS: EncodeCall(_mel_windows, _along(0, "input_features")),
-    EncoderForm.MASKED_MEL_WINDOWS: EncodeCall(
-        _masked_mel_windows, _along(0, "input_features", "input_features_mask")
+    EncoderForm.FRAMES: EncodeCall(_by_name("get_video_features"), _along(1, "pixel_values_videos")),
+    EncoderForm.STACKED_TILES: EncodeCall(_stacked_tiles, _along(1, "pixel_values", "pixel_values_videos")),
+    EncoderForm.SINGLE_IMAGES: EncodeCall(_by_name("get_image_features")),
+    EncoderForm.TIMED_MEL_WINDOWS: EncodeCall(_timed_mel_windows),
+    EncoderForm.MEL_WINDOWS: EncodeCall(
+        _by_name("get_audio_features"), _along(0, "input_features", "input_features_mask")
     ),
     EncoderForm.PADDED_MELS: EncodeCall(_qwen2_5_omni_audio),
     EncoderForm.SINGLE_MELS: EncodeCall(_qwen3_omni_audio),

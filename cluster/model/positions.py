@@ -22,13 +22,13 @@ from cluster.types.request import Prompt
 
 @dataclass(frozen=True)
 class PromptPositions:
-    position_ids: Tensor  # [T] or [3, T] (time, height, width), int64 or float32, on the CPU
+    position_ids: Tensor  # [T] or [axes, T] (Qwen: time, height, width), int64 or float32, on the CPU
     delta: int  # position of the token at context length n is n + delta, on every axis
 
 
 @dataclass(frozen=True)
 class PositionRule:
-    axes: int  # 1, or 3 for multimodal rotary positions
+    axes: int  # that a position of text needs: 1, or 3
     as_asked: Callable[[nn.Module, Prompt], PromptPositions]  # for a prompt without generated tokens
 
     def of_prompt(self, base: nn.Module, prompt: Prompt) -> PromptPositions:
@@ -47,21 +47,28 @@ def _one_dimensional(_base: nn.Module, prompt: Prompt) -> PromptPositions:
 
 
 def _qwen_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: token types mark image and video ranges."""
+    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL."""
     ids = torch.tensor([prompt.token_ids])
-    token_types = torch.zeros_like(ids)
-    for item in prompt.media:
-        for offset, length in item.ranges:
-            token_types[0, offset : offset + length] = 1 if item.modality is Modality.IMAGE else 2
     position_ids, _ = base.get_rope_index(
         input_ids=ids,
-        mm_token_type_ids=token_types,
+        mm_token_type_ids=_token_types(prompt),
         image_grid_thw=_grids(prompt, Modality.IMAGE),
         video_grid_thw=_grids(prompt, Modality.VIDEO),
         second_per_grid_ts=_seconds(prompt),
         attention_mask=torch.ones_like(ids),
     )
     return _prompt_positions(position_ids[:, 0])
+
+
+def _hunyuan_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
+    """As many axes as the configuration has sections. The text model gives every axis the positions of a text
+    alone."""
+    if not prompt.media:
+        return _one_dimensional(base, prompt)
+    ids = torch.tensor([prompt.token_ids])
+    grids = _grids(prompt, Modality.IMAGE)
+    position_ids, _ = base.get_rope_index(ids, _token_types(prompt), image_grid_thw=grids)
+    return PromptPositions(position_ids[:, 0], 0)
 
 
 def _qwen_omni(base: nn.Module, prompt: Prompt) -> PromptPositions:
@@ -86,6 +93,15 @@ def _qwen_omni(base: nn.Module, prompt: Prompt) -> PromptPositions:
         second_per_grids=_seconds(prompt),
     )
     return _prompt_positions(position_ids[:, 0])
+
+
+def _token_types(prompt: Prompt) -> Tensor:
+    """[1, T] int64: 1 in the ranges of images, 2 in those of clips."""
+    token_types = torch.zeros(1, len(prompt.token_ids), dtype=torch.int64)
+    for item in prompt.media:
+        for offset, length in item.ranges:
+            token_types[0, offset : offset + length] = 1 if item.modality is Modality.IMAGE else 2
+    return token_types
 
 
 def _items(prompt: Prompt, modality: Modality) -> list[PlacedMedia]:
@@ -121,5 +137,6 @@ def _prompt_positions(position_ids: Tensor) -> PromptPositions:
 RULES: Mapping[PositionForm, PositionRule] = {
     PositionForm.ONE_DIMENSIONAL: PositionRule(1, _one_dimensional),
     PositionForm.QWEN_VL: PositionRule(3, _qwen_vl),
+    PositionForm.HUNYUAN_VL: PositionRule(1, _hunyuan_vl),
     PositionForm.QWEN_OMNI: PositionRule(3, _qwen_omni),
 }

@@ -14,10 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, no_adapter
+from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, lacks_package, no_adapter
 from cluster.errors import ConfigError
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+TEXT_ALONE = ("mistral4",)  # causal language models that transformers lists as multimodal only
+_CAUSAL_LANGUAGE_MODELS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ALONE}
+_MULTIPLIED_BY_SCALING = ("hyperclovax",)  # whose logits are; those of others are divided by it
 
 
 def family_of(config: PreTrainedConfig) -> ModelFamily:
@@ -28,9 +31,11 @@ def family_of(config: PreTrainedConfig) -> ModelFamily:
 
 def check_supported(config: PreTrainedConfig) -> None:
     name = config.model_type
+    if reason := lacks_package(family_of_type(name)):
+        _refuse(name, reason)
     if config.is_encoder_decoder:
         _refuse(name, "it is an encoder-decoder model; only decoder-only language models are served")
-    if name not in MEDIA_FAMILIES and name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if name not in MEDIA_FAMILIES and name not in _CAUSAL_LANGUAGE_MODELS:
         _refuse(
             name, f"it has no adapter; multimodal model types with one: {', '.join(sorted(MEDIA_FAMILIES))}"
         )
@@ -70,13 +75,16 @@ def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
     if family_of_type(config.model_type).leaves_logits:
         return lambda logits: logits
     text = config.get_text_config()
-    cap = getattr(text, "final_logit_softcapping", None)
-    divisor = getattr(text, "logits_scaling", None)
-    factor = getattr(text, "logit_scale", None)
+    cap, multiplier = getattr(text, "final_logit_softcapping", None), getattr(text, "output_multiplier", None)
+    scaling, factor = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
+    if cap and multiplier:
+        return lambda logits: (logits * multiplier / cap).tanh() * cap
     if cap:
         return lambda logits: (logits / cap).tanh() * cap
-    if divisor:
-        return lambda logits: logits / divisor
+    if scaling and text.model_type in _MULTIPLIED_BY_SCALING:
+        return lambda logits: logits * scaling
+    if scaling:
+        return lambda logits: logits / scaling
     if factor:
         return lambda logits: logits * factor
     return lambda logits: logits

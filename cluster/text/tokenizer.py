@@ -206,8 +206,12 @@ class TextProcessor:
 
 
 def _placeholders(processor: Any) -> dict[str, Modality]:
-    """The text that a chat template writes for an item, by modality."""
-    tokens = {modality: getattr(processor, f"{modality}_token", None) for modality in Modality}
+    """The text that a chat template writes for an item, by modality; in some families not the row's token."""
+    tokens = {
+        modality: getattr(processor, f"{modality}_placeholder_token", None)
+        or getattr(processor, f"{modality}_token", None)
+        for modality in Modality
+    }
     return {token: modality for modality, token in tokens.items() if token is not None}
 
 

@@ -39,8 +39,10 @@ WHAT = "what is it, and what more can be told of it?"  # so long that the item e
 FIELDS = {IMAGE: "image_url", VIDEO: "video_url", AUDIO: "audio_url"}
 TYPES = {IMAGE: "image/png", VIDEO: "video/mp4", AUDIO: "audio/wav"}
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
-ONE_SOUND = ("qwen3_asr", "audioflamingo3", "glmasr")  # their processors take one sound for a prompt
+# their processors take one sound for a prompt
+ONE_SOUND = ("qwen3_asr", "audioflamingo3", "musicflamingo", "glmasr")
 
+EQUAL_TILES = ("perception_lm",)  # its processor stacks the images of a prompt, whatever their sizes
 NEVER_BOTH = ("smolvlm", "glm")  # transformers takes images or clips in a prompt of theirs
 
 
@@ -81,6 +83,8 @@ def cases(name: str, modalities: tuple[Modality, ...]) -> list[list[Part]]:
     """Contents of one user message each."""
     found: list[list[Part]] = [["only words"]]
     wide, tall, small = picture(1, 101, 67), picture(2, 30, 75), picture(3, 17, 33)
+    if name in EQUAL_TILES:
+        tall = picture(2, 17, 33)
     if IMAGE in modalities:
         found += [[(IMAGE, wide), WHAT], ["see", (IMAGE, tall), "and", (IMAGE, small), "same?"]]
     if VIDEO in modalities:
@@ -156,13 +160,17 @@ class Reference:
                     given["audio"].append(decode(AUDIO, data, self.settings))
                     slots.append(len(given["videos"]) - 1)
         given = {key: value for key, value in given.items() if value}
+        if not given:  # GOT-OCR2's processor refuses a text alone
+            return dict(processor.tokenizer([text], return_tensors="pt"))
         if self._hears:
             given.setdefault("audio", None)  # Qwen3-ASR's wants to be told
         if "videos" in given:
-            given["do_sample_frames"] = False
+            given |= {"do_sample_frames": False, "return_metadata": True}
         if is_heard:
             given |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
-        return dict(processor(text=[text], return_tensors="pt", **given, **self.folder.call_kwargs))
+        inputs = dict(processor(text=[text], return_tensors="pt", **given, **self.folder.call_kwargs))
+        inputs.pop("video_metadata", None)
+        return inputs
 
 
 def metadata(probed: MediaProbe) -> Any:
@@ -233,6 +241,19 @@ async def test_answers_over_http_equal_generate(name: str, tmp_path) -> None:
                 answers = await asyncio.gather(*(ask(client, content) for content in contents))
                 assert answers == expected
             assert policy.num_local > len(media.modalities)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("kimi_k25", (VIDEO, clip(1, 4, 32, 32))), ("muse_spark", (AUDIO, sound(2, 4_000)))]
+)
+async def test_what_only_the_processor_takes_is_refused_by_name(name: str, part: Part, tmp_path) -> None:
+    async with local_cluster(cluster_args(save_family(name, tmp_path))) as cluster:
+        transport = httpx.ASGITransport(build_api(cluster.door))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
+            body = {"model": "tiny", "messages": message([part, WHAT])}
+            response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert f"takes no {part[0]} input" in response.json()["error"]["message"]
 
 
 async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -> tuple[list[int], list[int]]:

@@ -55,7 +55,8 @@ class Forced(hf.LogitsProcessor):
 def forced_answer(model: hf.PreTrainedModel, request: TinyRequest) -> list[int]:
     ids = torch.tensor([request.token_ids])
     with torch.no_grad():
-        output = model.generate(
+        output = hf.GenerationMixin.generate(  # Janus' own takes no logits processor
+            model,
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=len(FORCED) + NUM_FREE,

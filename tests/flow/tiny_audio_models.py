@@ -36,10 +36,10 @@ def _audio_requests(
     return requests
 
 
-def _padded_mels(mask_key: str, num_frames: int) -> dict[str, Tensor]:
-    mask = (torch.arange(3000) < num_frames).long()[None]
+def _padded_mels(mask_key: str, num_frames: int, window: int = 3000) -> dict[str, Tensor]:
+    mask = (torch.arange(window) < num_frames).long()[None]
     generator = torch.Generator().manual_seed(num_frames)
-    return {"input_features": torch.randn(1, 16, 3000, generator=generator), mask_key: mask}
+    return {"input_features": torch.randn(1, 16, window, generator=generator), mask_key: mask}
 
 
 def qwen2_audio() -> TinyCase:
@@ -69,6 +69,18 @@ def audioflamingo3() -> TinyCase:
     torch.manual_seed(0)
     clips = [(_padded_mels("input_features_mask", frames), frames // 4) for frames in (400, 120)]
     return TinyCase(randomized(hf.AudioFlamingo3ForConditionalGeneration(config)), _audio_requests(clips))
+
+
+def musicflamingo() -> TinyCase:
+    config = hf.MusicFlamingoConfig(
+        audio_config=hf.AudioFlamingo3EncoderConfig(**{**_WHISPER, "max_source_positions": 200}),
+        text_config=hf.Qwen2Config(**TEXT), audio_token_id=AUD, audio_bos_token_id=AS, audio_eos_token_id=AE,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    first, last = (_padded_mels("input_features_mask", frames, window=400) for frames in (400, 120))
+    long = {key: torch.cat([first[key], last[key]]) for key in first}
+    model = randomized(hf.MusicFlamingoForConditionalGeneration(config))
+    return TinyCase(model, _audio_requests([(long, 130), (last, 30)]))
 
 
 def glmasr() -> TinyCase:

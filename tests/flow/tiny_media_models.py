@@ -6,18 +6,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from cluster.config.families import family_of_type, lacks_package
 from tests.flow import tiny_audio_models as audio
 from tests.flow import tiny_packed_models as packed
+from tests.flow import tiny_single_models as single
 from tests.flow import tiny_tiled_models as tiled
 from tests.flow.tiny_models import TinyCase
 
 _BUILDERS = (
     packed.qwen2_vl, packed.qwen2_5_vl, packed.qwen3_vl, packed.qwen3_vl_moe, packed.qwen2_5_omni,
     packed.qwen3_omni,
-    packed.glm4v, packed.glm4v_moe, packed.glm46v, packed.glm_ocr, packed.exaone4_5, packed.paddleocr_vl,
-    tiled.llava, tiled.vipllava, tiled.llava_next, tiled.llava_onevision, tiled.internvl, tiled.gemma3,
-    tiled.mistral3, tiled.lighton_ocr,
+    packed.glm4v, packed.glm4v_moe, packed.glm46v, packed.glmga, packed.glm_ocr, packed.exaone4_5,
+    packed.paddleocr_vl, packed.cosmos3_omni, packed.cosmos3_edge, packed.cohere_compass, packed.hunyuan_vl,
+    packed.kimi_k25, packed.hyperclovax_vision_v2, packed.muse_glimmer, packed.muse_spark,
+    tiled.llava, tiled.vipllava, tiled.llava_next, tiled.llava_next_video, tiled.llava_onevision,
+    tiled.internvl, tiled.gemma3, tiled.qianfan_ocr, tiled.perception_lm, tiled.fast_vlm, tiled.got_ocr2,
+    tiled.janus, single.deepseek_vl_hybrid, single.deepseek_ocr2, single.step3p7, single.granite_docling,
+    tiled.mistral3, tiled.mistral3_of_mistral4, tiled.lighton_ocr,
     tiled.aya_vision, tiled.cohere2_vision, tiled.deepseek_vl, tiled.idefics3, tiled.smolvlm,
-    audio.qwen2_audio, audio.qwen3_asr, audio.voxtral, audio.audioflamingo3, audio.glmasr,
+    audio.qwen2_audio, audio.qwen3_asr, audio.voxtral, audio.audioflamingo3, audio.musicflamingo,
+    audio.glmasr,
 )  # fmt: skip
-MEDIA_FAMILIES: dict[str, Callable[[], TinyCase]] = {builder.__name__: builder for builder in _BUILDERS}
+MEDIA_FAMILIES: dict[str, Callable[[], TinyCase]] = {
+    builder.__name__: builder
+    for builder in _BUILDERS
+    if lacks_package(family_of_type(builder.__name__)) is None  # timm is not among the requirements
+}

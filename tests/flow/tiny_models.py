@@ -111,12 +111,18 @@ _WINDOW = {"sliding_window": 16}
 MIXED_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 GEMMA = {**HEAD_16, **_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
 TWO_EXPERTS = {"num_experts_per_tok": 2}
-_DEEPSEEK = {
+DEEPSEEK = {
     "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1, **TWO_EXPERTS,
 }  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 16,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+# queries are scaled by their positions
+MISTRAL4 = {**DEEPSEEK, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
 
 _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, configuration class, what differs from _BASE
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
@@ -147,7 +153,8 @@ _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, config
     "granite_logits_scaling": (
         "GraniteForCausalLM", "GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}
     ),
-    "deepseek_v3_mla": ("DeepseekV3ForCausalLM", "DeepseekV3Config", _DEEPSEEK),
+    "deepseek_v3_mla": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK),
+    "mistral4_mla": ("Mistral4ForCausalLM", "Mistral4Config", MISTRAL4),
 }  # fmt: skip
 
 

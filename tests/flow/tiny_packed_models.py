@@ -14,6 +14,7 @@ from tests.flow.tiny_models import (
     AS,
     AUD,
     AUDIO,
+    DEEPSEEK,
     HEAD_16,
     IMAGE,
     IMG,
@@ -24,6 +25,7 @@ from tests.flow.tiny_models import (
     VID,
     VIDEO,
     VS,
+    YARN,
     TinyCase,
     TinyRequest,
     collect,
@@ -133,6 +135,13 @@ def qwen3_vl_moe() -> TinyCase:
     )
 
 
+def cosmos3_omni() -> TinyCase:
+    text = {**HEAD_16, "rope_parameters": _MROPE_INTERLEAVED}
+    return _qwen_vl_case(
+        "Cosmos3OmniForConditionalGeneration", "Cosmos3OmniConfig", _DEEPSTACK_VISION, text, seconds=None
+    )
+
+
 def _add_mels(request: TinyRequest, num_frames: int, num_tokens: int) -> TinyRequest:
     mask = torch.ones(1, num_frames, dtype=torch.long)
     item = {"input_features": noise(1, 16, num_frames), "feature_attention_mask": mask}
@@ -182,9 +191,9 @@ def qwen3_omni() -> TinyCase:
     )
 
 
-def _glm_case(name: str, text: dict, vision: dict | None = None) -> TinyCase:
+def _glm_case(name: str, text: dict, vision: dict | None = None, config_name: str = "") -> TinyCase:
     """The rows of a clip stand under the image's token."""
-    config_class = getattr(hf, f"{name}Config")
+    config_class = getattr(hf, f"{config_name or name}Config")
     sizes = {**_QWEN_VISION, "out_hidden_size": 64, "image_size": 16, **(vision or {})}
     config = config_class(
         text_config={**TEXT, "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}, **text},
@@ -208,6 +217,10 @@ def glm4v() -> TinyCase:
 
 def glm46v() -> TinyCase:
     return _glm_case("Glm46V", {})
+
+
+def glmga() -> TinyCase:
+    return _glm_case("Glm46V", {}, config_name="Glmga")
 
 
 def glm4v_moe() -> TinyCase:
@@ -236,6 +249,120 @@ def exaone4_5() -> TinyCase:
     )
 
 
+def _flat_case(model: hf.PreTrainedModel, *patch_shape: int, token_types: bool = False) -> TinyCase:
+    """Images alone; patches of the given shape."""
+    requests = [TinyRequest().text(9, 8)]
+    for seed, (h, w) in enumerate([(4, 6), (6, 4)]):
+        item = {"pixel_values": noise(h * w, *patch_shape), "image_grid_thw": torch.tensor([[1, h, w]])}
+        request = TinyRequest().text(4 + seed, seed).raw(VS)
+        request.media(IMAGE, item, MediaGeometry(h * w // 4, grid_thw=(1, h, w))).raw(VE).text(5, seed + 3)
+        requests.append(collect(request))
+    if token_types:
+        requests = [_token_types(request) for request in requests]
+    return TinyCase(randomized(model), requests)
+
+
+_NAVIT = {
+    "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8, "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+
+
+def kimi_k25() -> TinyCase:
+    config = hf.Kimi_K25Config(
+        text_config=hf.DeepseekV3Config(**{**TEXT, **DEEPSEEK, "rope_parameters": YARN}),
+        vision_config=_NAVIT, projection_hidden_size=32, image_token_id=IMG, video_token_id=VID,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return _flat_case(hf.Kimi_K25ForConditionalGeneration(config), 3, 4, 4)
+
+
+def hyperclovax_vision_v2() -> TinyCase:
+    scales = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.25}
+    config = hf.HyperCLOVAXVisionV2Config(
+        text_config=hf.HyperCLOVAXConfig(**{**TEXT, **scales}), vision_config=_WINDOWED_VISION,
+        image_token_id=IMG, video_token_id=VID, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return _flat_case(hf.HyperCLOVAXVisionV2ForConditionalGeneration(config), _PATCH_WIDTH)
+
+
+def _muse_case(name: str, text: dict, **parts: object) -> TinyCase:
+    """Every fourth layer, counted from the last, has no window and no rotary positions."""
+    config = getattr(hf, f"{name}Config")(
+        text_config={**TEXT, **HEAD_16, "sliding_window": 12, "num_hidden_layers": 4, **text},
+        vision_config={**_NAVIT, "pos_emb_height": 4, "pos_emb_width": 4}, out_hidden_size=4 * 32,
+        projector_hidden_size=64,
+        image_token_id=IMG, video_token_id=VID, **parts,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(hf, f"{name}ForConditionalGeneration")(config)
+    first = _add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
+    collect(_add_video(first, (2, 4, 4), None, (VE, 7, 8, VS)).text(3, 3))
+    second = collect(_add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(4, 7))
+    return TinyCase(randomized(model), [first, second, TinyRequest().text(9, 8)])
+
+
+def muse_glimmer() -> TinyCase:
+    return _muse_case("MuseGlimmer", {})
+
+
+def muse_spark() -> TinyCase:
+    experts = {**TWO_EXPERTS, "num_local_experts": 4, "moe_intermediate_size": 32, "moe_hidden_size": 32}
+    ears = {
+        "patch_sizes": [2, 2], "hidden_sizes": [8, 8], "depths": [1, 1], "num_hidden_layers": 2,
+        "out_hidden_size": 64,
+    }  # fmt: skip
+    return _muse_case("MuseSpark", experts, audio_config=ears, audio_token_id=AUD)
+
+
+def cohere_compass() -> TinyCase:
+    """Windows with rotary positions, full attention without."""
+    ropes = {"sliding_attention": {**_MROPE, "rope_type": "default"}, "full_attention": None}
+    text = {**MIXED_LAYERS, "sliding_window": 12, "rope_parameters": ropes, "logit_scale": 0.25}
+    return _qwen_vl_case(
+        "CohereCompassForConditionalGeneration", "CohereCompassConfig", _DEEPSTACK_VISION, text, seconds=None
+    )
+
+
+def hunyuan_vl() -> TinyCase:
+    rope = {
+        "type": "xdrope", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1, "xdrope_section": [2, 2, 2, 2],
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "patch_size": 4, "out_hidden_size": 64, "max_image_size": 64,
+    }  # fmt: skip
+    config = hf.HunYuanVLConfig(
+        text_config={**TEXT, **HEAD_16, "rope_parameters": rope}, vision_config=vision, image_token_id=IMG,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    first, second = TinyRequest().text(4, 1), TinyRequest().text(3, 5)
+    for request, (h, w) in ((first, (4, 6)), (first, (6, 4)), (second, (4, 4))):
+        item = {"pixel_values": noise(h * w, 3 * 4 * 4), "image_grid_thw": torch.tensor([[1, h, w]])}
+        rows = h // 2 * (w // 2 + 1) + 2  # with row ends and two markers
+        request.raw(VS).media(IMAGE, item, MediaGeometry(rows, grid_thw=(1, h, w))).raw(VE).text(5, h)
+    requests = [_token_types(collect(request)) for request in (first, second)]
+    model = randomized(hf.HunYuanVLForConditionalGeneration(config))
+    return TinyCase(model, [*requests, TinyRequest().text(9, 8)])
+
+
+def cosmos3_edge() -> TinyCase:
+    text = {**HEAD_16, "rope_parameters": _MROPE}
+    config = hf.Cosmos3EdgeConfig(
+        text_config={**TEXT, **text}, projector_hidden_size=64, **_VISION_IDS,
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "patch_size": 4, "num_patches": 16,
+        },
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return _flat_case(hf.Cosmos3EdgeForConditionalGeneration(config), 3 * 4 * 4, token_types=True)
+
+
 def paddleocr_vl() -> TinyCase:
     vision = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -247,13 +374,4 @@ def paddleocr_vl() -> TinyCase:
         video_token_id=VID, vision_start_token_id=VS, vision_end_token_id=VE,
     )  # fmt: skip
     torch.manual_seed(0)
-    requests = [TinyRequest().text(9, 8)]
-    for seed, grid in enumerate([(1, 4, 6), (1, 6, 4)]):
-        _, h, w = grid
-        item = {"pixel_values": noise(h * w, 3, 4, 4), "image_grid_thw": torch.tensor([grid])}
-        request = TinyRequest().text(4 + seed, seed).raw(VS)
-        request.media(IMAGE, item, MediaGeometry(h * w // 4, grid_thw=grid)).raw(VE).text(5, seed + 3)
-        requests.append(collect(request))
-    return TinyCase(
-        randomized(hf.PaddleOCRVLForConditionalGeneration(config)), [_token_types(each) for each in requests]
-    )
+    return _flat_case(hf.PaddleOCRVLForConditionalGeneration(config), 3, 4, 4, token_types=True)

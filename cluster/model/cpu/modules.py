@@ -88,12 +88,14 @@ class PackedWeights:
 
 
 class PackedLinear(nn.Module):
-    """y = x Wᵀ + b. Has no `weight`; the linear that it was made from can be deleted."""
+    """y = x Wᵀ + b. Its `weight` is empty and only says the dtype, which families ask for; the linear that it
+    was made from can be deleted."""
 
     def __init__(self, linear: nn.Linear, kernels: Kernels, *, int8: bool = False):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        self.weight = torch.empty(0, dtype=linear.weight.dtype)
         self.forward = PackedWeights(kernels, linear.weight, bias=linear.bias, int8=int8)
 
 

@@ -14,9 +14,9 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from cluster.config.checkpoint import check_family
-from cluster.config.families import MEDIA_FAMILIES, part_of_whole
+from cluster.config.families import MEDIA_FAMILIES, lacks_package, part_of_whole
 from cluster.errors import ConfigError
-from cluster.model.support import check_supported
+from cluster.model.support import TEXT_ALONE, check_supported
 
 PAGE = Path(__file__).parents[3] / "docs" / "media.md"
 BESIDE = {  # transformers maps them elsewhere
@@ -34,7 +34,7 @@ def types_under(heading: str) -> set[str]:
 
 
 def is_served(name: str) -> bool:
-    return name in MEDIA_FAMILIES or part_of_whole(name) is not None
+    return name in (*MEDIA_FAMILIES, *TEXT_ALONE) or part_of_whole(name) is not None
 
 
 def test_the_page_names_every_type_once_where_it_belongs():
@@ -47,4 +47,14 @@ def test_what_is_not_served_is_refused_by_name(name):
     config = CONFIG_MAPPING[name]()
     with pytest.raises(ConfigError, match="is not supported"):
         check_family({**config.to_dict(), "architectures": [TYPES[name]]})
+        check_supported(config)
+
+
+@pytest.mark.parametrize("name", [name for name, family in MEDIA_FAMILIES.items() if lacks_package(family)])
+def test_a_family_whose_package_is_missing_is_refused_by_name(name):
+    config = CONFIG_MAPPING[name]()
+    reason = f"'{name}' is not supported: .*pip install {MEDIA_FAMILIES[name].package}"
+    with pytest.raises(ConfigError, match=reason):
+        check_family(config.to_dict())
+    with pytest.raises(ConfigError, match=reason):
         check_supported(config)

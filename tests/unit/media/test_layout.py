@@ -3,6 +3,9 @@ ones; for every family."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,14 +23,20 @@ from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 RELAXED = settings(max_examples=10, derandomize=True)
-SOUND_ALONE = ["qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "glmasr"]
+SOUND_ALONE = ["qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "musicflamingo", "glmasr"]
 OMNI = ["qwen2_5_omni", "qwen3_omni"]
 IMAGE_FAMILIES = [name for name in FAMILIES if name not in SOUND_ALONE]
-AREA_FAMILIES = [
-    name for name in IMAGE_FAMILIES if name.startswith(("qwen", "glm", "exaone4_5", "paddleocr_vl"))
+AREA_IMAGE_FAMILIES = ("paddleocr_vl", "hunyuan_vl", "cosmos3_edge", "hyperclovax_vision_v2")
+AREA_VIDEO_FAMILIES = [
+    name
+    for name in IMAGE_FAMILIES
+    if name.startswith(("qwen", "glm", "exaone4_5", "cosmos3_omni", "cohere_compass"))
 ]
-AREA_VIDEO_FAMILIES = [name for name in AREA_FAMILIES if name != "paddleocr_vl"]
-VIDEO_FAMILIES = [*AREA_VIDEO_FAMILIES, "llava_onevision", "internvl", "smolvlm"]
+AREA_FAMILIES = [*AREA_VIDEO_FAMILIES, *AREA_IMAGE_FAMILIES]
+VIDEO_FAMILIES = [
+    *AREA_VIDEO_FAMILIES, "llava_next_video", "llava_onevision", "internvl", "smolvlm", "muse_glimmer",
+    "muse_spark"
+]  # fmt: skip
 POOLED_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni"]
 SIDE = st.integers(1, 120)
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -85,8 +94,17 @@ def assert_same(family: Family, probe: MediaProbe, array: np.ndarray, **given: o
 
 
 def their_outputs(folder: FamilyFolder, modality: Modality, **given: object) -> dict:
-    text = [getattr(folder.processor, f"{modality}_token")]
-    return dict(folder.processor(text=text, return_tensors="pt", **given, **folder.call_kwargs))
+    return outputs_for_an_item(folder.processor, modality, **given, **folder.call_kwargs)
+
+
+def outputs_for_an_item(processor: Any, modality: Modality, **given: object) -> dict:
+    token = getattr(processor, f"{modality}_token")
+    text = getattr(processor, f"{modality}_placeholder_token", token)
+    if type(processor).__name__ != "HunYuanVLProcessor":
+        return dict(processor(text=[text], return_tensors="pt", **given))
+    text = f"{processor.image_start_token}{text}{processor.image_end_token}"  # it refuses less
+    outputs = dict(processor(text=[text], return_tensors="pt", **given))
+    return {**outputs, "input_ids": outputs["input_ids"][:, 1:-1]}
 
 
 @pytest.mark.parametrize("name", IMAGE_FAMILIES)
@@ -122,7 +140,7 @@ def test_a_clips_layout_and_tensors_are_the_processors(families, name, width, he
     assert_same(
         (folder, media), probe, frames,
         videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], video_metadata=[metadata], do_sample_frames=False,
-        input_data_format="channels_first",
+        return_metadata=True, input_data_format="channels_first",
     )  # fmt: skip
 
 
@@ -149,7 +167,7 @@ def real_layout(family: Family, probe: MediaProbe, **given: object) -> tuple[str
     folder, _ = family
     pixels = torch.zeros(3, probe.height, probe.width, dtype=torch.uint8)
     processor = folder.processor
-    outputs = processor(text=[processor.image_token], images=[pixels], return_tensors="pt", **given)
+    outputs = outputs_for_an_item(processor, IMAGE, images=[pixels], **given)
     return processor.tokenizer.decode(outputs["input_ids"][0]), outputs
 
 
@@ -165,7 +183,7 @@ def test_a_clients_bounds_for_pixels_become_the_processors(families, name, least
     assert written_out(media, layout) == text
     inputs = media.prepare(IMAGE, np.zeros((37, 50, 3), np.uint8), options)
     assert inputs["image_grid_thw"].tolist() == outputs["image_grid_thw"].tolist()
-    num_pixels = layout.geometry.num_tokens * 64
+    num_pixels = math.prod(layout.geometry.grid_thw) * 16
     assert (least or 0) <= num_pixels <= (most or num_pixels)
 
 

@@ -15,17 +15,29 @@ from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import noise
 
 NUM_UNITS = 5
-WHOLE = {  # of what no piece may be encoded apart: rows woven over tiles, attention or convolutions over the whole clip
+# of what no piece may be encoded apart: rows woven over tiles, attention or convolutions over the whole clip;
+# or what has parts of several sizes
+WHOLE = {
     ("llava_next", Modality.IMAGE),
+    ("llava_next_video", Modality.IMAGE),
     ("llava_onevision", Modality.IMAGE),
     ("mistral3", Modality.IMAGE),
+    ("mistral3_of_mistral4", Modality.IMAGE),
     ("lighton_ocr", Modality.IMAGE),
+    ("deepseek_vl_hybrid", Modality.IMAGE),
+    ("deepseek_ocr2", Modality.IMAGE),
+    ("step3p7", Modality.IMAGE),
+    ("granite_docling", Modality.IMAGE),
+    ("musicflamingo", Modality.AUDIO),
     ("qwen2_5_omni", Modality.AUDIO),
     ("qwen3_omni", Modality.AUDIO),
     ("qwen2_audio", Modality.AUDIO),
 }
 # their encoders take an image for one temporal patch, which is all that it ever has
-ONE_PATCH = ("glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl")
+ONE_PATCH = (
+    "glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr", "paddleocr_vl", "hunyuan_vl", "kimi_k25",
+    "cosmos3_edge",
+)  # fmt: skip
 
 
 def of_many_units(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
