@@ -36,7 +36,7 @@ class Estimate:
         self.encoders = EncodeEstimate(request.media, cluster, now, avoided=request.avoided)
         self.earliest_s = self.encoders.earliest_s
         steps = PromptSteps(cluster, request.block_size)
-        self.decodes = DecodeEstimate(request, cluster, steps)
+        self.decodes = DecodeEstimate(request, cluster, steps, now)
         shared = cluster.shared
         can_decode = shared.at_prefills(self.decodes.is_able) > 0
         is_able = able_to_compute(request, cluster.prefills, can_decode)

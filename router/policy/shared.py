@@ -77,11 +77,25 @@ def answers_step_s(decodes: WorkerPool) -> Floats:
     return decodes.running_units * (curve.per_unit_s + curve.per_pair_s * context)
 
 
+def tpot_s(cluster: ClusterView, steps: PromptSteps, step_s: Floats, now: float) -> Floats:
+    """[decodes]: between two tokens of an answer, if prompts and media take as much of the worker's time as
+    they lately did. `step_s`: [decodes], a step without prompts."""
+    shared = cluster.shared
+    free = 1 - cluster.prefills.busy_share(now)
+    if shared.has_encoding:
+        free = free * (1 - shared.of_encoders(cluster.encoders.busy_share(now)))
+    busy = shared.at_decodes(1 - free)
+    long_s = np.maximum(step_s, cluster.scheduling.prompt_pause_s + shared.at_decodes(steps.answers_s))
+    return 1 / ((1 - busy) / step_s + busy / long_s)
+
+
 class BesideEncoding(NamedTuple):
     """[encoders] each: what the language engine of the same worker has to do. Zero where there is none."""
 
     queue_s: Floats  # infinite while answers run there
-    num_waiting: Floats  # prompts, and a part of the answers
+    num_waiting: Floats  # prompts
+    num_answers: Floats
+    step_fixed_s: Floats  # of a step of answers
 
 
 def beside_encoding(cluster: ClusterView) -> BesideEncoding | None:
@@ -97,7 +111,9 @@ def beside_encoding(cluster: ClusterView) -> BesideEncoding | None:
     num_prompts = pool.reported_requests + pool.sent_requests
     return BesideEncoding(
         shared.of_prompts(np.where(has_answers, np.inf, queue_s)),
-        shared.of_prompts(num_prompts + ANSWER_WEIGHT * answers),
+        shared.of_prompts(num_prompts),
+        shared.of_prompts(answers),
+        shared.of_prompts(shared.at_prefills(decodes.curve("decode").fixed_s)),
     )
 
 
@@ -127,6 +143,7 @@ class PromptSteps:
     fixed_s, per_token_s, per_pair_s    of prompts alone; the parts of `Curve`
     answers_s       longer for the tokens of answers
     decode_step_s   a step of the answers without prompts; zero without answers
+    decode_fixed_s  the part of such a step that a step with prompts has anyway
     max_tokens      of prompts in a step
     """
 
@@ -143,6 +160,7 @@ class PromptSteps:
         self.has_answers = shared.at_prefills(num_running) > 0
         self.answers_s = shared.at_prefills(answers_s)
         self.decode_step_s = shared.at_prefills((num_running > 0) * (decode.fixed_s + answers_s))
+        self.decode_fixed_s = shared.at_prefills(decode.fixed_s)
         room_s = np.maximum(0.0, cluster.scheduling.prompt_pause_s - self.fixed_s)
         fitting = np.maximum(block_size, room_s / np.maximum(1e-12, self.queued_token_s))
         self.max_tokens = np.where(
