@@ -18,6 +18,7 @@ from router.flow.placer import Placer
 from router.policy import ClusterView, JointPolicy, Placement, RequestView, Worker, make_policy
 from router.policy.estimate import Estimate
 from router.policy.registry import BASELINES, POLICIES
+from router.policy.shared import ANSWER_WEIGHT
 from tests.fakes.placement import (
     BLOCK,
     DECODE,
@@ -128,6 +129,34 @@ def test_queued_prompts_send_an_answer_to_another_worker():
     longer_s = 0.5 * DECODE.seconds(1) + 1.5 * 900 * PREFILL.per_unit_s
     assert estimate.cost_s(placement) - before_s == pytest.approx(longer_s, rel=0.02)
     assert estimate.cost_s(Placement((), "p0", "l1")) == pytest.approx(before_s, rel=0.02)
+
+
+def test_an_answer_goes_where_prompts_lately_took_less_of_the_time():
+    cluster = cluster_of(0, 1, 0, 2)
+    for at in (0.0, 1.0):
+        cluster.reported("l0", load(8, 8, num_prompts=3, num_prompt_tokens=900), at)
+        cluster.reported("l1", load(8, 8), at)
+    cluster.reported("l0", load(8, 8), 2.0)  # no prompt is queued any more: both have the same to do
+    for idx in range(10):
+        assert decide(text(160, f"text {idx}"), cluster, now=2.0).placement.decode == "l1"
+    later = Estimate(text(160), cluster, 60.0).decodes.cost_s
+    assert later[0] == pytest.approx(later[1], rel=0.01)
+
+
+def test_a_step_with_a_prompt_or_a_call_of_the_encoder_is_a_step_of_the_answers_too():
+    cluster = cluster_of(0, 0, 0)
+    add_whole(cluster, "w0")
+    request = media(400)
+    before = Estimate(request, cluster, 0.0)
+    cluster.reported("w0", load(80, 80), 0.0)
+    after = Estimate(request, cluster, 0.0)
+    max_tokens = (SCHEDULING.prompt_pause_s - PREFILL.fixed_s) / PREFILL.per_unit_s
+    num_tokens = request.num_prompt_tokens
+    prompt_s = num_tokens * (PREFILL.per_unit_s + (PREFILL.fixed_s - DECODE.fixed_s) / max_tokens)
+    delay_s = after.prefills.cost_s[0] - before.prefills.cost_s[0]
+    assert delay_s == pytest.approx(80 * ANSWER_WEIGHT * prompt_s, rel=0.02)
+    delay_s = after.encoders.cost_s[0, 0] - before.encoders.cost_s[0, 0]
+    assert delay_s == pytest.approx(80 * ANSWER_WEIGHT * (ENCODE.seconds(400) - DECODE.fixed_s), rel=0.02)
 
 
 def test_answers_take_part_in_the_steps_of_a_prompt_and_limit_them():
