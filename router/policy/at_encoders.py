@@ -28,7 +28,8 @@ class EncodeEstimate:
     prepare_s   on a CPU thread, beside the device
     encode_s    encoder calls; zero at an encoder that has the item or has taken it on
     finish_s    until the embeddings are ready, with no other item of the request ahead
-    cost_s      delay of others: the item's device time, for every item, prompt and answer there
+    cost_s      delay of others: the item's device time, for every item and prompt there, and a part of the
+                delay of the answers
     """
 
     def __init__(

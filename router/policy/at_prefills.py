@@ -47,8 +47,8 @@ class PrefillEstimate:
     work_s      device time of the prompt alone
     tail_s      [items, prefills]: to compute the tokens from an item's first one on
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      delay of others: the prompt's work, for every request that waits there, for a part of the
-                answers that run there, and for a later request with the same prompt if nothing is cached
+    cost_s      delay of others: the prompt's work, for every request that waits there, and for a later
+                request with the same prompt if nothing is cached; and a part of the delay of answers there
     """
 
     def __init__(

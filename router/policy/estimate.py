@@ -3,10 +3,11 @@
 The cost of a placement, in seconds, is
 
     time to first token + KV transfer that is not hidden + decode's first step + delay of others
+    + `ANSWER_WEIGHT` × time of the answer
 
 plus a small term that only decides between equals. "Delay of others" is the request's own work at each
 worker, for every request that waits there: a request in a long queue delays all requests that arrive while
-the queue lasts.
+the queue lasts; and a part of the delay of the answers that run there.
 """
 
 from __future__ import annotations

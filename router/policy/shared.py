@@ -8,7 +8,11 @@ in it:
 * With answers, it takes longer by the queued tokens of prompts, as far as they fit.
 
 A worker that encodes and computes prompts has an encoder and a language engine that take turns on its device.
-So each of the two queues lasts longer by the other, but by no more than its own length.
+So each of the two queues lasts longer by the other, but by no more than its own length. A step of the answers
+rides in each encoder call.
+
+So an answer takes longer where prompts and media take more of the time (`tpot_s`). Workers that can do all
+of it part by themselves: answers go to some of them, prompts and media to the others.
 """
 
 from __future__ import annotations
