@@ -252,7 +252,7 @@ class WorkerPool:
         return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
 
     def busy_share(self, now: float) -> Floats:
-        """[slots]: the part of the recent time in which the worker had work for this phase, as it reported."""
+        """[slots]: the part of the recent time in which the worker reported work for this phase."""
         left = np.exp(-np.maximum(0.0, now - self.told_at) / BUSY_WINDOW_S)
         return np.where(self.reported_units > 0, 1.0, 0.0) * (1 - left) + self.had_work_share * left
 
