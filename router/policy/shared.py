@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from router.policy.cluster import ClusterView
 
 # What a second of an answer counts, as a ratio to a second before a first token: a queue delays all requests
-# that come while it lasts, an answer is delayed once. Simulated with 0.25 and 0.15 (four whole workers, four
-# workloads): answers are faster with 0.25, first tokens sooner with 0.15, and as many requests keep limits. A
-# worker that does not prefill computes prompts between its steps, and all its answers wait meanwhile: there
-# the delay by a prompt counts in full.
-ANSWER_WEIGHT = 0.25
+# that come while it lasts, an answer is delayed once. With 0.25 four whole workers serve more images and fewer
+# texts within limits (bench/router/README.md, Splits). A worker that does not prefill computes prompts between
+# its steps, and all its answers wait meanwhile: there the delay by a prompt counts in full.
+ANSWER_WEIGHT = 0.15
 
 
 class SharedWorkers:

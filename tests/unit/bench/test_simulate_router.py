@@ -189,7 +189,7 @@ def test_every_division_of_the_devices_is_considered_once() -> None:
     assert set(neighbours(found[4])) <= set(found)
 
 
-@pytest.mark.parametrize(("tpot_s", "best"), [(math.inf, "2EPD*"), (0.009, "1P+1D*")])
+@pytest.mark.parametrize(("tpot_s", "best"), [(math.inf, "2EPD*"), (0.009, "1D+1EPD*")])
 def test_a_limit_for_each_token_decides_whether_decode_has_devices_of_its_own(tpot_s: float, best: str):
     workload = Workload("long texts", fixed_text(4000, 20))
     plans = plan(workload, Slo(2.0, tpot_s), {"h200": 2}, VL_7B, 30)
