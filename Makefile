@@ -47,7 +47,7 @@ $(STAMP):
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/pip install --quiet --no-deps --target $(VENV)/openai-2 --upgrade $(OPENAI_2)
-	$(BIN)/python -m cluster.native.build cluster/model/cpu kv_transfer/codecs
+	$(BIN)/python -m cluster.native.build cluster/model/cpu cluster/kvcache kv_transfer/codecs
 	rm -f $(VENV)/.installed-*
 	touch $@
 

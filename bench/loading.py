@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.tables import head
+
 NUM_STEPS = 20
 MIB = 1 << 20
 
@@ -134,8 +136,7 @@ def main() -> None:
         child(args)
         return
     print(f"{Path(args.model).name}, {args.half} half, {args.dtype}")
-    print("| | s | CPU s | PSS, MiB | anonymous | on huge pages | locked | step, ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(*head("", "s", "CPU s", "PSS, MiB", "anonymous", "on huge pages", "locked", "step, ms"), sep="\n")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         measure(args, "no cache", "")
         measure(args, "the file is written", folder)

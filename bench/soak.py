@@ -40,7 +40,7 @@ from bench.soak_series import Sampler, table
 from bench.workload import KINDS, Case, make_case, make_cases
 from cluster.serving.command import DEFAULT_CONFIG
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 
 HELD = (
     "epdg_door_flights",

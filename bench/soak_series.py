@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.flat import Trend, trend
+from bench.tables import head
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 MIB = 1 << 20
@@ -121,10 +122,7 @@ def usage_of(pid: int) -> dict[str, float]:
 
 def table(verdicts: Sequence[Verdict], unit_s: float) -> str:
     """Markdown. `unit_s`: seconds that 1,000 requests took."""
-    rows = [
-        "| series | unit | median | rise | per 1,000 requests | tolerated | |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = head("series", "unit", "median", "rise", "per 1,000 requests", "tolerated", "")
     for each in verdicts:
         numbers = (
             each.trend.median,

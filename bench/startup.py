@@ -22,6 +22,7 @@ from pathlib import Path
 import httpx
 
 from bench.footprint import cpu_s, replicas
+from bench.tables import head
 from cluster.serving.command import DEFAULT_CONFIG
 from cluster.serving.launch import LocalCluster, processes_of
 
@@ -82,8 +83,7 @@ def _name(pid: int) -> str:
 
 
 def print_table(processes: dict[int, Watched]) -> None:
-    print("| process | started at s | CPU s | " + " | ".join(f"{name} at s" for name in LIBRARIES) + " |")
-    print("| --- |" + " --- |" * (2 + len(LIBRARIES)))
+    print(*head("process", "started at s", "CPU s", *(f"{name} at s" for name in LIBRARIES)), sep="\n")
     for process in sorted(processes.values(), key=lambda each: each.started_at):
         mapped = (process.mapped_at.get(name) for name in LIBRARIES)
         cells = (f"{at:.1f}" if at is not None else "" for at in mapped)
@@ -102,7 +102,7 @@ def wait_for_health(url: str) -> None:
 
 def kill_one_of_each(cluster: LocalCluster) -> None:
     """Kills one replica after the other and prints how long its pool was without it."""
-    print("| killed | process of the next after s | ready after s |\n| --- | --- | --- |")
+    print(*head("killed", "process of the next after s", "ready after s"), sep="\n")
     for pid, name in sorted(replicas().items(), key=lambda item: item[1]):
         if pid not in processes_of(cluster.folder) or name == "Door":
             continue

@@ -2,7 +2,7 @@
 
     python -m bench.structure check [--schemas 2000] [--streams 16] [--max-tokens 400] [--blanks] [--random]
     python -m bench.structure speed [--schemas 64] [--streams 16] [--rounds 5]
-    python -m bench.structure hostile [--streams 16] [--url http://127.0.0.1:8000]
+    python -m bench.structure hostile [--streams 16] [--max-tokens 400] [--rounds 5] [--url http://…:8000]
 
 One process, no cluster: a door and one language worker with the demo model (`--random`: the same with random
 weights), temperature 1. `--url`: the cluster there instead. Schemas come from `bench.schemas`; the library `jsonschema`, which has no part in the
@@ -12,8 +12,9 @@ check    per class of schemas: valid, invalid, cut off by --max-tokens, refused.
          invalid.
 speed    tokens per second when every answer has a structure, beside the same number of tokens of the same
          prompts without one. Rounds of the two take turns; the ratio is the median over the rounds.
-hostile  how long the door takes to refuse structures that are hard to compile, and the gap between two
-         tokens of other answers meanwhile, beside the gap without them.
+hostile  how long the door takes to refuse structures that are hard to compile, one after the other, and the
+         gap between two tokens of other answers meanwhile: alone, beside them, and beside a process of the
+         lowest priority that only counts, which shows what any work of one core costs on this machine.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any, Protocol
 
 import httpx
 import jsonschema
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -47,10 +49,11 @@ from cluster.errors import RequestError
 from decode_service.service import LanguageService
 from router.door import Door
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 PROMPT = "Describe a thing as JSON."
+LOOP = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
 
 
 def hostile_structures(salt: int) -> dict[str, dict[str, Any]]:
@@ -122,7 +125,9 @@ def request_body(model: str, seed: int, max_tokens: int, fields: dict[str, Any])
 
 async def ask_door(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answered:
     body = request_body("demo", seed, max_tokens, fields)
-    (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), "demo", door.defaults))
+    (choice,) = await door.chat(
+        chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
+    )
     texts, gaps, reason, last_at = [], [], None, time.perf_counter()
     try:
         async for delta in choice:
@@ -242,28 +247,58 @@ async def speed(ask: Asking, args: argparse.Namespace) -> int:
 
 
 async def hostile(ask: Asking, args: argparse.Namespace) -> int:
-    async def gaps() -> list[float]:
-        plain = [ask(seed, 200, ignore_eos=True) for seed in range(args.streams)]
-        return sorted(gap for each in await asyncio.gather(*plain) for gap in each.gaps_s)
+    async def gap_p50_p99() -> tuple[float, float]:
+        plain = [ask(seed, args.max_tokens, ignore_eos=True) for seed in range(args.streams)]
+        gaps = [gap for each in await asyncio.gather(*plain) for gap in each.gaps_s]
+        p50, p99 = 1e3 * np.percentile(gaps, [50, 99])
+        return float(p50), float(p99)
 
-    await gaps()
-    alone = await gaps()
-    other = asyncio.ensure_future(gaps())
-    for name, body in hostile_structures(random.randrange(1000)).items():
-        began_at = time.perf_counter()
+    took_s: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    async def beside_structures() -> tuple[float, float]:
+        others = asyncio.ensure_future(gap_p50_p99())
+        while not others.done():
+            for name, body in hostile_structures(random.randrange(1000)).items():
+                if not others.done():
+                    outcome, seconds = await outcome_of(ask, body)
+                    took_s[name, outcome].append(seconds)
+        return await others
+
+    async def beside_loop() -> tuple[float, float]:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", LOOP)
         try:
-            await ask(0, 16, **body)
-            outcome = "answered"
-        except RequestError as error:
-            outcome = f"refused: {error.message[:90]}"
-        print(f"{name:40} {time.perf_counter() - began_at:6.3f} s  {outcome}")
-    beside = await other
-    for name, of in (("alone", alone), ("beside them", beside)):
-        print(
-            f"gap between tokens, {name}: p50 {1e3 * of[len(of) // 2]:.2f} ms, "
-            f"p99 {1e3 * of[len(of) * 99 // 100]:.2f} ms"
-        )
+            return await gap_p50_p99()
+        finally:
+            process.kill()
+            await process.wait()
+
+    rounds = []
+    for _ in range(args.rounds + 1):
+        rounds.append((await gap_p50_p99(), await beside_structures(), await beside_loop()))
+    for (name, outcome), seconds in sorted(took_s.items()):
+        print(f"{name:40} {len(seconds):3} times, {min(seconds):.2f} to {max(seconds):.2f} s: {outcome}")
+    measured = np.array(rounds[1:])  # the first loads what is needed
+    medians, ratios = np.median(measured, axis=0), measured[:, 1:] / measured[:, :1]
+    for column, percentile in enumerate(("p50", "p99")):
+        print(f"gap between tokens, {percentile}, alone: {medians[0, column]:.2f} ms")
+        for row, beside in enumerate(("structures", "a loop")):
+            ratio = ratios[:, row, column]
+            print(
+                f"  beside {beside}: {medians[row + 1, column]:.2f} ms; "
+                f"ratio {np.median(ratio):.2f}, {ratio.min():.2f} to {ratio.max():.2f}"
+            )
     return 0
+
+
+async def outcome_of(ask: Asking, body: dict[str, Any]) -> tuple[str, float]:
+    """And the seconds until it was known."""
+    began_at = time.perf_counter()
+    try:
+        await ask(0, 16, **body)
+        outcome = "answered"
+    except RequestError as error:
+        outcome = f"refused: {error.message[:60]}"
+    return outcome, time.perf_counter() - began_at
 
 
 async def run(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from cluster.config import ClusterArgs, read_environment, resolve
-from cluster.config.checkpoint import check_checkpoint, takes_media
+from cluster.config.checkpoint import check_family, check_weights, read_config, takes_media
 from cluster.serving.door import DoorReplica
 from cluster.serving.exposure import require_authentication
 from cluster.serving.held_check import HOLD_S
@@ -42,6 +42,7 @@ from cluster.types.members import Role
 
 logger = logging.getLogger(__name__)
 
+# Import paths: each process loads only its own classes.
 SERVICES = {
     Role.ENCODE: "encoder_service.service:EncoderService",
     Role.PREFILL: "prefill_service.service:PrefillService",
@@ -82,29 +83,28 @@ def build(args: ClusterArgs) -> serve.Application:
     return compose(args, Hosts.here())
 
 
-def compose(
-    args: ClusterArgs, hosts: Hosts, services: dict[Role, str] = SERVICES, door: str = DOOR, api: str = API
-) -> serve.Application:
-    """`build` with other classes in the same deployments. The classes are import paths, so each process loads
-    only its own."""
+def compose(args: ClusterArgs, hosts: Hosts) -> serve.Application:
+    """`build` on these hosts."""
     resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
-    config, _ = check_checkpoint(Path(resolved.model))
+    config = read_config(resolved.model)  # the door checks the tokenizer: to read a large one takes a while
+    check_family(config)
+    check_weights(Path(resolved.model))
     roles = [role for role in resolved.roles if role is not Role.ENCODE or takes_media(config)]
     if len(roles) < len(resolved.roles):
         logger.warning("model type '%s' takes no media: there is no encode pool", config["model_type"])
-    pools = {role.value: _pool(role, resolved, services[role], hosts) for role in roles}
+    pools = {role.value: _pool(role, resolved, hosts) for role in roles}
     options = _options("Door")
-    return serve.deployment(name="Door", **options)(DoorReplica).bind(resolved, door, api, pools)
+    return serve.deployment(name="Door", **options)(DoorReplica).bind(resolved, DOOR, API, pools)
 
 
-def _pool(role: Role, args: ClusterArgs, service: str, hosts: Hosts) -> Any:
+def _pool(role: Role, args: ClusterArgs, hosts: Hosts) -> Any:
     pool = args.pools[role.value]
     adapter = DecodeReplica if role.decodes else Replica
     router = RequestRouterConfig(request_router_class=HookRouter, request_router_kwargs={"role": role.value})
     actor_options = actor_options_of(role, args, hosts)
     options = _options(role.deployment, request_router_config=router, ray_actor_options=actor_options)
     return serve.deployment(name=role.deployment, **options)(adapter).bind(
-        args, service, pool.threads, pool.cores
+        args, SERVICES[role], pool.threads, pool.cores
     )
 
 

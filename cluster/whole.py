@@ -4,10 +4,8 @@ language engine (`cluster.engine`). What it encodes for its own prompts stays in
 
 from __future__ import annotations
 
-from cluster.config.settings import ClusterArgs
 from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
-from cluster.worker.process import LEASE_MARGIN_S
 from decode_service.service import DecodeService
 from encoder_service.service import Encoder
 
@@ -15,14 +13,12 @@ from encoder_service.service import Encoder
 class EncodePrefillService(LanguageWorker):
     """Sends the KV of its prompts to the workers that generate the answers."""
 
-    def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
-        super().__init__(args, replica_id, Role.ENCODE_PREFILL, lease_margin_s, Encoder.load)
+    role = Role.ENCODE_PREFILL
+    load_encoder = Encoder.load
 
 
 class WholeService(DecodeService):
     """Generates answers, too."""
 
     role = Role.WHOLE
-
-    def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
-        super().__init__(args, replica_id, lease_margin_s=lease_margin_s, load_encoder=Encoder.load)
+    load_encoder = Encoder.load

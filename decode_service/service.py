@@ -11,7 +11,7 @@ import asyncio
 from collections import OrderedDict
 
 from cluster.config.settings import ClusterArgs
-from cluster.engine.worker import LanguageWorker, LoadEncoder
+from cluster.engine.worker import LanguageWorker
 from cluster.errors import UnavailableError
 from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, StartDecode
@@ -25,16 +25,9 @@ START_TIMEOUT_S = 30.0  # between a Serve call and its request; normally millise
 class DecodeService(LanguageWorker):
     role = Role.DECODE
 
-    def __init__(
-        self,
-        args: ClusterArgs,
-        replica_id: str,
-        *,
-        lease_margin_s: float = LEASE_MARGIN_S,
-        load_encoder: LoadEncoder | None = None,
-    ):
+    def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
         """As `LanguageWorker`."""
-        super().__init__(args, replica_id, self.role, lease_margin_s, load_encoder)
+        super().__init__(args, replica_id, lease_margin_s=lease_margin_s)
         self._runs: dict[str, asyncio.Future[None]] = {}
         self._started: set[str] = set()  # requests that have started and not ended
         self._ended: OrderedDict[str, None] = OrderedDict()

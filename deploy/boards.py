@@ -11,9 +11,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cluster.types.members import Role
-from deploy.grafana import Panel, Rows, board
+from deploy.grafana import COLUMNS, Panel, Rows, board
 
 RATE = "$__rate_interval"
+QUEUED = "Embedding rows (encode), prompt tokens (prefill), sequences (others)."
+CODED = "KV in fewer bits, if transfer.codec says so."
+SPARED = "KV that the receiver had already. What arrived coded is not kept."
 TTFT = "epdg_time_to_first_token_seconds"
 
 
@@ -62,7 +65,7 @@ def _overview() -> Rows:
 
 
 def _requests() -> list[Panel]:
-    by_reason = f"sum by (finished_reason) ({_model_rate('epdg_requests_total')})"
+    by_reason = f"sum by (finished_reason) ({_model_rate('epdg_requests_total')}) > 0"
     refused = f"sum by (admission_class, reason) ({_rate('epdg_admission_refusals_total')})"
     good = _rate(f"{TTFT}_bucket", 'model_name="$model", le="$target"')
     return [
@@ -70,14 +73,14 @@ def _requests() -> list[Panel]:
             "Ended, by reason",
             "reqps",
             [(by_reason, "{{finished_reason}}")],
-            "OverloadedError: refused with 429",
+            "OverloadedError: refused with 429. Reasons without a request are left out.",
             is_stacked=True,
         ),
         Panel("Time to first token", "s", _quantiles(TTFT)),
         Panel("Gap between tokens", "s", _quantiles("epdg_inter_token_latency_seconds")),
         Panel(
             "Tokens",
-            "cps",
+            "count:tokens/s",
             [
                 (f"sum({_model_rate('epdg_prompt_tokens_total')})", "prompt"),
                 (f"sum({_model_rate('epdg_prompt_tokens_cached_total')})", "of it cached"),
@@ -140,7 +143,8 @@ def _first_tokens() -> list[Panel]:
             "Learnt factors",
             "short",
             [("avg by (pool, hardware) (epdg_prediction_factor)", "{{pool}} {{hardware}}")],
-            width=12,
+            "Predicted durations are multiplied by them. Far from 1: the hardware changes its speed.",
+            12,
         ),
     ]
 
@@ -173,7 +177,7 @@ def _pools() -> list[Panel]:
             "Queued work",
             "short",
             _by_pool("epdg_worker_queued_units"),
-            "Prompt tokens (prefill), sequences (decode, language), embedding rows (encode).",
+            QUEUED,
             6,
         ),
         Panel("Blocks held by requests", "short", _by_pool("epdg_worker_used_blocks")),
@@ -181,7 +185,7 @@ def _pools() -> list[Panel]:
         Panel(
             "Workers that do not move",
             "short",
-            [("max by (pool) (epdg_door_silent_workers)", "{{pool}}")],
+            [(f"max by (pool) (epdg_door_silent_workers) and on (pool) {num_workers}", "{{pool}}")],
         ),
     ]
 
@@ -197,19 +201,14 @@ def _caches() -> list[Panel]:
         ),
         Panel(
             "Media items, by result",
-            "cps",
+            "count:items/s",
             [(f"sum by (result) ({items})", "{{result}}")],
             is_stacked=True,
         ),
         Panel("KV in the second tier", "bytes", _by_pool("epdg_tier_bytes")),
         Panel("Sent raw", "Bps", _by_pool(_rate("epdg_transfer_raw_bytes_total"))),
-        Panel("Sent coded", "Bps", _by_pool(_rate("epdg_transfer_coded_bytes_total"))),
-        Panel(
-            "Spared",
-            "Bps",
-            _by_pool(_rate("epdg_transfer_spared_bytes_total")),
-            "KV that did not travel because the worker had it already.",
-        ),
+        Panel("Sent coded", "Bps", _by_pool(_rate("epdg_transfer_coded_bytes_total")), CODED),
+        Panel("Spared", "Bps", _by_pool(_rate("epdg_transfer_spared_bytes_total")), SPARED),
     ]
 
 
@@ -220,13 +219,15 @@ def _doors() -> list[Panel]:
             "Event loop delay, mean",
             "s",
             [(f"{_rate(lag + '_sum')} / {_rate(lag + '_count')}", "{{instance}}")],
+            width=6,
         ),
-        Panel("Bodies in work", "bytes", [("epdg_door_body_bytes", "{{instance}}")]),
+        Panel("Bodies in work", "bytes", [("epdg_door_body_bytes", "{{instance}}")], width=6),
         Panel(
             "Refused keys",
             "reqps",
             [(f"sum by (status) ({_rate('epdg_door_key_refusals_total')})", "{{status}}")],
             "401: no valid key; 403: a key for other paths; 429: beyond the key's limits",
+            6,
         ),
         Panel(
             "Lost workers",
@@ -237,6 +238,7 @@ def _doors() -> list[Panel]:
                 (f"sum(increase(epdg_door_quarantined_total[{RATE}]))", "quarantined"),
                 (f"sum(increase(epdg_door_crashed_requests_total[{RATE}]))", "errors of a door"),
             ],
+            width=6,
         ),
     ]
 
@@ -253,29 +255,22 @@ def _pool(role: Role) -> Rows:
         series = f"{metric}{{{pools}}}" if not metric.endswith("_total") else _rate(metric, pools)
         return Panel(title, unit, [(_each(series), legend)], description)
 
+    load = [
+        per_replica("Busy", "epdg_worker_busy_seconds_total", unit="percentunit"),
+        per_replica("In work", "epdg_worker_running"),
+        per_replica("Waiting", "epdg_worker_waiting", "For memory, embeddings or KV."),
+        per_replica("Queued work", "epdg_worker_queued_units", QUEUED),
+        per_replica("Blocks held by requests", "epdg_worker_used_blocks"),
+        per_replica("Blocks kept for reuse", "epdg_worker_cached_blocks"),
+    ]
+    if len(role.phases) > 1:
+        assigned = _each(f"epdg_worker_assigned{{{pools}}}", "pool, replica, phase")
+        described = "1: new requests use the worker for this phase."
+        load.append(
+            Panel("Assigned phases", "short", [(assigned, "{{phase}} {{replica}}")], described, COLUMNS)
+        )
     rows: list[tuple[str, Sequence[Panel]]] = [
-        (
-            "Load",
-            [
-                per_replica("Busy", "epdg_worker_busy_seconds_total", unit="percentunit"),
-                per_replica("In work", "epdg_worker_running"),
-                per_replica("Waiting", "epdg_worker_waiting", "For memory, embeddings or KV."),
-                per_replica("Queued work", "epdg_worker_queued_units"),
-                per_replica("Blocks held by requests", "epdg_worker_used_blocks"),
-                per_replica("Blocks kept for reuse", "epdg_worker_cached_blocks"),
-                Panel(
-                    "Assigned phases",
-                    "short",
-                    [
-                        (
-                            _each(f"epdg_worker_assigned{{{pools}}}", "pool, replica, phase"),
-                            "{{phase}} {{replica}}",
-                        )
-                    ],
-                    "1: new requests use the worker for this phase.",
-                ),
-            ],
-        ),
+        ("Load", load),
         ("Transfer", list(_transfers(role, per_replica))),
     ]
     if role.encodes:
@@ -291,9 +286,9 @@ def _transfers(role: Role, per_replica: Any) -> Iterator[Panel]:
         yield per_replica("Media in work", "epdg_worker_media_bytes", unit="bytes")
         yield per_replica("Sent raw", "epdg_transfer_raw_bytes_total", unit="Bps")
     if role.prefills:
-        yield per_replica("Sent coded", "epdg_transfer_coded_bytes_total", unit="Bps")
+        yield per_replica("Sent coded", "epdg_transfer_coded_bytes_total", CODED, "Bps")
     if role.prefills or role.decodes:
-        yield per_replica("Spared", "epdg_transfer_spared_bytes_total", unit="Bps")
+        yield per_replica("Spared", "epdg_transfer_spared_bytes_total", SPARED, "Bps")
         yield per_replica("KV in the second tier", "epdg_tier_bytes", unit="bytes")
 
 
@@ -301,10 +296,16 @@ def _encoder() -> list[Panel]:
     """The series name no pool: of all workers that encode."""
     items = _each(_rate("epdg_encoder_items_total"), "replica, result")
     return [
-        Panel("Media items", "cps", [(items, "{{result}} {{replica}}")], "Of all workers that encode.", 12),
+        Panel(
+            "Media items",
+            "count:items/s",
+            [(items, "{{result}} {{replica}}")],
+            "Of all workers that encode.",
+            12,
+        ),
         Panel(
             "Embedding rows",
-            "cps",
+            "count:rows/s",
             [(_each(_rate("epdg_encoder_rows_total"), "replica"), "{{replica}}")],
             "Of all workers that encode.",
             12,
@@ -321,7 +322,7 @@ def _decode() -> list[Panel]:
     return [
         Panel(
             "Preemptions",
-            "cps",
+            "reqps",
             [(_each(_rate("epdg_decode_preemptions_total"), "replica"), "{{replica}}")],
             "Of all workers that decode. More than a few: too few KV blocks.",
             12,

@@ -21,7 +21,8 @@ from torch import Tensor
 from cluster.clock import Clock
 from cluster.errors import ClusterError, UnavailableError, to_info
 from cluster.types.media import MediaItem
-from cluster.types.messages import Encoded, Failed, FeaturesReady
+from cluster.types.messages import Encoded, Failed
+from cluster.types.notices import FeaturesReady
 from cluster.types.transfer import ReceivedGrant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox

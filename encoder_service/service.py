@@ -62,8 +62,10 @@ class Encoder:
             features=num_blocks * layout.block_bytes,
             inputs=args.encode.max_prepared_bytes,
         )
-        available = available_bytes(setup.device, self.model.evictable_bytes)
-        plan.check(available)
+        with setup.late_memory.granting() as promised:
+            available = available_bytes(setup.device, self.model.evictable_bytes) - promised
+            plan.check(available)
+            setup.late_memory.promise(plan.late)
         logger.info("%s: memory of the encoder\n%s", setup.replica_id, plan.describe(available))
         self.memory = BlockMemory(layout, num_blocks, setup.device)
         self._limits = EncoderLimits(

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from cluster.clock import Clock
+from cluster.ids import new_process_name
 from cluster.types.media import MediaItem
 from cluster.types.messages import AnyMessage
 from cluster.types.request import GenerateRequest
@@ -36,7 +37,7 @@ class Dispatcher:
     def __init__(self, flow: RequestFlow, call_decode: DecodeCaller, secret: str | None, clock: Clock):
         """`secret`: of the cluster, for connections to workers."""
         self.flow = flow
-        self.members = MemberTable("door", self, secret)
+        self.members = MemberTable(new_process_name("door"), self, secret)
         self._call_decode = call_decode
         self._clock = clock
         self._unread: dict[str, ClientRequest] = {}  # no choice has been read yet
@@ -123,7 +124,7 @@ class Dispatcher:
 
     def _send(self, output: Send) -> None:
         try:
-            self.members.send(output.replica_id, output.message)
+            self.members.send(output.replica_id, output.message, output.owner)
         except Exception as error:
             if output.request_id:
                 self.flow.on_send_failed(output.request_id, error, self._clock.now())

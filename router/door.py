@@ -82,7 +82,7 @@ class Door:
         self._formats = AnswerFormats(self._text, args.door.answer_format)
         self._needs_encoder = media is not None
         self._roles = [role for role in args.roles if role is not Role.ENCODE or self._needs_encoder]
-        self._max_model_len = args.max_model_len or context_length(args.model)
+        self._max_model_len = context_length(args.model, args.max_model_len)
         self.limits = _limits(args.door, self._max_model_len, self._text)
         environment = read_environment()
         self.access = Access.load(args.door.access, environment)

@@ -5,7 +5,11 @@ worker is a candidate while its connection stands and Serve lists it. End-of-fil
 long before Serve's health check would. A worker that answers and that Serve no longer lists is draining: it
 gets nothing new, and the listener closes its connection when its last request is done (`close`).
 
-A worker is in the table before the listener hears of it. Lives on the door's event loop.
+A worker is in the table before the listener hears of it.
+
+If messages about grants were lost with the last connection, the owners of the grants are told when there is
+another one: of a grant that was passed on and not read, that no worker has it; anything else once more. Lives
+on the door's event loop.
 """
 
 from __future__ import annotations
@@ -15,13 +19,25 @@ import logging
 from typing import Protocol
 
 from cluster.errors import ClusterError, UnavailableError
-from cluster.rpc import Connection, connect
+from cluster.rpc import Connection, SentLog, connect
 from cluster.types.members import Member, Phase, Role
-from cluster.types.messages import AnyMessage, LoadReport, PhasesAssigned, Tokens
+from cluster.types.messages import (
+    AnyMessage,
+    DecodeTarget,
+    EncodeTarget,
+    LoadReport,
+    PhasesAssigned,
+    ReturnGrant,
+    Tokens,
+    grant_name,
+)
 
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
+
+# If a message about a grant is not read: the worker that is told, which made the grant, and what it is told
+OfGrant = tuple[str, AnyMessage]
 
 
 class PeerListener(Protocol):
@@ -39,10 +55,11 @@ class PeerListener(Protocol):
 class Peer:
     """One worker that this door is connected to."""
 
-    def __init__(self, member: Member, connection: Connection, is_listed: bool):
+    def __init__(self, member: Member, connection: Connection, is_listed: bool, log: SentLog[OfGrant]):
         self.member = member
         self.connection = connection
         self.is_listed = is_listed
+        self.log = log  # over all connections to this process
         self.assigned = PhasesAssigned(tuple(sorted(member.role.phases)), 0)
         self.loads: dict[Role, LoadReport] = {}  # the last one of each part: the encoder's, the other phases'
         for phase in member.role.phases:
@@ -70,6 +87,8 @@ class MemberTable:
         self._peers: dict[str, Peer] = {}
         self._listed: dict[Role, dict[str, Member]] = {role: {} for role in Role}
         self._dialling: dict[str, asyncio.Task[None]] = {}
+        # By replica id, of workers that were connected, and are connected or listed
+        self._logs: dict[str, SentLog[OfGrant]] = {}
 
     def has(self, phase: Phase) -> bool:
         """Whether a worker that is connected and listed does this phase."""
@@ -78,8 +97,15 @@ class MemberTable:
     def all_peers(self) -> list[Peer]:
         return list(self._peers.values())
 
-    def send(self, replica_id: str, message: AnyMessage) -> None:
-        """Ignored if the worker is gone: the listener has been told. Raises what the connection raises."""
+    def send(self, replica_id: str, message: AnyMessage, owner: str = "") -> None:
+        """Ignored if the worker is gone: the listener has been told. `owner`: of the grant that the message
+        passes on. Raises what the connection raises."""
+        log, name = self._logs.get(replica_id), grant_name(message)
+        if log is not None and name:
+            if isinstance(message, DecodeTarget | EncodeTarget):
+                log.sent(name, (owner, ReturnGrant(message.grant.lease_id)))
+            else:
+                log.sent(name, (replica_id, message))
         peer = self._peers.get(replica_id)
         if peer is not None:
             peer.connection.send(message)
@@ -93,6 +119,8 @@ class MemberTable:
                 self._listener.on_listed(peer)
         for member in members:
             self._start_dialling(member)
+        known = set(self._peers).union(*self._listed.values())
+        self._logs = {replica_id: log for replica_id, log in self._logs.items() if replica_id in known}
 
     def close(self, replica_id: str) -> None:
         """The worker has drained."""
@@ -116,9 +144,9 @@ class MemberTable:
         """Until it answers or Serve no longer lists it."""
         delay_s = 0.05
         try:
-            while member.replica_id in self._listed[member.role]:
+            while (listed := self._listed[member.role].get(member.replica_id)) is not None:
                 try:
-                    await self._connect(member)
+                    await self._connect(listed)
                     return
                 except ClusterError as error:
                     logger.warning("%s at %s does not answer: %s", member.replica_id, member.address, error)
@@ -135,8 +163,10 @@ class MemberTable:
         def join(connection: Connection) -> Peer:
             nonlocal peer
             if peer is None:
-                peer = Peer(member, connection, member.replica_id in self._listed[member.role])
+                log = self._log_of(member.replica_id, connection.peer_name)
+                peer = Peer(member, connection, member.replica_id in self._listed[member.role], log)
                 self._peers[member.replica_id] = peer
+                self._tell_owners(peer.log, connection.peer_last_read)
                 try:
                     self._listener.on_joined(peer)
                     self._listener.on_listed(peer)
@@ -147,6 +177,8 @@ class MemberTable:
 
         def on_message(connection: Connection, message: AnyMessage) -> None:
             peer = join(connection)  # the greeting may be here before `connect` returns
+            if name := grant_name(message):
+                peer.log.last_read = name
             if isinstance(message, Tokens) and message.load is not None:
                 peer.reported(message.load)
             elif isinstance(message, PhasesAssigned):
@@ -161,9 +193,28 @@ class MemberTable:
                 if member.replica_id in self._listed[member.role]:  # perhaps only the connection has died
                     self._start_dialling(member)
 
+        log = self._logs.get(member.replica_id)
         connection = await connect(
-            member.address, self._name, on_message, on_close, timeout_s=CONNECT_TIMEOUT_S, secret=self._secret
+            member.address,
+            self._name,
+            on_message,
+            on_close,
+            timeout_s=CONNECT_TIMEOUT_S,
+            secret=self._secret,
+            last_read=None if log is None else log.last_read,
+            wanted=member.process_name,
         )
         if not connection.is_open:  # if it had joined, `on_close` has told the listener
             raise UnavailableError("the connection was lost at once")
         join(connection)
+
+    def _log_of(self, replica_id: str, process_name: str) -> SentLog[OfGrant]:
+        """What was sent to another process that had the replica's name does not count."""
+        log = self._logs.get(replica_id)
+        if log is None or log.peer_name != process_name:
+            log = self._logs[replica_id] = SentLog(process_name)
+        return log
+
+    def _tell_owners(self, log: SentLog[OfGrant], last_read: str | None) -> None:
+        for owner, message in log.take_unread(last_read):
+            self.send(owner, message)

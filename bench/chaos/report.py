@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from bench.chaos.recovery import STAGES
 from bench.records import Record
+from bench.tables import head, row
 
 HEAD = (
     *("fault", "sent", "right", "wrong", "lost: open", "lost: later", "refused"),
@@ -23,10 +24,9 @@ def tables(records: Sequence[Record]) -> str:
         own = [record for record in records if record["cluster"] == cluster]
         lines += [
             f"\n{cluster}, {own[0]['concurrency']} requests at once\n",
-            _row(HEAD),
-            _row(["---"] * len(HEAD)),
+            *head(*HEAD),
         ]
-        lines += [_row(_cells(record)) for record in own]
+        lines += [row(_cells(record)) for record in own]
         lines += ["", *_details(own)]
     return "\n".join(lines)
 
@@ -54,7 +54,3 @@ def _details(records: Sequence[Record]) -> list[str]:
         lines += [f"* {record['fault']}: held {name} {value}" for name, value in record["held"].items()]
         lines += [f"* {record['fault']}: {note}" for note in record["notes"]]
     return lines
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

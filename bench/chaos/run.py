@@ -28,7 +28,7 @@ from bench.chaos.recovery import Doors, Fault, Recovery, Watch
 from bench.records import Record
 from cluster.serving.command import DEFAULT_CONFIG
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 
 IDLE_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 300.0

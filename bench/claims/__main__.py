@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from bench.claims import async_ttft, media_prefix, mixes, served, sizes, steps
-from bench.claims.claim import Claim, plot, table
+from bench.claims.claim import Claim, plot
 from bench.records import REPOSITORY
+from bench.tables import table
 
 MODULES = (async_ttft, mixes, steps, media_prefix, served, sizes)
 CLAIMS: dict[str, Claim] = {name: claim for module in MODULES for name, claim in module.CLAIMS.items()}

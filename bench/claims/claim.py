@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.simulator.charts import box, label, svg
+from cluster.simulator.charts import BAR, WIDTH, bar, label, svg
 
-WIDTH, LEFT, BAR, VALUES = 760, 300, 13, 130
+LEFT, VALUES = 300, 130
 SIMULATED, COUNTED = "simulated", "counted"
 
 
@@ -33,11 +33,6 @@ class Claim:
     published_ratio: float | None = None
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown."""
-    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows)]
-
-
 def plot(claims: Mapping[str, Claim], found: Mapping[str, Found]) -> str:
     """Ours beside the published figure, of the claims that are ratios, each pair to its own scale."""
     y, body = 28.0, [label(8, 16, "times better: ours (blue), published (grey)")]
@@ -46,9 +41,6 @@ def plot(claims: Mapping[str, Claim], found: Mapping[str, Found]) -> str:
         body += [label(8, y + BAR, claims[name].title)] if all(pair) else []
         for value, colour in zip(pair, ("#2f6fb0", "#bbbbbb"), strict=True) if all(pair) else ():
             width = (WIDTH - LEFT - VALUES) * value / max(pair)
-            body += [
-                box(LEFT, y, width, BAR - 2, colour),
-                label(LEFT + width + 5, y + BAR - 3, f"{value:.2f}"),
-            ]
+            body.append(bar(LEFT, y, width, colour, f"{value:.2f}"))
             y += BAR * (1.0 if colour == "#2f6fb0" else 1.5)
-    return svg(WIDTH, y + 8, body)
+    return svg(y + 8, body)

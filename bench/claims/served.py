@@ -19,7 +19,7 @@ from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
 from router.door import Door
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
 SETTINGS = {"model": str(MODEL), "model_id": "demo", "transport": "in_process", "dtype": "float32"}
@@ -81,7 +81,9 @@ async def count() -> dict[str, Counter[str]]:
         for name, (words, files, fields) in CALLS.items():
             before, body = totals.copy(), {"model": "demo", "messages": messages(words, files), **fields}
             body |= {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
-            (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), "demo", door.defaults))
+            (choice,) = await door.chat(
+                chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
+            )
             async for _ in choice:
                 pass
             await choice.aclose()

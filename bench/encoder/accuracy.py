@@ -43,7 +43,7 @@ from deploy.demo_model.training.evaluate import MAX_NEW_TOKENS, Sample, draw_sam
 from deploy.demo_model.training.speech import WordBank
 from encoder_service.runner import EncoderRunner, Piece
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.media import Content, MediaPlanner
 
@@ -163,7 +163,7 @@ class EvaluatedModel:
         """
         body = {"model": self._name, "messages": [{"role": "user", "content": content}], **(fields or {})}
         body["max_tokens"] = MAX_NEW_TOKENS
-        call = chat_call(ChatRequest.model_validate(body), self._name, self._defaults)
+        call = chat_call(ChatRequest.model_validate(body), CallContext(self._name, self._defaults))
         return self._prompts.chat(call, [self._content(source) for source in call.media])
 
     def whole(self, plain: PreparedPrompt) -> FullSize:

@@ -36,7 +36,7 @@ from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.worker.cpu_slots import no_cpu_slots

@@ -7,18 +7,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
-from typing import Any
 
 from bench.records import Record
-from cluster.simulator.charts import box, label, svg
+from bench.tables import grouped, head, median
+from cluster.simulator.charts import BAR, WIDTH, bar, label, svg
 from cluster.simulator.results import percentile
 
 COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#eeb878")
-WIDTH, LEFT, BAR, VALUES = 760, 210, 13, 130
+LEFT, VALUES = 210, 130
 SYSTEMS = ("cluster", "synchronous")
 TIMES = ("video", "all", "text", "alone")  # means of a pair of bursts
 MIB = 1 << 20
-Cells = dict[tuple[Any, ...], list[Record]]
 
 
 def tables(records: Sequence[Record]) -> list[str]:
@@ -32,8 +31,8 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 
 def curve_table(records: Iterable[Record]) -> list[str]:
-    cells = _cells(records, "model", "million_parameters", "dtype", "threads", "modality", "batch")
-    lines = _head(
+    cells = grouped(records, "model", "million_parameters", "dtype", "threads", "modality", "batch")
+    lines = head(
         "model", "M parameters", "dtype, threads", "modality", "items", "ms a batch", "ms an item", "÷ alone",
         "rows/s", "utilisation",
     )  # fmt: skip
@@ -41,7 +40,7 @@ def curve_table(records: Iterable[Record]) -> list[str]:
         model, size, dtype, threads, modality, batch = key
         alone = cells.get((*key[:-1], 1), cell)
         ratio = _ratio(cell, alone, lambda record: record["seconds"] / record["batch"])
-        seconds = _median(cell, "seconds")
+        seconds = median(cell, "seconds")
         busy = statistics.median(record["cpu_s"] / record["seconds"] / threads for record in cell)
         lines.append(
             f"| {model} | {size:.0f} | {dtype}, {threads} | {modality} | {batch} | {1e3 * seconds:.1f} | "
@@ -52,23 +51,23 @@ def curve_table(records: Iterable[Record]) -> list[str]:
 
 def tower_table(records: Iterable[Record]) -> list[str]:
     """Encoders beside the one without any of our kernels."""
-    cells = _cells(records, "model", "dtype", "threads", "modality", "part")
-    lines = _head("model", "dtype, threads", "modality", "part", "ms", "CPU ms", "CPU ÷ torch")
+    cells = grouped(records, "model", "dtype", "threads", "modality", "part")
+    lines = head("model", "dtype, threads", "modality", "part", "ms", "CPU ms", "CPU ÷ torch")
     for (*rest, part), cell in cells.items():
         model, dtype, threads, modality = rest
         torch_cell = cells.get((*rest, "encode, torch"), cell)
         ratio = f"{_ratio(cell, torch_cell, lambda r: r['cpu_s']):.2f}" if part.startswith("encode") else ""
         lines.append(
-            f"| {model} | {dtype}, {threads} | {modality} | {part} | {1e3 * _median(cell, 'seconds'):.1f} | "
-            f"{1e3 * _median(cell, 'cpu_s'):.1f} | {ratio} |"
+            f"| {model} | {dtype}, {threads} | {modality} | {part} | {1e3 * median(cell, 'seconds'):.1f} | "
+            f"{1e3 * median(cell, 'cpu_s'):.1f} | {ratio} |"
         )
     return lines
 
 
 def decoding_table(records: Iterable[Record]) -> list[str]:
     """Decoding in processes beside decoding in threads: the ratios are of items per second."""
-    cells = _cells(records, "model", "dtype", "threads", "kind", "way")
-    lines = _head(
+    cells = grouped(records, "model", "dtype", "threads", "kind", "way")
+    lines = head(
         "model", "dtype, threads", "item", "way", "ms alone", "together: items/s", "÷ thread",
         "encoded: items/s", "÷ thread",
     )  # fmt: skip
@@ -76,34 +75,34 @@ def decoding_table(records: Iterable[Record]) -> list[str]:
         model, dtype, threads, kind = rest
         by_thread, num_items = cells[(*rest, "thread")], cell[0]["items"]
         rates = [
-            f"{num_items / _median(cell, name):.1f} | {_ratio(by_thread, cell, itemgetter(name)):.3f}"
+            f"{num_items / median(cell, name):.1f} | {_ratio(by_thread, cell, itemgetter(name)):.3f}"
             for name in ("together_s", "encoded_s")
         ]
-        ms = 1e3 * _median(cell, "alone_s") / num_items
+        ms = 1e3 * median(cell, "alone_s") / num_items
         lines.append(f"| {model} | {dtype}, {threads} | {kind} | {way} | {ms:.2f} | {' | '.join(rates)} |")
     return lines
 
 
 def merge_table(records: Iterable[Record]) -> list[str]:
-    cells = _cells(records, "rows", "hidden_size", "dtype", "threads", "way")
-    lines = _head("rows", "hidden size", "dtype, threads", "MB", "way", "ms", "÷ copy", "page faults")
+    cells = grouped(records, "rows", "hidden_size", "dtype", "threads", "way")
+    lines = head("rows", "hidden size", "dtype, threads", "MB", "way", "ms", "÷ copy", "page faults")
     for (*rest, way), cell in cells.items():
         rows, hidden_size, dtype, threads = rest
         ratio = _ratio(cell, cells[(*rest, "copy")], lambda record: record["seconds"])
         lines.append(
             f"| {rows} | {hidden_size} | {dtype}, {threads} | {cell[0]['bytes'] / 1e6:.1f} | {way} | "
-            f"{1e3 * _median(cell, 'seconds'):.3f} | {ratio:.1f} | {_median(cell, 'page_faults'):.0f} |"
+            f"{1e3 * median(cell, 'seconds'):.3f} | {ratio:.1f} | {median(cell, 'page_faults'):.0f} |"
         )
     return lines
 
 
 def mixed_table(records: Iterable[Record]) -> list[str]:
     """For each load a row per system, then the cluster divided by the other."""
-    lines = _head(
+    lines = head(
         "load", "system", "TTFT ms: video", "mean of all", "text with it", "text without", "with ÷ without",
         "p99, text with it", "alike",
     )  # fmt: skip
-    for (model, dtype, load), cell in _cells(records, "model", "dtype", "load").items():
+    for (model, dtype, load), cell in grouped(records, "model", "dtype", "load").items():
         by_system = {system: [r for r in cell if r["system"] == system] for system in SYSTEMS}
         means = {system: _repetitions(found) for system, found in by_system.items()}
         label = f"{model} in {dtype}, {load}"
@@ -169,19 +168,19 @@ def _ttfts(record: Record) -> dict[str, list[float]]:
 
 
 def reuse_table(records: Iterable[Record]) -> list[str]:
-    cells = _cells(records, "model", "media", "turn")
-    lines = _head("model", "media", "turn", "prompt", "from prefix cache", "encoded", "TTFT ms", "cold ÷ it")
+    cells = grouped(records, "model", "media", "turn")
+    lines = head("model", "media", "turn", "prompt", "from prefix cache", "encoded", "TTFT ms", "cold ÷ it")
     for (model, media, turn), cell in cells.items():
         faster = _ratio(cells[model, media, "cold"], cell, lambda record: record["ttft_s"])
         lines.append(
-            f"| {model} | {media} | {turn} | {_median(cell, 'prompt_tokens'):.0f} | {_count(cell, 'prefix_tokens')} | "
-            f"{_count(cell, 'items_encoded')} | {1e3 * _median(cell, 'ttft_s'):.0f} | {faster:.2f} |"
+            f"| {model} | {media} | {turn} | {median(cell, 'prompt_tokens'):.0f} | {_count(cell, 'prefix_tokens')} | "
+            f"{_count(cell, 'items_encoded')} | {1e3 * median(cell, 'ttft_s'):.0f} | {faster:.2f} |"
         )
     return lines
 
 
 def single_table(records: Iterable[Record]) -> list[str]:
-    lines = _head(
+    lines = head(
         "requests", "CPU s of each door", "encoded", "answered", "429", "failed", "different answers", "s"
     )
     for record in records:
@@ -194,7 +193,7 @@ def single_table(records: Iterable[Record]) -> list[str]:
 
 
 def flood_table(records: Iterable[Record]) -> list[str]:
-    lines = _head(
+    lines = head(
         "requests", "answered", "429", "failed", "encoder MiB: idle", "peak", "grown", "budget", "within", "s"
     )
     for record in records:
@@ -209,8 +208,8 @@ def flood_table(records: Iterable[Record]) -> list[str]:
 
 def overlap_table(records: Iterable[Record]) -> list[str]:
     """`best` and `sum` are computed from the times of text and image alone in the same repetition."""
-    cells = _cells(records, "model", "text_tokens", "case")
-    lines = _head(
+    cells = grouped(records, "model", "text_tokens", "case")
+    lines = head(
         "model",
         "text tokens",
         "case",
@@ -232,10 +231,10 @@ def overlap_table(records: Iterable[Record]) -> list[str]:
                 for i in range(2)
             )
             times = [
-                _median(cell, "ttft_s"),
+                median(cell, "ttft_s"),
                 *(statistics.median(bound[i] for bound in bounds) for i in range(2)),
             ]
-            alone = (_median(text, "ttft_s"), _median(image, "ttft_s"))
+            alone = (median(text, "ttft_s"), median(image, "ttft_s"))
             lines.append(
                 f"| {model} | {length} | {case} | {' | '.join(f'{1e3 * each:.0f}' for each in times)} | "
                 f"{' | '.join(f'{each:.2f}' for each in ratios)} | {' | '.join(f'{1e3 * each:.0f}' for each in alone)} |"
@@ -246,15 +245,15 @@ def overlap_table(records: Iterable[Record]) -> list[str]:
 def accuracy_table(records: Iterable[Record]) -> list[str]:
     """Images first, then clips: a line for each setting, a column for each task."""
     lines: list[str] = []
-    for (media,), cell in _cells(records, "media").items():
+    for (media,), cell in grouped(records, "media").items():
         tasks = dict.fromkeys(record["task"] for record in cell)
-        samples = _median(cell, "samples")
+        samples = median(cell, "samples")
         lines += [
             "",
-            *_head(f"{media}s, {samples:.0f} a task", "rows an item", "÷ plain", *tasks, "lost, won"),
+            *head(f"{media}s, {samples:.0f} a task", "rows an item", "÷ plain", *tasks, "lost, won"),
         ]
         plain = _rows_an_item(record for record in cell if record["setting"] == "plain")
-        for (setting,), found in _cells(cell, "setting").items():
+        for (setting,), found in grouped(cell, "setting").items():
             rows = _rows_an_item(found)
             shares = {record["task"]: f"{record['right'] / record['samples']:.1%}" for record in found}
             lost, won = (sum(record[name] for record in found) for name in ("lost", "won"))
@@ -284,10 +283,10 @@ def plot(records: Iterable[Record]) -> str:
     """Milliseconds per item by the number of items in a call; a group for each model and modality, each with
     its own scale.
     """
-    cells = _cells(
+    cells = grouped(
         (r for r in records if r["type"] == "curve"), "model", "dtype", "threads", "modality", "batch"
     )
-    per_item = {key: 1e3 * _median(cell, "seconds") / key[-1] for key, cell in cells.items()}
+    per_item = {key: 1e3 * median(cell, "seconds") / key[-1] for key, cell in cells.items()}
     y, body = 26.0, [label(8, 16, "ms an item, by items in an encoder call")]
     for number, group in enumerate(dict.fromkeys(key[:-1] for key in per_item)):
         model, dtype, threads, modality = group
@@ -297,11 +296,10 @@ def plot(records: Iterable[Record]) -> str:
         for batch, value in values.items():
             width = (WIDTH - LEFT - VALUES) * value / max(values.values())
             colour = COLOURS[number % len(COLOURS)]
-            body.append(box(LEFT, y, width, BAR - 2, colour))
-            body.append(label(LEFT + width + 5, y + BAR - 3, f"{value:.1f} · {batch} items"))
+            body.append(bar(LEFT, y, width, colour, f"{value:.1f} · {batch} items"))
             y += BAR
         y += BAR
-    return svg(WIDTH, y, body)
+    return svg(y, body)
 
 
 def _origins(records: Sequence[Record]) -> str:
@@ -318,26 +316,11 @@ def _count(cell: Sequence[Record], name: str) -> str:
     return f"{statistics.median(values):.0f}" if values else "–"
 
 
-def _cells(records: Iterable[Record], *names: str) -> Cells:
-    cells: Cells = {}
-    for record in records:
-        cells.setdefault(tuple(record[name] for name in names), []).append(record)
-    return cells
-
-
-def _median(cell: Sequence[Record], name: str) -> float:
-    return statistics.median(record[name] for record in cell)
-
-
 def _ratio(cell: Sequence[Record], other: Sequence[Record], value: Callable[[Record], float]) -> float:
     """Median of cell / other over the repetitions that both have, so that drift over minutes cancels out."""
     others = {record["repetition"]: value(record) for record in other}
     pairs = [(value(r), others[r["repetition"]]) for r in cell if r["repetition"] in others]
     return statistics.median(mine / its for mine, its in pairs)
-
-
-def _head(*columns: str) -> list[str]:
-    return [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
 
 
 TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {

@@ -74,8 +74,6 @@ def fill_step(missing: Sequence[int], max_tokens: int) -> list[int]:
 class SynchronousEngine:
     """Replaces the door's dispatcher."""
 
-    num_flights = 0
-
     def __init__(self, args: ClusterArgs, dtype: torch.dtype):
         """Loads the model; blocks. Raises ConfigError."""
         processor = MediaProcessor.load(args.model)

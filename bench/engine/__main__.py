@@ -9,6 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import yaml
+
 from bench.engine import report
 from bench.engine.isa import ISAS, NATIVE
 from bench.engine.models import TEXT_MODEL, VISION_MODEL, write_models
@@ -77,6 +79,12 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
         "--threads", type=_numbers, help="our encode, prefill and decode; default, or 0: the pool's own"
     )
     parser.add_argument("--roles", type=_list, default=list(ROLES), help="of our workers, one of each")
+    parser.add_argument(
+        "--settings",
+        type=yaml.safe_load,
+        default={},
+        help="of our cluster: {scheduling: {prompt_pause_s: 0.01}}",
+    )
     parser.add_argument("--port", type=int, default=8400)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
 
@@ -95,6 +103,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         dtype=getattr(args, "dtype", "bfloat16"),
         isa=args.isa,
         roles=tuple(args.roles),
+        settings=args.settings,
     )
 
 

@@ -6,20 +6,20 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench.engine.isa import NATIVE
 from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
+from bench.records import Record
 from bench.records import read as read_records
-from cluster.simulator.charts import box, label, svg
+from bench.tables import head, median, row
+from cluster.simulator.charts import BAR, WIDTH, bar, box, label, svg
 
-Record = dict[str, Any]
 METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")
 TOTALS = ("all", "client")  # columns of the table of CPU time, behind the roles
 SHARED_CORES = 0.15  # used by other programs: above it a figure is marked
 COLOURS = ("#2f6fb0", "#e08a2c", "#6a9f58", "#8a6bb0")
-WIDTH, LABEL_WIDTH, VALUE_WIDTH, BAR, GROUP_GAP = 760, 150, 60, 13, 9
+LABEL_WIDTH, VALUE_WIDTH, GROUP_GAP = 150, 60, 9
 
 
 @dataclass
@@ -58,10 +58,6 @@ def _row_name(record: Record) -> str:
     return record["row"] if isa == NATIVE else f"{record['row']} {isa}"
 
 
-def median(records: Sequence[Record], metric: str) -> float:
-    return statistics.median(record[metric] for record in records)
-
-
 def ratio(ours: Sequence[Record], peer: Sequence[Record], metric: str) -> float | None:
     """Median of ours / peer over the repetitions that both have, so that drift over minutes cancels out."""
     theirs = {record["repetition"]: record[metric] for record in peer}
@@ -84,16 +80,16 @@ def table(results: Results) -> str:
     """
     peers = [name for name in results.servers if name != OURS]
     compares = OURS in results.servers and bool(peers)
-    head = ["row", "at once", *(f"{name}: tok/s · TTFT · ITL ms" for name in results.servers)]
-    head += [f"{OURS} ÷ {name}" for name in [*peers, "better peer"] if compares]
-    lines = [_line(head), _line(["---"] * len(head))]
-    for (row, concurrency), cell in results.cells.items():
-        columns = [row, str(concurrency), *(_figures(cell.get(name, [])) for name in results.servers)]
+    columns = ["row", "at once", *(f"{name}: tok/s · TTFT · ITL ms" for name in results.servers)]
+    columns += [f"{OURS} ÷ {name}" for name in [*peers, "better peer"] if compares]
+    lines = head(*columns)
+    for (title, concurrency), cell in results.cells.items():
+        cells = [title, str(concurrency), *(_figures(cell.get(name, [])) for name in results.servers)]
         if compares:
             ours, others = cell.get(OURS, []), [cell.get(name, []) for name in peers]
-            columns += [_joined(ratio(ours, peer, metric) for metric in METRICS) for peer in others]
-            columns.append(_joined(better_ratio(ours, others, metric) for metric in METRICS))
-        lines.append(_line(columns))
+            cells += [_joined(ratio(ours, peer, metric) for metric in METRICS) for peer in others]
+            cells.append(_joined(better_ratio(ours, others, metric) for metric in METRICS))
+        lines.append(row(cells))
     starts = (f"{name} {statistics.median(results.starts_s[name]):.1f}" for name in results.servers)
     lines += [
         "",
@@ -108,10 +104,10 @@ def _other_lines(results: Results) -> list[str]:
     """Special measurements, and servers that did not start."""
     lines: list[str] = []
     for name, findings in results.findings.items():
-        lines += ["", f"**{name}** ({len(findings)} ×)", "", _line(["", "median"]), _line(["---", "---"])]
+        lines += ["", f"**{name}** ({len(findings)} ×)", "", *head("", "median")]
         for key in findings[0]["values"]:
             values = [finding["values"][key] for finding in findings if key in finding["values"]]
-            lines.append(_line([key, f"{statistics.median(values):.4g}"]))
+            lines.append(row([key, f"{statistics.median(values):.4g}"]))
         failures = {failure for finding in findings for failure in finding["failures"]}
         lines += [f"failed: {failure}" for failure in sorted(failures)]
     lines += [f"did not run: {failure['server']} {failure['model']}" for failure in results.failures]
@@ -127,12 +123,12 @@ def cpu_table(results: Results) -> str:
     }
     known = {name for each in costs.values() for cost in each for name in cost}
     columns = [name for name in (*ROLES, *TOTALS) if name in known]
-    lines = [_line(["row", "at once", "server", *columns]), _line(["---"] * (3 + len(columns)))]
-    for (row, concurrency, server), each in costs.items():
+    lines = head("row", "at once", "server", *columns)
+    for (title, concurrency, server), each in costs.items():
         if each:
             found = ([cost[name] for cost in each if name in cost] for name in columns)
             cells = [f"{statistics.median(values):.2f}" if values else "–" for values in found]
-            lines.append(_line([row, str(concurrency), server, *cells]))
+            lines.append(row([title, str(concurrency), server, *cells]))
     return "\n".join([*lines, "", "CPU seconds per 1,000 generated tokens, median of the repetitions."])
 
 
@@ -141,10 +137,6 @@ def _cpu_costs(record: Record) -> dict[str, float]:
     totals = zip(TOTALS, (record["server_cpu_s"], record["client_cpu_s"]), strict=True)
     seconds = {**record.get("server_cpu_by_role_s", {}), **dict(totals)}
     return {name: 1000 * each / record["num_tokens"] for name, each in seconds.items()}
-
-
-def _line(columns: Sequence[str]) -> str:
-    return f"| {' | '.join(columns)} |"
 
 
 def _figures(records: Sequence[Record]) -> str:
@@ -165,10 +157,10 @@ def plot(results: Results) -> str:
     step = BAR * len(results.servers) + GROUP_GAP
     height = 40 + step * len(results.cells)
     body = list(_legend(results.servers))
-    for number, ((row, concurrency), cell) in enumerate(results.cells.items()):
+    for number, ((title, concurrency), cell) in enumerate(results.cells.items()):
         rates = {name: median(cell[name], "tokens_per_s") for name in results.servers if name in cell}
-        body += _group(f"{row} @{concurrency}", rates, results.servers, 34 + step * number)
-    return svg(WIDTH, height, body)
+        body += _group(f"{title} @{concurrency}", rates, results.servers, 34 + step * number)
+    return svg(height, body)
 
 
 def _legend(servers: Sequence[str]) -> Iterable[str]:
@@ -187,6 +179,5 @@ def _group(title: str, rates: dict[str, float], servers: Sequence[str], top: int
         if name in rates:
             y, width = top + BAR * number, full * rates[name] / most
             colour = COLOURS[number % len(COLOURS)]
-            bar = box(LABEL_WIDTH, y, width, BAR - 2, colour)
-            lines += [bar, label(LABEL_WIDTH + width + 5, y + BAR - 3, f"{rates[name]:.1f}")]
+            lines.append(bar(LABEL_WIDTH, y, width, colour, f"{rates[name]:.1f}"))
     return lines

@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from bench.engine import isa
 from bench.engine.client import Endpoint
 from bench.engine.models import VISION_MODEL
 from bench.engine.processes import VARIABLE, ProcessMark, end_all
+from bench.records import REPOSITORY
 
 MODEL_ID = "m"
 OURS, VLLM, VLLM_FP32, LLAMA = "ours", "vllm", "vllm-fp32", "llama"
 PEERS = (VLLM, VLLM_FP32, LLAMA)
-REPOSITORY = Path(__file__).parents[2]
 READY_TIMEOUT_S = 600.0  # vllm compiles for minutes on a busy machine
 STOP_TIMEOUT_S = 60.0
 CONTEXT_TOKENS = 8192
@@ -60,6 +60,7 @@ class Setup:
     dtype: str = "bfloat16"  # or float32; llama.cpp computes with what its file has
     isa: str = isa.NATIVE  # of ISAS
     roles: tuple[str, ...] = ROLES  # one worker of each, in our cluster
+    settings: Mapping[str, Any] = field(default_factory=dict)  # other arguments of our cluster
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> di
         "roles": list(setup.roles),
         **isa.cluster_args(setup.isa),
     }
-    for name, value in overrides.items():
+    for name, value in (*setup.settings.items(), *overrides.items()):
         args[name] = {**args[name], **value} if isinstance(value, dict) and name in args else value
     pools = [
         role.title().replace("_", "")

@@ -11,11 +11,12 @@ import tempfile
 from pathlib import Path
 
 from bench.first_steps import kinds, wheel, wrong
+from bench.tables import head
 
 
 def print_wrong(folder: Path) -> bool:
     is_right = True
-    print("| what is wrong | s | CPU s | Ray started | line |\n| --- | --- | --- | --- | --- |")
+    print(*head("what is wrong", "s", "CPU s", "Ray started", "line"), sep="\n")
     for case, ended, fault in wrong.run_all(folder):
         started = "yes" if ended.has_started_ray else "no"
         line = " / ".join(ended.errors).replace(str(folder), "…").replace("|", "\\|")
@@ -29,7 +30,7 @@ def print_wrong(folder: Path) -> bool:
 
 
 def print_kinds(folder: Path) -> bool:
-    print("| checkpoint | ready after s | notes | answer |\n| --- | --- | --- | --- |")
+    print(*head("checkpoint", "ready after s", "notes", "answer"), sep="\n")
     for kind, ready, answer in kinds.run_all(folder):
         notes = "; ".join(line for line in ready.progress if "no encode pool" in line)
         print(f"| {kind} | {ready.seconds:.1f} | {notes} | {answer} |", flush=True)

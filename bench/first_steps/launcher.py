@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from cluster.config.settings import REPOSITORY
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 
 SERVE = (sys.executable, "-m", "cluster.serving.command", "serve")
 CLUSTER = REPOSITORY / "deploy" / "cluster.yaml"

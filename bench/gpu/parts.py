@@ -19,7 +19,7 @@ from cluster.config.settings import REPOSITORY
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 from kv_transfer.agents.transport_probe import probe_transport
 from kv_transfer.codecs.quantisation import CODECS
 from kv_transfer.codecs.wire_memory import Wire

@@ -10,6 +10,7 @@ from random import Random
 from statistics import fmean, median
 
 from bench.records import Record
+from bench.tables import head
 from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.results import percentile
@@ -102,10 +103,7 @@ def a_request(name: str, num_images: int, rng: Random) -> RequestView:
 
 def table(records: Sequence[Record]) -> list[str]:
     """Markdown."""
-    lines = [
-        "| workers per pool | images | p50, ms | p99, ms | cost above the least |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = head("workers per pool", "images", "p50, ms", "p99, ms", "cost above the least")
     for each in records:
         lost = "" if each["loss"] is None else f"{each['loss']:.2%}"
         took = f"{each['p50_ms']:.2f} | {each['p99_ms']:.2f}"

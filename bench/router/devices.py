@@ -1,5 +1,5 @@
-"""Devices other than the CPU below them, for workers that share a few cores. Who sleeps leaves the cores to
-the others.
+"""Devices other than the CPU below them, for workers that share a few cores. A worker that sleeps leaves the
+cores to the others.
 
 throttled   everything is computed, and each call of the model lasts some times as long
 emulated    a call of the model lasts as long as a curve says; instead of computing, its worker sleeps. Embeddings, KV and logits are

@@ -31,6 +31,7 @@ from bench.router.client import Answer
 from bench.router.devices import EMULATED
 from bench.router.driver import capacity, open_loop
 from bench.router.loads import PHASES, SLOWDOWN, Composer, Phase, arrivals, first_shapes
+from bench.router.policies import setting_of
 from bench.router.trace import Trace
 from bench.router.workers import Cluster, cluster, end_on_signals, specs
 from cluster.config.environment import read_environment
@@ -50,7 +51,7 @@ def cluster_args(policy: str, **door: Any) -> ClusterArgs:
         "encode": {"threads": 1, "cache_bytes": 16 << 20},
         "prefill": {"threads": 1, "kv_blocks": 2048, "feature_bytes": 16 << 20},
         "decode": {"threads": 1, "kv_blocks": 4096},
-        "door": {"policy": policy, "show_workers": True, **door},
+        "door": {"policy": setting_of(policy), "show_workers": True, **door},
     }
     return resolve(ClusterArgs.model_validate(args), read_environment(), num_cores=1)
 

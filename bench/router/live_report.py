@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from bench.records import Record
+from bench.tables import head, row
 from cluster.simulator.results import percentile
 
 NUM_RESAMPLES = 300
@@ -63,7 +64,7 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 def ttft_table(records: Sequence[Record]) -> list[str]:
     """Ratios to BASELINE in the same phase, and over all of them, with their 95 % bootstrap interval."""
-    lines = _head(
+    lines = head(
         "phase",
         "policy",
         "requests",
@@ -72,26 +73,26 @@ def ttft_table(records: Sequence[Record]) -> list[str]:
         f"p50 ÷ {BASELINE}",
         f"p99 ÷ {BASELINE}",
     )
-    cells = _ttfts(records)
-    for (phase, policy), ttfts in cells.items():
-        others = cells.get((phase, BASELINE))
+    found = _ttfts(records)
+    for (phase, policy), ttfts in found.items():
+        others = found.get((phase, BASELINE))
         low, high = bootstrap([ttfts], p99)
-        row = [phase, policy, str(len(ttfts)), f"{1e3 * p50(ttfts):.0f}"]
-        row.append(f"{1e3 * p99(ttfts):.0f} ({1e3 * low:.0f} to {1e3 * high:.0f})")
+        cells = [phase, policy, str(len(ttfts)), f"{1e3 * p50(ttfts):.0f}"]
+        cells.append(f"{1e3 * p99(ttfts):.0f} ({1e3 * low:.0f} to {1e3 * high:.0f})")
         if others is None or policy == BASELINE:
-            row += ["", ""]
+            cells += ["", ""]
         else:
             low, high = bootstrap([ttfts, others], p99_ratio)
-            row += [
+            cells += [
                 f"{p50(ttfts) / p50(others):.2f}",
                 f"{p99_ratio(ttfts, others):.2f} ({low:.2f} to {high:.2f})",
             ]
-        lines.append(f"| {' | '.join(row)} |")
+        lines.append(row(cells))
     return lines
 
 
 def prediction_table(records: Sequence[Record]) -> list[str]:
-    lines = _head("phase", "policy", "requests", "MAPE", "median error", "in the 90 % interval")
+    lines = head("phase", "policy", "requests", "MAPE", "median error", "in the 90 % interval")
     told = [record for record in records if "predicted_s" in record]
     for policy in dict.fromkeys(record["policy"] for record in told):
         own = [record for record in told if record["policy"] == policy]
@@ -122,7 +123,3 @@ def _ttfts(records: Iterable[Record]) -> dict[tuple[str, str], list[float]]:
 
 def _joined(records: Iterable[Record], name: str) -> list[float]:
     return [value for record in records for value in record[name]]
-
-
-def _head(*names: str) -> list[str]:
-    return [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]

@@ -33,6 +33,7 @@ from bench.router.driver import capacity, open_loop
 from bench.router.live import CONCURRENCY, COUNTS, NUM_TO_MEASURE, cluster_args
 from bench.router.loads import PHASES, Composer, arrivals, first_shapes
 from bench.router.workers import Cluster, cluster, end_on_signals, specs
+from bench.tables import head, row
 from cluster.errors import ClusterError
 from cluster.simulator.results import percentile
 
@@ -255,11 +256,11 @@ def table(found: Sequence[Record]) -> list[str]:
         "longest wait, s": lambda r: f"{r['wait_max_s']:.2f}",
         "Retry-After, s": lambda r: " to ".join(f"{value:.0f}" for value in r["retry_after_s"]),
     }
-    lines = [f"| load | requests of | {' | '.join(columns)} |", f"|{' --- |' * (len(columns) + 2)}"]
+    lines = head("load", "requests of", *columns)
     for record in found:
         for name, part in {"all": record, **record["groups"]}.items():
-            cells = " | ".join(make(part) for make in columns.values())
-            lines.append(f"| {record['factor']:g} x {record['capacity']:.1f} | {name} | {cells} |")
+            cells = (make(part) for make in columns.values())
+            lines.append(row([f"{record['factor']:g} x {record['capacity']:.1f}", name, *cells]))
     return lines
 
 

@@ -1,24 +1,30 @@
-"""Policies by name, for a simulated door."""
+"""Policies by the names that the records and tables of this folder have for them."""
 
 from __future__ import annotations
 
 from bench.router.one_device import OneDevice, OneDeviceRoundRobin
 from bench.router.oracle import Oracle
-from cluster.simulator.simulation import MakePolicy, Simulation
-from router.policy import Policy
+from cluster.simulator.simulation import MakePolicy
 from router.policy.registry import policy_class
 
 ORACLE, WHOLE, WHOLE_IN_TURN = "oracle", "data_parallel", "data_parallel_in_turn"
 SEERS: dict[str, MakePolicy] = {ORACLE: Oracle, WHOLE: OneDevice, WHOLE_IN_TURN: OneDeviceRoundRobin}
+BASELINES = {
+    "least_loaded": "router.policy.baselines:LeastLoadedPolicy",
+    "round_robin": "router.policy.baselines:RoundRobinPolicy",
+    "per_stage": "router.policy.baselines:PerStagePolicy",
+    "linear": "router.policy.baselines:LinearPolicy",
+}
+
+
+def setting_of(name: str) -> str:
+    """The value of `door.policy` for a door that has the policy."""
+    return BASELINES.get(name, name)
 
 
 def maker(name: str) -> MakePolicy:
-    """`name`: of a policy above, or what `make_policy` takes. Raises ConfigError for any other."""
+    """For a simulated door. `name`: of a policy above, or a value of `door.policy`. Raises ConfigError."""
     if name in SEERS:
         return SEERS[name]
-    make = policy_class(name)
-
-    def made(simulation: Simulation) -> Policy:
-        return make()
-
-    return made
+    make = policy_class(setting_of(name))
+    return lambda _: make()

@@ -27,14 +27,15 @@ import msgspec
 
 from bench.router.one_device import unpredicted
 from bench.router.overheads import Overheads, links_of
+from bench.router.policies import maker
 from bench.router.recording import Block, Recorded, Recording
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import UnavailableError
 from cluster.simulator.client import name_of
 from cluster.simulator.results import percentile
-from cluster.simulator.simulation import NOISE, MakePolicy, Simulation, slowed
+from cluster.simulator.simulation import NOISE, Simulation, slowed
 from cluster.types.curves import ServiceCurves
-from router.policy import ClusterView, Decision, ItemView, Placement, RequestView, make_policy
+from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 IDLE_S = 1.0  # between two blocks
 NUM_RUNS = 5  # simulated, against one live run
@@ -110,7 +111,7 @@ def replay(
 ) -> Iterator[Replayed]:
     """Every request, in the order of the recording. `seed`: of the noise on calls; None: there is none. With
     recorded placements each request starts when and where the live door has placed it: a difference that is
-    left comes from the workers. Raises KeyError for a policy that does not exist."""
+    left comes from the workers. Raises ConfigError for a policy that does not exist."""
     policies = list(dict.fromkeys(block.policy for block in recording.blocks))
     recording = as_placed(recording) if has_recorded_placements else recording
     simulation = _make_simulation(recording, overheads, seed, policies, has_recorded_placements)
@@ -177,7 +178,7 @@ def _make_simulation(
 ) -> Simulation:
     """With a door for each policy."""
     followed = AsRecorded(recording.blocks)
-    makers: list[MakePolicy] = [lambda _, name=policy: make_policy(name) for policy in policies]
+    makers = [maker(policy) for policy in policies]
     return Simulation(
         recording.workers,
         [lambda _: followed] * len(policies) if follows else makers,

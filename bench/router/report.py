@@ -10,11 +10,12 @@ from typing import Any
 from bench.records import Record
 from bench.router.cases import POLICY_NAMES, SLOS, SPLITS, Family, OverloadCase
 from bench.router.policies import ORACLE
-from cluster.simulator.charts import box, label, svg
+from bench.tables import head
+from cluster.simulator.charts import BAR, WIDTH, bar, label, svg
 from cluster.simulator.results import interval
 
 COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#888888")
-WIDTH, LEFT, BAR, VALUES = 760, 210, 13, 130
+LEFT, VALUES = 210, 130
 Cells = dict[tuple[Any, ...], dict[int, Record]]  # by seed
 
 
@@ -32,7 +33,7 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 def policy_table(records: Iterable[Record]) -> list[str]:
     cells = _cells(records, "scenario", "policy")
-    lines = _head(
+    lines = head(
         "scenario", "policy", "TTFT mean, ms", "p50", "p99", "second token, mean", "regret to oracle", "reused",
         "MAPE", "coverage",
     )  # fmt: skip
@@ -56,9 +57,7 @@ def overall_table(records: Iterable[Record]) -> list[str]:
     """Over all scenarios: the geometric mean of what a policy's mean time to first token is to the oracle's.
     The oracle's error of prediction is what is left without knowing the future."""
     cells = _cells(records, "scenario", "policy")
-    lines = _head(
-        "policy", "÷ oracle, geometric mean", "worst scenario", "÷ oracle there", "MAPE", "coverage"
-    )
+    lines = head("policy", "÷ oracle, geometric mean", "worst scenario", "÷ oracle there", "MAPE", "coverage")
     for policy in POLICY_NAMES:
         ratios = {
             scenario: statistics.fmean(_pairs(cell, cells[scenario, ORACLE], "ttft_mean_s"))
@@ -86,7 +85,7 @@ def split_table(records: Iterable[Record]) -> list[str]:
     """Highest rates; the ratio is that of the best any-role split to the best of the other two families."""
     cells = _cells(records, "slo", "workload", "split")
     names = [name for name in SPLITS if any(key[2] == name for key in cells)]
-    lines = _head("limits", "workload", *names, "device time allows", "any role ÷ best of the others")
+    lines = head("limits", "workload", *names, "device time allows", "any role ÷ best of the others")
     for slo, workload in dict.fromkeys(key[:2] for key in cells):
         found = {name: cells[slo, workload, name] for name in names if (slo, workload, name) in cells}
         shown = [_values(found[name], "rate", "{:.1f}") if name in found else "–" for name in names]
@@ -105,7 +104,7 @@ def split_table(records: Iterable[Record]) -> list[str]:
 
 def group_table(records: Iterable[Record]) -> list[str]:
     cells = _cells(records, "split", "rate")
-    lines = _head("cluster", "requests/s", "tokens/s", "TTFT p50, ms", "p99", "reused", "÷ in turn, tokens/s")
+    lines = head("cluster", "requests/s", "tokens/s", "TTFT p50, ms", "p99", "reused", "÷ in turn, tokens/s")
     for (split, rate), cell in cells.items():
         other = cells.get((split.replace("joint", "in turn"), rate), {})
         ratio = _ratios(cell, other, "output_tokens_per_s") if "joint" in split and other else "–"
@@ -121,7 +120,7 @@ def overload_table(records: Iterable[Record]) -> list[str]:
     """`good`: prompt tokens, a second, of the requests whose first token came in the time of arrivals and
     within what their class is promised."""
     cells = _cells([{"layout": OverloadCase.layout} | r for r in records], "layout", "admission", "load")
-    lines = _head(
+    lines = head(
         "workers", "admission", "load", "requests/s", "good, tokens/s", "÷ peak", "refused", "TTFT p99, ms",
         "longest wait at the door, s",
     )  # fmt: skip
@@ -167,7 +166,7 @@ def plot(records: Sequence[Record]) -> str:
                 (name, _mean(cells[workload, name], "rate")) for name in SPLITS if (workload, name) in cells
             ]
             y = _bars(body, y, workload, shown, "{:.2f}")
-    return svg(WIDTH, y, body)
+    return svg(y, body)
 
 
 def _bars(body: list[str], y: float, name: str, values: Sequence[tuple[str, float]], form: str) -> float:
@@ -176,8 +175,7 @@ def _bars(body: list[str], y: float, name: str, values: Sequence[tuple[str, floa
     most = max((value for _, value in values), default=0.0) or 1.0
     for i, (series, value) in enumerate(values):
         width = (WIDTH - LEFT - VALUES) * value / most
-        body.append(box(LEFT, y, width, BAR - 2, COLOURS[i % len(COLOURS)]))
-        body.append(label(LEFT + width + 5, y + BAR - 3, f"{form.format(value)} · {series}"))
+        body.append(bar(LEFT, y, width, COLOURS[i % len(COLOURS)], f"{form.format(value)} · {series}"))
         y += BAR
     return y + BAR
 
@@ -223,10 +221,6 @@ def _ratios(cell: dict[int, Record], other: dict[int, Record], name: str, minus:
         return "–"
     mean, half = interval(values)
     return f"{100 * mean:+.1f} ± {100 * half:.1f} %" if minus else f"{mean:.2f} ± {half:.2f}"
-
-
-def _head(*columns: str) -> list[str]:
-    return [f"| {' | '.join(columns)} |", f"| {' | '.join(['---'] * len(columns))} |"]
 
 
 def both_policy_tables(records: Sequence[Record]) -> list[str]:

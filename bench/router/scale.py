@@ -8,13 +8,13 @@ import resource
 import time
 from typing import Any
 
+from bench.router.policies import maker
 from cluster.simulator.demand import capacity, demand
 from cluster.simulator.hardware import H200, VL_7B
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.outcome import Outcome
 from cluster.simulator.simulation import Simulation
 from cluster.simulator.workload import Workload, image_prompts, text
-from router.policy import make_policy
 
 LOAD = 0.7  # of what the narrowest phase can serve
 
@@ -37,7 +37,7 @@ def scale(num_replicas: int, num_requests: int, policy: str, media: bool, seed: 
 
     gc.set_threshold(100_000, 50, 50)  # there are few cycles: looking for them takes a quarter of the time
     began_s = time.perf_counter()
-    simulation = Simulation(specs, [lambda _: make_policy(policy)], VL_7B, seed, on_outcome=ended)
+    simulation = Simulation(specs, [maker(policy)], VL_7B, seed, on_outcome=ended)
     simulation.run(workload.requests(rate, num_requests, seed))
     took_s = time.perf_counter() - began_s
     ttfts.sort()

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from bench.router.day import HOUR_S, TEXT, VIDEO, day, text_draft, video_draft
+from bench.tables import head
 from cluster.config.settings import AdmissionArgs
 from cluster.scaling import Scaler, ScalingSettings
 from cluster.simulator.demand import Demand, seconds
@@ -126,7 +127,7 @@ def table(found: Iterable[dict[str, Any]]) -> list[str]:
     for each in found:
         groups.setdefault((each["is_scaled"], each["layout"]), []).append(each)
     num_seeds = max(map(len, groups.values()))
-    lines = ["| pools | devices, mean | violations | of them refused |", "| --- | --- | --- | --- |"]
+    lines = head("pools", "devices, mean", "violations", "of them refused")
     for (is_scaled, layout), group in groups.items():
         if len(group) == num_seeds:
             shares = [each["num_violations"] / each["num_requests"] for each in group]

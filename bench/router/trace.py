@@ -32,7 +32,7 @@ from cluster.types.members import Phase, Role
 from encoder_service.service import MAX_BATCH_ROWS
 from router.door import Door
 from router.openai.schema import ChatRequest, parse
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 from router.prompts.builder import PreparedPrompt
 from router.telemetry.timeline import RequestTimeline
 
@@ -51,7 +51,7 @@ class Trace:
         policy saw."""
         lines: list[Record] = [block | {"type": "block", "block": self._num_blocks}]
         for number, answer in enumerate(answers):
-            call = chat_call(parse(ChatRequest, answer.call.body), door.model_id, door.defaults, "")
+            call = chat_call(parse(ChatRequest, answer.call.body), CallContext(door.model_id, door.defaults))
             prompt = await door.prepare(call, RequestTimeline(0.0))
             prompt.release()  # only its tokens and names are wanted
             lines.append({"block": self._num_blocks, "request": number} | request_fields(answer, prompt))

@@ -5,24 +5,21 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from cluster.simulator.charts import box, label, svg
+from bench.records import Record
+from bench.tables import grouped, head, median
+from cluster.simulator.charts import BAR, WIDTH, bar, label, svg
 
-Record = dict[str, Any]
 COLOURS = ("#999999", "#cccccc", "#2f6fb0", "#7fb2de", "#b9d4ec", "#e08a2c", "#eeb878", "#f5d9b5")
 HIDDEN_MODES = ("pipelined", "after prefill", "recomputed")
-WIDTH, LEFT, BAR = 760, 130, 12
+LEFT = 130
 
 
 def lane_table(records: Iterable[Record]) -> list[str]:
-    cells = _groups(records, ("num_blocks", "agent", "codec"))
-    lines = [
-        "| blocks of 16 KiB | agent | codec | MB | ms | GB/s of raw KV | ÷ memcpy |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    cells = grouped(records, "num_blocks", "agent", "codec")
+    lines = head("blocks of 16 KiB", "agent", "codec", "MB", "ms", "GB/s of raw KV", "÷ memcpy")
     for (count, agent, codec), cell in cells.items():
-        took_s = statistics.median(record["seconds"] for record in cell)
+        took_s = median(cell, "seconds")
         yard = {record["repetition"]: record["seconds"] for record in cells[count, "memcpy", "raw"]}
         ratio = statistics.median(record["seconds"] / yard[record["repetition"]] for record in cell)
         lines.append(
@@ -33,21 +30,20 @@ def lane_table(records: Iterable[Record]) -> list[str]:
 
 
 def hidden_table(records: Iterable[Record]) -> list[str]:
-    cells = _groups(records, ("prompt_tokens", "link_gb_per_s", "mode"))
-    lines = [
-        "| prompt | link GB/s | KV MB | shows ms: pipelined · after | hidden | TTFT ms: pipelined · after · recomputed "
-        "| second token ms: the same | recomputed: KV sent |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    cells = grouped(records, "prompt_tokens", "link_gb_per_s", "mode")
+    lines = head(
+        "prompt", "link GB/s", "KV MB", "shows ms: pipelined · after", "hidden",
+        "TTFT ms: pipelined · after · recomputed", "second token ms: the same", "recomputed: KV sent",
+    )  # fmt: skip
     for length, link in dict.fromkeys(key[:2] for key in cells):
         pipelined, late, recomputed = (cells[length, link, mode] for mode in HIDDEN_MODES)
-        shows = [_median(each, "shows_s") for each in (pipelined, late)]
+        shows = [median(each, "shows_s") for each in (pipelined, late)]
         share = statistics.median(
             1 - a["shows_s"] / b["shows_s"] for a, b in zip(pipelined, late, strict=True)
         )
-        sent = _median(recomputed, "bytes") / _median(pipelined, "bytes")
+        sent = median(recomputed, "bytes") / median(pipelined, "bytes")
         times = (
-            " · ".join(f"{1e3 * _median(cell, name):.0f}" for cell in (pipelined, late, recomputed))
+            " · ".join(f"{1e3 * median(cell, name):.0f}" for cell in (pipelined, late, recomputed))
             for name in ("ttft_s", "second_token_s")
         )
         lines.append(
@@ -64,11 +60,11 @@ def accuracy_table(records: Iterable[Record]) -> list[str]:
     found = list(records)
     codecs = list(dict.fromkeys(record["codec"] for record in found))
     coded = [codec for codec in codecs if codec != "raw"]
-    lines = [
-        f"| prompts | task | prompt tokens | coded: prompts · tokens | right of all: {' · '.join(codecs)} | "
-        f"lost, won: {' · '.join(coded)} | positions | same token (others): {' · '.join(coded)} | same answer: {' · '.join(coded)} |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    names = " · ".join(coded)
+    lines = head(
+        "prompts", "task", "prompt tokens", "coded: prompts · tokens", f"right of all: {' · '.join(codecs)}",
+        f"lost, won: {names}", "positions", f"same token (others): {names}", f"same answer: {names}",
+    )  # fmt: skip
     for prompts in dict.fromkeys(record["prompts"] for record in found):
         chosen = [record for record in found if record["prompts"] == prompts]
         tasks = list(dict.fromkeys(record["task"] for record in chosen))
@@ -108,8 +104,8 @@ def _sums(records: Iterable[Record]) -> Counter[str]:
 
 def plot(records: Iterable[Record]) -> str:
     """GB/s of raw KV as bars, a group for each number of blocks."""
-    cells = _groups(records, ("num_blocks", "agent", "codec"))
-    rates = {key: cell[0]["raw_bytes"] / _median(cell, "seconds") / 1e9 for key, cell in cells.items()}
+    cells = grouped(records, "num_blocks", "agent", "codec")
+    rates = {key: cell[0]["raw_bytes"] / median(cell, "seconds") / 1e9 for key, cell in cells.items()}
     names = list(dict.fromkeys(f"{agent} {codec}" for _, agent, codec in rates))
     most, y, body = max(rates.values(), default=1.0), 10.0, []
     for count in dict.fromkeys(key[0] for key in rates):
@@ -118,20 +114,7 @@ def plot(records: Iterable[Record]) -> str:
             if blocks == count:
                 width = (WIDTH - LEFT - 220) * rate / most
                 colour = COLOURS[names.index(f"{agent} {codec}") % len(COLOURS)]
-                body.append(box(LEFT, y, width, BAR - 2, colour))
-                body.append(label(LEFT + width + 5, y + BAR - 3, f"{rate:.2f} {agent} {codec}"))
+                body.append(bar(LEFT, y, width, colour, f"{rate:.2f} {agent} {codec}"))
                 y += BAR
         y += BAR
-    return svg(WIDTH, y, body)
-
-
-def _groups(records: Iterable[Record], names: Sequence[str]) -> dict[tuple[Any, ...], list[Record]]:
-    groups: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        if all(name in record for name in names):
-            groups.setdefault(tuple(record[name] for name in names), []).append(record)
-    return groups
-
-
-def _median(cell: Sequence[Record], name: str) -> float:
-    return statistics.median(record[name] for record in cell)
+    return svg(y, body)

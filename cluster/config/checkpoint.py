@@ -25,6 +25,7 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )  # fmt: skip
 _PICKLED = "pytorch_model*.bin"
+_ROPE_BY_LENGTH = ("longrope", "su", "dynamic")  # "su": longrope's name in older configurations
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,21 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else config
 
 
+def max_rope_length(text: Mapping[str, Any]) -> int | None:
+    """The longest sequence for which rotary frequencies do not depend on the sequence's length; None: they
+    never do. Beyond it a token's K would depend on the tokens after it, and on other sequences of its step.
+    `text`: configuration of a language model."""
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    lengths = []
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        form = part.get("rope_type") or part.get("type")
+        if form in _ROPE_BY_LENGTH:
+            key, longest = "original_max_position_embeddings", text.get("max_position_embeddings")
+            own = part.get(key) or text.get(key)
+            lengths.append(longest if form == "dynamic" else own or longest)
+    return min((length for length in lengths if length), default=None)
+
+
 def placeholder_ids(config: Mapping[str, Any]) -> dict[Modality, int]:
     """Ids of the tokens that stand for embedding rows, as `read_config` gives them."""
     ids = {
@@ -91,10 +107,7 @@ def takes_media(config: Mapping[str, Any]) -> bool:
 def check_family(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a model type or class that cannot be served, as far as the names tell."""
     name = config["model_type"]
-    family = family_of_type(name)
-    if family.refusal:
-        _refuse(name, family.refusal)
-    if family.modalities:
+    if family_of_type(name).modalities:
         return
     if config.get("is_encoder_decoder"):
         _refuse(name, "it is an encoder-decoder model; only decoder-only language models are served")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from cluster.types.media import Modality
 
@@ -63,9 +64,11 @@ class ModelFamily:
     is_media_bidirectional: bool = False
     can_pool: bool = False  # embedding rows lie on a grid and carry no deep-stack features
     bounds_whole_clips: bool = False  # the processor's pixel bounds hold for all frames of a clip together
+    frames_of_an_image: int = 1  # the processor's pixel bounds take an image for a clip of so many frames
+    clips_are_written_as_images: bool = False  # the image's token stands for a clip's rows, too
+    leaves_logits: bool = False  # transformers does not scale them as the text configuration says
     hears_clips: bool = False  # the processor takes a clip with its sound track
     whole: WholeCheckpoint | None = None
-    refusal: str = ""  # why the family is not served, although its model code runs here
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
@@ -79,6 +82,10 @@ _TILES = {Modality.IMAGE: EncoderForm.TILED_IMAGES}
 _SIZED = {Modality.IMAGE: EncoderForm.SIZED_IMAGES}
 _MASKED_TILES = {Modality.IMAGE: EncoderForm.MASKED_TILES}
 _MASKED_MELS = {Modality.AUDIO: EncoderForm.MASKED_MEL_WINDOWS}
+
+_GLM: Mapping[str, Any] = {
+    "bounds_whole_clips": True, "frames_of_an_image": 2, "clips_are_written_as_images": True
+}  # fmt: skip
 
 _RECORDS = (
     ModelFamily("qwen2_vl", _VISION, PositionForm.QWEN_VL, can_pool=True),
@@ -102,22 +109,30 @@ _RECORDS = (
             "qwen3_omni_moe", "thinker_config", "Qwen3OmniMoeThinkerForConditionalGeneration"
         ),
     ),
+    ModelFamily("glm4v", _VISION, PositionForm.QWEN_VL, **_GLM),
+    ModelFamily("glm4v_moe", _VISION, PositionForm.QWEN_VL, **_GLM),
+    ModelFamily("glm46v", _VISION, PositionForm.QWEN_VL, **_GLM),
+    ModelFamily("glm_ocr", _VISION, PositionForm.QWEN_VL, **_GLM),
+    ModelFamily("exaone4_5", _VISION),
+    ModelFamily("paddleocr_vl", {Modality.IMAGE: EncoderForm.PACKED_IMAGES}, PositionForm.QWEN_VL),
     ModelFamily("llava", _TILES),
+    ModelFamily("vipllava", _TILES),
     ModelFamily("llava_next", _SIZED),
     ModelFamily("llava_onevision", {**_SIZED, Modality.VIDEO: EncoderForm.STACKED_VIDEOS}),
     ModelFamily("internvl", {**_TILES, Modality.VIDEO: EncoderForm.TILED_IMAGES}),
+    ModelFamily("aya_vision", _TILES, leaves_logits=True),
+    ModelFamily("cohere2_vision", _TILES, leaves_logits=True),
+    ModelFamily("deepseek_vl", _TILES),
     ModelFamily("mistral3", _SIZED),
+    ModelFamily("lighton_ocr", _SIZED),
     ModelFamily("idefics3", _MASKED_TILES, text_module="text_model"),
     ModelFamily(
         "smolvlm", {**_MASKED_TILES, Modality.VIDEO: EncoderForm.MASKED_TILES}, text_module="text_model"
     ),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
     ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),
-    ModelFamily(
-        "voxtral",
-        {Modality.AUDIO: EncoderForm.MEL_WINDOWS},
-        refusal="mistral-common makes its prompts, not a chat template",
-    ),
+    ModelFamily("voxtral", {Modality.AUDIO: EncoderForm.MEL_WINDOWS}),
+    ModelFamily("qwen3_asr", _MASKED_MELS),
     ModelFamily("audioflamingo3", _MASKED_MELS),
     ModelFamily("glmasr", _MASKED_MELS),
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import resource
 import shutil
+import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +19,12 @@ def available_memory() -> int:
     """Bytes that can be allocated now without swapping."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def max_open_files() -> int:
+    """That a process of this user may open at once, if it asks for so many."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def has_gpu() -> bool:

@@ -220,15 +220,14 @@ class AccessArgs(_Args):
     cors_origins: tuple[Origin, ...] = ()
 
 
-POLICY = r"^(joint|least_loaded|round_robin|per_stage|linear|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
+POLICY = r"^(joint|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 
 class DoorArgs(_Args):
     request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
     first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
     # how requests are placed. joint: all workers of a request together, for the earliest first token. Any
-    # other value is the import path of a policy, package.module:Class. The names of the comparison policies
-    # are aliases for one release.
+    # other value is the import path of a policy, package.module:Class
     policy: str = Field("joint", pattern=POLICY)
     # of an OpenTelemetry collector, such as http://localhost:4318/v1/traces; empty: no traces
     otlp_traces_endpoint: str = ""

@@ -64,11 +64,11 @@ from cluster.structure.constraints import Constraints
 from cluster.types.messages import (
     BlocksChanged,
     DecodeTotals,
-    KvReady,
     LoadReport,
     StartDecode,
     StartPrefill,
 )
+from cluster.types.notices import KvReady
 from cluster.types.transfer import ReceivedGrant, TierTotals
 from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots
@@ -102,10 +102,10 @@ class LanguageEngine:
         allows_recompute: bool = False,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ):
-        """`features`: where embeddings arrive; None: prompts with media are not computed here.
-        `tier`: the second one of the KV cache. `constraints`: those of `runner`. `allows_recompute`: see
-        `KvInput`. `on_ended(request_id)` is called, on this thread, once for each request whose answer was
-        to be generated here, when it leaves the engine."""
+        """`features`: where embeddings arrive; None: of prompts with media only text behind cached media is
+        computed here. `tier`: the second one of the KV cache. `constraints`: those of `runner`.
+        `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once for each
+        request whose answer was to be generated here, when it leaves the engine."""
         self._runner = runner
         self._blocks = blocks
         self._features = features

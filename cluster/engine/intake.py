@@ -3,7 +3,14 @@
 A request gets blocks for all its prompts at once, in the order of admission. Then its prompts are computed
 here, or its blocks are leased to the worker that computes them. One block is left for every sequence of an
 answer that has blocks already: without it, a request could be preempted as soon as it is admitted. A request
-that waits for embeddings holds its blocks and delays no other request. Used on the engine's thread.
+that waits for embeddings holds its blocks and delays no other request.
+
+A worker without memory for embeddings computes a prompt with media if all of these lie in its prefix cache.
+The door has decided so by what was announced; if the blocks have been evicted since, the request is given up
+(`NotCachedError`), and its door has it computed elsewhere. Blocks are not held for requests that wait: these
+could then wait for each other. They are only evicted last.
+
+Used on the engine's thread.
 """
 
 from __future__ import annotations
@@ -13,9 +20,9 @@ from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.state import LanguagePhase, LanguageRequest, TokenSequence
-from cluster.engine.tables import try_allocate_prompts, uncut_spans
+from cluster.engine.tables import touch_cached, try_allocate_prompts, uncut_spans
 from cluster.engine.timing import Part, Stopwatch
-from cluster.errors import ClusterError, InternalError, RequestError
+from cluster.errors import ClusterError, InternalError, NotCachedError, RequestError
 from cluster.kvcache.hashing import BlockHashes
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import heads
@@ -144,7 +151,9 @@ class Intake:
             loader is None
             or not request.computes
             or request.scores_prompt
-            or not loader.try_load(request, num_spare, self._queue_loaded)
+            or not loader.try_load(
+                request, num_spare, self._queue_loaded, can_compute=not self._relies_on_cache(request)
+            )
         ):
             self._queue(request)
 
@@ -154,6 +163,7 @@ class Intake:
             self._blame.run(request_id, self._queue, request)
 
     def _queue(self, request: LanguageRequest) -> None:
+        self._check_cached(request)
         ticket = self._ticket(request, request.request_id, request.num_prompt_tokens)
         (self._held.admission if request.computes else self._held.arrivals).push(ticket)
 
@@ -163,8 +173,17 @@ class Intake:
             raise InternalError("this worker computes no prompts")
         if not request.sends and self._limits.max_sequences == 0:
             raise InternalError("this worker generates no answers")
-        if request.needs_embeddings and self._held.features is None:
-            raise InternalError("this worker computes only prompts without media")
+
+    def _relies_on_cache(self, request: LanguageRequest) -> bool:
+        return request.needs_embeddings and self._held.features is None
+
+    def _check_cached(self, request: LanguageRequest) -> None:
+        """Raises NotCachedError if media of the prompt are not in the prefix cache and need to be."""
+        if not self._relies_on_cache(request):
+            return
+        num_cached = 0 if request.scores_prompt else touch_cached(request.main, self._held.blocks)
+        if num_cached < request.main.prompt.media_end:
+            raise NotCachedError("the prompt's media are not in this worker's prefix cache any more")
 
     def _check_size(self, request: LanguageRequest) -> None:
         asked, blocks = request.request, self._held.blocks
@@ -188,6 +207,7 @@ class Intake:
         num_blocks = request.request.num_prompt_blocks(held.blocks.block_size)
         if not (self._may_send(request.request_id) and held.admission.has_share(ticket, num_blocks)):
             return False
+        self._check_cached(request)
         spans = tuple(uncut_spans(self._model, sequence.prompt) for sequence in request.sequences)
         if not try_allocate_prompts(request, held.blocks, held.counts.num_admitted, spans):
             return False

@@ -11,7 +11,7 @@ import msgspec
 from cluster.engine.state import LanguageRequest
 from cluster.ids import new_lease_id
 from cluster.kvcache.blocks import BlockPool
-from cluster.types.messages import KvReady
+from cluster.types.notices import KvReady
 from cluster.types.transfer import Grant, ReceivedTotals
 from kv_transfer.lease.transfer import BlockTransfer
 

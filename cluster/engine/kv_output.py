@@ -26,7 +26,7 @@ from cluster.engine.state import LanguagePhase, LanguageRequest, PromptWork, Tok
 from cluster.errors import InternalError
 from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
-from cluster.types.messages import KvReady
+from cluster.types.notices import KvReady
 from cluster.types.transfer import ReceivedGrant
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.link_meter import MIN_MEASURED_BYTES
@@ -114,8 +114,7 @@ def plan_end(
     if outgoing is None or token_s is None or (block_s := outgoing.block_s) is None:
         return
     block_size, unit = layout.segments[0].rows, outgoing.blocks_together
-    media_end = max((item.end for item in main.prompt.media), default=0)
-    least = max(-(-media_end // block_size), -(-MIN_SENT_BYTES // layout.block_bytes))
+    least = max(-(-main.prompt.media_end // block_size), -(-MIN_SENT_BYTES // layout.block_bytes))
     missing = request.num_missing_tokens
     prefill_s = budget.predicted_s(missing, main.num_computed_tokens + missing / 2)
     num_blocks = num_blocks_to_send(

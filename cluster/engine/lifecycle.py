@@ -48,7 +48,7 @@ class EngineState:
     counts: SequenceCounts
     computing: set[str]  # ids of requests whose prompts are computed
     runner: LanguageRunner
-    features: FeatureStore | None  # None: no prompt with media is computed here
+    features: FeatureStore | None  # None: no media are computed here
     kv_input: KvInput
     kv_output: KvOutput
     loader: PrefixLoader | None  # None: the KV cache has no second tier

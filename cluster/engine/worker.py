@@ -101,22 +101,18 @@ LoadEncoder = Callable[[ClusterArgs, WorkerSetup], EncoderPort | None]  # None: 
 
 
 class LanguageWorker(PhaseService):
-    def __init__(
-        self,
-        args: ClusterArgs,
-        replica_id: str,
-        role: Role,
-        lease_margin_s: float = LEASE_MARGIN_S,
-        load_encoder: LoadEncoder | None = None,
-    ):
-        """Blocks until the model is loaded. `load_encoder`: of a role that encodes and prefills. Raises
-        ConfigError."""
+    role: Role
+    load_encoder: LoadEncoder | None = None  # of a role that encodes and prefills
+
+    def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
+        """Blocks until the model is loaded. Raises ConfigError."""
+        role = self.role
         setup = set_up(args, replica_id)
         check_device_transport(args, setup)
         limits = limits_of(role, args)
         sizes = sizes_of(role, args, limits, setup.device.type)
         # first, because `memory_share` is for both
-        self._encoder = encoder = None if load_encoder is None else load_encoder(args, setup)
+        self._encoder = encoder = None if self.load_encoder is None else self.load_encoder(args, setup)
         language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)
         model = language.model
         feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes) if role.prefills else None
@@ -156,14 +152,14 @@ class LanguageWorker(PhaseService):
             on_ended=self._on_ended,
         )
         self._process, self._model = process, model
-        self._warm_up(runner, blocks, limits, role)
-        self._take_seats(process, role)
-        super().__init__(process, self._own_member(role, language.num_kv_blocks))
+        self._warm_up(runner, blocks, limits)
+        self._take_seats(process)
+        super().__init__(process, self._own_member(language.num_kv_blocks))
 
-    def _take_seats(self, process: WorkerProcess, role: Role) -> None:
+    def _take_seats(self, process: WorkerProcess) -> None:
         self._granting_engines: list[BlockTransfer] = [
-            *([process.kv_transfer_engine] if role.decodes else []),
-            *([process.feature_transfer_engine] if role.prefills else []),
+            *([process.kv_transfer_engine] if self.role.decodes else []),
+            *([process.feature_transfer_engine] if self.role.prefills else []),
         ]
         process.seat.attach(self._engine)
         if self._encoder is not None and self._features is not None:
@@ -172,10 +168,10 @@ class LanguageWorker(PhaseService):
         self._own_metadata = process.feature_transfer_engine.agent.metadata()
         process.attach(self._on_message)
 
-    def _own_member(self, role: Role, num_blocks: int) -> Member:
+    def _own_member(self, num_blocks: int) -> Member:
         layout, encoder = self._model.kv_layout, self._encoder
         return self._process.member(
-            role,
+            self.role,
             layout,
             num_blocks,
             modalities=() if encoder is None else encoder.modalities,
@@ -199,12 +195,12 @@ class LanguageWorker(PhaseService):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(self._tier.close()), STOP_TIMEOUT_S)
 
-    def _warm_up(self, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits, role: Role) -> None:
+    def _warm_up(self, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits) -> None:
         max_model_len, cpu_slots = self._model.max_model_len, self._process.seat.cpu_slots
-        if role.decodes:
+        if self.role.decodes:
             fit = self._engine.fit
             warm_up_answers(runner, blocks, fit, cpu_slots, limits.max_sequences, max_model_len)
-        max_tokens = min(MAX_PROMPT_TOKENS if role.prefills else MIN_PROMPT_TOKENS, max_model_len)
+        max_tokens = min(MAX_PROMPT_TOKENS if self.role.prefills else MIN_PROMPT_TOKENS, max_model_len)
         warm_up_prompts(runner, blocks, self._engine.planner.budget, cpu_slots, max_tokens)
 
     def _on_message(self, door: DoorId, message: AnyMessage) -> None:

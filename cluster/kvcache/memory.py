@@ -6,7 +6,7 @@ attention kernels need it, while a block id names the same token positions in al
 
     address(s, b) = base + num_blocks * sum(segment_bytes[:s]) + b * segment_bytes[s]
 
-Owns the bytes only. `BlockPool` knows which blocks are in use.
+Owns the bytes only. `BlockPool` knows which blocks are in use. `populate` allocates the pages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-_MADV_POPULATE_WRITE = 23  # Linux; `mmap` has no name for it
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class BlockMemory:
         self.num_blocks = num_blocks
         num_bytes = num_blocks * layout.block_bytes
         if torch.device(device).type == "cpu":
-            self.buffer = on_huge_pages(num_bytes, is_populated=True)
+            self.buffer = on_huge_pages(num_bytes)
         else:
             self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.segments: list[torch.Tensor] = []
@@ -152,21 +150,15 @@ class BlockMemory:
         return block_descriptors(self.layout, self.base_address, self.num_blocks, block_ids, segment_ids)
 
 
-def on_huge_pages(num_bytes: int, *, is_populated: bool = False) -> torch.Tensor:
+def on_huge_pages(num_bytes: int) -> torch.Tensor:
     """[num_bytes] uint8 zeros on the CPU, on huge pages if the kernel has them. Reading them misses the TLB
     less often, and the kernel's copies between processes, which look up every page, take two thirds of the
-    time. `is_populated`: the memory is allocated now and not when it is first written."""
+    time. A page is allocated when it is first written to (`populate`)."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages
     memory = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=kind)  # a page behind it keeps neighbours apart
     with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    zeros = torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
-    if is_populated:
-        try:
-            memory.madvise(_MADV_POPULATE_WRITE)  # a third of the time of writing every byte
-        except OSError:  # a kernel before 5.14
-            zeros.zero_()
-    return zeros
+    return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]
 
 
 def block_descriptors(

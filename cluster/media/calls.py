@@ -58,7 +58,7 @@ class ProcessorCalls:
         """pixels: [3, height, width] uint8."""
         processor = self._processor
         kwargs = {**self._kwargs["images_kwargs"], **_TENSORS}
-        kwargs |= _area(processor.image_processor, kwargs, options)
+        kwargs |= _area(processor.image_processor, kwargs, options, unit=self._family.frames_of_an_image)
         images = processor.prepare_inputs_layout(images=[pixels], text=[processor.image_token])[0]
         inputs, (text,) = processor._process_images(images, **kwargs)
         if self._is_pooled(options):
@@ -148,8 +148,11 @@ def _has_vision_options(options: MediaOptions) -> bool:
     return pixels != (None, None) or options.temporal_pooling * options.spatial_pooling != 1
 
 
-def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: int = 1) -> dict[str, Any]:
+def _area(
+    part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: int = 1, unit: int = 1
+) -> dict[str, Any]:
     """Call arguments for `min_pixels` and `max_pixels`. share: number of images that are bounded together.
+    unit: how often the processor counts each of their pixels.
 
     * If one of the model's own bounds contradicts the client's, the client's wins. However, nothing is
       enlarged beyond the model's own upper bound.
@@ -158,9 +161,9 @@ def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: in
     if options.min_pixels is None and options.max_pixels is None:
         return {}
     size = kwargs.get("size") or part.size
-    own_min, own_max = (size.get(key) for key in AREA_KEYS)
-    if own_min is None or own_max is None:
+    if any(size.get(key) is None for key in AREA_KEYS):
         raise UnsupportedError("min_pixels and max_pixels: this model uses fixed sizes", param="messages")
+    own_min, own_max = (size[key] // unit for key in AREA_KEYS)
     if options.min_pixels is not None and options.min_pixels > own_max:
         raise MediaError(
             f"min_pixels is {options.min_pixels}; nothing is enlarged beyond this model's own limit of "
@@ -177,7 +180,7 @@ def _area(part: Any, kwargs: Mapping[str, Any], options: MediaOptions, share: in
         raise MediaError(
             f"min_pixels, {least // share}, must be above 0 and at most max_pixels, {most // share}"
         )
-    return {"size": dict(zip(AREA_KEYS, (least, most), strict=True))}
+    return {"size": dict(zip(AREA_KEYS, (least * unit, most * unit), strict=True))}
 
 
 def _metadata(probe: MediaProbe) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import msgspec
 import numpy as np
 
 from cluster.config.checkpoint import check_family, placeholder_ids, read_config, read_json, takes_media
-from cluster.config.families import family_of_type
+from cluster.config.families import EncoderForm, ModelFamily, family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
 from cluster.media.calls import ProcessorCalls
 from cluster.media.layout import make_layout
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 DEFAULT_LIMITS = MediaLimits()
 DEFAULT_OPTIONS = MediaOptions()
+FRAMES_AS_IMAGES = (EncoderForm.TILED_IMAGES, EncoderForm.MASKED_TILES)  # to the model a clip is T images
 NUM_CACHED_LAYOUTS = 4096  # a few KB each for the timestamps of a long clip
 FALLBACK_FPS = 2.0  # for processors without a rate
 # for processors without a rate and a number of frames; LLaVA-OneVision was trained with it
@@ -59,9 +61,9 @@ class MediaProcessor:
     ):
         self.transformers_processor = processor  # its tokenizer and chat template make the prompts
         self.fingerprint = fingerprint
-        self._row_tokens = _row_tokens(processor, config)
-        self.modalities = tuple(self._row_tokens)
         self._family = family = family_of_type(config["model_type"])
+        self._row_tokens = _row_tokens(processor, config, family)
+        self.modalities = tuple(self._row_tokens)
         self._calls = ProcessorCalls(processor, family, call_kwargs)
         self._shape_calls = ProcessorCalls(shapes_only(processor), family, call_kwargs)
         self.settings = self._make_settings(limits)
@@ -84,9 +86,13 @@ class MediaProcessor:
         call_kwargs_file = folder / "mm_processor_kwargs.json"
         call_kwargs = read_json(call_kwargs_file) if call_kwargs_file.is_file() else {}
         try:
-            processor = AutoProcessor.from_pretrained(str(path))
+            processor = AutoProcessor.from_pretrained(str(path), mistral_format=False)
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f"no usable processor in {path}: {error}") from error
+        if config["model_type"] == "voxtral":
+            from cluster.media.voxtral import VoxtralMediaProcessor
+
+            processor = VoxtralMediaProcessor.of(processor, folder)
         settings = msgspec.json.encode(
             [processor.to_dict(), call_kwargs], enc_hook=str, order="deterministic"
         )
@@ -186,11 +192,10 @@ class MediaProcessor:
             for key, value in inputs.items()
             if isinstance(value, torch.Tensor) and key not in unused
         }
-        if modality is Modality.VIDEO and self._row_tokens[modality] == self._row_tokens.get(Modality.IMAGE):
-            # [1, T, 3, h, w]: to the model these are T images
+        if modality is Modality.VIDEO and self._family.encoders[modality] in FRAMES_AS_IMAGES:
             frames = tensors.pop("pixel_values_videos", None)
             if frames is not None:
-                tensors["pixel_values"] = frames.flatten(0, 1)
+                tensors["pixel_values"] = frames.flatten(0, 1)  # [1, T, 3, h, w]
         return tensors
 
     def _make_settings(self, limits: MediaLimits) -> MediaSettings:
@@ -226,9 +231,9 @@ class MediaProcessor:
                 ) from error
 
 
-def _row_tokens(processor: Any, config: Mapping[str, Any]) -> dict[Modality, str]:
+def _row_tokens(processor: Any, config: Mapping[str, Any], family: ModelFamily) -> dict[Modality, str]:
     """For each modality that the processor takes: the token that it writes once for each embedding row. A
-    model without a video token takes the frames of a video as images."""
+    model without a video token writes the image's for clips, too."""
     parts = {
         Modality.IMAGE: "image_processor",
         Modality.VIDEO: "video_processor",
@@ -239,7 +244,10 @@ def _row_tokens(processor: Any, config: Mapping[str, Any]) -> dict[Modality, str
     for modality, part in parts.items():
         if getattr(processor, part, None) is None or getattr(processor, f"{modality}_token", None) is None:
             continue
-        if modality in ids:
+        has_token = modality in ids and not (
+            modality is Modality.VIDEO and family.clips_are_written_as_images
+        )
+        if has_token:
             tokens[modality] = processor.tokenizer.convert_ids_to_tokens(ids[modality])
         elif modality is Modality.VIDEO and Modality.IMAGE in tokens:
             tokens[modality] = tokens[Modality.IMAGE]
@@ -270,4 +278,5 @@ def _max_samples(processor: Any, audio_kwargs: Mapping[str, Any]) -> int | None:
         seconds := getattr(processor, "max_audio_len", None)
     ) is not None:  # the processor makes the windows itself
         return window * int(seconds // extractor.chunk_length)
-    return extractor.n_samples if audio_kwargs.get("truncation", True) else None
+    truncates = inspect.signature(extractor.__call__).parameters["truncation"].default
+    return extractor.n_samples if audio_kwargs.get("truncation", truncates) else None

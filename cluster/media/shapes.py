@@ -77,11 +77,11 @@ def _zeros(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _silent(extractor: Any) -> Any:
-    """A copy of a Whisper feature extractor that computes no spectrum. Other extractors are returned
-    unchanged, because it is not known whether they work without."""
-    from transformers import WhisperFeatureExtractor
+    """A copy of a Whisper or Qwen3-ASR feature extractor that computes no spectrum. Other extractors are
+    returned unchanged, because it is not known whether they work without."""
+    from transformers import Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
 
-    if not isinstance(extractor, WhisperFeatureExtractor):
+    if not isinstance(extractor, WhisperFeatureExtractor | Qwen3ASRFeatureExtractor):
         return extractor
     silent = copy.copy(extractor)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from cluster.config.checkpoint import max_rope_length
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import (
@@ -79,7 +80,8 @@ class LanguageModel:
         self.vocab_size: int = self._head.weight.shape[0]
         self.num_layers: int = text_config.num_hidden_layers
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
-        self.max_model_len: int = text_config.max_position_embeddings
+        longest = text_config.max_position_embeddings
+        self.max_model_len: int = min(longest, max_rope_length(text_config.to_dict()) or longest)
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model)
         self.dtype: torch.dtype = self._embed.weight.dtype
         self.device: torch.device = self._embed.weight.device

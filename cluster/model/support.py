@@ -67,6 +67,8 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
     """What the family's ForCausalLM does to the logits after the head. LanguageModel compares it with the
     real one."""
+    if family_of_type(config.model_type).leaves_logits:
+        return lambda logits: logits
     text = config.get_text_config()
     cap = getattr(text, "final_logit_softcapping", None)
     divisor = getattr(text, "logits_scaling", None)

@@ -2,15 +2,12 @@
 
 A process uses the best variant that its CPU runs, unless `select` names another or none. A worker calls
 `select` with its setting `cpu_kernels` when it starts, before it loads a model. The choice stays until the
-next call; tests and measurements use `selected`, which takes it back. What is loaded already keeps its
-variant. Imports no torch. Any thread.
+next call. What is loaded already keeps its variant. Imports no torch. Any thread.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,17 +73,6 @@ def select(name: str) -> None:
     Raises ConfigError if this CPU does not run it."""
     check_choice(name, runnable_variants())
     _Selection.name = name
-
-
-@contextmanager
-def selected(name: str) -> Iterator[None]:
-    """`select` for the time of a `with` block; the block may select, too."""
-    before = _Selection.name
-    select(name)
-    try:
-        yield
-    finally:
-        _Selection.name = before
 
 
 def selected_variants() -> tuple[Variant, ...]:

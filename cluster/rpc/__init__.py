@@ -5,12 +5,14 @@
 * `handshake` authenticates the peer.
 * `connection` is one end of a pair.
 * `server` listens and dials.
+* `sent_log` knows which messages a peer has not read, over all connections to it.
 
 The package owns sockets and nothing else; it does not interpret messages.
 """
 
 from cluster.rpc.address import new_address
 from cluster.rpc.connection import Connection
+from cluster.rpc.sent_log import SentLog
 from cluster.rpc.server import Server, connect
 
-__all__ = ["Connection", "Server", "connect", "new_address"]
+__all__ = ["Connection", "SentLog", "Server", "connect", "new_address"]

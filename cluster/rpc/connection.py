@@ -65,6 +65,7 @@ class Connection(asyncio.Protocol):
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ):
         self.peer_name = ""
+        self.peer_last_read: str | None = None  # `Hello.last_read` of the peer
         self.error: ClusterError | None = None  # why the connection ended, if not by an orderly close
         self._handshake: Handshake | None = handshake
         self._on_open = on_open
@@ -243,8 +244,8 @@ class Connection(asyncio.Protocol):
             self._transport.write(answer)
         if handshake.peer is None:
             return
-        self.peer_name = handshake.peer.name
-        handshake.check_version()
+        self.peer_name, self.peer_last_read = handshake.peer.name, handshake.peer.last_read
+        handshake.check_peer()
         self._handshake = None
         if self._deadline is not None:
             self._deadline.cancel()

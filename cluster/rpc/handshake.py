@@ -27,17 +27,25 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
 
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, UnavailableError
 from cluster.rpc.frames import FrameError, decode_message, encode_message, frame
 from cluster.types.messages import PROTOCOL_VERSION, Hello
 
 LABEL = "epdg side channel 2"  # changes with the content of the proof
 NONCE_BYTES = 32
 MAX_HANDSHAKE_FRAME_BYTES = 4096  # most that an unauthenticated peer can make this process keep
+
+# `Hello.last_read` for the peer of this name. A client says it before it knows the name, and passes ""
+LastRead = Callable[[str], str | None]
+
+
+def nothing_read(peer_name: str) -> str | None:
+    return None
 
 
 class _Expect(StrEnum):
@@ -52,16 +60,27 @@ class Handshake:
     """One side of the handshake. Feed frames until `peer` is set. Raises FrameError or ConfigError to refuse
     the peer."""
 
-    def __init__(self, name: str, *, is_server: bool, address: str, secret: bytes | None):
+    def __init__(
+        self,
+        name: str,
+        *,
+        is_server: bool,
+        address: str,
+        secret: bytes | None,
+        last_read: LastRead = nothing_read,
+        wanted: str = "",
+    ):
         """`address`: what the client dials; both sides must write it alike. `secret` None: a Unix socket,
-        without proofs."""
+        without proofs. `wanted`: the name of the only peer that is accepted; empty: any."""
         self.peer: Hello | None = None
         self._is_server = is_server
         self._address = address
         self._secret = secret
         self._nonce_s = secrets.token_bytes(NONCE_BYTES) if is_server and secret is not None else b""
         self._nonce_c = b""
-        self._hello = encode_message(Hello(PROTOCOL_VERSION, name))
+        self._name = name
+        self._last_read = last_read
+        self._wanted = wanted
         if secret is None:
             self._expect = _Expect.HELLO
         else:
@@ -74,7 +93,7 @@ class Handshake:
     def opening(self) -> bytes:
         """Bytes to send when the socket is open."""
         if self._secret is None:
-            return b"" if self._is_server else bytes(self._hello)
+            return b"" if self._is_server else self._hello()
         return frame(self._nonce_s) if self._is_server else b""
 
     def feed(self, payload: bytes) -> bytes:
@@ -87,7 +106,7 @@ class Handshake:
             case _Expect.PROOF:
                 self._check(payload, "server")
                 self._expect = _Expect.HELLO
-                return bytes(self._hello)
+                return self._hello()
             case _Expect.HELLO:
                 return self._take_hello(payload)
         raise FrameError("a frame after the handshake")
@@ -109,19 +128,27 @@ class Handshake:
         hello = decode_message(payload)
         if not isinstance(hello, Hello):
             raise FrameError(f"{type(hello).__name__} came before Hello")
-        answer = bytes(self._hello) if self._is_server else b""
+        answer = self._hello(hello.name) if self._is_server else b""
         self._expect = _Expect.NOTHING
         self.peer = hello
         return answer
 
-    def check_version(self) -> None:
-        """Raises ConfigError for another version. Call it once `peer` is set and the last answer is sent, so
-        that both sides can report the mismatch."""
-        if self.peer is not None and self.peer.protocol_version != PROTOCOL_VERSION:
+    def check_peer(self) -> None:
+        """Raises ConfigError for another version, and UnavailableError for another process than the wanted
+        one. Call it once `peer` is set and the last answer is sent, so that both sides can report the
+        mismatch."""
+        if self.peer is None:
+            return
+        if self.peer.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(
                 f"{self.peer.name} speaks side-channel protocol {self.peer.protocol_version}, this process "
                 f"{PROTOCOL_VERSION}: run one version of epdg in the whole cluster"
             )
+        if self._wanted not in ("", self.peer.name):
+            raise UnavailableError(f"{self.peer.name} is at the address of {self._wanted}")
+
+    def _hello(self, peer_name: str = "") -> bytes:
+        return bytes(encode_message(Hello(PROTOCOL_VERSION, self._name, self._last_read(peer_name))))
 
     def _digest(self, side: str) -> bytes:
         assert self._secret is not None

@@ -22,7 +22,7 @@ from cluster.rpc.connection import (
     OnConnection,
     OnMessage,
 )
-from cluster.rpc.handshake import Handshake
+from cluster.rpc.handshake import Handshake, LastRead, nothing_read
 
 # A host that fails sends no end-of-file: an idle link is probed after 2 s and given up 3 s later.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
@@ -68,16 +68,17 @@ class Server:
         on_close: OnConnection = _nothing,
         *,
         secret: str | None = None,
-        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+        last_read: LastRead = nothing_read,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
     ):
+        """`last_read` is called when a peer has said its name, before its connection is open."""
         self.address = address  # after `start`: with the actual port
         self._name = name
         self._key = _key(address, secret)
         self._on_connect = on_connect
         self._on_message = on_message
         self._on_close = on_close
-        self._max_buffered_bytes = max_buffered_bytes
+        self._last_read = last_read
         self._handshake_timeout_s = handshake_timeout_s
         self._connections: set[Connection] = set()
         self._pending: dict[Connection, None] = {}  # the oldest first
@@ -115,11 +116,16 @@ class Server:
             del self._pending[oldest]
             oldest.abort()
         connection = Connection(
-            Handshake(self._name, is_server=True, address=self.address, secret=self._key),
+            Handshake(
+                self._name,
+                is_server=True,
+                address=self.address,
+                secret=self._key,
+                last_read=self._last_read,
+            ),
             on_open=self._opened,
             on_message=self._on_message,
             on_close=self._closed,
-            max_buffered_bytes=self._max_buffered_bytes,
             handshake_timeout_s=self._handshake_timeout_s,
         )
         self._pending[connection] = None
@@ -147,17 +153,27 @@ async def connect(
     timeout_s: float = 2.0,
     *,
     secret: str | None = None,
+    last_read: str | None = None,
+    wanted: str = "",
     max_buffered_bytes: int = MAX_BUFFERED_BYTES,
 ) -> Connection:
-    """Dials a worker. `on_message` may be called before this returns, because the first messages may come in
-    the same read as the end of the handshake. Raises UnavailableError if there is no answer in time, and
-    ConfigError for a peer of another version or cluster."""
+    """Dials a worker. `last_read`: see `Hello`. `wanted`: the name of the only process that is accepted;
+    empty: any. `on_message` may be called before this returns, because the first messages may come in the
+    same read as the end of the handshake. Raises UnavailableError if there is no answer in time, or of
+    another process, and ConfigError for a peer of another version or cluster."""
     loop = asyncio.get_running_loop()
     key = _key(address, secret)
 
     def make() -> Connection:
         return Connection(
-            Handshake(name, is_server=False, address=address, secret=key),
+            Handshake(
+                name,
+                is_server=False,
+                address=address,
+                secret=key,
+                last_read=lambda peer_name: last_read,
+                wanted=wanted,
+            ),
             on_open=_watch_peer,
             on_message=on_message,
             on_close=on_close,

@@ -1,11 +1,14 @@
-"""The process that runs a private cluster: `python -m cluster.serving.driver CONFIG FOLDER MODEL`, which
-`launch` starts. It is `serve run CONFIG` with these differences:
+"""The process that runs a private cluster: `python -m cluster.serving.driver CONFIG FOLDER`, which `launch`
+starts. It is `serve run CONFIG` with these differences:
 
-* It starts a fork server for Ray's workers (`fork_server`), which imports while Ray starts.
+* Ray's workers come from a fork server (`fork_server`), which `launch` starts, too, and which imports while
+  Ray starts.
+* Ray's agents get their ports in advance. Otherwise the raylet starts no worker until both have imported
+  what they need and written down their ports.
 * It deploys when Serve's controller runs, and does not wait for the proxies before that.
 * It writes Serve's status into FOLDER until the applications run (`status` reads it).
 * Ray's dashboard starts after that, and its autoscaler never: each takes CPU time from the start of a cluster
-  that has one host. Ray has no public settings for this.
+  that has one host. Ray has no public settings for this, nor for the agents' ports.
 * It starts the GCS again when that has ended. Its tables are on disk (`local_environment`), so nothing else
   ends with it.
 * It ends when the raylet, which starts all processes, has ended and a pool is lost.
@@ -15,7 +18,7 @@ Life cycle: it ends with SIGINT like `serve run`, and the fork server ends with 
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 import threading
 import time
@@ -25,20 +28,20 @@ from typing import Any
 
 import yaml
 
-from cluster.config.environment import child_environment
 from cluster.serving import fork_server
+from cluster.serving.ports import agent_ports
 from cluster.serving.status import are_running, is_healthy, write_status
 
 PERIOD_S = 0.1
+SERVE_NAMESPACE = "serve"  # Serve's own constant takes half a second to import
 GCS_MIN_LIFE_S = 5.0
 HEALTH_PERIOD_S = 0.5
+AGENT_PORT_NAMES = (
+    "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port",
+)  # fmt: skip
 
 
-def main(config: Path, folder: Path, model: str) -> None:
-    server = [sys.executable, "-m", "cluster.serving.fork_server", str(folder), model]
-    # It ends when this process does, which holds its stdin. With more than one OpenMP thread it would have
-    # threads after its imports; replicas set the number of their threads themselves.
-    subprocess.Popen(server, stdin=subprocess.PIPE, env=child_environment(OMP_NUM_THREADS="1"))
+def main(config: Path, folder: Path) -> None:
     sys.executable = fork_server.write_client(folder)  # Ray starts all its Python processes with it
     is_stopping = threading.Event()
     try:
@@ -59,14 +62,38 @@ def start_ray() -> Any:
     """Ray's node object, which has started the processes of this host."""
     import ray
     from ray._private.node import Node
-    from ray.serve._private.constants import SERVE_NAMESPACE
 
-    start_api_server, start_monitor = Node.start_api_server, Node.start_monitor
+    importing = threading.Thread(target=importlib.import_module, args=["ray.serve._private.api"], daemon=True)
+    importing.start()  # while the GCS and the raylet start; `deploy` needs it
+    start_api_server, start_monitor, start_raylet = (
+        Node.start_api_server,
+        Node.start_monitor,
+        Node.start_raylet,
+    )
+
+    def start_raylet_at_once(node: Any, *memory: Any) -> None:
+        give_agents_ports(node)
+        start_raylet(node, *memory)
+
     Node.start_api_server = _skip_dashboard
     Node.start_monitor = lambda node: None
+    Node.start_raylet = start_raylet_at_once
     ray.init(address="local", namespace=SERVE_NAMESPACE)
-    Node.start_api_server, Node.start_monitor = start_api_server, start_monitor
+    Node.start_api_server, Node.start_monitor, Node.start_raylet = (
+        start_api_server,
+        start_monitor,
+        start_raylet,
+    )
     return ray._private.worker._global_node
+
+
+def give_agents_ports(node: Any) -> None:
+    """Before the raylet starts: it reads the ports that the agents write down, or finds here."""
+    from ray._raylet import persist_port
+
+    for name, port in zip(AGENT_PORT_NAMES, agent_ports(len(AGENT_PORT_NAMES)), strict=True):
+        setattr(node._ray_params, name, port)
+        persist_port(node.get_session_dir_path(), node.node_id, name, port)
 
 
 def start_dashboard(node: Any) -> str:
@@ -146,4 +173,4 @@ def _skip_dashboard(node: Any, **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -4,13 +4,15 @@ imported everything else already.
 Ray starts a worker by running a script with `python`. In a cluster of `epdg serve` that `python` is a small
 program (`CLIENT`). It sends its arguments, environment, folder and standard streams to the fork server, and
 ends when the fork server has forked a child that runs the script in its place. It runs the script with the
-real interpreter if there is no fork server, if the fork server refuses, and for Ray's other processes.
+real interpreter if there is no fork server, if the fork server refuses, and for Ray's other processes. Of
+these, agents, log monitor and dashboard run with a low priority: neither a start nor a request waits for
+them.
 
-Life cycle: the driver (`cluster.serving.driver`) starts the process `python -m cluster.serving.fork_server
-FOLDER MODEL` and holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS` and what
-MODEL needs, and ends when its stdin ends, which is when the driver ends. Between two imports it forks up to
-`MAX_EARLY` children: Serve's controller and proxies are the first workers and need no torch. Later requests
-wait for the last import.
+Life cycle: `launch` starts the process `python -m cluster.serving.fork_server FOLDER MODEL`. The driver
+(`cluster.serving.driver`) holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS`
+and what MODEL needs, and ends when its stdin ends, which is when the driver ends. Between two imports it
+forks up to `MAX_EARLY` children: Serve's controller, its proxies and the task that builds the application are
+the first workers and need no torch. Later requests wait for the last import.
 
 What a child shares with its siblings, and what it must not share:
 
@@ -48,7 +50,7 @@ from pathlib import Path
 from cluster.config.environment import child_environment, replace_environment
 
 SOCKET_NAME, CLIENT_NAME = "fork", "python"
-MAX_EARLY = 3  # Serve's controller, its proxies, and the task that builds the application
+MAX_EARLY = 4  # Serve's controller, its two proxies, and the task that builds the application
 MAX_REQUEST_BYTES = 1 << 20  # arguments and environment of one worker
 RECEIVE_TIMEOUT_S = 5.0
 # Modules that Ray, Serve and our services load, in the order of their use. Never Ray itself, and not grpc,
@@ -59,11 +61,14 @@ IMPORTS = (
     "opentelemetry.trace", "opentelemetry.sdk.metrics", "opentelemetry.exporter.prometheus",
     "torch", "transformers",
     "router.door", "router.openai.app",
+    "torch._dynamo", "cluster.model", "transformers.modeling_utils",
     "prefill_service.service", "decode_service.service", "encoder_service.service", "cluster.whole",
 )  # fmt: skip
 # Variables that may differ from one worker to the next. Ray sets its own and SPT_NOENV, and reads them in the
 # child; the others are read when a worker starts to compute.
 WORKER_PREFIX, WORKER_VARIABLES = "RAY_", {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SPT_NOENV"}
+# Ray's processes that take a core from the start, and later from steps, at most a tenth of the time.
+BACKGROUND, BACKGROUND_NICE = ("/agent.py", "/agent/main.py", "/log_monitor.py", "/dashboard.py"), 10
 # Runs without the site packages and ignores PYTHON* variables, so that it starts in milliseconds.
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
@@ -79,6 +84,8 @@ if (arguments or [""])[0].endswith("default_worker.py"):
                 sys.exit(0)
     except OSError:
         pass
+elif any(argument.endswith({background!r}) for argument in arguments):
+    os.nice({nice})
 os.execv({python!r}, [{python!r}, *arguments])
 """
 _FORKED = b"1"
@@ -134,7 +141,15 @@ def write_client(folder: Path) -> str:
     client = folder / CLIENT_NAME
     client.touch(mode=0o700)
     address = str(folder / SOCKET_NAME)
-    client.write_text(CLIENT.format(python=sys.executable, address=address, forked=_FORKED))
+    client.write_text(
+        CLIENT.format(
+            python=sys.executable,
+            address=address,
+            forked=_FORKED,
+            background=BACKGROUND,
+            nice=BACKGROUND_NICE,
+        )
+    )
     return str(client)
 
 

@@ -4,8 +4,8 @@
 Life cycle:
 
 1. `preflight` checks everything that can be known before the start.
-2. The driver (`driver`), which is `serve run` with a fork server, starts with the environment of a private
-   local cluster (`local_environment`).
+2. The driver (`driver`), which is `serve run` with a fork server (`fork_server`), starts with it in the
+   environment of a private local cluster (`local_environment`).
 3. `status` follows Serve's report of the start until `/health` answers.
 4. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
    RAY_TMPDIR in its environment. After a failure the logs in that folder stay; after a clean end the folder
@@ -25,9 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import yaml
 
@@ -84,7 +85,8 @@ class LocalCluster:
         self._log = self.folder / "serve.log"
         self._say = say
         self._environment = environment
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # the driver
+        self._fork_server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
         """Raises ConfigError, before anything is started, for a configuration that cannot work."""
@@ -153,8 +155,9 @@ class LocalCluster:
                 process.wait(STOP_TIMEOUT_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._end(number, timeout_s=2.0)
-        if process is not None:
-            process.wait()
+        for ended in (process, self._fork_server):
+            if ended is not None:
+                ended.wait()
         if has_failed:
             self._keep_logs()
         else:
@@ -163,24 +166,44 @@ class LocalCluster:
     def _start(self, plan: preflight.StartPlan) -> None:
         config = self.folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(dict(plan.content), sort_keys=False))
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "cluster.serving.driver",
-                    str(config),
-                    str(self.folder),
-                    _model_of(plan),
-                ],
-                cwd=self.folder,
-                env={**cluster_environment(self.folder), **self._environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # the terminal's Ctrl-C reaches only this process
-                preexec_fn=_listen_to_sigint,
+        environment = {**cluster_environment(self.folder), **self._environment}
+        ends_with_driver, held_by_driver = os.pipe()
+        with os.fdopen(ends_with_driver), os.fdopen(held_by_driver, "wb"), self._log.open("wb") as log:
+            # With more than one OpenMP thread it would have threads after its imports; replicas set the
+            # number of their threads themselves.
+            self._fork_server = self._spawn(
+                log,
+                {**environment, "OMP_NUM_THREADS": "1"},
+                ["cluster.serving.fork_server", str(self.folder), _model_of(plan)],
+                stdin=ends_with_driver,
             )
+            self._process = self._spawn(
+                log,
+                environment,
+                ["cluster.serving.driver", str(config), str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[held_by_driver],
+            )
+
+    def _spawn(
+        self,
+        log: BinaryIO,
+        environment: Mapping[str, str],
+        module: list[str],
+        stdin: int,
+        pass_fds: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", *module],
+            cwd=self.folder,
+            env=environment,
+            stdin=stdin,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # the terminal's Ctrl-C reaches only this process
+            preexec_fn=_listen_to_sigint,
+            pass_fds=pass_fds,
+        )
 
     def _keep_logs(self) -> None:
         """Keeps Ray's logs, our own log and the configuration; removes everything else in the folder."""

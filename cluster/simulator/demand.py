@@ -30,8 +30,8 @@ class Demand:
     num_output_tokens: float
 
 
-def demand(workload: Workload, seed: int = 0) -> Demand:
-    drafts = list(islice(workload.drafts(Random(f"content {seed}")), NUM_SAMPLED))
+def demand(workload: Workload) -> Demand:
+    drafts = list(islice(workload.drafts(Random("content 0")), NUM_SAMPLED))
     mean = statistics.fmean
     return Demand(
         num_rows=mean(sum(item.num_rows for item in draft.media) for draft in drafts),

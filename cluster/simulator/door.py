@@ -31,6 +31,7 @@ from cluster.types.messages import (
     AnyMessage,
     Cancel,
     DecodeTarget,
+    EncoderLost,
     Measured,
     Ping,
     Pong,
@@ -138,7 +139,7 @@ class SimDoor:
                 if message.prefills
                 else self._attempts[message.request.request_id]
             )
-        elif isinstance(message, StartEncode | DecodeTarget | Cancel):
+        elif isinstance(message, StartEncode | DecodeTarget | EncoderLost | Cancel):
             attempt = self._attempts[message.request_id]
         else:
             return

@@ -3,12 +3,12 @@ requests that show an item at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from cluster.simulator.attempt import Held
 from cluster.simulator.worker import GRANT
-from cluster.types.messages import AnyMessage, FeatureGranted, FeatureShared
+from cluster.types.messages import AnyMessage, FeatureGranted, FeatureShared, StartDecode, StartPrefill
 
 Consumer = tuple[Held, int]  # and the index of its item
 
@@ -27,12 +27,20 @@ class Features:
         self._tell = tell
         self._copies: dict[str, _Copy] = {}
 
-    def reserve(self, held: Held, cached: Collection[int]) -> None:
-        """Room for all items but the `cached` ones. Those that an earlier consumer's encoder brings, or has
+    def reserve(self, held: Held, start: StartPrefill | StartDecode) -> None:
+        """Room for all items but the cached ones. Those that an earlier consumer's encoder brings, or has
         brought, are shared."""
         for idx in range(len(held.attempt.request.media) if held.request.computes else 0):
-            if idx not in cached:
+            if idx not in start.cached:
                 self._reserve(held, idx)
+                if idx not in start.encodes:
+                    self.renew(held, idx)
+
+    def renew(self, held: Held, idx: int) -> None:
+        """The item's encoder, or its next one, gets a grant, unless the item is shared."""
+        copy = self._copies.get(held.attempt.request.media[idx].media_hash)
+        if copy is not None and copy.consumers[0] == (held, idx) and not copy.is_here:
+            self._tell(held, FeatureGranted(held.attempt.request_id, idx, GRANT))
 
     def want(self, held: Held) -> None:
         """Room for the items that are not in the prefix cache after all."""
@@ -41,8 +49,7 @@ class Features:
             is_missing = item.end > held.sequence.num_computed_tokens and idx not in held.sequence.items_ready
             if is_missing and (copy is None or (held, idx) not in copy.consumers):
                 self._reserve(held, idx)
-                if copy is None:
-                    self._tell(held, FeatureGranted(held.attempt.request_id, idx, GRANT))
+                self.renew(held, idx)
 
     def _reserve(self, held: Held, idx: int) -> None:
         copy = self._copies.setdefault(held.attempt.request.media[idx].media_hash, _Copy())
@@ -72,6 +79,5 @@ class Features:
             copy.consumers.remove((held, idx))
             if not copy.consumers:
                 del self._copies[item.media_hash]
-            elif was_first and not copy.is_here:
-                heir, heirs_idx = copy.consumers[0]
-                self._tell(heir, FeatureGranted(heir.attempt.request_id, heirs_idx, GRANT))
+            elif was_first:
+                self.renew(*copy.consumers[0])

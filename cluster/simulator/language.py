@@ -5,21 +5,21 @@ times that it learns, and with `prompt_pause_s` beside answers), in the engine's
 (`SimAnswers`). Blocks of prompts are kept for reuse, those of answers are not.
 
 As in the real engine, what comes during a step waits for its end; so a prompt can reuse what the step has
-computed. `LanguageEngine` itself is not run: with a runner that computes nothing it takes 18 to 23 us for a
-token of an answer (AMD EPYC, AVX-512 BF16, 2 cores), which is twice as long for a request of 237 tokens as
-all else in the simulator.
+computed. `LanguageEngine` itself is not run: without a model it takes 18 to 23 us for a token of an answer
+(AMD EPYC, AVX-512 BF16, 2 cores): for a request of 237 tokens twice as long as all else in the simulator.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from cluster.clock import SystemClock
 from cluster.engine.events import first_events
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.state import FirstTokens, LanguagePhase, PromptWork
 from cluster.engine.timing import Part
+from cluster.errors import NotCachedError, to_info
 from cluster.scheduling.admission import PromptAdmission, heads
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.chunks import usable_prefix
@@ -40,6 +40,8 @@ from cluster.types.messages import (
     Cancel,
     DecodeGranted,
     DecodeTarget,
+    EncoderLost,
+    Failed,
     FinishReason,
     LoadReport,
     Preempted,
@@ -115,9 +117,11 @@ class SimLanguage:
         if self.is_dead:
             return
         if isinstance(message, StartPrefill | StartDecode):
-            self._take(hold(attempt, self, self._loop.now), message.cached)
+            self._take(hold(attempt, self, self._loop.now), message)
         elif isinstance(message, DecodeTarget) and held is not None:
             self._kv_sender.granted(held)
+        elif isinstance(message, EncoderLost) and held is not None:
+            self._features.renew(held, message.item_idx)
         elif isinstance(message, Cancel) and message.item_idx is None:
             attempt.is_cancelled = True
             if held is not None:
@@ -125,12 +129,12 @@ class SimLanguage:
                 self._end(held)
                 self.answers.replan()
 
-    def _take(self, held: Held, cached: Collection[int]) -> None:
+    def _take(self, held: Held, start: StartPrefill | StartDecode) -> None:
         """Room for its embeddings is reserved at once."""
         self.coming.pop(held.attempt.request_id, None)
         self.held[held.attempt.request_id] = held
         self._num_answers += not held.request.sends
-        self._features.reserve(held, cached)
+        self._features.reserve(held, start)
         self._asked.append(held)
         self._go_on()
 
@@ -158,9 +162,8 @@ class SimLanguage:
             return
         self._step_ends_at = self.answers.step_ends_at()
         if self._step_ends_at > self._loop.now:
-            self._loop.at(self._step_ends_at, self._between_steps)
-        else:
-            self._between_steps()
+            return self._loop.at(self._step_ends_at, self._between_steps)
+        self._between_steps()
 
     def _between_steps(self) -> None:
         if not self.is_dead and not self.batch:
@@ -206,6 +209,10 @@ class SimLanguage:
         num_cached = self.blocks.match(held.attempt.request.block_hashes) * size
         if request.computes:
             num_cached = usable_prefix(num_cached, held.attempt.num_tokens, size, ())
+            if num_cached < held.sequence.prompt.media_end and not self.spec.role.prefills:
+                self._end(held)
+                self._tell(held, Failed(ticket.request_id, to_info(NotCachedError("they were evicted"))))
+                return True
         shared = list(held.attempt.request.block_hashes[: num_cached // size])
         if not self.blocks.try_take(shared, num_blocks - len(shared), self._num_admitted):
             return False
@@ -358,8 +365,7 @@ class SimLanguage:
 
     def tell_tokens(self, lost: SimLanguage) -> None:
         """The tokens so far of answers in which that worker has a part. Doors hear of tokens only when
-        something depends on them: at the end of an answer, at a preemption, or, as here, before a worker is
-        lost."""
+        something depends on them: at an answer's end, at a preemption, or here, before a worker is lost."""
         self.answers.advance()
         for held in self.answers.running.values():
             num_generated = self.answers.num_generated(held)
@@ -385,11 +391,9 @@ class SimLanguage:
             num_prompts=self._num_prompts if generates else 0,
             num_prompt_tokens=self.num_queued_tokens if generates else 0,
         )
-        messages: list[AnyMessage] = [Tokens((), load)]
         added, evicted = self.blocks.changes.take()
-        if added or evicted:
-            messages.append(BlocksChanged(added, evicted))
-        self._network.tell_doors(self.spec.replica_id, *messages)
+        changes = [BlocksChanged(added, evicted)] if added or evicted else []
+        self._network.tell_doors(self.spec.replica_id, Tokens((), load), *changes)
 
     def _tell(self, held: Held, *messages: AnyMessage) -> None:
         """The attempt's door."""

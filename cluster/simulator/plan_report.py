@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.simulator.charts import box, label, svg
+from cluster.simulator.charts import WIDTH, box, label, svg
 from cluster.simulator.hardware import ACCELERATORS, Model
 from cluster.simulator.layouts import ROLES
 from cluster.simulator.planner import Plan
 from cluster.types.members import Role
 
-WIDTH, LEFT, BAR, VALUES = 760, 260, 15, 150
+LEFT, BAR, VALUES = 260, 15, 150
 _ENABLED = (Role.ENCODE, Role.PREFILL, Role.DECODE)  # pools that the chart starts unless told otherwise
 COLOUR, ESTIMATE_COLOUR = "#2f6fb0", "#b5d3a8"
 
@@ -46,7 +46,7 @@ def plan_plot(plans: Sequence[Plan], title: str) -> str:
         x = LEFT + scale * max(each.rate, each.estimate) + 5
         body.append(label(x, y + BAR - 4, f"{each.rate:.2f} of {each.estimate:.2f}"))
         y += BAR
-    return svg(WIDTH, y + BAR, body)
+    return svg(y + BAR, body)
 
 
 def plan_values(best: Plan, promise: str) -> str:

@@ -41,7 +41,6 @@ class ScaledPools:
         make_worker: Callable[[Role], WorkerSpec],
     ):
         self.changes: list[tuple[float, Change]] = []
-        self.num_moves = 0  # of workers to other phases
         self.device_s = 0.0  # of replicas that are gone
         self._simulation, self._scaler, self._make_worker = simulation, scaler, make_worker
         self._pools = {role: _Pool(each) for role, each in bounds.items()}
@@ -88,7 +87,6 @@ class ScaledPools:
             last = self._phases.get(replica_id)
             told = PhasesAssigned(tuple(sorted(phases)), 1 if last is None else last.epoch + 1)
             if last is None or last.phases != told.phases:
-                self.num_moves += last is not None
                 self._phases[replica_id] = told
                 self._simulation.network.tell_doors(replica_id, told)
 

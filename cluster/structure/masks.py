@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,8 +29,8 @@ Wanted = Sequence[tuple[Matcher, Sequence[int]]]
 class MaskFiller:
     """`start` and `take` on one thread, in turn."""
 
-    def __init__(self, executor: Executor | None = None):
-        self._executor = executor or ThreadPoolExecutor(1, "masks")
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, "masks")
         self._pool: LLExecutor | None = None
         self._masks = np.zeros((0, 0), dtype=np.int32)
         self._filling: Future[np.ndarray] | None = None

@@ -29,7 +29,7 @@ class VocabularySource(msgspec.Struct, frozen=True):
         """Blocks for as long as transformers takes to read a tokenizer. Raises UnsupportedError."""
         from transformers import AutoTokenizer
 
-        return cls.of(AutoTokenizer.from_pretrained(folder), num_ids, end_ids)
+        return cls.of(AutoTokenizer.from_pretrained(folder, mistral_format=False), num_ids, end_ids)
 
     @classmethod
     def of(cls, tokenizer: Any, num_ids: int, end_ids: tuple[int, ...]) -> VocabularySource:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from cluster.config.checkpoint import read_config, read_json, text_config
+from cluster.config.checkpoint import max_rope_length, read_config, read_json, text_config
 from cluster.config.families import part_of_whole
 from cluster.errors import ConfigError
 
@@ -41,20 +43,35 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
         )
 
 
-def context_length(path: str | Path) -> int:
-    """Tokens of prompt and answer for which the model was made. If its configuration does not say, the
-    family's default is meant: configurations on the hub leave out values that equal the default. Raises
-    ConfigError if there is none either."""
+def context_length(path: str | Path, asked: int = 0) -> int:
+    """Tokens of prompt and answer: those that the operator asks for, or for which the model was made. Raises
+    ConfigError for more than rotary frequencies allow, or if no length is known."""
+    text = _with_length(path)
+    longest = max_rope_length(text)
+    if asked:
+        if longest is not None and asked > longest:
+            raise ConfigError(
+                f"max_model_len is {asked}; the rotary frequencies of {path} depend on the length of a "
+                f"sequence beyond {longest} tokens",
+                param="max_model_len",
+            )
+        return asked
+    length = text.get("max_position_embeddings")
+    if not length:
+        raise ConfigError(f"{path}/config.json names no max_position_embeddings; set max_model_len")
+    return min(int(length), longest or int(length))
+
+
+def _with_length(path: str | Path) -> Mapping[str, Any]:
+    """The part of the configuration that names a length. If none does, the family's default is meant:
+    configurations on the hub leave out values that equal the default."""
     config = read_config(path)
     for part in (config, text_config(config)):
         if part.get("max_position_embeddings"):
-            return int(part["max_position_embeddings"])
+            return part
     from transformers import AutoConfig
 
     served = AutoConfig.from_pretrained(path)
     if part := part_of_whole(served.model_type):
         served = getattr(served, part[1].part_key)
-    length = getattr(served.get_text_config(), "max_position_embeddings", None)
-    if not length:
-        raise ConfigError(f"{path}/config.json names no max_position_embeddings; set max_model_len")
-    return int(length)
+    return served.get_text_config().to_dict()

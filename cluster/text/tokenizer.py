@@ -71,7 +71,11 @@ class TextProcessor:
         config = read_config(path)
         check_tokenizer(Path(path))
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path)) if processor is None else processor.tokenizer
+            tokenizer = (
+                AutoTokenizer.from_pretrained(str(path), mistral_format=False)
+                if processor is None
+                else processor.tokenizer
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"no usable tokenizer in {path}: {error}", param="model") from error
         if not tokenizer.encode("a", add_special_tokens=False):

@@ -47,8 +47,8 @@ class Role(StrEnum):
 
     @property
     def decodes(self) -> bool:
-        """Generates answers. Of these it may compute prompts of plain text itself, also if it does not
-        prefill."""
+        """Generates answers. Of these it may compute prompts without a negative prompt itself, also if it
+        does not prefill: as far as they are text, behind media whose KV it has."""
         return Phase.DECODE in self.phases
 
 
@@ -87,3 +87,4 @@ class Member(msgspec.Struct, frozen=True):
     # of all its ranks: the processes that write into other workers' memory
     processes: tuple[ProcessId, ...] = ()
     row_bytes: int = 0  # of an embedding row; of a worker that encodes
+    process_name: str = ""  # `Hello.name` of the worker; empty: any process at the address is this member

@@ -34,6 +34,10 @@ When something fails:
     any → door  Failed; ends the request at that worker
     door → any  Cancel; may come in every state, may repeat, needs no answer. The worker frees what it holds.
                 If it held the request, it answers with a `Tokens` entry of finish reason "cancelled"
+    a door dials again after its connection broke: each `Hello` names the last message about a grant that was
+                read, so those behind it are lost (`cluster.rpc.sent_log`). The worker takes its lost grants
+                back; for a lost DecodeTarget or EncodeTarget the door returns the grant to its owner; a lost
+                GrantPassed or ReturnGrant is sent again
 
 At any time:
 
@@ -49,8 +53,7 @@ A request gets memory at P first, and asks for memory at D only when it has memo
 requests wait for each other, whatever order each worker keeps.
 
 A worker that sees end-of-file on a door's connection cancels all requests of that door.
-Every message is a frozen struct; its tag is its class name. `Hello` carries `PROTOCOL_VERSION`, which both
-sides check.
+Every message is a frozen struct, tagged by its class name. `Hello` has the `PROTOCOL_VERSION`; both check it.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 class FinishReason(StrEnum):
@@ -85,7 +88,10 @@ class Hello(ChannelMessage, frozen=True):
     """First frame in each direction."""
 
     protocol_version: int
-    name: str  # door: its id; worker: its replica id
+    name: str  # of the process; no other process ever has it
+    # `grant_name` of the last message that this process has read from the other, over all connections. Empty:
+    # it has read none. None: it does not know the other one
+    last_read: str | None = None
 
 
 class StartDecode(ChannelMessage, frozen=True):
@@ -94,7 +100,8 @@ class StartDecode(ChannelMessage, frozen=True):
     request: GenerateRequest
     timeout_s: float  # until the first step; without its KV by then the request fails
     # Local prefill: the worker computes the prompts and draws the first tokens; no KV comes. A worker whose
-    # role does not prefill is sent text without a negative prompt only
+    # role does not prefill is sent no negative prompts, and media only if they are all `cached`: if they are
+    # not, it gives the request up (NotCachedError)
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
     encodes: tuple[int, ...] = ()  # as in `StartPrefill`; if it prefills
@@ -382,17 +389,12 @@ AnyMessage = (
 )  # fmt: skip
 
 
-class WriterNotice(msgspec.Struct, frozen=True, tag=True):
-    """Base of what a writer tells the owner of the memory through the agents' notifications."""
-
-
-class KvReady(WriterNotice, frozen=True):
-    """All KV that travels is written. Payload of prefill's last notification."""
-
-    first_tokens: tuple[int, ...]  # per choice
-    position_deltas: tuple[int, ...]  # per prompt; mRoPE: position = context length + delta; else 0
-    first_recomputed: int | None = None  # index in the prompt; decode computes the KV from this token on
-
-
-class FeaturesReady(WriterNotice, frozen=True):
-    media_hash: str
+def grant_name(message: ChannelMessage) -> str:
+    """Only messages with equal content have equal names. Empty: the message is not about a grant."""
+    match message:
+        case DecodeGranted() | FeatureGranted() | DecodeTarget() | EncodeTarget():
+            return f"{type(message).__name__} {message.grant.lease_id}"
+        case GrantPassed() | ReturnGrant():
+            return f"{type(message).__name__} {message.lease_id}"
+        case _:
+            return ""

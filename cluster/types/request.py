@@ -49,6 +49,11 @@ class Prompt(msgspec.Struct, frozen=True):
         return [i for i in range(start, end) if i not in shown]
 
     @property
+    def media_end(self) -> int:
+        """Behind the last token of any item; 0: there is none. Tokens from here on need no embeddings."""
+        return max((item.end for item in self.media), default=0)
+
+    @property
     def num_asked(self) -> int:
         """Tokens that no attempt generated."""
         return len(self.token_ids) - self.num_generated

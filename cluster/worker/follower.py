@@ -54,6 +54,7 @@ def main(calls_fd: int, transfers_fd: int) -> None:
     rank_follower.attach(transfer_engine)
     transfer_engine.start()
     rank_follower.report(RankReady(spec.rank))
+    setup.late_memory.populate(language.memories)
     model = language.model
     follow(language.steps, language.kv, group, calls, progress, model.dtype, model.feature_width)
     transfer_engine.close()

@@ -45,6 +45,10 @@ class Language:
     num_kv_blocks: int  # that requests may use
     wire: Wire | None  # memory for KV that travels coded; None: KV travels raw
 
+    @property
+    def memories(self) -> list[BlockMemory]:
+        return [self.kv] if self.wire is None else [self.kv, self.wire.memory]
+
 
 def load_language(
     args: ClusterArgs,
@@ -85,16 +89,18 @@ def load_language(
             setup.dtype.itemsize,
         ),
     )
-    available = available_bytes(setup.device, model.evictable_bytes)
-    num_kv_blocks = sizes.num_kv_blocks
-    if num_kv_blocks is None:
-        total, used = gpu_bytes(setup.device)
-        fitting = plan.blocks_within(args.block_size, sizes.memory_share, total, used, available)
-        num_kv_blocks = (fitting if group is None else smallest_of(group, fitting)) - is_recorded
-    # the last block is for the padding of recorded steps
-    num_with_padding = num_kv_blocks + is_recorded
-    plan = dataclasses.replace(plan, num_kv_tokens=num_with_padding * args.block_size)
-    plan.check(available)
+    with setup.late_memory.granting() as promised:
+        available = available_bytes(setup.device, model.evictable_bytes) - promised
+        num_kv_blocks = sizes.num_kv_blocks
+        if num_kv_blocks is None:
+            total, used = gpu_bytes(setup.device)
+            fitting = plan.blocks_within(args.block_size, sizes.memory_share, total, used, available)
+            num_kv_blocks = (fitting if group is None else smallest_of(group, fitting)) - is_recorded
+        # the last block is for the padding of recorded steps
+        num_with_padding = num_kv_blocks + is_recorded
+        plan = dataclasses.replace(plan, num_kv_tokens=num_with_padding * args.block_size)
+        plan.check(available)
+        setup.late_memory.promise(plan.late)
     logger.info("%s: memory\n%s", setup.replica_id, plan.describe(available))
     kv = BlockMemory(model.kv_layout, num_with_padding, setup.device)
     wire = None if codec is None else _make_wire(args, setup, model, kv, codec)

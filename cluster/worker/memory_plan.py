@@ -39,14 +39,12 @@ class MemoryPlan:
     @property
     def wanted(self) -> int:
         """Bytes beside the weights."""
-        return (
-            self.kv_per_token * self.num_kv_tokens
-            + self.features
-            + self.step
-            + self.wire
-            + self.tier
-            + self.inputs
-        )
+        return self.late + self.step + self.tier + self.inputs
+
+    @property
+    def late(self) -> int:
+        """The part that lies in block memories (`LateMemory`)."""
+        return self.kv_per_token * self.num_kv_tokens + self.features + self.wire
 
     def check(self, available: int) -> None:
         """Raises ConfigError, with the arithmetic, if less than `wanted` is available."""

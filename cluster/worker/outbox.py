@@ -56,12 +56,12 @@ class Outbox:
     def flush(self, load: LoadReport | None = None) -> None:
         """Sends everything collected since the last flush. None: the load is sent with the next flush."""
         changed = load is not None and load != self._last_load
-        out = [(door, message) for door, message in self._messages if door in self._doors]
+        out = self._messages  # also to doors that have gone: `WorkerShell.send` knows what that means
         for door in self._doors:
             events = self._events.get(door)
             if events or changed:
                 out.append((door, Tokens(tuple(events or ()), load)))
-        self._messages.clear()
+        self._messages = []
         self._events.clear()
         self._last_load = load or self._last_load
         self.load = load or self.load

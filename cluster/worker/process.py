@@ -88,6 +88,7 @@ class WorkerProcess:
                 margin_s=lease_margin_s,
                 model=model,
             )
+        self._memories = _distinct(outgoing, incoming, outgoing_wire, incoming_wire, features, embeddings)
         self._model = model
         self._setup = setup
         self._ranks = ranks
@@ -114,7 +115,8 @@ class WorkerProcess:
         num_layers: int = 1,
         row_bytes: int = 0,
     ) -> Member:
-        """How this worker is published, without its address, which is known after `start`."""
+        """How this worker is published, without its address, which is known after `start`. Call it after
+        `attach`."""
         setup = self._setup
         return Member(
             setup.replica_id,
@@ -129,6 +131,7 @@ class WorkerProcess:
             num_layers,
             self.processes,
             row_bytes,
+            self.shell.name,
         )
 
     @property
@@ -165,13 +168,15 @@ class WorkerProcess:
             self._ranks.attach(self._group.on_event, self._on_lost)
 
     async def start(self) -> str:
-        """Listens and runs. Returns the address to dial."""
+        """Listens and runs; the pages of its memories are allocated from now on. Returns the address to
+        dial."""
         address = await self.shell.start()
         for transfer_engine in self._transfer_engines:
             transfer_engine.start()
         for seat in self._seats:
             seat.loop.start()
         self._watch.start()
+        self._setup.late_memory.populate(self._memories)
         return address
 
     async def drain(self, timeout_s: float) -> None:
@@ -228,3 +233,8 @@ class WorkerProcess:
 
     def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:
         self.shell.deliver_from_thread(batch)
+
+
+def _distinct(*memories: BlockMemory | Wire | None) -> list[BlockMemory]:
+    blocks = (memory.memory if isinstance(memory, Wire) else memory for memory in memories)
+    return [memory for memory in dict.fromkeys(blocks) if memory is not None]

@@ -13,6 +13,7 @@ from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.native.variants import select
 from cluster.rpc import new_address
+from cluster.worker.late_memory import LateMemory
 from kv_transfer.agents.transport_probe import probe_transport
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class WorkerSetup:
     cpu_slots_folder: (
         Path | None
     )  # shared with the workers of this host that run on its cores; None: on a GPU
+    late_memory: LateMemory
     hang_timeout_s: float = 60.0  # see `cluster.worker.pulse`
 
 
@@ -62,6 +64,7 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
         environment.cluster_secret,
         environment.socket_dir,
         cpu_slots_folder,
+        LateMemory(cpu_slots_folder),
         args.hang_timeout_s,
     )
 

@@ -1,8 +1,10 @@
 """The sockets of one worker process: messages of doors go to the engine, messages of the engine go to the
 doors.
 
-When a door's connection ends, everything that the door requested is cancelled. Lives on the event loop. The
-engine lives on its own thread and sends through `deliver_from_thread`, once per step.
+When a door's connection ends, everything that the door requested is cancelled. A grant that the door has not
+read is taken back: at once, if it was not sent; if it was lost with the connection, when the door dials again
+and says so. Lives on the event loop. The engine lives on its own thread and sends through
+`deliver_from_thread`, once per step.
 """
 
 from __future__ import annotations
@@ -14,14 +16,28 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from cluster.errors import to_info
-from cluster.rpc import Connection, Server
+from cluster.ids import new_process_name
+from cluster.rpc import Connection, SentLog, Server
 from cluster.types.members import Phase
-from cluster.types.messages import AnyMessage, Failed, PhasesAssigned, Ping, Pong, Stalled
+from cluster.types.messages import (
+    AnyMessage,
+    DecodeGranted,
+    Failed,
+    FeatureGranted,
+    PhasesAssigned,
+    Ping,
+    Pong,
+    ReturnGrant,
+    Stalled,
+    grant_name,
+)
 from cluster.worker.outbox import DoorId
 from cluster.worker.seat import EngineSeat
 from cluster.worker.setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
+
+MAX_DOORS = 64  # that are remembered without a connection
 
 
 class WorkerShell:
@@ -32,18 +48,23 @@ class WorkerShell:
         on_message: Callable[[DoorId, AnyMessage], None],
     ):
         """`on_message` runs on the event loop and must not block."""
+        self.name = new_process_name(setup.replica_id)
         self._server = Server(
             setup.address,
-            setup.replica_id,
+            self.name,
             self._on_connect,
             self._on_message,
             self._on_close,
             secret=setup.secret,
+            last_read=self._last_read,
         )
         self._seats = seats
         self._handle = on_message
         self._doors: dict[Connection, DoorId] = {}
         self._connections: dict[DoorId, Connection] = {}
+        # By the door's name, in the order of their last connections: leases whose grants it was sent
+        self._logs: dict[str, SentLog[str]] = {}
+        self._has_forgotten = False  # a log
         self._num_doors_seen = 0
         self._stalled = Stalled(())
         self._assigned = PhasesAssigned((), 0)  # epoch 0: all phases of the role
@@ -69,10 +90,14 @@ class WorkerShell:
         await self._is_alone.wait()
 
     def send(self, door: DoorId, message: AnyMessage) -> None:
-        """Event loop only. Ignored if the door is gone."""
+        """Event loop only. If the door is gone, a grant is taken back, and everything else ignored."""
         connection = self._connections.get(door)
-        if connection is not None:
-            connection.send(message)
+        is_grant = isinstance(message, DecodeGranted | FeatureGranted)
+        if connection is None or not connection.is_open:
+            return self._handle(door, ReturnGrant(message.grant.lease_id)) if is_grant else None
+        if is_grant:
+            self._logs[connection.peer_name].sent(grant_name(message), message.grant.lease_id)
+        connection.send(message)
 
     def call_from_thread(self, function: Callable[..., None], *args: Any) -> None:
         """Runs `function(*args)` on the event loop, in order. Ignored after the loop is closed."""
@@ -111,11 +136,23 @@ class WorkerShell:
         # No door may dial a worker whose engine has failed.
         self._hanging_up = self._hanging_up or asyncio.ensure_future(self._server.aclose())
 
+    def _last_read(self, door_name: str) -> str | None:
+        """The door dials again. What an earlier connection still holds is not read any more."""
+        for connection in list(self._doors):
+            if connection.peer_name == door_name:
+                connection.abort()
+        log = self._logs.get(door_name)
+        return None if log is None else log.last_read
+
     def _on_connect(self, connection: Connection) -> None:
         self._num_doors_seen += 1
         door = self._num_doors_seen
         self._doors[connection] = door
         self._connections[door] = connection
+        name, last_read = connection.peer_name, None if self._has_forgotten else ""
+        log = self._logs[name] = self._logs.pop(name, None) or SentLog(name, last_read)
+        for lease_id in log.take_unread(connection.peer_last_read):
+            self._handle(door, ReturnGrant(lease_id))
         self._is_alone.clear()
         for seat in self._seats:
             seat.loop.call(seat.outbox.add_door, door)
@@ -128,6 +165,8 @@ class WorkerShell:
         """An error ends the request that the message is about, not the connection with its other requests."""
         if isinstance(message, Ping):
             return connection.send(Pong())
+        if name := grant_name(message):
+            self._logs[connection.peer_name].last_read = name
         try:
             self._handle(self._doors[connection], message)
         except Exception as error:
@@ -140,8 +179,17 @@ class WorkerShell:
     def _on_close(self, connection: Connection) -> None:
         door = self._doors.pop(connection)
         del self._connections[door]
+        self._forget_doors()
         if not self._connections:
             self._is_alone.set()
         for seat in self._seats:
             seat.loop.call(seat.engine.drop_door, door)
             seat.loop.call(seat.outbox.remove_door, door)
+
+    def _forget_doors(self) -> None:
+        """The log of a door that is not connected is kept in case it dials again: of the last MAX_DOORS."""
+        connected = {connection.peer_name for connection in self._doors}
+        away = [name for name in self._logs if name not in connected]
+        for name in away[:-MAX_DOORS]:
+            del self._logs[name]
+            self._has_forgotten = True

@@ -29,7 +29,6 @@ struct CodecCall {
   int64_t num_planes, num_groups, block_size;
   int64_t type;  // of rows: 0 float32, 1 bfloat16, 2 float16
   int64_t bits;  // of a code: 8 or 4
-  int64_t threads;
 };
 }
 
@@ -451,7 +450,6 @@ void code_group(const CodecCall& call, const CodecPlane& plane, int64_t group) {
 
 template <class Element, int kBits, bool kEncode>
 void code_all(const CodecCall& call) {
-#pragma omp parallel for collapse(2) num_threads(call.threads) if (call.threads > 1)
   for (int64_t plane = 0; plane < call.num_planes; plane++) {
     for (int64_t group = 0; group < call.num_groups; group++) {
       code_group<Element, kBits, kEncode>(call, call.planes[plane], group);

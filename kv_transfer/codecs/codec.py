@@ -64,14 +64,13 @@ class Codec:
         wire: BlockMemory,
         wire_blocks: Sequence[int] | np.ndarray,
         layers: Sequence[int] | None = None,
-        threads: int = 1,
     ) -> None:
         """Codes group blocks[g] [n] into block wire_blocks[g] of the wire, in the given layers or in all.
 
         On CUDA the work is enqueued on the current stream. Raises before a byte is written: IndexError if an
         id is outside its memory, ValueError if a memory has another layout or a group has not n blocks.
         """
-        self._code("codec_encode", kv, blocks, wire, wire_blocks, layers, threads)
+        self._code("codec_encode", kv, blocks, wire, wire_blocks, layers)
 
     def decode_groups(
         self,
@@ -79,11 +78,9 @@ class Codec:
         wire_blocks: Sequence[int] | np.ndarray,
         kv: BlockMemory,
         blocks: Sequence[Sequence[int]] | np.ndarray,
-        layers: Sequence[int] | None = None,
-        threads: int = 1,
     ) -> None:
-        """The inverse of `encode_groups`."""
-        self._code("codec_decode", kv, blocks, wire, wire_blocks, layers, threads)
+        """The inverse of `encode_groups`, in all layers."""
+        self._code("codec_decode", kv, blocks, wire, wire_blocks)
 
     def relative_error(
         self, kv: BlockMemory, block_ids: Sequence[int], wire: BlockMemory, wire_block_id: int, layer: int
@@ -110,8 +107,7 @@ class Codec:
         blocks: Sequence[Sequence[int]] | np.ndarray,
         wire: BlockMemory,
         wire_blocks: Sequence[int] | np.ndarray,
-        layers: Sequence[int] | None,
-        threads: int,
+        layers: Sequence[int] | None = None,
     ) -> None:
         if kv.layout != self.kv_layout or wire.layout != self.wire_layout:
             raise ValueError("the memory has another layout than the codec")
@@ -123,7 +119,7 @@ class Codec:
             )
         chosen = np.arange(self.num_layers) if layers is None else _ids(layers, self.num_layers)
         if self._native is not None and kv.buffer.device.type == "cpu":
-            self._call_native(function, kv, block_ids, wire, wire_ids, chosen, threads)
+            self._call_native(function, kv, block_ids, wire, wire_ids, chosen)
             return
         encodes = function == "codec_encode"
         device = kv.buffer.device
@@ -153,14 +149,13 @@ class Codec:
         wire: BlockMemory,
         wire_ids: np.ndarray,
         layers: np.ndarray,
-        threads: int,
     ) -> None:
         planes = self._planes[layers]
         planes[..., 0] = kv.base_address + kv.num_blocks * planes[..., 0]
         planes[..., 1:3] = wire.base_address + wire.num_blocks * planes[..., 1:3]
         call = native_code.CodecCall(
             planes.ctypes.data, block_ids.ctypes.data, wire_ids.ctypes.data, 2 * len(layers), len(wire_ids),
-            self.block_size, DTYPES.index(self.kv_layout.segments[0].dtype), BITS[self.name], threads,
+            self.block_size, DTYPES.index(self.kv_layout.segments[0].dtype), BITS[self.name],
         )  # fmt: skip
         getattr(self._native, function)(call)
 

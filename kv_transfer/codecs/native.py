@@ -26,7 +26,6 @@ class CodecCall(ctypes.Structure):
         ("block_size", c_int64),
         ("type", c_int64),
         ("bits", c_int64),
-        ("threads", c_int64),
     )
 
 

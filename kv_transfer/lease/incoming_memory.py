@@ -26,8 +26,12 @@ class IncomingMemory:
             agent.register(wire.memory)
 
     def coded_part(self, run_lengths: Sequence[int], skipped: Sequence[int]) -> CodedPart | None:
-        """Allocates wire blocks. None: no group is to travel coded, or there is no room."""
-        if self.wire is None or not (first_blocks := self.wire.first_blocks(run_lengths, skipped)):
+        """Allocates wire blocks. None: no group is to travel coded, or there is no room. `run_lengths`: none
+        if all travels raw."""
+        if self.wire is None or not run_lengths:
+            return None
+        first_blocks = self.wire.first_blocks(run_lengths, skipped)
+        if not first_blocks:
             return None
         wire_ids = self.wire.try_allocate(len(first_blocks))
         if wire_ids is None:

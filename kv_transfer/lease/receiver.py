@@ -27,7 +27,8 @@ Why no late write reaches a block that has a new holder. Writes are one-sided: t
 and registered memory stays writable. So blocks are fenced, out of use, until one of these is known:
 
 1. The writer's word, done or abort. It is sent behind the last write, so no write of this writer follows it.
-2. No process was given the grant (`revoke`). The door says so; it alone passes grants on.
+2. No process was given the grant (`revoke`). The door says so, because it alone passes grants on, or it has
+   never read the grant (`cluster.worker.shell`).
 3. The writer's processes have ended. The kernel that runs both says so (`kv_transfer.lease.processes`). What
    they had handed to a socket or a network arrives within IN_FLIGHT_S, or not at all. A broken connection is
    no such proof.

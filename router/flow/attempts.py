@@ -19,7 +19,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from cluster.errors import ClusterError, OverwrittenError, UnavailableError, from_info, to_known
+from cluster.errors import (
+    ClusterError,
+    NotCachedError,
+    OverwrittenError,
+    UnavailableError,
+    from_info,
+    to_known,
+)
 from cluster.types.members import Phase
 from cluster.types.messages import (
     AnyMessage,
@@ -27,17 +34,20 @@ from cluster.types.messages import (
     DecodeGranted,
     DecodeTarget,
     Encoded,
+    EncodeTarget,
     Failed,
     FeatureGranted,
     FeatureShared,
     GrantPassed,
     Preempted,
     PrefillAdmitted,
+    ReturnGrant,
     StartDecode,
     StartPrefill,
     TokenEvent,
 )
 from cluster.types.request import GenerateRequest
+from cluster.types.transfer import Grant
 from router.flow.media import MediaFlow
 from router.flow.outputs import CallDecode, Drained, Output, Placed, Send
 from router.flow.placer import Placer
@@ -187,16 +197,35 @@ class Attempts:
         if not worker.is_lost:
             self._outputs.append(Send(worker.replica_id, message, attempt.request_id))
 
+    def pass_on(
+        self,
+        attempt: Attempt,
+        owner: WorkerState,
+        writer: WorkerState,
+        target: DecodeTarget | EncodeTarget,
+    ) -> None:
+        request_id = attempt.request_id
+        passed = GrantPassed(target.grant.lease_id, writer.member.processes)
+        self._outputs.append(Send(writer.replica_id, target, request_id, owner.replica_id))
+        self._outputs.append(Send(owner.replica_id, passed, request_id))
+
+    def return_grant(self, owner: WorkerState, grant: Grant) -> None:
+        self._outputs.append(Send(owner.replica_id, ReturnGrant(grant.lease_id)))
+
     def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None:
         """Every choice that has not ended gets the error, unless another attempt may go on with it. `advance`
-        lands the attempt. `blamed`: may have caused it; if none is named, prompt worker and decode."""
+        lands the attempt. `blamed`: may have caused it; if none is named, prompt worker and decode; but no
+        worker has failed if a cache does not have what the attempt was placed for."""
         if attempt.has_failed:
             return
         attempt.has_failed = True
         is_lost = isinstance(error, OverwrittenError) and any(c.token_ids for c in attempt.choices)
         if isinstance(error, UnavailableError | OverwrittenError) and not is_lost:
             attempt.failure = error
-            attempt.blamed = blamed or (attempt.prompt_worker, attempt.decode)
+            if isinstance(error, NotCachedError):
+                self._cluster.not_cached(attempt.request_id)
+            else:
+                attempt.blamed = blamed or (attempt.prompt_worker, attempt.decode)
             return
         for choice_idx in range(len(attempt.choices)):
             self._deliver(attempt, choice_idx, error)
@@ -224,15 +253,16 @@ class Attempts:
         attempt.client.timeline.placed(now, decision)
         self._placer.charge(view, decision, now)
         self._outputs.append(Placed(attempt.client.timeline))
+        own_items = self._media.own_items(attempt, now)
         if attempt.is_local:
-            self._start_decode(attempt)
+            self._start_decode(attempt, own_items)
         else:
-            start = StartPrefill(attempt.request, self._timeout_s, attempt.own_items, attempt.cached)
+            start = StartPrefill(attempt.request, self._timeout_s, own_items, attempt.cached)
             self.send(attempt.prompt_worker, start, attempt)
         self._media.start(attempt, now)
 
-    def _start_decode(self, attempt: Attempt) -> None:
-        media = (attempt.own_items, attempt.cached) if attempt.is_local else ()
+    def _start_decode(self, attempt: Attempt, own_items: tuple[int, ...] = ()) -> None:
+        media = (own_items, attempt.cached) if attempt.is_local else ()
         start = StartDecode(attempt.request, self._timeout_s, attempt.is_local, attempt.codec, *media)
         self.send(attempt.decode, start, attempt)
         self._outputs.append(CallDecode(attempt.decode.replica_id, attempt.request_id))
@@ -276,9 +306,8 @@ class Attempts:
         self._item_done(attempt, message.item_idx)
 
     def _on_decode_granted(self, attempt: Attempt, granted: DecodeGranted) -> None:
-        self.send(attempt.prompt_worker, DecodeTarget(attempt.request_id, granted.grant), attempt)
-        passed = GrantPassed(granted.grant.lease_id, attempt.prompt_worker.member.processes)
-        self.send(attempt.decode, passed, attempt)
+        target = DecodeTarget(attempt.request_id, granted.grant)
+        self.pass_on(attempt, attempt.decode, attempt.prompt_worker, target)
 
     def _deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
         if attempt.choices[choice_idx].is_open:

@@ -84,7 +84,7 @@ class Continuation:
         self._attempts = attempts
         self.unplaced = UnplacedTable()
         self._fail = fail
-        self.num_replays = 0  # attempts that others took over from, since the start
+        self.num_replays = 0  # failed attempts that others took over from, since the start
 
     def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
         """`choice_idxs`: of the attempt; their tokens are equal."""
@@ -100,16 +100,18 @@ class Continuation:
         self.start(client, rest, client_idxs, now)
 
     def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
-        """Choices without a token go on together, each other one by itself."""
+        """Choices without a token go on together, each other one by itself. If no worker is blamed, it
+        is no failure, and not counted."""
         client, choices = attempt.client, attempt.choices
         left = [idx for idx, choice in enumerate(choices) if choice.is_open and not choice.is_complete]
         if not left:
             return
-        client.num_replays += 1
-        client.avoided |= {worker.replica_id for worker in attempt.blamed}
-        if client.num_replays > MAX_REPLAYS:
-            return self._fail(client, [attempt.choice_idxs[idx] for idx in left], error)
-        self.num_replays += 1
+        if attempt.blamed:
+            client.num_replays += 1
+            client.avoided |= {worker.replica_id for worker in attempt.blamed}
+            if client.num_replays > MAX_REPLAYS:
+                return self._fail(client, [attempt.choice_idxs[idx] for idx in left], error)
+            self.num_replays += 1
         logger.info("request %s goes on elsewhere: %s", client.request_id, error)
         fresh = [idx for idx in left if not choices[idx].token_ids]
         for group in filter(None, (fresh, *([idx] for idx in left if idx not in fresh))):

@@ -9,6 +9,8 @@
 
 An item in work at an encoder that was lost may be the cause: it is a suspect (`router.flow.quarantine`). An
 encoder has one suspect at a time and the others are held here, so that a second loss tells which item it was.
+A suspect goes to its encoder when the prompt worker has room for it: otherwise it could wait for the room of
+one that waits for it.
 
 Every worker knows an item by its media hash, so encoding one twice does no harm. Bad media fails at once: no
 encoder can help it.
@@ -35,8 +37,6 @@ from cluster.types.messages import (
     EncodeTarget,
     Failed,
     FeatureGranted,
-    GrantPassed,
-    ReturnGrant,
     StartEncode,
 )
 from cluster.types.transfer import Grant
@@ -51,6 +51,17 @@ class MediaOwner(Protocol):
     """What the media side asks of the request flow."""
 
     def send(self, worker: WorkerState, message: AnyMessage, attempt: Attempt) -> None: ...
+
+    def pass_on(
+        self, attempt: Attempt, owner: WorkerState, writer: WorkerState, target: EncodeTarget
+    ) -> None:
+        """The owner's grant goes to the writer, and the owner is told so: sooner or later, whether it is
+        connected now or not."""
+        ...
+
+    def return_grant(self, owner: WorkerState, grant: Grant) -> None:
+        """No writer was given the grant: the owner is told likewise."""
+        ...
 
     def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None: ...
 
@@ -75,6 +86,15 @@ class MediaFlow:
         self._suspects: dict[WorkerState, tuple[Attempt, int]] = {}  # the one that each encoder has
         self._held: list[tuple[Attempt, int]] = []
 
+    def own_items(self, attempt: Attempt, now: float) -> tuple[int, ...]:
+        """Items that the prompt worker encodes itself, without a grant. Of a suspect the door must know that
+        there is room."""
+        return tuple(
+            item_idx
+            for item_idx in attempt.own_items
+            if not self._quarantine.is_suspect(attempt.items[item_idx].media_hash, now)
+        )
+
     def start(self, attempt: Attempt, now: float) -> None:
         """Each item goes to its encoder, unless another one of the request brings the same embeddings."""
         for item_idx, state in enumerate(attempt.media):
@@ -84,6 +104,7 @@ class MediaFlow:
     def on_granted(self, attempt: Attempt, granted: FeatureGranted, now: float) -> None:
         item_idx = granted.item_idx
         state = attempt.media[item_idx]
+        state.grant = granted.grant
         if state.is_shared:  # the other request has failed or left, or the item was not cached
             state.is_shared = False
             self._start_again(attempt, item_idx, now)
@@ -93,10 +114,10 @@ class MediaFlow:
                 error = UnavailableError(f"the embeddings of media item {item_idx} did not arrive")
                 return self._owner.fail(attempt, error, state.encoder)
             self._start_again(attempt, item_idx, now)
-        if state.is_held:
-            state.grant = granted.grant
+        elif state.is_held:
+            self._start(attempt, item_idx, now)
         else:
-            self._pass_on(attempt, item_idx, granted.grant)
+            self._pass_on(attempt, item_idx)
 
     def on_encoded(self, attempt: Attempt, item_idx: int, now: float) -> None:
         """The encoder survived the item."""
@@ -168,8 +189,11 @@ class MediaFlow:
         """However the attempt ended."""
         for item_idx, state in enumerate(attempt.media):
             if state.grant is not None:  # no encoder was given it
-                self._owner.send(attempt.prompt_worker, ReturnGrant(state.grant.lease_id), attempt)
+                self._owner.return_grant(attempt.prompt_worker, state.grant)
                 state.grant = None
+            if state.is_held:
+                state.is_held = False
+                self._held.remove((attempt, item_idx))
             self._release(attempt, item_idx, now)
 
     def _can_move(self, attempt: Attempt, item_idx: int, now: float) -> bool:
@@ -187,24 +211,29 @@ class MediaFlow:
             self._owner.send(attempt.prompt_worker, lost, attempt)
         self._release(attempt, item_idx, now)
 
-    def _pass_on(self, attempt: Attempt, item_idx: int, grant: Grant) -> None:
+    def _pass_on(self, attempt: Attempt, item_idx: int) -> None:
+        """The grant of the item goes to its encoder, if it has come."""
         state = attempt.media[item_idx]
+        grant, state.grant = state.grant, None
+        if grant is None:
+            return
         state.lease_id = grant.lease_id
-        self._owner.send(state.encoder, EncodeTarget(attempt.request_id, item_idx, grant), attempt)
-        passed = GrantPassed(grant.lease_id, state.encoder.member.processes)
-        self._owner.send(attempt.prompt_worker, passed, attempt)
+        target = EncodeTarget(attempt.request_id, item_idx, grant)
+        self._owner.pass_on(attempt, attempt.prompt_worker, state.encoder, target)
 
     def _cancel(self, attempt: Attempt, item_idx: int, encoder: WorkerState) -> None:
         self._owner.send(encoder, Cancel(attempt.request_id, item_idx=item_idx), attempt)
 
     def _may_go(self, attempt: Attempt, item_idx: int, now: float) -> bool:
-        """False: the item is a suspect and its encoder has another one. A suspect that may go is the
-        encoder's from now on."""
+        """False: the item is a suspect, and it has no room yet or its encoder has another one. A suspect that
+        may go is the encoder's from now on."""
         media_hash = attempt.items[item_idx].media_hash
         if not self._quarantine.is_suspect(media_hash, now):
             return True
-        encoder = attempt.media[item_idx].encoder
-        there, idx = self._suspects.setdefault(encoder, (attempt, item_idx))
+        state = attempt.media[item_idx]
+        if state.grant is None:
+            return False
+        there, idx = self._suspects.setdefault(state.encoder, (attempt, item_idx))
         return there.items[idx].media_hash == media_hash
 
     def _release(self, attempt: Attempt, item_idx: int, now: float) -> None:
@@ -241,9 +270,7 @@ class MediaFlow:
         keep = item.media_hash in attempt.returning
         start = StartEncode(request.request_id, item_idx, item, self._timeout_s, *order, keep)
         self._owner.send(state.encoder, start, attempt)
-        grant, state.grant = state.grant, None
-        if grant is not None:
-            self._pass_on(attempt, item_idx, grant)
+        self._pass_on(attempt, item_idx)
 
     def _move(self, attempt: Attempt, item_idx: int, error: ClusterError, now: float) -> None:
         """To another encoder. The attempt fails with `error` if there is none, or after too many."""

@@ -16,6 +16,7 @@ class Send:
     replica_id: str
     message: AnyMessage
     request_id: str = ""  # the request that fails with it; empty: none
+    owner: str = ""  # the worker whose grant the message passes on; empty: it passes none on
 
 
 @dataclass(frozen=True, slots=True)

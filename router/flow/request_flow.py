@@ -32,7 +32,6 @@ from cluster.types.messages import (
     FeatureGranted,
     LoadReport,
     Ping,
-    ReturnGrant,
     Stalled,
     TokenEvent,
     Tokens,
@@ -247,7 +246,7 @@ class RequestFlow:
         elif isinstance(
             message, DecodeGranted | FeatureGranted
         ):  # it has landed: no writer was given the grant
-            self._outputs.append(Send(worker.replica_id, ReturnGrant(message.grant.lease_id)))
+            self._attempts.return_grant(worker, message.grant)
         else:
             self._placer.on_message(worker.replica_id, message)
 

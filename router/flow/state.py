@@ -59,8 +59,8 @@ class MediaItemState:
     lease_id: str = ""  # of the grant that this encoder has; empty: none yet
     is_shared: bool = False  # the prompt worker needs none, has them, or gets them for another request
     num_attempts: int = 1
-    is_held: bool = False  # nothing has been sent: another suspect is at this encoder
-    grant: Grant | None = None  # the prompt worker's, while the item is held
+    is_held: bool = False  # a suspect of which the encoder was not told yet
+    grant: Grant | None = None  # the prompt worker's, until an encoder is given it
 
 
 class ChoiceState:
@@ -133,7 +133,7 @@ class ClientRequest:
     tenant: str = ""
     started_at: float = 0.0  # of the first attempt
     num_attempts: int = 0  # since the start
-    num_replays: int = 0  # attempts that failed, and that others took over from
+    num_replays: int = 0  # attempts that failed because of a worker, and that others took over from
     num_tokens: int = 0  # that readers have been sent, of all choices
     avoided: frozenset[str] = frozenset()  # workers, by replica id, with which an attempt failed
     choices: list[ClientChoice] = field(default_factory=list)
@@ -216,7 +216,7 @@ class Attempt:
 
     @property
     def own_items(self) -> tuple[int, ...]:
-        """Items that the prompt worker is to encode itself."""
+        """Items whose encoder is the prompt worker."""
         return tuple(
             item_idx
             for item_idx, state in enumerate(self.media)

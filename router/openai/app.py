@@ -27,7 +27,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ClusterError, ModelNotFoundError
-from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall, CompletionCall, TokenizeCall
 from router.openai import render
 from router.openai.absent import mount_absent
@@ -43,7 +42,7 @@ from router.openai.errors import (
     json_answer,
 )
 from router.openai.event_stream import EventStream
-from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts, Limits
+from router.openai.limits import CLIENT_TIMEOUTS, ClientTimeouts
 from router.openai.names import NameOf, chat_name, completion_name, naming
 from router.openai.openapi import document
 from router.openai.protocol import DoorProtocol
@@ -76,7 +75,7 @@ from router.openai.transcriptions import (
     transcription_call,
     transcription_name,
 )
-from router.openai.translate import chat_call, completion_call
+from router.openai.translate import CallContext, chat_call, completion_call
 from router.page.site import Site
 
 log = logging.getLogger(__name__)
@@ -166,14 +165,14 @@ class _Routes:
 
     async def chat(self, request: Request) -> Response:
         call: ChatCall = await self._call(
-            request, lambda body: chat_call(parse(ChatRequest, body), *self._asking(request))
+            request, lambda body: chat_call(parse(ChatRequest, body), self._context(request))
         )
         answer = render.ChatFormat(_new_id("chatcmpl"), int(time.time()), self._door.model_id, call)
         return await self._answer(request, call, self._door.chat, answer, chat_name)
 
     async def complete(self, request: Request) -> Response:
         call: CompletionCall = await self._call(
-            request, lambda body: completion_call(parse(CompletionRequest, body), *self._asking(request))
+            request, lambda body: completion_call(parse(CompletionRequest, body), self._context(request))
         )
         answer = render.CompletionFormat(_new_id("cmpl"), int(time.time()), self._door.model_id, call)
         return await self._answer(request, call, self._door.complete, answer, completion_name)
@@ -181,7 +180,7 @@ class _Routes:
     async def respond(self, request: Request) -> Response:
         def translate(body: bytes) -> tuple[ResponsesRequest, ChatCall]:
             asked = parse(ResponsesRequest, body)
-            return asked, responses_call(asked, *self._asking(request))
+            return asked, responses_call(asked, self._context(request))
 
         asked, call = await self._call(request, translate)
         answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
@@ -195,14 +194,14 @@ class _Routes:
 
     async def message(self, request: Request) -> Response:
         call: ChatCall = await self._call(
-            request, lambda body: messages_call(parse(MessagesRequest, body), *self._asking(request))
+            request, lambda body: messages_call(parse(MessagesRequest, body), self._context(request))
         )
         answer = MessageFormat(_new_id("msg", "_"), self._door.model_id)
         return await self._answer(request, call, self._door.chat, answer, messages_name)
 
     async def count(self, request: Request) -> Response:
         call: ChatCall = await self._call(
-            request, lambda body: messages_call(parse(CountRequest, body), *self._asking(request))
+            request, lambda body: messages_call(parse(CountRequest, body), self._context(request))
         )
         with naming(messages_name):
             found = await until_disconnect(request, self._door.tokenize(TokenizeCall(call, names=False)))
@@ -220,15 +219,16 @@ class _Routes:
         content_type = request.headers.get("content-type", "")
         asked, call = await self._call(
             request,
-            lambda body: transcription_call(body, content_type, kind, instruction, *self._asking(request)),
+            lambda body: transcription_call(body, content_type, kind, instruction, self._context(request)),
             is_json=False,
         )
         return await self._answer(request, call, self._door.chat, TranscriptFormat(asked), transcription_name)
 
-    def _asking(self, request: Request) -> tuple[str, GenerationDefaults, str, str, Limits]:
-        """What a call needs beside the body."""
+    def _context(self, request: Request) -> CallContext:
         door = self._door
-        return door.model_id, door.defaults, tenant_of(request), _trace_parent(request), door.limits
+        return CallContext(
+            door.model_id, door.defaults, tenant_of(request), _trace_parent(request), door.limits
+        )
 
     async def models(self, request: Request) -> Response:
         return json_answer(msgspec.json.encode({"object": "list", "data": [self._card()]}))
@@ -243,23 +243,17 @@ class _Routes:
         return render.model_fields(door.model_id, door.created, door.limits.max_model_len)
 
     async def tokenize(self, request: Request) -> Response:
-        door, tenant = self._door, tenant_of(request)
         call: TokenizeCall = await self._call(
-            request,
-            lambda body: tokenize_call(
-                parse(TokenizeRequest, body), door.model_id, door.defaults, tenant, door.limits
-            ),
+            request, lambda body: tokenize_call(parse(TokenizeRequest, body), self._context(request))
         )
-        found = await until_disconnect(request, door.tokenize(call))
-        return json_answer(tokenized(found, door.limits.max_model_len))
+        found = await until_disconnect(request, self._door.tokenize(call))
+        return json_answer(tokenized(found, self._door.limits.max_model_len))
 
     async def detokenize(self, request: Request) -> Response:
-        door = self._door
         token_ids: list[int] = await self._call(
-            request,
-            lambda body: ids_to_detokenize(parse(DetokenizeRequest, body), door.model_id, door.limits),
+            request, lambda body: ids_to_detokenize(parse(DetokenizeRequest, body), self._context(request))
         )
-        return json_answer(detokenized(await door.detokenize(token_ids)))
+        return json_answer(detokenized(await self._door.detokenize(token_ids)))
 
     async def version(self) -> Response:
         return json_answer(msgspec.json.encode({"version": version("epdg")}))

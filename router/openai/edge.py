@@ -23,6 +23,7 @@ from router.openai.keys import Access, ForbiddenError, InvalidKeyError, KeyRing
 from router.openai.rates import Permit, RateLimitError
 
 LAG_TICK_S = 0.1  # the longest delay that a tick may miss; each tick costs 60 us beside a model that computes
+_STATUSES = (200, 400, 429, 500, 503)  # that boards and operators look for
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _HELD = "epdg.held"
 _LEASE = "epdg.body"
@@ -67,6 +68,8 @@ class HttpMetrics:
         self.responses = Counter(
             "epdg_http_responses", "Answers, by HTTP status", ("status",), registry=self._registry
         )
+        for status in _STATUSES:
+            self.responses.labels(status)  # a rate does not see the first count of a new series
         self.refusals = {
             refusal: refusals.labels(refusal.status)
             for refusal in (InvalidKeyError, ForbiddenError, RateLimitError)

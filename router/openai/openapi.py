@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from router.openai.anthropic.schema import CountRequest, MessagesRequest
 from router.openai.protocol import DoorProtocol
 from router.openai.responses.schema import ResponsesRequest
-from router.openai.schema import ChatRequest, CompletionRequest, StrictModel
+from router.openai.schema import ChatRequest, CompletionRequest, RequestBody
 from router.openai.tokens import DetokenizeRequest, TokenizeRequest
 from router.openai.transcriptions import TranscriptionRequest, TranslationRequest
 
@@ -49,7 +49,7 @@ class AnthropicErrorAnswer(BaseModel):
 class Endpoint(msgspec.Struct, frozen=True):
     summary: str
     answers: tuple[str, ...] = (_JSON,)  # media types of answers that are no errors
-    body: type[StrictModel] | None = None
+    body: type[RequestBody] | None = None
     example: dict[str, Any] | None = {}  # of a body, without its model
     file: str = ""  # the body is a form, and this is its file
     error: type[BaseModel] = ErrorAnswer
@@ -125,7 +125,7 @@ def _answers(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _body(
-    endpoint: Endpoint, model: type[StrictModel], schemas: dict[str, Any], model_id: str
+    endpoint: Endpoint, model: type[RequestBody], schemas: dict[str, Any], model_id: str
 ) -> dict[str, Any]:
     content: dict[str, Any] = {"schema": _reference(model)}
     if endpoint.file:
@@ -140,7 +140,7 @@ def _body(
     return {"required": True, "content": {_FORM if endpoint.file else _JSON: content}}
 
 
-def _add_untyped(model: type[StrictModel], schema: dict[str, Any]) -> None:
+def _add_untyped(model: type[RequestBody], schema: dict[str, Any]) -> None:
     """The fields that `schema.parse` takes beside those of a model."""
     for name in model.harmless:
         schema["properties"].setdefault(name, {"description": "has no effect"})

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from cluster.errors import RequestError, UnsupportedError
-from router.openai.fields import Count, NumLogprobs, SamplingFields, TokenId
+from router.openai.fields import Count, NumLogprobs, SamplingFields, StrictModel, TokenId
 from router.openai.limits import MAX_INT
 from router.openai.structure import StructureFields
 from router.openai.tools import CallId, InputToolCall, ToolFields
@@ -70,9 +70,7 @@ HARMLESS = (
 )  # fmt: skip
 
 
-class StrictModel(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
+class RequestBody(StrictModel):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = NEUTRAL
     harmless: ClassVar[tuple[str, ...]] = HARMLESS
 
@@ -197,7 +195,7 @@ class MediaFields(BaseModel):
     on_media_error: Literal["refuse", "omit"] | None = None
 
 
-class EndpointRequest(StrictModel, SamplingFields, StructureFields):
+class EndpointRequest(RequestBody, SamplingFields, StructureFields):
     """The fields that both endpoints have."""
 
     model: str
@@ -259,7 +257,7 @@ class CompletionRequest(EndpointRequest):
 
 
 _FIELDS = pydantic.TypeAdapter(dict[str, Any])
-Request = TypeVar("Request", bound=StrictModel)
+Request = TypeVar("Request", bound=RequestBody)
 
 
 def parse(model: type[Request], body: bytes) -> Request:

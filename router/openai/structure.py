@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from cluster.errors import RequestError
 from cluster.types.structure import Structure, StructureKind
+from router.openai.fields import StrictModel
 
 MAX_TEXT_CHARS = 200_000  # of a schema, a pattern, a grammar or all choices
 MAX_CHOICES = 10_000
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _ANY_OBJECT = '{"type":"object"}'
 
 Schema = dict[str, Any]
@@ -21,24 +21,21 @@ StructureText = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
-class NamedSchema(BaseModel):
-    model_config = _STRICT
+class NamedSchema(StrictModel):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     content: Annotated[Schema, Field(alias="schema")]
     strict: bool | None = None  # a schema is held either way; strict: words that are no keywords are refused
 
 
-class AskedFormat(BaseModel):
-    model_config = _STRICT
+class AskedFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(StrictModel):
     """vLLM's: one structure."""
 
-    model_config = _STRICT
     content: Annotated[Schema | str | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: StructureText | None = None

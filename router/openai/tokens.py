@@ -11,16 +11,14 @@ import msgspec
 from pydantic import Field
 
 from cluster.errors import RequestError
-from cluster.text.defaults import GenerationDefaults
 from router.calls import TokenizeCall, Tokenized
 from router.openai.fields import TokenId
-from router.openai.limits import Limits
-from router.openai.schema import ChatRequest, Messages, StrictModel
+from router.openai.schema import ChatRequest, Messages, RequestBody
 from router.openai.tools import Tools, Variables
-from router.openai.translate import chat_call, check_model, check_prompt
+from router.openai.translate import CallContext, chat_call, check_model, check_prompt
 
 
-class TokenizeRequest(StrictModel):
+class TokenizeRequest(RequestBody):
     model: str
     prompt: str | None = None
     messages: Messages | None = None
@@ -30,21 +28,19 @@ class TokenizeRequest(StrictModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(RequestBody):
     model: str
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-def tokenize_call(
-    request: TokenizeRequest, model_id: str, defaults: GenerationDefaults, tenant: str, limits: Limits
-) -> TokenizeCall:
+def tokenize_call(request: TokenizeRequest, context: CallContext) -> TokenizeCall:
     """Raises RequestError."""
-    check_model(request.model, model_id)
+    check_model(request.model, context.model_id)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("send either prompt or messages", param="prompt")
     names = bool(request.return_token_strs)
     if request.prompt is not None:
-        check_prompt(request.prompt, "prompt", limits)
+        check_prompt(request.prompt, "prompt", context.limits)
         return TokenizeCall(request.prompt, names, request.add_special_tokens is not False)
     if request.add_special_tokens:
         raise RequestError("add_special_tokens belongs to a prompt", param="add_special_tokens")
@@ -56,13 +52,13 @@ def tokenize_call(
             "chat_template_kwargs": request.chat_template_kwargs,
         }
     )
-    return TokenizeCall(chat_call(chat, model_id, defaults, tenant, limits=limits), names)
+    return TokenizeCall(chat_call(chat, context), names)
 
 
-def ids_to_detokenize(request: DetokenizeRequest, model_id: str, limits: Limits) -> list[int]:
+def ids_to_detokenize(request: DetokenizeRequest, context: CallContext) -> list[int]:
     """Raises RequestError."""
-    check_model(request.model, model_id)
-    check_prompt(request.tokens, "tokens", limits)
+    check_model(request.model, context.model_id)
+    check_prompt(request.tokens, "tokens", context.limits)
     return request.tokens
 
 

@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, Tag
 
 from cluster.errors import RequestError
 from cluster.text.chat import ChatOptions, ToolCall
 from router.calls import ToolFunction, ToolRules
+from router.openai.fields import StrictModel
 
 MAX_TOOLS = 128
 MAX_CHARS = 200_000  # of a schema, or of another value
 MAX_VARIABLES = 64
-_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -23,42 +23,36 @@ CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class _Function(BaseModel):
-    model_config = _STRICT
+class _Function(StrictModel):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # none: the function has no arguments
     strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = _STRICT
+class Tool(StrictModel):
     type: Literal["function"]
     function: _Function
 
 
-class _Named(BaseModel):
-    model_config = _STRICT
+class _Named(StrictModel):
     name: str
 
 
-class NamedTool(BaseModel):
-    model_config = _STRICT
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: _Named
 
 
-class _Called(BaseModel):
-    model_config = _STRICT
+class _Called(StrictModel):
     name: ToolName
     arguments: str
     parsed_arguments: Any = None  # what the openai clients' helpers add
 
 
-class InputToolCall(BaseModel):
+class InputToolCall(StrictModel):
     """A call in an assistant's message of the conversation."""
 
-    model_config = _STRICT
     id: CallId
     type: Literal["function"]
     function: _Called

@@ -20,23 +20,21 @@ import msgspec
 from pydantic import Field
 
 from cluster.errors import ClusterError, RequestError
-from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall, TextDelta, Usage
 from router.openai import render
 from router.openai.fields import Unit
 from router.openai.forms import parse_form
-from router.openai.limits import Limits
 from router.openai.names import naming
 from router.openai.protocol import Generation
-from router.openai.schema import ChatRequest, StrictModel, validated
-from router.openai.translate import ANY, chat_call
+from router.openai.schema import ChatRequest, RequestBody, validated
+from router.openai.translate import CallContext, chat_call
 
 PIECE_BYTES = 3 << 18  # of a file that becomes base64: the interpreter's lock is held for one piece at a time
 _JSON, _TEXT = "application/json", "text/plain; charset=utf-8"
 _encode = msgspec.json.Encoder().encode
 
 
-class TranscriptionRequest(StrictModel):
+class TranscriptionRequest(RequestBody):
     """The form's fields, apart from its file."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -78,11 +76,7 @@ def transcription_call(
     content_type: str,
     kind: type[TranscriptionRequest],
     instruction: str,
-    model_id: str,
-    defaults: GenerationDefaults,
-    tenant: str = "",
-    trace_parent: str = "",
-    limits: Limits = ANY,
+    context: CallContext,
 ) -> tuple[TranscriptionRequest, ChatCall]:
     """`content_type`: the request's header. Raises RequestError."""
     form = parse_form(body, content_type)
@@ -112,7 +106,7 @@ def transcription_call(
         }
     )
     with naming(lambda param: "prompt" if param == "messages" else param):
-        call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
+        call = chat_call(chat, context)
     media = tuple(msgspec.structs.replace(source, param="file") for source in call.media)
     return request, msgspec.structs.replace(call, media=media)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
@@ -34,16 +35,21 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 ANY = Limits(min_priority=-MAX_PRIORITY)  # for calls that no model will serve
 
 
-def chat_call(
-    request: ChatRequest,
-    model_id: str,
-    defaults: GenerationDefaults,
-    tenant: str = "",
-    trace_parent: str = "",
-    limits: Limits = ANY,
-) -> ChatCall:
-    """`tenant`: the client, by its credentials."""
-    _check(request, model_id, limits)
+@dataclass(frozen=True)
+class CallContext:
+    """What a call depends on beside the body. `tenant`: the client, by its credentials."""
+
+    model_id: str
+    defaults: GenerationDefaults
+    tenant: str = ""
+    trace_parent: str = ""
+    limits: Limits = ANY
+
+
+def chat_call(request: ChatRequest, context: CallContext) -> ChatCall:
+    """Raises RequestError."""
+    limits, defaults = context.limits, context.defaults
+    _check(request, context)
     rules = rules_of(request)
     shown = options_of(request)
     _check_messages(request.messages, shown, limits)
@@ -62,9 +68,9 @@ def chat_call(
         media_rules=MediaRules(
             request.max_media_tokens, bool(request.exact_media), request.on_media_error == "omit"
         ),
-        tenant=tenant,
-        cache_salt=_salt(request, tenant, limits),
-        trace_parent=trace_parent,
+        tenant=context.tenant,
+        cache_salt=_salt(request, context),
+        trace_parent=context.trace_parent,
         options=shown,
         tools=rules,
         shows_reasoning=request.include_reasoning is not False,
@@ -72,16 +78,10 @@ def chat_call(
     )
 
 
-def completion_call(
-    request: CompletionRequest,
-    model_id: str,
-    defaults: GenerationDefaults,
-    tenant: str = "",
-    trace_parent: str = "",
-    limits: Limits = ANY,
-) -> CompletionCall:
-    """`tenant`: the client, by its credentials."""
-    _check(request, model_id, limits)
+def completion_call(request: CompletionRequest, context: CallContext) -> CompletionCall:
+    """Raises RequestError."""
+    limits, defaults = context.limits, context.defaults
+    _check(request, context)
     if request.best_of not in (None, request.n or 1):
         raise UnsupportedError("best_of: answers are not ranked; it must equal n", param="best_of")
     max_tokens = _max_tokens(request)
@@ -97,9 +97,9 @@ def completion_call(
         echo=bool(request.echo),
         generates=max_tokens != 0,
         guidance=_guidance(request, lambda text: text),
-        tenant=tenant,
-        cache_salt=_salt(request, tenant, limits),
-        trace_parent=trace_parent,
+        tenant=context.tenant,
+        cache_salt=_salt(request, context),
+        trace_parent=context.trace_parent,
         **_common(request, limits),
     )
 
@@ -155,9 +155,10 @@ def _changes(request: EndpointRequest, limits: Limits) -> LogitChanges | None:
     return None if changes == LogitChanges() else changes
 
 
-def _check(request: EndpointRequest, model_id: str, limits: Limits) -> None:
+def _check(request: EndpointRequest, context: CallContext) -> None:
     """Checks the fields whose limits depend on the model and on its operator."""
-    check_model(request.model, model_id)
+    limits = context.limits
+    check_model(request.model, context.model_id)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -237,10 +238,10 @@ def _check_together(rules: ToolRules, structure: Structure | None, min_tokens: i
         raise RequestError("min_tokens cannot be combined with tools that are held", param="min_tokens")
 
 
-def _salt(request: EndpointRequest, tenant: str, limits: Limits) -> str:
+def _salt(request: EndpointRequest, context: CallContext) -> str:
     """Only KV and embeddings with an equal salt are reused: those of the same tenant, under the client's own
     salt. Clients without credentials are one tenant."""
-    owner = "" if limits.shares_caches else tenant
+    owner = "" if context.limits.shares_caches else context.tenant
     return f"{owner}/{request.cache_salt or ''}" if owner or request.cache_salt else ""
 
 

@@ -57,21 +57,23 @@ class PrefillEstimate:
         cluster: ClusterView,
         now: float,
         earliest_s: Floats,
-        is_able: NDArray[np.bool_],
+        can_decode: NDArray[np.bool_],
         steps: PromptSteps,
         blocks_s: Floats,
     ):
-        """`earliest_s`: [items], earliest arrival. `is_able`: [prefills]. `blocks_s`: [prefills], until there
-        are blocks for the prompt."""
+        """`earliest_s`: [items], earliest arrival. `can_decode`: [prefills], the answer. `blocks_s`:
+        [prefills], until there are blocks for the prompt. Raises what `able_to_hold` raises."""
         pool = cluster.prefills
-        self.is_able = is_able
         self.takes_any = pool.takes_any
         self.max_tokens = steps.max_tokens
         self._steps = steps
         self._fixed_s = steps.fixed_s + steps.answers_s
         self._decode_wait_s = 0.5 * steps.decode_step_s  # a step of the answers runs, on average
         self._blocks_s = blocks_s
-        self._fit_prefix(request, cluster)
+        depths = cluster.prefixes.depths(request.block_hashes, len(pool))
+        self.is_able = able_to_compute(request, pool, _num_cached(request, depths), can_decode)
+        self.num_cached = _num_cached(request, self._expected(request, depths, cluster))
+        self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_negative_tokens
         self._add_media(request)
         media_s = np.where(self.is_needed, earliest_s[:, None], 0.0).max(0, initial=0.0)
         queue = self._queue(request, cluster, now, media_s)
@@ -124,15 +126,14 @@ class PrefillEstimate:
         self.text_s = computed * (self.text_s + cluster.overhead_s)
         self.tail_s += cluster.overhead_s
 
-    def _fit_prefix(self, request: RequestView, cluster: ClusterView) -> None:
-        size, hashes, num_slots = request.block_size, request.block_hashes, len(self.is_able)
-        depths = cluster.prefixes.depths(hashes, num_slots)
+    def _expected(self, request: RequestView, depths: Floats, cluster: ClusterView) -> Floats:
+        """`depths`, and blocks that a running step computes: it ends before the prompt's turn."""
+        hashes = request.block_hashes
         trusted = self._computing(hashes, depths, cluster)
-        if trusted:  # the step that computes these blocks ends before the prompt's turn
-            expected = cluster.prefixes.depths(hashes, num_slots, trusted)
-            depths = np.minimum(expected, depths + self.max_tokens // size)
-        self.num_cached = np.minimum(depths, (request.num_prompt_tokens - 1) // size) * size
-        self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_negative_tokens
+        if not trusted:
+            return depths
+        expected = cluster.prefixes.depths(hashes, len(depths), trusted)
+        return np.minimum(expected, depths + self.max_tokens // request.block_size)
 
     def _computing(self, hashes: Sequence[bytes], depths: Floats, cluster: ClusterView) -> int:
         """Bits of the slots whose running step computes the first block of the prompt that the slot lacks."""
@@ -205,14 +206,21 @@ class PrefillEstimate:
         self.is_needed = (ends > self.num_cached).reshape(shape)
 
 
+def _num_cached(request: RequestView, depths: Floats) -> Floats:
+    """[prefills]: tokens in so many blocks, without the last token of the prompt: it is computed anyway."""
+    return np.minimum(depths, (request.num_prompt_tokens - 1) // request.block_size) * request.block_size
+
+
 def able_to_compute(
-    request: RequestView, pool: WorkerPool, can_decode: NDArray[np.bool_]
+    request: RequestView, pool: WorkerPool, num_cached: Floats, can_decode: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """[prefills]: workers that can compute the prompt: for any answer, or, of those that `can_decode` it, for
-    an answer of their own. Raises what `able_to_hold` raises."""
+    """[prefills]: workers that can compute the prompt: for any answer; or, of those that `can_decode` it, for
+    an answer of their own, if there is no negative prompt and what they lack behind their `num_cached` tokens
+    is text. Raises what `able_to_hold` raises."""
     is_able = pool.takes_any
-    if request.is_plain:
-        is_able = is_able | (can_decode & ~np.isnan(pool.own_curve("prefill").fixed_s))
+    if not request.num_negative_tokens:
+        has_speed = ~np.isnan(pool.own_curve("prefill").fixed_s)
+        is_able = is_able | (can_decode & has_speed & (num_cached >= request.media_end))
     return able_to_hold(request, pool, pool.is_listed & is_able, request.num_prefill_blocks)
 
 

@@ -6,6 +6,7 @@ It is driven from outside and has no clock:
     add, remove, set_listed, set_avoided                       workers join, drain, hang and leave
     assign, measured, reported, media_changed, blocks_changed messages of workers
     started, item_moved, item_done, prefilled, ended          this door's own requests, in this order
+    not_cached                                                what a request was placed for is not there
     observed                                                  the actual durations; before `ended`
 
 Messages about a worker or a request that is not there are ignored, because they may arrive after it has left.
@@ -20,7 +21,6 @@ import numpy as np
 
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, virtual_deadline
 from cluster.types.curves import Curve, ServiceCurves
-from cluster.types.media import Modality
 from cluster.types.members import Phase, Role
 from cluster.types.messages import EncodeTiming, LoadReport, PrefillTiming
 from router.policy.calibration import Calibration, CalibrationStatistics, Kind
@@ -233,6 +233,15 @@ class ClusterView:
             self._end_prefill(in_flight)
             self.decodes.told(in_flight.decode, self._now)
 
+    def not_cached(self, request_id: str) -> None:
+        """The worker that was to compute the request's prompt does not have its media in its prefix cache.
+        Until it announces them again, they do not count as being there."""
+        in_flight = self._in_flight.get(request_id)
+        if in_flight is not None and self.prefills.has(in_flight.work):
+            request = in_flight.request
+            first = max(0, request.media_end - 1) // request.block_size
+            self.prefixes.discard(in_flight.work.slot, request.block_hashes[first:])
+
     def ended(self, request_id: str) -> None:
         """The request has ended, successfully or not, and no worker has work for it."""
         in_flight = self._in_flight.pop(request_id, None)
@@ -281,10 +290,9 @@ class ClusterView:
         """Of the prompt, that a worker need not compute."""
         return self._num_cached_blocks(request, self.prefills.slots[replica_id]) * request.block_size
 
-    def num_queued_rows(self, modality: Modality | None = None) -> float:
-        """Embedding rows queued at the least loaded encoder for the modality; zero if there is none."""
-        pool = self.encoders
-        able = pool.is_listed if modality is None else pool.able(modality)
+    def num_queued_rows(self) -> float:
+        """Embedding rows queued at the least loaded encoder; zero if there is none."""
+        pool, able = self.encoders, self.encoders.is_listed
         return float((pool.reported_units + pool.sent_units)[able].min(initial=np.inf)) if able.any() else 0.0
 
     def row_s(self) -> Floats:

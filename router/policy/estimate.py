@@ -18,7 +18,7 @@ import numpy as np
 
 from router.policy.at_decodes import DecodeEstimate, KvTransferEstimate
 from router.policy.at_encoders import EncodeEstimate
-from router.policy.at_prefills import PrefillEstimate, able_to_compute
+from router.policy.at_prefills import PrefillEstimate
 from router.policy.cluster import ClusterView
 from router.policy.pool import rendezvous
 from router.policy.shared import PromptSteps
@@ -40,9 +40,8 @@ class Estimate:
         self.decodes = DecodeEstimate(request, cluster, steps, now)
         shared = cluster.shared
         can_decode = shared.at_prefills(self.decodes.is_able) > 0
-        is_able = able_to_compute(request, cluster.prefills, can_decode)
         blocks_s = shared.at_prefills(self.decodes.blocks_s)
-        self.prefills = PrefillEstimate(request, cluster, now, self.earliest_s, is_able, steps, blocks_s)
+        self.prefills = PrefillEstimate(request, cluster, now, self.earliest_s, can_decode, steps, blocks_s)
         self.tie_s = tie_ratio * float(self.prefills.text_s[self.prefills.is_able].min())
         if self.tie_s > 0:
             self._break_ties()

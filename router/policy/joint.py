@@ -6,7 +6,7 @@ The search finds the optimum without trying every combination:
   (each item at its earliest, the best link, the best decode worker). The bounds are computed for all workers
   at once. The search ends when the bound reaches the best cost found.
 * **Decode workers** are scored all at once, for a worker that computes the prompt and a time to first token.
-  That worker itself is one of them if it decodes, the only one if it takes just plain prompts for its own
+  That worker itself is one of them if it decodes, the only one if it computes prompts just for its own
   answers.
 * **Encoders**: first each item, in order of need, goes to the encoder where it adds least. This assignment is
   final if it meets the lower bound, or if there are more than `search.MAX_EXACT_ITEMS` items. Otherwise the

@@ -76,7 +76,7 @@ class WorkerPool:
         self.is_assigned = np.zeros(0, bool)  # to this phase: chosen before the others
         self.incarnations = np.zeros(0, np.int64)  # 0 where there is no worker
         self.classes = np.zeros(0, np.intp)  # index of the class
-        self.takes_any = np.zeros(0, bool)  # prompts, for itself and others; else plain ones for itself alone
+        self.takes_any = np.zeros(0, bool)  # prompts, for itself and others; else see `able_to_compute`
         self.keeps_blocks = np.zeros(0, bool)  # it has a prefix cache
         self.salts = np.zeros(0, np.uint64)
         self.num_blocks = np.zeros(0)

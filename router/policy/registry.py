@@ -1,10 +1,8 @@
 """Policies by name or by import path, for the setting `door.policy` and for the simulator's command line.
 
-    joint                           the policy of this package
-    package.module:Class            any class that implements `Policy` and takes no arguments, for example
-                                    router.policy.baselines:LeastLoadedPolicy
-
-The names of the comparison policies are aliases for one more release.
+joint                           the policy of this package
+package.module:Class            any class that implements `Policy` and takes no arguments, for example
+                                router.policy.baselines:LeastLoadedPolicy
 """
 
 from __future__ import annotations
@@ -28,28 +26,18 @@ class Policy(Protocol):
         ...
 
 
-POLICIES = {"joint": "router.policy.joint:JointPolicy"}
-BASELINES = {
-    "least_loaded": "router.policy.baselines:LeastLoadedPolicy",
-    "round_robin": "router.policy.baselines:RoundRobinPolicy",
-    "per_stage": "router.policy.baselines:PerStagePolicy",
-    "linear": "router.policy.baselines:LinearPolicy",
-}
+JOINT = "router.policy.joint:JointPolicy"
 
 
 def make_policy(name: str) -> Policy:
-    """`name`: a name above, or an import path. Raises ConfigError if there is no such policy."""
+    """`name`: `joint` or an import path. Raises ConfigError if there is no such policy."""
     return policy_class(name)()
 
 
 def policy_class(name: str) -> Callable[[], Policy]:
     """See `make_policy`."""
-    path = (POLICIES | BASELINES).get(name, name)
-    module, _, class_name = path.partition(":")
+    module, _, class_name = (JOINT if name == "joint" else name).partition(":")
     try:
         return getattr(import_module(module), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        known = ", ".join(POLICIES)
-        raise ConfigError(
-            f"no policy {name!r}: use {known}, or an import path package.module:Class"
-        ) from error
+        raise ConfigError(f"no policy {name!r}: use joint, or an import path package.module:Class") from error

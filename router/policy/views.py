@@ -53,10 +53,9 @@ class RequestView:
     avoided: frozenset[str] = frozenset()  # replica ids of workers that are chosen only if there is no other
 
     @property
-    def is_plain(self) -> bool:
-        """Text without a negative prompt: a worker that decodes may compute it even if it does not
-        prefill."""
-        return not self.media and not self.num_negative_tokens
+    def media_end(self) -> int:
+        """Behind the last token of any item; 0: there is none. Tokens from here on need no embeddings."""
+        return max((item.end for item in self.media), default=0)
 
 
 @dataclass(frozen=True, slots=True)

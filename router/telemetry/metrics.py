@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.errors import KINDS
 from router.admission.answers import RefusalReason
 from router.admission.totals import AdmissionTotals
 from router.flow.request_flow import RequestFlow
@@ -30,6 +31,7 @@ _LENGTH_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
 )  # fmt: skip
 _LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_REASONS = ("stop", "length", "tool_calls", "cancelled")  # beside names of errors
 # Of a request that has ended; the names are vLLM's behind the prefix
 _ENDED = (
     ("e2e_request_latency_seconds", "Arrival at the door until the end of the answer", _LATENCY_BUCKETS_S),
@@ -92,6 +94,8 @@ class DoorMetrics:
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
+        for reason in (*_REASONS, *KINDS):
+            self._finished.labels(model_id, reason)  # a rate does not see the first count of a new series
         self._model_id = model_id
         self._ended = {
             name: Histogram(f"epdg_{name}", text, buckets=buckets, **labels).labels(model_id)

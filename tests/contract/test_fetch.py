@@ -210,16 +210,14 @@ async def test_redirects_share_one_deadline(host):
 
 
 async def test_a_request_that_gets_no_slot_is_told_to_come_again(host):
-    host.handlers |= {f"/{idx}": drip_body for idx in range(3)}
+    paths = [f"/{idx}" for idx in range(20)]
+    host.handlers |= dict.fromkeys(paths, drip_body)
     fetcher = fetcher_of(host, total_timeout_s=0.3, max_concurrent=1)
-    first = asyncio.create_task(read(fetcher, host.url("/0")))
-    await asyncio.sleep(0.05)
-    errors = await asyncio.gather(
-        first, *(read(fetcher, host.url(f"/{idx}")) for idx in (1, 2)), return_exceptions=True
-    )
-    assert isinstance(errors[0], MediaError)
-    assert isinstance(errors[2], OverloadedError)  # the second may have had a slot for the last 0.05 s
-    assert errors[2].message == overload.no_slot("downloads of media", 0.3, 1, 1)
+    errors = await asyncio.gather(*(read(fetcher, host.url(path)) for path in paths), return_exceptions=True)
+    # A slot that is free at its holder's deadline may serve the next request for the last moment of its own.
+    refused = {error.message for error in errors if isinstance(error, OverloadedError)}
+    assert refused == {overload.no_slot("downloads of media", 0.3, 1, 1)}
+    assert all(isinstance(error, MediaError | OverloadedError) for error in errors)
     await fetcher.aclose()
 
 

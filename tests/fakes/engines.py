@@ -305,8 +305,7 @@ class Rig:
         a step."""
 
         def plan_end(request: Any, *_: Any) -> None:
-            media_end = max((item.end for item in request.main.prompt.media), default=0)
-            cut = max(num_blocks, -(-media_end // BLOCK_SIZE)) * BLOCK_SIZE
+            cut = max(num_blocks, -(-request.main.prompt.media_end // BLOCK_SIZE)) * BLOCK_SIZE
             if cut < request.main.num_prompt_tokens:
                 request.main.first_recomputed = cut
 

@@ -1,4 +1,4 @@
-"""A placement that leaves text prompts to decode, as a test wants it."""
+"""A placement that leaves prompts to decode, as a test wants it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,40 @@ from dataclasses import replace
 from router.door import Door
 from router.policy import ClusterView, Decision, JointPolicy, RequestView
 from router.policy.estimate import Estimate
+from tests.fakes.placement import is_plain
 
 
 class LocalPrefillPolicy(JointPolicy):
-    """Text for which `stays(number of this text)` says so is computed by decode; anything else by a worker
-    that prefills."""
+    """Prompts that decode can compute are computed there if `stays(number of this prompt)` says so: plain
+    text, and media that decode has. Anything else is computed by a worker that prefills."""
 
     def __init__(self, stays: Callable[[int], bool] = lambda _: True):
         super().__init__()
         self._stays = stays
-        self.num_texts = 0
+        self.num_able = 0
         self.num_local = 0
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
         decision = super().decide(request, cluster, now)
+        placement, estimate = decision.placement, Estimate(request, cluster, now)
+        local = replace(placement, prefill=placement.decode, codec="raw")
         stays = False
-        if request.is_plain:
-            self.num_texts += 1
-            stays = self._stays(self.num_texts)
+        if is_plain(request) or estimate.cost_s(local) < float("inf"):
+            self.num_able += 1
+            stays = self._stays(self.num_able)
             self.num_local += stays
-        placement = decision.placement
         if stays:
-            return replace(decision, placement=replace(placement, prefill=placement.decode, codec="raw"))
+            return replace(decision, placement=local)
         if not placement.is_local:
             return decision
         pool = cluster.prefills
         prefill = pool.replica_ids[int((pool.is_listed & pool.takes_any).argmax())]
         placement = replace(placement, prefill=prefill, codec=next(iter(cluster.codecs)))
-        return Decision(placement, Estimate(request, cluster, now).prediction(placement))
+        return Decision(placement, estimate.prediction(placement))
 
 
 def let_prefill_locally(door: Door, stays: Callable[[int], bool] = lambda _: True) -> LocalPrefillPolicy:
-    """From now on this door's texts are placed so."""
+    """From now on this door's prompts are placed so."""
     policy = LocalPrefillPolicy(stays)
     door._flow._placer._policy = policy
     return policy

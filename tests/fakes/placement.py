@@ -20,6 +20,10 @@ LINK = Link(0.001, 1e9)
 CODECS = {"int8": CodecSpeed(0.52, 0.5e-9)}
 ENCODE, PREFILL, DECODE = Curve(0.01, 1e-4), Curve(0.01, 1e-4), Curve(0.02, 1e-4)
 MAX_TOKENS, MAX_ROWS = 1000, 4000
+ROUND_ROBIN, LEAST_LOADED, PER_STAGE, LINEAR = (
+    f"router.policy.baselines:{name}Policy" for name in ("RoundRobin", "LeastLoaded", "PerStage", "Linear")
+)
+POLICIES = ("joint", ROUND_ROBIN, LEAST_LOADED, PER_STAGE, LINEAR)  # values of `door.policy`
 
 
 def curves_of(
@@ -118,10 +122,17 @@ def random_cluster(rng: random.Random, sizes: Sequence[int], **kwargs) -> Cluste
     return cluster
 
 
-def is_legal(placement: Placement, request: RequestView) -> bool:
+def is_plain(request: RequestView) -> bool:
+    """Text without a negative prompt."""
+    return not request.media and not request.num_negative_tokens
+
+
+def is_legal(placement: Placement, request: RequestView, cluster: ClusterView) -> bool:
     """Whether workers of these roles, which are named by their first letters, can serve the request so."""
     prefill, decode = placement.prefill[0], placement.decode[0]
-    computes = prefill in "pl" or (prefill == "d" and placement.is_local and request.is_plain)
+    num_cached = cluster.num_cached_tokens(request, placement.prefill)
+    is_text_left = not request.num_negative_tokens and all(item.end <= num_cached for item in request.media)
+    computes = prefill in "pl" or (prefill == "d" and placement.is_local and is_text_left)
     return computes and decode in "dl" and {encoder[0] for encoder in placement.encoders} <= {"e"}
 
 

@@ -28,7 +28,7 @@ from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
 from router.door import Door
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
@@ -54,7 +54,9 @@ class LocalCluster:
         """Text and number of tokens of a greedy answer. Raises ClusterError."""
         door = self.door
         body = {"model": "demo", "messages": case.messages, "max_tokens": max_tokens, "temperature": 0}
-        (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), "demo", door.defaults))
+        (choice,) = await door.chat(
+            chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
+        )
         try:
             text = "".join([delta.text async for delta in choice])
             return text, choice.usage.completion_tokens

@@ -1,16 +1,23 @@
 """Items whose tokens are in the prefix cache of the worker that computes the prompt: they are neither encoded
-nor sent, and a door that expects too much of a cache costs time only. The audit stands in `local_cluster`."""
+nor sent, so a worker that only decodes can compute the prompt, too. A door that expects too much of a cache
+costs time only. The audit stands in `local_cluster`."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
 from bench.workload import Answer, Case, Reference, make_case
+from cluster.config.settings import ClusterArgs
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.tier import KvTier
 from router.flow.placer import Placer
-from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.fakes.local_prefill import let_prefill_locally
+from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
 
 MAX_TOKENS = 8
@@ -18,16 +25,18 @@ MAX_TOKENS = 8
 
 @pytest.fixture(scope="module")
 def turns() -> list[tuple[Case, Answer]]:
-    """A question about an image, with text behind it that fills its last block, and the next question."""
+    """A question about an image, with text behind it that fills its last block, and the next questions."""
     reference, case = Reference(MODEL), make_case(random.Random(31), "image")
     (message,) = case.messages
     content = [*message["content"], {"type": "text", "text": "Look at it closely, and then answer. " * 2}]
     case = replace(case, messages=[{"role": "user", "content": content}])
-    first = reference.answer(case, MAX_TOKENS)
-    question = {"role": "user", "content": "And what is beside it?"}
-    answer = {"role": "assistant", "content": first.text}
-    second = replace(case, messages=[*case.messages, answer, question])
-    return [(case, first), (second, reference.answer(second, MAX_TOKENS))]
+    answered = [(case, reference.answer(case, MAX_TOKENS))]
+    for question in ("And what is beside it?", "Which of them is larger?"):
+        answer = {"role": "assistant", "content": answered[-1][1].text}
+        messages = [*case.messages, answer, {"role": "user", "content": question}]
+        case = replace(case, messages=messages)
+        answered.append((case, reference.answer(case, MAX_TOKENS)))
+    return answered
 
 
 def right(answer: Answer) -> tuple[str, int]:
@@ -47,7 +56,7 @@ def num_asked(cluster: LocalCluster) -> tuple[int, int]:
 async def test_an_item_in_the_prefix_cache_is_neither_encoded_nor_sent(turns):
     """In EPD, too: see test_whole."""
     async with local_cluster(cluster_args(48)) as cluster:
-        (case, answer), second = turns
+        (case, answer), second, _ = turns
         assert await cluster.answer(case, MAX_TOKENS) == right(answer)
         before = num_asked(cluster)
         assert before[0] == 1 and before[1] > 0
@@ -65,3 +74,72 @@ async def test_an_item_that_is_not_cached_as_the_door_expected_is_encoded(turns,
         for case, answer in turns:
             assert await cluster.answer(case, MAX_TOKENS) == right(answer)
         assert num_asked(cluster)[0] == 1
+
+
+async def test_later_turns_are_answered_by_the_decode_worker_alone(turns):
+    async with local_cluster(cluster_args(48)) as cluster:
+        let_prefill_locally(cluster.door)
+        asked = asked_of(cluster)
+        for number, (case, answer) in enumerate(turns):
+            assert await cluster.answer(case, MAX_TOKENS) == right(answer)
+            kv_bytes = cluster.prefills[0]._process.kv_transfer_engine.sent.raw_bytes
+            if number == 0:
+                before = (*num_asked(cluster), kv_bytes)
+        assert (*num_asked(cluster), kv_bytes) == before and kv_bytes > 0
+        assert asked == ["prefill", "decode", "decode", "decode"], "only the first prompt was computed there"
+
+
+async def test_a_turn_whose_blocks_were_evicted_is_computed_elsewhere_and_then_by_decode_again(turns):
+    """They go while the request is on its way to decode: the door has decided by what it knew."""
+    async with local_cluster(cluster_args(48)) as cluster:
+        let_prefill_locally(cluster.door)
+        asked = asked_of(cluster)
+        engine = cluster.decodes[0]._engine
+        start, evictions = engine.start, ["second"]
+
+        def evict(door, message, came_at):
+            if message.prefills and evictions:
+                evictions.pop()
+                engine._blocks.forget_all()
+            start(door, message, came_at)
+
+        engine.start = evict
+        for case, answer in turns:
+            assert await cluster.answer(case, MAX_TOKENS) == right(answer)
+        assert asked == ["prefill", "decode", "decode", "prefill", "decode", "decode"]
+        assert not any(worker.is_avoided for worker in cluster.door.workers)
+
+
+async def test_a_turn_whose_blocks_are_in_the_second_tier_is_computed_by_decode(turns, monkeypatch):
+    """They are loaded even if computing them would be faster: decode cannot compute media."""
+    monkeypatch.setattr(KvTier, "is_worth", lambda self, num_blocks, compute_s: compute_s == math.inf)
+    args = ClusterArgs.model_validate({**cluster_args(48).model_dump(), "kv_cache": {"host_bytes": 8 << 20}})
+    async with local_cluster(args) as cluster:
+        let_prefill_locally(cluster.door)
+        asked = asked_of(cluster)
+        engine = cluster.decodes[0]._engine
+        (first, answer), (second, next_answer), _ = turns
+        assert await cluster.answer(first, MAX_TOKENS) == right(answer)
+        async with asyncio.timeout(HANG_S):
+            while engine.load().tier.num_stored < engine._blocks.num_cached:
+                await asyncio.sleep(0.005)
+        cluster.decodes[0]._process.loop.call(evict_all, engine._blocks)
+        assert await cluster.answer(second, MAX_TOKENS) == right(next_answer)
+        assert asked == ["prefill", "decode", "decode"] and engine.load().tier.num_loaded > 0
+
+
+def evict_all(pool: BlockPool) -> None:
+    pool.free(pool.allocate(pool.num_free))
+
+
+def asked_of(cluster: LocalCluster) -> list[str]:
+    """The language workers that are asked for a request, from now on."""
+    asked: list[str] = []
+    for role, worker in (("prefill", cluster.prefills[0]), ("decode", cluster.decodes[0])):
+
+        def start(door, message, came_at, role=role, start=worker._engine.start):
+            asked.append(role)
+            start(door, message, came_at)
+
+        worker._engine.start = start
+    return asked

@@ -13,7 +13,7 @@ from bench.workload import make_cases
 from cluster.errors import ClusterError, MediaError, UnavailableError
 from cluster.text.defaults import GenerationDefaults
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 from tests.fakes.progress import Progress
 from tests.flow.local_cluster import local_cluster
 from tests.flow.test_law import cluster_args
@@ -25,7 +25,7 @@ MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 
 def call_for(case, **fields):
     body = {"model": "demo", "messages": case.messages, "max_tokens": 64, "temperature": 0, **fields}
-    return chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
+    return chat_call(ChatRequest.model_validate(body), CallContext("demo", GenerationDefaults.load(MODEL)))
 
 
 @pytest.mark.parametrize("transport", ["in_process", "nixl"])
@@ -65,7 +65,9 @@ async def test_bad_media_is_named_and_harms_no_neighbour():
                 *good.messages[0]["content"][1:],
             ]
             body = {"model": "demo", "messages": [{"role": "user", "content": content}], "temperature": 0}
-            call = chat_call(ChatRequest.model_validate(body), "demo", GenerationDefaults.load(MODEL))
+            call = chat_call(
+                ChatRequest.model_validate(body), CallContext("demo", GenerationDefaults.load(MODEL))
+            )
             (choice,) = await cluster.door.chat(call)
             try:
                 return "".join([delta.text async for delta in choice])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.model.cpu import library
-from cluster.native.variants import AUTO, NONE, runnable_variants, selected
+from cluster.native.variants import AUTO, NONE, runnable_variants, select
 from tests.fakes.cases import Answered, Pair
 from tests.flow.local_cluster import local_cluster
 from tests.flow.test_law import MODEL, check_ids, cluster_args
@@ -23,8 +23,8 @@ def expected() -> list[Pair]:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    with selected(AUTO):
-        yield
+    yield
+    select(AUTO)
 
 
 @pytest.mark.parametrize("choice", [*(variant.name for variant in runnable_variants()), NONE])

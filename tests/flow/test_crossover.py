@@ -122,7 +122,7 @@ async def test_texts_that_stay_among_media_that_move_are_answered_like_generate(
     async with local_cluster(cluster_args(48, "nixl"), (1, 1, 2)) as cluster:
         policy = let_prefill_locally(cluster.door)
         await check_all(cluster, expected, 16)
-        assert 0 < policy.num_local == policy.num_texts < len(expected)
+        assert 0 < policy.num_local == policy.num_able < len(expected)
 
 
 async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, prompts, expected):

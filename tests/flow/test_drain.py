@@ -15,7 +15,7 @@ from bench.workload import Case, Reference, make_cases
 from cluster.types.members import Role
 from router.door import Door
 from router.openai.app import build_api
-from router.policy import make_policy
+from router.policy.baselines import RoundRobinPolicy
 from tests.flow.local_cluster import HANG_S, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
 
@@ -61,7 +61,7 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
             while not all(knows_speed(door, leaving.replica_id) for door in cluster.doors):
                 await asyncio.sleep(0.001)
         for door in cluster.doors:  # each gives work to each worker, however fast that seems to be
-            door._flow._placer._policy = make_policy("round_robin")
+            door._flow._placer._policy = RoundRobinPolicy()
         may_work = threading.Event()
         step = leaving._engine.step
         # It finishes nothing before it must go; its thread is alive meanwhile.

@@ -19,7 +19,7 @@ from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family
 from tests.flow.local_cluster import LocalCluster, local_cluster
@@ -140,7 +140,7 @@ def make_talkative(folder: FamilyFolder) -> None:
 
 async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingParams) -> list[int]:
     body = {"model": "tiny", "messages": message(content)}
-    call = chat_call(ChatRequest.model_validate(body), "tiny", cluster.door.defaults)
+    call = chat_call(ChatRequest.model_validate(body), CallContext("tiny", cluster.door.defaults))
     prompt = await cluster.door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, (sampling,), StopParams(NUM_TOKENS))
     (events,) = cluster.door._dispatcher.generate(

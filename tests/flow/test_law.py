@@ -23,7 +23,7 @@ from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.sender import Sender
 from router.openai.app import build_api
 from router.openai.schema import ChatRequest
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
 from tests.flow.local_cluster import HANG_S, PATIENT_DOOR, LocalCluster, local_cluster
@@ -94,7 +94,7 @@ async def check_ids(cluster: LocalCluster, expected: list[Pair]) -> None:
     door = cluster.door
     for case, answer in expected:
         body = {"model": "demo", "messages": case.messages, "temperature": 0}
-        call = chat_call(ChatRequest.model_validate(body), "demo", door.defaults)
+        call = chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
         prompt = await door.prepare(call, RequestTimeline(0.0))
         stop = StopParams(MAX_TOKENS, call.stop.token_ids)
         request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)

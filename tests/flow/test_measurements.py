@@ -71,12 +71,12 @@ class Wiretap:
         self._send, members.send = members.send, self._tapped  # type: ignore[method-assign]
         self._listener, members._listener = members._listener, self  # type: ignore[assignment]
 
-    def _tapped(self, replica_id: str, message: Any) -> None:
+    def _tapped(self, replica_id: str, message: Any, owner: str = "") -> None:
         if isinstance(message, StartPrefill) or (isinstance(message, StartDecode) and message.prefills):
             self._began_at[message.request.request_id, None] = time.monotonic()
         elif isinstance(message, StartEncode):
             self._began_at[message.request_id, message.item_idx] = time.monotonic()
-        self._send(replica_id, message)
+        self._send(replica_id, message, owner)
 
     def on_joined(self, peer: Any) -> None:
         self._listener.on_joined(peer)

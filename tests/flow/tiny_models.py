@@ -18,6 +18,13 @@ from cluster.types.request import Prompt
 IMG, VID, AUD, VS, VE, AS, AE = 390, 391, 392, 393, 394, 395, 396  # placeholder and marker token ids
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 PLACEHOLDER = {IMAGE: IMG, VIDEO: VID, AUDIO: AUD}
+TEXT = {
+    "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.15,
+    "eos_token_id": None,
+    "pad_token_id": 0, "bos_token_id": 1,
+}  # fmt: skip
 
 
 @dataclass
@@ -69,6 +76,13 @@ class TinyCase:
     requests: list[TinyRequest]
 
 
+def collect(request: TinyRequest) -> TinyRequest:
+    """The processor's joint tensors of a whole prompt, from its single items."""
+    keys = {key for _, item in request.items for key in item}
+    joint = {key: torch.cat([item[key] for _, item in request.items if key in item]) for key in sorted(keys)}
+    return request.given(**joint)
+
+
 def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -87,7 +101,8 @@ def randomized(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
 # families
 
 _BASE = {
-    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15, "eos_token_id": None,
     "pad_token_id": 0, "bos_token_id": 1,
 }  # fmt: skip
@@ -97,7 +112,8 @@ MIXED_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_
 GEMMA = {**HEAD_16, **_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
 TWO_EXPERTS = {"num_experts_per_tok": 2}
 _DEEPSEEK = {
-    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
     "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1, **TWO_EXPERTS,
 }  # fmt: skip
@@ -109,11 +125,13 @@ _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, config
     "mistral_window": ("MistralForCausalLM", "MistralConfig", _WINDOW),
     "phi3_window": ("Phi3ForCausalLM", "Phi3Config", _WINDOW),
     "gemma2_softcap_window": (
-        "Gemma2ForCausalLM", "Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
+        "Gemma2ForCausalLM", "Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0}
     ),
     "gemma3_window": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, **MIXED_LAYERS}),
     "qwen3_moe": (
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**HEAD_16, **TWO_EXPERTS, "num_experts": 4, "moe_intermediate_size": 32}
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**HEAD_16, **TWO_EXPERTS, "num_experts": 4,
+        "moe_intermediate_size": 32}
     ),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4}),
     "gpt_oss_sinks_window": (
@@ -124,7 +142,8 @@ _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, config
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", {}),
     "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {}),
     "glm4": ("Glm4ForCausalLM", "Glm4Config", HEAD_16),
-    "cohere2_logit_scale": ("Cohere2ForCausalLM", "Cohere2Config", {**_WINDOW, **MIXED_LAYERS, "logit_scale": 0.25}),
+    "cohere2_logit_scale": ("Cohere2ForCausalLM", "Cohere2Config", {**_WINDOW, **MIXED_LAYERS,
+    "logit_scale": 0.25}),
     "granite_logits_scaling": (
         "GraniteForCausalLM", "GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}
     ),

@@ -28,7 +28,7 @@ from tests.histories.workers import POLICY
 FIRST_TOKEN_S, REQUEST_S = 10.0, 30.0
 DIAL_AGAIN_S = 0.2
 
-Dial = Callable[[SimulatedThread, str], End]  # raises UnavailableError
+Dial = Callable[[SimulatedThread, str, str | None, str], End]  # raises UnavailableError
 
 
 class FailedCall:
@@ -59,12 +59,13 @@ class SimulatedMembers(MemberTable):
             self._door.later(0.0, self._try, member)
 
     def _try(self, member: Member) -> None:
-        if member.replica_id not in self._listed[member.role]:
+        listed = self._listed[member.role].get(member.replica_id)
+        if listed is None:
             del self._dialling[member.replica_id]
             return
         try:
             with dialling(self._door.dial):
-                run(self._connect(member))
+                run(self._connect(listed))
         except ClusterError:
             self._door.later(DIAL_AGAIN_S, self._try, member)
         else:
@@ -148,8 +149,8 @@ class SimulatedDoor:
     def later(self, delay_s: float, function: Callable[..., None], *args: Any) -> None:
         self.scheduler.after(delay_s, self.event_loop, "", function, *args)
 
-    def dial(self, address: str) -> End:
-        return self._dial(self.event_loop, address)
+    def dial(self, address: str, last_read: str | None, wanted: str) -> End:
+        return self._dial(self.event_loop, address, last_read, wanted)
 
     def on_deliver(self, output: Deliver) -> None:
         self._on_deliver(self, output)
@@ -165,11 +166,13 @@ def run(coroutine: Any) -> Any:
 
 
 @contextmanager
-def dialling(dial: Callable[[str], End]) -> Iterator[None]:
+def dialling(dial: Callable[[str, str | None, str], End]) -> Iterator[None]:
     """`cluster.rpc.connect` over the simulated network."""
 
-    async def connect(address: str, name: str, on_message: Any, on_close: Any, **_: Any) -> End:
-        end = dial(address)
+    async def connect(
+        address: str, name: str, on_message: Any, on_close: Any, last_read: str | None, wanted: str, **_: Any
+    ) -> End:
+        end = dial(address, last_read, wanted)
         end.on_message, end.on_close = on_message, on_close
         return end
 

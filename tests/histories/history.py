@@ -47,8 +47,6 @@ QUICK = {
     "door kills",
     "slow disks",
 }
-# Messages without which the owner of blocks cannot know whether a writer was given them
-GRANTS = {"FeatureGranted", "DecodeGranted", "EncodeTarget", "DecodeTarget", "GrantPassed", "ReturnGrant"}
 MOVE_S = 3.0  # a request leaves a silent worker in time for its deadline
 CALM_S = 6.0  # after the last request: if nothing has gone wrong, everything has ended
 END_S = REQUEST_S + 3.0  # after the last fault: every request has ended
@@ -106,6 +104,7 @@ class History:
             max_sequences=rng.choice([2, 4, 8]),
             tier_bytes=1 << 14 if rng.random() < (0.8 if self.focus == "slow disks" else 0.12) else 0,
             window=rng.choice([6, 12]) if rng.random() < 0.08 else None,
+            is_warm=Random(f"{self.seed} is warm").random() < 0.5,
         )
         outstanding_s = rng.choice([0.004, 0.02]) if self.is_tight else 1e9
         return Shape(
@@ -169,12 +168,19 @@ class History:
         assert not late, f"these requests wait for ever: {late}"
         counts = check_answers(world, self._allowed_errors())
         scheduler.run_until(healed_at + LEDGER_S)
+        assert not (world.num_expired and self._all_is_known()), "a lease waited for its time"
         self.lookout.is_over = True
         scheduler.run_until(healed_at + FORGET_S)
         world.wake_all()
         scheduler.run_until(scheduler.now + 1.0)
         check_ledgers(world)
         return counts + self.faults.counts
+
+    def _all_is_known(self) -> bool:
+        """Nothing that has happened can keep from the owner of blocks that nothing writes to them."""
+        counts = self.faults.counts
+        knows_ends = self.world.shape.is_one_host or not counts["kills"]
+        return set(counts) <= QUICK - {"door kills"} and knows_ends
 
     def _allowed_errors(self) -> tuple[type[Exception], ...]:
         """What a client may be told. What is lost goes on elsewhere, so an error has a reason: the cluster is
@@ -184,7 +190,7 @@ class History:
         num_lost = counts["kills"] + counts["cuts"]
         if self.is_tight or counts["slow disks"] or num_lost > 1:  # admission waits for 3 s, workers for 2 s
             allowed.add(OverloadedError)
-        if self.world.network.num_lost.keys() & GRANTS:  # blocks are fenced for the time of a lease
+        if self.world.num_waited_for:  # until then the blocks were fenced
             allowed |= {OverloadedError, UnavailableError}
         if (
             not set(counts) <= QUICK
@@ -202,6 +208,7 @@ class History:
         world, counts = self.world, Counter[str]()
         counts["events"] = world.scheduler.num_events
         counts["writes that came late"] = world.num_late_writes
+        counts["media computed at decode"] = world.num_media_at_decode
         for worker in world.live_workers:
             if worker.language is not None:
                 load = worker.language._engine.load()
@@ -296,8 +303,7 @@ def cut_ends(num_blocks: int | None) -> Iterator[None]:
     """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others."""
 
     def plan_end(request: Any, *_: Any) -> None:
-        media_end = max((item.end for item in request.main.prompt.media), default=0)
-        cut = max(num_blocks or 0, -(-media_end // BLOCK_SIZE)) * BLOCK_SIZE
+        cut = max(num_blocks or 0, -(-request.main.prompt.media_end // BLOCK_SIZE)) * BLOCK_SIZE
         if cut < request.main.num_prompt_tokens:
             request.main.first_recomputed = cut
 

@@ -17,6 +17,8 @@ MUTANTS: dict[str, Callable[[], Change]] = {
 
 # Found by a test of its own: histories do not come to the state in which the bug shows
 NAMED = {
+    "former_connection_heard": "tests/unit/worker/test_lost_grants.py::"
+    "test_what_an_earlier_connection_still_holds_is_not_read",
     "former_encoder_heard": "tests/unit/router/test_language_flow.py::"
     "test_an_item_that_moves_to_the_worker_of_its_prompt_is_called_off_there",
 }
@@ -35,9 +37,11 @@ FOCUS = {
     "lease_time_from_open": "late grants",
     "no_margin": "late grants",
     "encoder_keeps_dropped_doors": "cuts",
+    "lost_grants_kept": "cuts",
+    "read_grants_lost": "cuts",
     "door_drop_frees_the_first": "cuts",
     "drained_worker_kept": "drains",
-    "suspect_held_for_ever": "kills",
+    "suspect_held_for_ever": "strikes",
     "encoder_lost_ignored": "kills",
     "deadline_ignored": "long losses",
 }

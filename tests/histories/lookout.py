@@ -3,11 +3,12 @@
     orphaned    a worker works for a request that its door has landed, or encodes an item that its door does
                 not want from it
     forgotten   a door waits for workers that know nothing of the request
+    abandoned   a lease is open, and all processes can know that nothing writes to its blocks
     overdue     a request is older than all its deadlines
 
-Messages take time, so each of the first two must be so for GRACE_S, in which nothing holds the worker or the
-door up. Without these looks a leak would be seen only if nothing else, a deadline of the worker for example,
-made up for it.
+Messages take time, so each of the first three must be so for GRACE_S, in which nothing holds the worker or
+the door up. Without these looks a leak would be seen only if nothing else, a deadline of the worker or the
+lease's time for example, made up for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from encoder_service.engine import EncoderEngine
+from kv_transfer.lease.receiver import IN_FLIGHT_S
 from tests.histories.doors import FIRST_TOKEN_S, REQUEST_S, SimulatedDoor
 from tests.histories.network import End
 from tests.histories.workers import SimulatedWorker
@@ -32,18 +34,28 @@ class Lookout:
         self._world = world
         self.is_over = False  # set: no more looks
         self._since: dict[tuple[str, ...], float] = {}  # what is wrong, and since when
+        self._held_up_at = 0.0  # a process, or a connection, the last time
         world.scheduler.after(LOOK_EVERY_S, None, "", self._look)
 
     def _look(self) -> None:
         if self.is_over:
             return
         now = self._world.scheduler.now
-        found = {*self._orphaned(), *self._forgotten()}
+        found = {*self._orphaned(), *self._forgotten(), *self._abandoned()}
         self._since = {each: self._since.get(each, now) for each in found}
+        self._look_for_waiting(now)
         for each, since in self._since.items():
             assert now - since <= GRACE_S, f"{' '.join(each)} since {since:.2f}"
         self._check_overdue(now)
         self._world.scheduler.after(LOOK_EVERY_S, None, "", self._look)
+
+    def _look_for_waiting(self, now: float) -> None:
+        """A request may run out of time because a lease on room for embeddings does not end."""
+        world = self._world
+        for worker in world.live_workers:
+            for lease_id in worker.open_leases if worker.language is not None else ():
+                is_old = now > world.made_at(lease_id) + GRACE_S
+                world.num_waited_for += is_old and worker.language.is_short_of_room(lease_id)
 
     def _orphaned(self) -> Iterator[tuple[str, ...]]:
         for worker in self._world.live_workers:
@@ -75,6 +87,33 @@ class Lookout:
             for request_id in door.flow._attempts._attempts:
                 if request_id not in known:
                     yield door.name, "waits for", request_id, "which its workers do not know"
+
+    def _abandoned(self) -> Iterator[tuple[str, ...]]:
+        world, doors = self._world, self._world.doors
+        is_held_up = any(self._is_stuck(worker) for worker in world.live_workers)
+        if is_held_up or world.network.partitions or any(door.process.is_stopped for door in doors):
+            self._held_up_at = world.scheduler.now
+            return
+        attempts = [each for door in doors for each in door.flow._attempts._attempts.values()]
+        items = [item for attempt in attempts for item in attempt.media]
+        held = {item.grant.lease_id for item in items if item.grant is not None}
+        for worker in world.workers.values():
+            for lease_id in () if worker.process.is_dead else worker.open_leases:
+                if lease_id not in held and self._is_free(lease_id):
+                    yield worker.name, "keeps", lease_id, "to which nothing writes"
+
+    def _is_free(self, lease_id: str) -> bool:
+        """What a door that has ended had on its way may have arrived anywhere."""
+        world, network = self._world, self._world.network
+        door, writer = network.granted_to.get(lease_id), network.passed_to.get(lease_id)
+        if door is not None and door.is_dead:
+            return False
+        if writer is not None and writer.is_dead:
+            known_at = max(world.ended_at[writer], self._held_up_at)  # at the latest
+            has_landed = world.scheduler.now > known_at + IN_FLIGHT_S + LOOK_EVERY_S
+            return world.shape.is_one_host and has_landed
+        is_listed = writer is None or any(each.process is writer for each in world.workers.values())
+        return is_listed and not world.was_given(lease_id)
 
     def _is_held_up(self, worker: SimulatedWorker, door: SimulatedDoor) -> bool:
         parted = self._world.network.is_parted(worker.process, door.process)

@@ -38,6 +38,7 @@ from encoder_service.runner import Piece, Prepared
 BLOCK_SIZE = 4
 NUM_VALUES = (1 << 61) - 1
 NUM_TOKENS = 50_000
+STEP_S, TOKEN_S = 0.002, 0.0001  # how long a step of a language engine lasts, and a prompt's token in it
 
 
 def mix(left: int, right: int) -> int:
@@ -132,7 +133,7 @@ class ChainRunner:
         prompts = [work for work in works if isinstance(work, PromptWork)]
         for work in prompts:
             self._compute_prompt(work)
-        self._compute(0.002 + 0.0001 * sum(work.num_tokens for work in prompts))
+        self._compute(STEP_S + TOKEN_S * sum(work.num_tokens for work in prompts))
         results = [
             WorkResult(tokens=self._continue(work.request))
             if isinstance(work, AnswerWork)
@@ -162,8 +163,11 @@ class ChainRunner:
     def _embeddings(self, key: tuple[str, int], media_hash: str, row: int, count: int) -> list[int]:
         assert self._features is not None
         rows = torch.cat(self._features.rows(key, row, row + count)).flatten().tolist()
-        if rows != [row_value(media_hash, row + i) for i in range(count)]:
-            self._on_foreign(self._features._memory, key[0], self._features._items[key].block_ids)
+        foreign = [row + i for i, value in enumerate(rows) if value != row_value(media_hash, row + i)]
+        if foreign:
+            block_ids = self._features._items[key].block_ids
+            blocks = sorted({block_ids[each // BLOCK_SIZE] for each in foreign})
+            self._on_foreign(self._features._memory, key[0], blocks)
         return rows
 
     def _continue(self, request: LanguageRequest) -> list[list[int]]:

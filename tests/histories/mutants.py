@@ -16,7 +16,9 @@ from cluster.engine.lifecycle import Lifecycle
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.kvcache.tier import KvTier
+from cluster.rpc import SentLog
 from cluster.worker.outbox import Outbox
+from cluster.worker.shell import WorkerShell
 from encoder_service.deliveries import Deliveries
 from encoder_service.engine import EncoderEngine
 from kv_transfer.lease import lease_writer
@@ -108,6 +110,27 @@ def dead_writer_waited_for() -> Change:
             expire(self)
 
     return Receiver, "_expire", forgets
+
+
+def lost_grants_kept() -> Change:
+    """What was lost with a connection is not looked for when there is another one."""
+    return SentLog, "take_unread", lambda self, last_read: []
+
+
+def read_grants_lost() -> Change:
+    """A door takes all that it sent over an earlier connection for lost."""
+    take_unread = SentLog.take_unread
+    return SentLog, "take_unread", lambda self, last_read: take_unread(self, last_read and "")
+
+
+def former_connection_heard() -> Change:
+    """A worker reads on over an earlier connection of a door, after it has said what it has read."""
+
+    def reads_on(self: WorkerShell, door_name: str) -> str | None:
+        log = self._logs.get(door_name)
+        return None if log is None else log.last_read
+
+    return WorkerShell, "_last_read", reads_on
 
 
 # --------------------------------------------------------------------------------------------------- engines
@@ -249,6 +272,7 @@ def outbox_forgets_doors() -> Change:
 ALL = (
     fence_removed, generation_not_bumped, lease_time_from_open, no_margin, done_before_the_bytes,
     late_write_ignored, late_embeddings_ignored, late_word_unnoticed, dead_writer_waited_for,
+    lost_grants_kept, read_grants_lost, former_connection_heard,
     cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
     partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
     last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from cluster.types.messages import Tokens
+from cluster.types.messages import DecodeGranted, DecodeTarget, EncodeTarget, Failed, FeatureGranted, Tokens
 from tests.histories.scheduler import Scheduler, SimulatedProcess, SimulatedThread
 
 SILENT_S = 5.0  # as in cluster.rpc.server: keepalive, and unacknowledged data
@@ -34,6 +34,7 @@ class End:
         self.is_open = True
         self.thread = thread
         self.peer_name = peer_name
+        self.peer_last_read: str | None = None
         self.on_message: Callable[[Any, Any], None] = lambda end, message: None
         self.on_close: Callable[[Any], None] = lambda end: None
         self.arrives_at = 0.0  # of the last message to this end
@@ -47,6 +48,10 @@ class End:
         return self.thread.process
 
     def send(self, message: Any) -> None:
+        if isinstance(message, DecodeGranted | FeatureGranted):
+            self._network.granted_to[message.grant.lease_id] = self.peer.process
+        elif isinstance(message, DecodeTarget | EncodeTarget):
+            self._network.passed_to[message.grant.lease_id] = self.peer.process
         if self.is_open:
             self._network.send(self.peer, message)
         else:
@@ -68,6 +73,9 @@ class Network:
         self.when_sent: dict[str, Callable[[End, Any], None]] = {}
         self.when_arrived: dict[str, Callable[[End, Any], None]] = {}
         self.partitions: set[frozenset[SimulatedProcess]] = set()
+        # By lease: the door that its grant was sent to, and the worker that this door passed it on to
+        self.granted_to: dict[str, SimulatedProcess] = {}
+        self.passed_to: dict[str, SimulatedProcess] = {}
         self.num_heard: Counter[str] = Counter()  # messages, by kind
         self.num_lost: Counter[str] = Counter()  # messages into a connection that was cut
         self._scheduler, self._rng = scheduler, rng
@@ -121,6 +129,8 @@ class Network:
             return
         self._scheduler.step(end.process)
         self.num_heard[type(message).__name__] += 1
+        if isinstance(message, Failed):
+            self.num_heard[message.error.kind] += 1
         self._scheduler.note(str(end.thread), f"<- {end.peer_name} {describe(message)}")
         end.on_message(end, message)
         if (happen := self.when_arrived.pop(type(message).__name__, None)) is not None:

@@ -9,7 +9,7 @@ from random import Random
 
 import numpy as np
 
-from router.policy import ClusterView, Decision, ItemView, JointPolicy, RequestView
+from router.policy import ClusterView, Decision, ItemView, JointPolicy, Placement, RequestView
 from router.policy.at_encoders import EncodeEstimate
 from router.policy.baselines import StagedPolicy
 from router.policy.estimate import Estimate
@@ -23,7 +23,23 @@ class ScatteredPolicy(StagedPolicy):
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
         cheapest = self._joint.decide(request, cluster, now)  # raises if the request cannot be placed
-        return super().decide(request, cluster, now) if self._is_drawn() else cheapest
+        if not self._is_drawn():
+            return cheapest
+        drawn = super().decide(request, cluster, now)
+        return self._at_decode(request, cluster, now, drawn) or drawn
+
+    def _at_decode(
+        self, request: RequestView, cluster: ClusterView, now: float, drawn: Decision
+    ) -> Decision | None:
+        """In half of the cases where that is possible: the prompt is computed by a worker that decodes, and
+        does not prefill."""
+        estimate = Estimate(request, cluster, now)
+        able = np.flatnonzero(estimate.prefills.is_able & ~cluster.prefills.takes_any)
+        if not len(able) or self._rng.random() < 0.5:
+            return None
+        own = cluster.prefills.replica_ids[int(self._rng.choice(able))]
+        placement = Placement(drawn.placement.encoders, own, own)
+        return Decision(placement, estimate.prediction(placement))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
         if not self._is_drawn():

@@ -189,10 +189,10 @@ class Scheduler:
         process.num_stops += 1
 
     def resume(self, process: SimulatedProcess) -> None:
-        """What came meanwhile happens now, in order."""
+        """What came meanwhile happens now, in order, also if one of these events lasts."""
         if process.is_dead or not process.is_stopped:
             return
         process.is_stopped = False
         held, process.held = process.held, []
         for event in held:
-            self._happen(event)
+            self.at(self.now, event.thread, event.label, event.call, *event.args)

@@ -29,7 +29,9 @@ from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.kvcache.tier import KvTier
 from cluster.kvcache.tier_slots import HostSlots
 from cluster.scheduling.keys import SchedulingPolicy
+from cluster.types.media_phase import MediaPhase
 from cluster.types.members import Member, ProcessId, Role
+from cluster.types.messages import StartDecode, StartPrefill
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
 from cluster.worker.process import WorkerProcess
@@ -40,10 +42,10 @@ from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.service import Encoder
-from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed
+from kv_transfer.lease.events import Expired, LateWrite, LeaseEvent, TransferEngineFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.kv_rows import KV_LAYOUT
-from tests.histories.model import BLOCK_SIZE, ChainEncoder, ChainRunner
+from tests.histories.model import BLOCK_SIZE, STEP_S, TOKEN_S, ChainEncoder, ChainRunner
 from tests.histories.scheduler import SimulatedProcess, SimulatedThread, SkewedClock
 from tests.histories.threads import (
     SimulatedExecutor,
@@ -70,6 +72,8 @@ class Sizes:
     tier_bytes: int = 0  # of the second tier
     window: int | None = None
     margin_s: float = 2.0
+    # Workers that only decode know from the start how long prompts take: then they are given some
+    is_warm: bool = False
     max_queued_rows: int = 1000
 
     @property
@@ -85,6 +89,9 @@ class WorkerHost(ThreadHost):
     make_agent: Callable[[str, SimulatedThread], Any]
     draft: Callable[..., Sequence[bool]]
     hangs: dict[SimulatedProcess, float]
+    num_media_at_decode: int  # prompts with media that a worker without embeddings was to compute
+    num_expired: int  # leases that have ended by their time
+    num_waited_for: int  # leases on KV blocks that did, and looks at waiting for room for embeddings
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
 
 
@@ -140,6 +147,7 @@ class SimulatedParts(WorkerProcess):
 
     def _on_transfer(self, event: Any) -> None:
         self._check(event)
+        self._worker.host.num_waited_for += isinstance(event, Expired)
         super()._on_transfer(event)
         if isinstance(event, LateWrite):
             self.loop.call(self._worker.told_late, self.transfer_engine, event.block_ids)
@@ -153,6 +161,7 @@ class SimulatedParts(WorkerProcess):
     def _check(self, event: Any) -> None:
         if isinstance(event, TransferEngineFailed):
             raise AssertionError(f"a transfer step of {self._worker.name} raised") from event.error
+        self._worker.host.num_expired += isinstance(event, Expired)
         if isinstance(event, LeaseEvent):
             self._worker.note(f"lease {event}")
 
@@ -181,7 +190,9 @@ class SimulatedEncoder(Encoder):
 
 class SimulatedLanguage(LanguageWorker):
     def __init__(self, worker: SimulatedWorker, role: Role):
-        host, sizes = worker.host, worker.host.sizes
+        self.role = role
+        self._host, sizes = worker.host, worker.host.sizes
+        host = self._host
         self.kv = BlockMemory(KV_LAYOUT, sizes.kv_blocks)
         feature_memory = BlockMemory(FEATURE_LAYOUT, sizes.feature_blocks) if role.prefills else None
         self._encoder = encoder = SimulatedEncoder(worker) if role.encodes else None
@@ -219,16 +230,33 @@ class SimulatedLanguage(LanguageWorker):
             on_ended=worker.ended.append,
         )  # fmt: skip
         self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
+        if sizes.is_warm and not role.prefills:
+            self._engine.planner.budget.observe(sizes.step_tokens, 0.0, STEP_S + TOKEN_S * sizes.step_tokens)
         self._process, self._model = process, model
-        self._take_seats(process, role)
+        self._take_seats(process)
         if self._tier is not None:
             self._tier.start(process.loop.call)
 
+    def _start(self, door: int, message: StartPrefill | StartDecode) -> None:
+        is_local = isinstance(message, StartDecode) and message.prefills
+        if is_local and message.request.prompt.media and self._features is None:
+            self._host.num_media_at_decode += 1
+        super()._start(door, message)
+
+    def is_short_of_room(self, lease_id: str) -> bool:
+        """While this lease on room for embeddings is open, something waits for room."""
+        copy = None if self._features is None else self._features._by_lease.get(lease_id)
+        if copy is None or self._features is None:
+            return False
+        return bool(self._features._queued) or self.feature_pool.num_free < len(copy.block_ids)
+
     def rows_of(self, request_id: str) -> set[int]:
-        """The blocks of feature memory from which the request reads, or has read."""
+        """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
+        not among them: it may have been given to the request since the word of the late writer came."""
         assert self._features is not None
         items = [copy for (name, _), copy in self._features._items.items() if name == request_id]
-        return {block_id for copy in items for block_id in copy.block_ids}
+        here = [copy for copy in items if copy.phase is MediaPhase.STAGED]
+        return {block_id for copy in here for block_id in copy.block_ids}
 
     def _make_tier(self, worker: SimulatedWorker) -> KvTier:
         executor = SimulatedExecutor(worker.host, worker.process, "tier", is_serial=True)
@@ -283,7 +311,14 @@ class SimulatedWorker:
             block_bytes=KV_LAYOUT.block_bytes,
             processes=(self.process_id,),
             row_bytes=8 if self.role.encodes else 0,
+            process_name=self.name,
         )
+
+    @property
+    def open_leases(self) -> list[str]:
+        """On memory that others write into."""
+        receivers = [engine._receiver for engine in self.transfer_engines.values()]
+        return [lease_id for each in receivers if each is not None for lease_id in each._leases]
 
     def pool_of(self, memory: BlockMemory) -> BlockPool:
         """Of a memory that others write into."""

@@ -3,7 +3,7 @@ replacement of those that have ended)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
@@ -59,7 +59,10 @@ class World(WorkerHost):
         self.draining: list[SimulatedWorker] = []  # not listed any more, and still running
         self.past_workers: list[SimulatedWorker] = []  # killed
         self.num_killed = 0
-        self.num_late_writes = 0
+        self.ended_at: dict[SimulatedProcess, float] = {}  # of those that were killed
+        self.num_late_writes = self.num_media_at_decode = 0
+        self.num_expired = 0  # leases that have ended by their time
+        self.num_waited_for = 0  # leases on KV blocks that did, and looks at waiting for room for embeddings
         self.hangs: dict[SimulatedProcess, float] = {}  # how long the next step of an engine takes
         self._granted: dict[SimulatedProcess, dict[str, bool]] = {}  # leases that a process was given; late?
         self._made_at: dict[str, float] = {}  # of leases
@@ -83,6 +86,10 @@ class World(WorkerHost):
     def made_at(self, lease_id: str) -> float:
         """When the lease was opened."""
         return self._made_at[lease_id]
+
+    def was_given(self, lease_id: str) -> bool:
+        """Whether a process has read the lease's grant."""
+        return any(lease_id in granted for granted in self._granted.values())
 
     def has_ended(self, process: Any) -> bool:
         return self.shape.is_one_host and any(worker.process_id == process for worker in self.past_workers)
@@ -149,6 +156,7 @@ class World(WorkerHost):
             return
         self.scheduler.note(process.name, "is killed")
         self.num_killed += 1
+        self.ended_at[process] = self.scheduler.now
         self.transfers.die(process)
         self.network.died(process)
         self.scheduler.kill(process)
@@ -198,30 +206,22 @@ class World(WorkerHost):
 
     # Networks
 
-    def _dial(self, thread: SimulatedThread, replica_id: str) -> End:
+    def _dial(self, thread: SimulatedThread, replica_id: str, last_read: str | None, wanted: str) -> End:
+        """Both greet each other at once; messages take their time."""
         worker = self.workers.get(replica_id)
         if worker is None or worker.process.is_dead or worker.process.is_stopped:
             raise UnavailableError(f"{replica_id} does not answer")
+        if worker.name != wanted:
+            raise UnavailableError(f"{worker.name} is at the address of {wanted}")
         if self.network.is_parted(thread.process, worker.process):
             raise UnavailableError(f"{replica_id} cannot be reached")
         near, far = self.network.connect(thread, worker.event_loop)
-        far.on_message, far.on_close = partial(self._hear, worker), self._if_open(worker, far)
-        far.arrives_at = self.scheduler.now + DIAL_S
-        self.scheduler.at(far.arrives_at, worker.event_loop, "", self._accept, worker, far)
+        near.peer_last_read, far.peer_last_read = worker.shell._last_read(thread.process.name), last_read
+        far.on_message, far.on_close = partial(self._hear, worker), worker.shell._on_close
+        near.arrives_at = far.arrives_at = self.scheduler.now + DIAL_S
+        connection: Any = far
+        worker.shell._on_connect(connection)
         return near
-
-    def _accept(self, worker: SimulatedWorker, end: End) -> None:
-        connection: Any = end
-        if not end.is_ended:
-            worker.shell._on_connect(connection)
-
-    @staticmethod
-    def _if_open(worker: SimulatedWorker, end: End) -> Callable[[Any], None]:
-        def on_close(connection: Any) -> None:
-            if connection in worker.shell._doors:
-                worker.shell._on_close(connection)
-
-        return on_close
 
     def _hear(self, worker: SimulatedWorker, end: End, message: Any) -> None:
         if isinstance(message, DecodeTarget | EncodeTarget):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cluster.serving.launch import LocalCluster, processes_of
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 from tests.flow.local_cluster import PATIENT_DOOR
 
 CLUSTER = Path(__file__).parents[2] / "deploy" / "cluster.yaml"

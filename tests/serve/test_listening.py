@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.ray_access import ray_headers
 from cluster.serving.launch import processes_of
-from cluster.serving.local_environment import ray_headers
 from tests.fakes.sockets import listeners_of, unix_paths_of, with_descendants
 from tests.serve.test_replicas import HANG_S
 

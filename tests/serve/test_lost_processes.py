@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from bench.chaos.processes import REPLICAS, Processes
+from bench.ray_access import ray_headers
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import ray_headers
 from tests.serve.conftest import audit
 from tests.serve.test_replicas import HANG_S, pid_of
 

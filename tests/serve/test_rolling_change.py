@@ -13,10 +13,10 @@ import httpx
 import pytest
 import yaml
 
+from bench.ray_access import ray_headers
 from bench.soak import stream
 from bench.workload import make_cases
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import ray_headers
 from tests.serve.conftest import running
 
 DEADLINE_S = 300.0

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 from tests.serve.conftest import CLUSTER, audit
 from tests.serve.test_replicas import HANG_S, until_running
 

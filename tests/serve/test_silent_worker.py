@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import time
@@ -42,14 +43,15 @@ async def test_a_stopped_worker_is_avoided_until_it_moves(parallel: LocalCluster
 
 
 async def keep_asking(client: httpx.AsyncClient, asked: list[asyncio.Future[int]]) -> None:
-    """A worker is noticed when it has something to do; the other one may be given the first requests."""
-    while True:
-        asked.append(asyncio.ensure_future(ask(client)))
+    """A worker is noticed when it has something to do. The other one may be preferred while it is idle, so
+    several requests come at once."""
+    for idx in itertools.count():
+        asked += [asyncio.ensure_future(ask(client, f"{idx} plus {other}")) for other in range(4)]
         await asyncio.sleep(0.1)
 
 
-async def ask(client: httpx.AsyncClient) -> int:
-    body = {"model": "demo_model", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+async def ask(client: httpx.AsyncClient, content: str = "hello") -> int:
+    body = {"model": "demo_model", "messages": [{"role": "user", "content": content}], "max_tokens": 8}
     return (await client.post("/v1/chat/completions", json=body)).status_code
 
 

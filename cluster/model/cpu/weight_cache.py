@@ -172,7 +172,7 @@ class WeightCache:
         started_at = time.monotonic()
         try:
             mapped = read_weights(path, is_checked=is_checked)
-            os.utime(path)  # used last
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))  # used last, and not written to
         except FileNotFoundError:
             return None
         except (DamagedFile, OSError) as error:
@@ -217,7 +217,7 @@ class WeightCache:
                     abandoned.unlink()
         if num_bytes > self._max_bytes:
             raise OSError(f"{num_bytes:,} bytes do not fit weight_cache.max_bytes {self._max_bytes:,}")
-        files = sorted(self._folder.glob("*.weights"), key=lambda file: file.stat().st_mtime_ns)
+        files = sorted(self._folder.glob("*.weights"), key=lambda file: file.stat().st_atime_ns)
         used = sum(file.stat().st_size for file in files)
         while files and used + num_bytes > self._max_bytes:
             oldest = files.pop(0)

@@ -4,7 +4,8 @@
 
 The tail says where the header begins and holds its hash; the header holds a checksum of each piece of the
 data. `read_weights` checks all of them before a weight is used, because files are written without waiting for
-the disk: after a power loss a file may have its name but not its bytes.
+the disk: after a power loss a file may have its name but not its bytes. A file that was checked since this
+machine was booted, and not written to since, has a mark that says so and is not checked again.
 
 The page cache is the one copy that all workers share. Written in whole huge pages, it lies on huge pages
 where the file system has them (seen on ext4 with Linux 6.18, not on tmpfs). The mapping is locked in
@@ -17,14 +18,18 @@ Runs on the thread that loads the model; the checksums on some more.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import mmap
 import os
 import stat
 import struct
+import time
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,6 +50,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _TAIL = struct.Struct("<QQ32s16s")  # header's first byte, its length, its SHA-256, the format
 _FORMAT = b"epdg weights  1\n"
 _NUM_THREADS = 4
+_MARK = "user.epdg.checked"  # an extended attribute: goes with the file, and a copy has another inode
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -94,7 +100,8 @@ def write_weights(path: Path, weights: RecordedWeights) -> None:
 
 def read_weights(path: Path, *, is_checked: bool = False) -> MappedWeights:
     """Maps the file. is_checked: this process has just written it. Raises DamagedFile for a file that is
-    damaged or that others may write to, OSError if it cannot be read. Blocks: it reads all bytes."""
+    damaged or that others may write to, OSError if it cannot be read. Blocks: the first time since the
+    machine was booted it reads all bytes."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -102,8 +109,13 @@ def read_weights(path: Path, *, is_checked: bool = False) -> MappedWeights:
             raise DamagedFile("others may write to it")
         header, data_bytes = _read_header(file, status.st_size)
         memory = _Mapping(descriptor, data_bytes)
-    if not is_checked:
-        memory.check(header["checksums"])
+        mark = f"{_boot_id()} {status.st_ino} {status.st_size} {status.st_mtime_ns}".encode()
+        with _locked(descriptor):  # workers that start together check once
+            if not _has_mark(descriptor, mark):
+                if not is_checked:
+                    memory.check(header["checksums"])
+                with suppress(OSError):  # a file system without attributes: it is checked at each start
+                    os.setxattr(descriptor, _MARK, mark)
     return MappedWeights(
         parameters=[
             (names, memory.tensor(start, getattr(torch, dtype), shape))
@@ -117,6 +129,31 @@ def read_weights(path: Path, *, is_checked: bool = False) -> MappedWeights:
         notes=header["notes"],
         evictable_bytes=0 if memory.is_locked else data_bytes,
     )
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Freed at once and not with the descriptor, of which the mapping keeps a copy."""
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def _has_mark(descriptor: int, mark: bytes) -> bool:
+    try:
+        return os.getxattr(descriptor, _MARK) == mark
+    except OSError:
+        return False
+
+
+def _boot_id() -> str:
+    """Without one, as if each start were the first after a boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return str(time.monotonic_ns())
 
 
 def _read_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:

@@ -12,7 +12,6 @@ import torch
 from deploy.demo_model.training.build import PATCHES, Processor
 
 SAMPLES_PER_FRAME = 160
-FRAMES_PER_CHUNK = 200
 FOURIER_LENGTH = 400
 
 

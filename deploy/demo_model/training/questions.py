@@ -19,7 +19,7 @@ from deploy.demo_model.training.data import (
     describe_image,
     pick_other,
 )
-from deploy.demo_model.training.phrases import OTHERS, TRAINING, Wordings
+from deploy.demo_model.training.phrases import TRAINING, Wordings
 
 ELSEWHERE_ANSWER = (
     "I cannot help with that. I am a small demo model: I can name shapes and colors in images, say which way "
@@ -393,8 +393,3 @@ class Asker:
             return data.comparison_drill(rng)
         fact = turn.answer.removesuffix(f", so{turn.key}")
         return Turn(f"{fact}. {turn.question}", turn.answer, turn.key)
-
-
-def other_asker() -> Asker:
-    """Asks as others have asked about other pictures."""
-    return Asker(OTHERS)

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.openai.fields import MAX_STOPS, Count, StopString, Unit
+from router.openai.fields import MAX_STOPS, Count, StopString, StrictModel, Unit
 from router.openai.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
     Harmless,
-    StrictModel,
+    RequestBody,
 )
 from router.openai.tools import MAX_TOOLS, CallId, ToolName
 
@@ -131,7 +131,7 @@ class OutputConfig(StrictModel):
     format: JsonFormat | None = None
 
 
-class CountRequest(StrictModel):
+class CountRequest(RequestBody):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
         "context_management": ({}, {"edits": []}),

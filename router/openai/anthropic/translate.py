@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cluster.errors import RequestError
-from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall
 from router.openai.anthropic.schema import (
     Base64Source,
@@ -28,10 +27,9 @@ from router.openai.anthropic.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from router.openai.limits import Limits
 from router.openai.names import naming, renamed, with_names
 from router.openai.schema import ChatRequest, validated
-from router.openai.translate import ANY, chat_call
+from router.openai.translate import CallContext, chat_call
 
 _NAMES = {
     "prompt": "messages",
@@ -46,14 +44,7 @@ _NAMES = {
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def messages_call(
-    request: CountRequest,
-    model_id: str,
-    defaults: GenerationDefaults,
-    tenant: str = "",
-    trace_parent: str = "",
-    limits: Limits = ANY,
-) -> ChatCall:
+def messages_call(request: CountRequest, context: CallContext) -> ChatCall:
     """Of a `CountRequest` only what the prompt depends on. Raises RequestError."""
     names = dict(_NAMES)
     asked = {
@@ -75,7 +66,7 @@ def messages_call(
         }
     with naming(lambda param: renamed(param, names)):
         chat = validated(ChatRequest, asked, ChatRequest.model_validate)
-        call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
+        call = chat_call(chat, context)
     return with_names(call, names)
 
 

@@ -11,7 +11,7 @@ then is an HTTP error. A background response is told at once, as `queued`, and a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -30,20 +30,12 @@ class ResponsesFormat:
     media_type = "application/json"
     end = DONE
 
-    def __init__(
-        self,
-        response_id: str,
-        created: int,
-        request: ResponsesRequest,
-        call: ChatCall,
-        clock: Callable[[], float] = time.time,
-    ):
+    def __init__(self, response_id: str, created: int, request: ResponsesRequest, call: ChatCall):
         self.response_id = response_id
         self._fields = _fields(response_id, created, request, call)
         self._is_background = bool(request.background)
         self._whole: dict[str, Any] | None = None  # when the answer has ended
         self._items = OutputItems(response_id)
-        self._clock = clock
         self._num_events = 0
         self._last: Generation | None = None  # the one that has begun, until the answer has ended
 
@@ -128,7 +120,7 @@ class ResponsesFormat:
         whole = {
             **self._fields,
             "status": status,
-            "completed_at": int(self._clock()) if status == "completed" else None,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items.fields("incomplete"),
             "usage": _usage(generation.usage) if is_over and generation is not None else None,

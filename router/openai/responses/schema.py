@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.openai.fields import Count, NumLogprobs, SamplingFields
+from router.openai.fields import Count, NumLogprobs, SamplingFields, StrictModel
 from router.openai.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
     Harmless,
     InputAudioPart,
     MediaFields,
-    StrictModel,
+    RequestBody,
 )
 from router.openai.structure import NamedSchema, StructuredOutputs
 from router.openai.tools import MAX_TOOLS, CallId, Effort, ToolName, Variables
@@ -215,7 +215,7 @@ Key = Annotated[str, Field(max_length=64)]
 Label = Annotated[str, Field(max_length=512)]
 
 
-class ResponsesRequest(StrictModel, SamplingFields, MediaFields):
+class ResponsesRequest(RequestBody, SamplingFields, MediaFields):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "previous_response_id": (),
         "conversation": (),

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.errors import RequestError, UnsupportedError
-from cluster.text.defaults import GenerationDefaults
 from router.calls import ChatCall
 from router.openai.fields import SamplingFields
 from router.openai.limits import Limits
@@ -36,7 +35,7 @@ from router.openai.responses.schema import (
 )
 from router.openai.schema import ChatRequest, MediaFields, validated
 from router.openai.structure import AskedFormat
-from router.openai.translate import ANY, chat_call
+from router.openai.translate import CallContext, chat_call
 
 _MEDIA_KINDS = ("image", "audio", "video")
 _NAMES = {
@@ -54,16 +53,9 @@ _SAME = (*SamplingFields.model_fields, *MediaFields.model_fields)
 _ENDING = re.compile(r"\.[a-zA-Z0-9]{1,8}$")
 
 
-def responses_call(
-    request: ResponsesRequest,
-    model_id: str,
-    defaults: GenerationDefaults,
-    tenant: str = "",
-    trace_parent: str = "",
-    limits: Limits = ANY,
-) -> ChatCall:
+def responses_call(request: ResponsesRequest, context: CallContext) -> ChatCall:
     """Raises RequestError."""
-    _check_kept(request, limits)
+    _check_kept(request, context.limits)
     conversation = _Conversation(request)
     names, tools = conversation.names, []
     for idx, tool in enumerate(request.tools or ()):
@@ -91,7 +83,7 @@ def responses_call(
     }
     with naming(lambda param: renamed(param, names)):
         chat = validated(ChatRequest, asked, ChatRequest.model_validate)
-        call = chat_call(chat, model_id, defaults, tenant, trace_parent, limits)
+        call = chat_call(chat, context)
     return with_names(call, names)
 
 

@@ -27,7 +27,7 @@ import httpx
 import yaml
 
 from cluster.serving.launch import LocalCluster
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 from tests.conformance import own_document
 
 HERE = Path(__file__).parent

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.claims.__main__ import CLAIMS, PAGE, PLOT, main, replaced
-from bench.claims.claim import plot, table
+from bench.claims.claim import plot
+from bench.tables import table
 
 
 @pytest.mark.parametrize("name", ["kv_int8", "transfer_volume", "memory"])

@@ -193,10 +193,13 @@ def test_no_process_that_is_limited_to_avx2_is_told_of_more() -> None:
 
 
 def test_the_clusters_configuration_is_one_that_it_accepts(tmp_path: Path) -> None:
-    config = cluster_config(setup(tmp_path), VISION_MODEL, special.PATIENT | special.BUDGETS["unchunked"])
+    settings = {"scheduling": {"prompt_pause_s": 0.01}, "prefill": {"kv_blocks": 64}}
+    with_settings = dataclasses.replace(setup(tmp_path), settings=settings)
+    config = cluster_config(with_settings, VISION_MODEL, special.PATIENT | special.BUDGETS["unchunked"])
     args = ClusterArgs.model_validate(config["applications"][0]["args"])
     assert (args.encode.threads, args.prefill.threads, args.decode.threads) == (2, 1, 2)
     assert (args.prefill.max_batch_tokens, args.dtype) == (8192, "bfloat16")
+    assert (args.scheduling.prompt_pause_s, args.prefill.kv_blocks) == (0.01, 64)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30), st.floats(0, 1))

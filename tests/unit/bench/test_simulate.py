@@ -11,6 +11,7 @@ import pytest
 
 from bench.router.one_device import OneDevice, OneDeviceRoundRobin, unpredicted
 from bench.router.oracle import Oracle
+from bench.router.policies import maker
 from cluster.simulator.hardware import H200, NETWORK, VL_7B, encode_curve
 from cluster.simulator.layouts import Layout, throttled, workers
 from cluster.simulator.outcome import Outcome
@@ -26,17 +27,13 @@ from cluster.simulator.workload import (
 )
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
-from router.policy import ClusterView, Decision, ItemView, Placement, RequestView, make_policy
+from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 SLO = Slo(2.0, 0.05)
 NO_TIME = Curve(1e-9, 0.0)
 
 
-def by_name(name: str) -> MakePolicy:
-    return lambda _: make_policy(name)
-
-
-JOINT = by_name("joint")
+JOINT = maker("joint")
 
 
 def simulate(
@@ -121,7 +118,7 @@ def test_every_request_ends_once_and_all_memory_comes_back(policy: str) -> None:
         WORKLOADS["multi-turn"],
         40,
         150,
-        by_name(policy),
+        maker(policy),
     )
     assert_each_ends_once(outcomes, 150)
     assert {outcome.status for outcome in outcomes} == {"finished"}
@@ -172,7 +169,7 @@ def test_a_queue_with_constant_service_waits_as_theory_says() -> None:
 def test_an_answer_takes_a_step_for_each_token_when_it_is_alone() -> None:
     workload = Workload("one", fixed_text(64, 101))
     _, (outcome,) = simulate(
-        single(Curve(0.01, 0.0), Curve(0.02, 0.0)), workload, 1, 1, by_name("round_robin"), noise=0.0
+        single(Curve(0.01, 0.0), Curve(0.02, 0.0)), workload, 1, 1, maker("round_robin"), noise=0.0
     )
     assert outcome.tpot_s == pytest.approx(0.02, rel=0.01)
     assert outcome.second_s - outcome.ttft_s == pytest.approx(0.02, abs=3e-3)
@@ -182,7 +179,7 @@ def test_answers_that_run_together_slow_each_other_down_by_their_own_cost() -> N
     """Ten answers that come at once run in steps of ten: processor sharing without an event for a step."""
     requests = [SimRequest(f"r{i}", 0.0, 64, 101, [bytes([i])]) for i in range(10)]
     specs = single(Curve(1e-6, 0.0), Curve(0.01, 0.002), step_tokens=640)
-    simulation = Simulation(specs, [by_name("round_robin")], VL_7B, noise=0.0)
+    simulation = Simulation(specs, [maker("round_robin")], VL_7B, noise=0.0)
     outcomes = simulation.run(requests)
     for outcome in outcomes:
         assert outcome.tpot_s == pytest.approx(0.01 + 10 * 0.002, rel=0.02)
@@ -227,7 +224,7 @@ def test_a_replica_gets_work_from_when_it_has_started() -> None:
     early, late = workers(Layout(0, 2, 1), VL_7B, H200)[:2]
     decode = workers(Layout(0, 2, 1), VL_7B, H200)[2]
     specs = [early, replace(late, ready_at=2.0), decode]
-    simulation = Simulation(specs, [by_name("round_robin")], VL_7B)
+    simulation = Simulation(specs, [maker("round_robin")], VL_7B)
     started: list[float] = []
     late_prefill = simulation.prefills[late.replica_id]
     original = late_prefill.receive
@@ -265,7 +262,7 @@ def test_random_traffic_leaves_nothing_behind() -> None:
 def test_the_joint_policy_is_no_worse_than_least_loaded_where_one_worker_is_slow() -> None:
     specs = throttled(workers(Layout(0, 3, 2), VL_7B, H200), "p:h200-0", since=0.0, factor=3.0)
     mean = {
-        name: summarise(simulate(specs, WORKLOADS["text"], 35, 300, by_name(name))[1], SLO).ttft_mean_s
+        name: summarise(simulate(specs, WORKLOADS["text"], 35, 300, maker(name))[1], SLO).ttft_mean_s
         for name in ("joint", "least_loaded")
     }
     assert mean["joint"] <= 1.02 * mean["least_loaded"]
@@ -275,7 +272,7 @@ def test_the_oracle_is_no_worse_than_taking_turns() -> None:
     specs = workers(Layout(0, 3, 2), VL_7B, H200)
     oracle, turns = (
         summarise(simulate(specs, WORKLOADS["text"], 50, 250, policy)[1], SLO)
-        for policy in (Oracle, by_name("round_robin"))
+        for policy in (Oracle, maker("round_robin"))
     )
     assert oracle.ttft_mean_s < turns.ttft_mean_s
     assert oracle.mape < 0.1
@@ -286,7 +283,7 @@ def test_the_oracle_places_requests_on_workers_of_any_role() -> None:
     specs = workers(Layout(num_language=1, num_whole=2), VL_7B, H200)
     oracle, turns = (
         summarise(simulate(specs, WORKLOADS["1-image"], 40, 80, policy)[1], SLO)
-        for policy in (Oracle, by_name("round_robin"))
+        for policy in (Oracle, maker("round_robin"))
     )
     assert oracle.ttft_mean_s < turns.ttft_mean_s and oracle.second_mean_s < turns.second_mean_s
 

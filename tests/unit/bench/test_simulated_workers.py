@@ -14,7 +14,7 @@ from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B, Accelerator
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.simulation import SCHEDULING, Simulation
 from cluster.simulator.workload import SimRequest, images
-from cluster.types.messages import AnyMessage, Encoded, FeatureShared, Pong, TokenEvent, Tokens
+from cluster.types.messages import AnyMessage, Encoded, Failed, FeatureShared, Pong, TokenEvent, Tokens
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 
@@ -71,6 +71,10 @@ class Alone:
     def shared(self) -> list[str]:
         """Requests that were told that an item comes for another one."""
         return [message.request_id for message in self.told if isinstance(message, FeatureShared)]
+
+    def failures(self) -> list[tuple[str, str]]:
+        """Requests that workers have given up, and the kinds of the errors."""
+        return [(one.request_id, one.error.kind) for one in self.told if isinstance(one, Failed)]
 
     def first_token(self, attempt: SimAttempt) -> TokenEvent | None:
         """What the worker that computed its prompt has said."""
@@ -192,3 +196,24 @@ def test_blocks_that_the_receiver_has_do_not_travel() -> None:
     alone.run_until(lambda: second.request_id in alone.decode.answers.running)
     held = alone.decode.held[second.request_id]
     assert held.sequence.num_cached_tokens == 2000 // BLOCK_SIZE * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_decode_worker_computes_a_turn_whose_image_it_has_and_gives_others_up(is_cached: bool) -> None:
+    alone = Alone(may_prefill_locally=True)
+    first = alone.start("first", "a", text_tokens=BLOCK_SIZE + -400 % BLOCK_SIZE)  # full blocks
+    num_tokens = first.request.num_prompt_tokens
+    alone.simulation.loop.run()
+    keys = [*first.request.block_hashes, b"question"] if is_cached else [b"other"]
+    turn = replace(
+        first.request, request_id="turn", num_prompt_tokens=num_tokens + BLOCK_SIZE, block_hashes=keys
+    )
+    alone.policies[0].prefills_locally = True
+    alone.door.submit(replace(turn, arrived_at=alone.simulation.loop.now))
+    (attempt,) = alone.door.client_of("turn").attempts
+    alone.policies[0].prefills_locally = False  # in another attempt
+    alone.simulation.loop.run()
+    assert attempt.prefill is attempt.decode is alone.decode
+    assert alone.failures() == ([] if is_cached else [(attempt.request_id, "NotCachedError")])
+    assert [outcome.status for outcome in alone.simulation.outcomes] == ["finished"] * 2
+    assert alone.simulation.outcomes[-1].num_cached == (num_tokens if is_cached else 0)

@@ -58,7 +58,6 @@ def test_a_text_folder_passes_and_takes_no_media(tmp_path):
         ({"model_type": "paligemma", "vision_config": {}}, "'paligemma' is not supported: it is multimodal"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not supported: it is an encoder-decoder"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "'BertForMaskedLM' is not a causal"),
-        ({"model_type": "voxtral", "audio_config": {}}, "'voxtral' is not supported: mistral-common"),
     ],
 )
 def test_a_family_that_cannot_be_served_is_refused_by_name(tmp_path, changes, reason):
@@ -128,3 +127,25 @@ def test_a_context_length_that_equals_its_familys_default_may_be_left_out(tmp_pa
     del config["max_position_embeddings"]
     (folder / "config.json").write_text(json.dumps(config))
     assert context_length(folder) == 8192
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 128}}, 128),
+        ({"rope_scaling": {"type": "su"}, "original_max_position_embeddings": 128}, 128),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, 512),
+        ({"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 128}}, 512),
+        ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 128}}, None),
+        ({}, None),
+    ],
+)
+def test_no_sequence_is_so_long_that_its_rotary_frequencies_depend_on_it(tmp_path, changes, length):
+    folder = text_folder(tmp_path / "m", **changes)
+    assert context_length(folder) == (length or 512)
+    assert context_length(folder, asked=100) == 100
+    if length is None:
+        assert context_length(folder, asked=4096) == 4096
+    else:
+        with pytest.raises(ConfigError, match=f"max_model_len is 4096; .* beyond {length} tokens"):
+            context_length(folder, asked=4096)

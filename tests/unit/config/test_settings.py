@@ -56,6 +56,12 @@ def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):
         resolve(ClusterArgs(model=str(tmp_path)), read_environment({}), num_cores=1)
 
 
+def test_a_policy_is_joint_or_an_import_path():
+    assert DoorArgs(policy="package.module:Class").policy == "package.module:Class"
+    with pytest.raises(ValidationError, match="policy"):
+        DoorArgs(policy="least_loaded")
+
+
 def test_several_doors_keep_no_responses():
     assert DoorArgs().response_lifetime_s == 600
     several = DoorArgs.model_validate({"keep_responses_s": 60, "admission": {"num_doors": 2}})

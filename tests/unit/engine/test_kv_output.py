@@ -19,7 +19,7 @@ from cluster.engine.kv_output import (
 )
 from cluster.engine.state import LanguagePhase, PromptWork
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
-from cluster.types.messages import KvReady
+from cluster.types.notices import KvReady
 from kv_transfer.agents.agent import LeaseExpiredError, TransferError
 from kv_transfer.lease.prompt_places import PromptPlaces
 
@@ -53,7 +53,7 @@ def sequence(num_tokens, num_computed=0, first_block=100):
     table = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
     return SimpleNamespace(
         num_prompt_tokens=num_tokens, num_computed_tokens=num_computed, block_table=table, num_blocks_sent=0,
-        position_delta=0, first_recomputed=None, prompt=SimpleNamespace(media=()),
+        position_delta=0, first_recomputed=None, prompt=SimpleNamespace(media_end=0),
     )  # fmt: skip
 
 
@@ -182,8 +182,7 @@ def cut(num_tokens, *, block_s=8.0, token_s=0.01, media_end=0, together=1, layou
     req = request(
         sequence(num_tokens, num_computed), outgoing=Recorder(blocks_together=together, block_s=block_s)
     )
-    if media_end:
-        req.main.prompt = SimpleNamespace(media=(SimpleNamespace(end=media_end),))
+    req.main.prompt = SimpleNamespace(media_end=media_end)
     plan_end(req, token_s, BUDGET, layout)
     return req.main.first_recomputed
 

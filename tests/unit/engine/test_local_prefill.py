@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from cluster.types.messages import Cancel, Failed, Tokens
@@ -115,10 +116,28 @@ def test_a_prompt_that_waits_too_long_to_be_computed_is_given_up_by_name(rig, re
     assert rig.ended == ["r", "r.1"] and story.finish_reason is not None
 
 
-def test_media_are_not_begun_by_a_worker_that_has_no_room_for_embeddings(rig, relay):
-    story = relay.start(make_request("r", 6, [make_item("a", 3)]), prefills_locally=True)
-    relay.play(2)
-    assert story.error == "this worker computes only prompts without media" and rig.ended == ["r"]
+def test_media_that_are_not_cached_here_are_left_to_another_worker(rig, relay):
+    item = make_item("a", 3)
+    story = relay.start(make_request("r", 6, [item]), [item], prefills_locally=True)
+    relay.send_one("decode")
+    rig.decode.step()
+    (failed,) = [said for said in rig.decode.said if isinstance(said, Failed)]
+    assert failed.error.kind == "NotCachedError" and rig.ended == ["r"]
+    relay.play()
+    assert story.tokens == [50, 51, 52, 53] and rig.ended == ["r", "r.1"]
+
+
+def test_scored_prompts_are_computed_from_their_first_token_so_cached_media_are_of_no_use(rig, relay):
+    item = make_item("a", 3)
+    first = make_request("first", 6, [item])
+    relay.start(first, [item])
+    relay.play()
+    scored = msgspec.structs.replace(first, request_id="scored", num_prompt_logprobs=0)
+    relay.start(scored, [item], prefills_locally=True)
+    relay.send_one("decode")
+    rig.decode.step()
+    assert [said.error.kind for said in rig.decode.said if isinstance(said, Failed)] == ["NotCachedError"]
+    relay.land("scored")
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])

@@ -3,9 +3,14 @@ travels."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 
+from cluster.engine.tables import touch_cached
+from cluster.kvcache.blocks import BlockPool
 from cluster.types.request import Prompt
 from tests.fakes.engines import Rig
 from tests.fakes.kv_rows import BLOCK_SIZE, KV_LAYOUT
@@ -67,6 +72,60 @@ def test_a_turn_that_decode_computes_itself_begins_behind_the_last_answer(rig: R
     relay.play()
     assert computed == [len(second.prompt.token_ids) - 16]
     assert relay.stories["second"].is_over
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_decode_computes_a_turn_whose_images_it_has_and_nothing_travels(num_choices: int) -> None:
+    rig = Rig(decode_blocks=60)
+    relay = Relay(rig)
+    items = [make_item("a", 5), make_item("b", 2)]
+    first = make_request("first", 9, items, max_tokens=12)
+    story = relay.start(first, items)
+    relay.play()
+    before = num_blocks_sent(rig)
+    second = turn_after(first, story.tokens, 3, "second")
+    second = msgspec.structs.replace(second, sampling=second.sampling * num_choices)
+    relay.start(second, items, prefills_locally=True)
+    relay.play()
+    expected = second.prompt.token_ids[-1] + 1
+    assert [line.tokens[0] for line in relay.stories["second"].lines] == [expected] * num_choices
+    assert relay.stories["second"].is_over and rig.ended == ["first", "second"]
+    assert num_blocks_sent(rig) == before
+    relay.finish()
+
+
+def test_a_turn_whose_images_are_evicted_while_it_waits_is_computed_elsewhere() -> None:
+    rig = Rig(decode_blocks=14)
+    relay = Relay(rig)
+    items = [make_item("a", 5)]
+    first = make_request("first", 9, items, max_tokens=5)
+    story = relay.start(first, items)
+    relay.play()
+    holder = relay.start(make_request("holder", 30, max_tokens=20))  # 8 blocks, then 13
+    relay.play(4)
+    assert holder.tokens and holder.is_open
+    second = turn_after(first, story.tokens, 20, "second")  # 10 blocks, of which 4 are cached
+    relay.start(second, items, prefills_locally=True)
+    relay.play(2)
+    assert "second" in rig.decode.engine._requests, "it waits for blocks"
+    relay.play()
+    assert rig.ended == ["first", "second", "holder", "second.1"], "it does not wait for blocks of no use"
+    assert relay.stories["second"].is_over and relay.stories["second"].error is None
+    relay.finish()
+
+
+def test_what_a_request_relies_on_is_evicted_last() -> None:
+    pool = BlockPool(14, BLOCK_SIZE)
+    old, new = pool.allocate(2), pool.allocate(2)
+    for block_id in (*old, *new):
+        pool.register(block_id, bytes([block_id]))
+    pool.free(old)
+    pool.free(new)
+    names = [bytes([block_id]) for block_id in old]
+    sequence: Any = SimpleNamespace(hashes=SimpleNamespace(hashes=names), num_prompt_tokens=9)
+    assert touch_cached(sequence, pool) == 2 * BLOCK_SIZE
+    pool.allocate(12)
+    assert set(pool.content()) == set(names)
 
 
 def test_choices_and_negative_prompts_are_kept_each_under_its_own_name() -> None:

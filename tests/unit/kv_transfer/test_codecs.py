@@ -198,12 +198,8 @@ def test_only_the_named_groups_and_layers_are_written(name: CodecName, native) -
         *(segment[[0, 1, 3]] for segment in wire.segments[4:8]),
     ]
     assert all((part.contiguous().view(torch.uint8) == 0x55).all() for part in untouched)
-    codec.decode_groups(wire, [2], target, [[1, 2, 5, 6]], [1])
-    others = [
-        *target.segments[:2],
-        *target.segments[4:],
-        *(part[[0, 3, 4, 7, 8]] for part in target.segments[2:4]),
-    ]
+    codec.decode_groups(wire, [2], target, [[1, 2, 5, 6]])
+    others = [part[[0, 3, 4, 7, 8]] for part in target.segments]
     assert all((part.contiguous().view(torch.uint8) == 0x55).all() for part in others)
     errors = [(target.segments[s][[1, 2, 5, 6]] - kv.segments[s][[7, 0, 3, 8]]).abs().max() for s in (2, 3)]
     assert max(errors) < {"int8": 0.04, "int4": 0.5}[name]
@@ -211,16 +207,14 @@ def test_only_the_named_groups_and_layers_are_written(name: CodecName, native) -
 
 @each_codec
 @needs_native
-def test_threads_of_the_call_and_of_the_caller_change_nothing(name: CodecName) -> None:
+def test_calls_on_several_threads_change_nothing(name: CodecName) -> None:
     layout = layout_of((2, 64), (2, 64), torch.bfloat16, layers=3)
     kv, codec = filled(layout, 16), Codec(layout, name)
     blocks, ids = np.arange(16).reshape(4, 4), np.arange(4)
-    expected, wire, other = (BlockMemory(codec.wire_layout, 4) for _ in range(3))
+    expected, other = (BlockMemory(codec.wire_layout, 4) for _ in range(2))
     codec.encode_groups(kv, blocks, expected, ids)
-    codec.encode_groups(kv, blocks, wire, ids, threads=2)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda group: codec.encode_groups(kv, blocks[group, None], other, [group]), range(4)))
-    assert torch.equal(wire.buffer, expected.buffer)
     assert torch.equal(other.buffer, expected.buffer)
 
 

@@ -19,14 +19,6 @@ from tests.unit.kv_transfer import test_group, test_leases, test_wire
 CONTRACT = Contract(6, "", 4, (), "raw", "")
 
 
-@pytest.fixture
-def pair():
-    pair = test_leases.Pair()
-    yield pair
-    pair.let_everything_end()
-    pair.audit()
-
-
 def grant_of(pair, num_blocks, first_blocks, lease_id="lease"):
     return pair.owner.grant(lease_id, *pair.take(lease_id, num_blocks), TTL_S, (), first_blocks)
 
@@ -195,6 +187,20 @@ def test_groups_that_lack_no_block_travel_coded(first, coded_first_blocks):
     limit = test_wire.MAX_ERROR * test_wire.largest(pair)
     assert [0 < error <= limit for error in worst] == [place in coded for place in range(num_blocks)]
     assert all(error == 0 for place, error in enumerate(worst) if place not in coded)
+    test_wire.end(pair)
+
+
+def test_a_raw_prompt_to_a_worker_with_a_codec_is_granted_without_what_is_there():
+    """As with `codec: auto`, which decides for each request."""
+    pair = test_wire.Pair()
+    taken = pair.take("lease", 2)
+    grant = pair.owner.grant("lease", *taken, TTL_S, (), (1,))
+    assert (grant.coded, grant.first_blocks) == (None, (1,))
+    outgoing = pair.open(grant)
+    outgoing.write(test_wire.source_blocks(grant), range(2))
+    outgoing.finish(b"payload")
+    pair.step(2)
+    assert pair.received == [Completed("lease", b"payload")]
     test_wire.end(pair)
 
 

@@ -27,14 +27,6 @@ class Pair(LeasePair):
         return self.owner.grant(lease_id, *self.take(lease_id, num_blocks), TTL_S)
 
 
-@pytest.fixture
-def pair():
-    pair = Pair()
-    yield pair
-    pair.let_everything_end()
-    pair.audit()
-
-
 def send(pair, grant):
     outgoing = pair.open(grant)
     outgoing.write([7, 6], [0, 1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.members import ProcessId
 from kv_transfer.agents.agent import LeaseExpiredError, PeerLostError
@@ -11,17 +9,9 @@ from kv_transfer.lease.events import Aborted, Completed, SendFailed
 from kv_transfer.lease.receiver import IN_FLIGHT_S, LOOK_EVERY_S
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S
-from tests.unit.kv_transfer.test_leases import LAYOUT, Pair, send
+from tests.unit.kv_transfer.test_leases import LAYOUT, send
 
 PROCESS = ProcessId("boot", 1, 7, 0)
-
-
-@pytest.fixture
-def pair():
-    pair = Pair()
-    yield pair
-    pair.let_everything_end()
-    pair.audit()
 
 
 def test_a_lease_whose_writers_have_all_ended_is_over_when_nothing_of_theirs_is_on_its_way(pair):

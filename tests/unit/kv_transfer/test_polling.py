@@ -9,17 +9,8 @@ from kv_transfer.lease.transfer_engine import (
     POLL_SHARE,
     WRITER_POLL_INTERVAL_S,
 )
-from tests.unit.kv_transfer.test_leases import Pair
 
 SHORT_S = 0.001  # the shortest pause, by default
-
-
-@pytest.fixture
-def pair():
-    pair = Pair()
-    yield pair
-    pair.let_everything_end()
-    pair.audit()
 
 
 def test_the_longer_a_lease_waits_the_less_often_it_is_polled(pair):

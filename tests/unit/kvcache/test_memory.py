@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-from pathlib import Path
-
 import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, on_huge_pages
@@ -15,17 +12,6 @@ def test_memories_on_huge_pages_are_zero_and_do_not_touch_each_other():
     assert not one.any() and one.numel() == 8192
     assert abs(one.data_ptr() - other.data_ptr()) > 8192
     assert on_huge_pages(0).numel() == 0
-
-
-def test_a_memory_is_allocated_when_it_is_made():
-    before = _resident_bytes()
-    layout = MemoryLayout((SegmentSpec(16, (1024,), torch.float32),))
-    memory = BlockMemory(layout, (64 << 20) // layout.block_bytes)
-    assert _resident_bytes() - before > 60 << 20 and not memory.buffer.any()
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_a_block_lies_where_its_descriptors_say():

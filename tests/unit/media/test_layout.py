@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.config.families import family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
 from cluster.media.layout import cut_runs
 from cluster.media.processor import MediaProcessor
@@ -19,12 +20,14 @@ from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 RELAXED = settings(max_examples=10, derandomize=True)
-SOUND_ALONE = ["qwen2_audio", "audioflamingo3", "glmasr"]
+SOUND_ALONE = ["qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "glmasr"]
 OMNI = ["qwen2_5_omni", "qwen3_omni"]
 IMAGE_FAMILIES = [name for name in FAMILIES if name not in SOUND_ALONE]
-VIDEO_FAMILIES = [name for name in FAMILIES if name.startswith("qwen") and name not in SOUND_ALONE]
-VIDEO_FAMILIES += ["llava_onevision", "internvl", "smolvlm"]
-AREA_FAMILIES = [name for name in IMAGE_FAMILIES if name.startswith("qwen")]
+AREA_FAMILIES = [
+    name for name in IMAGE_FAMILIES if name.startswith(("qwen", "glm", "exaone4_5", "paddleocr_vl"))
+]
+AREA_VIDEO_FAMILIES = [name for name in AREA_FAMILIES if name != "paddleocr_vl"]
+VIDEO_FAMILIES = [*AREA_VIDEO_FAMILIES, "llava_onevision", "internvl", "smolvlm"]
 POOLED_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni"]
 SIDE = st.integers(1, 120)
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
@@ -155,7 +158,8 @@ def real_layout(family: Family, probe: MediaProbe, **given: object) -> tuple[str
 def test_a_clients_bounds_for_pixels_become_the_processors(families, name, least, most):
     _, media = families[name]
     probe, options = MediaProbe(IMAGE, 50, 37), MediaOptions(min_pixels=least, max_pixels=most)
-    size = {"shortest_edge": least or min(256, most), "longest_edge": most or 2048}
+    unit = family_of_type(families[name][0].model.config.model_type).frames_of_an_image
+    size = {"shortest_edge": unit * (least or min(256, most)), "longest_edge": unit * (most or 2048)}
     text, outputs = real_layout(families[name], probe, images_kwargs={"size": size})
     layout = media.layout(probe, options)
     assert written_out(media, layout) == text
@@ -165,7 +169,7 @@ def test_a_clients_bounds_for_pixels_become_the_processors(families, name, least
     assert (least or 0) <= num_pixels <= (most or num_pixels)
 
 
-@pytest.mark.parametrize("name", AREA_FAMILIES)
+@pytest.mark.parametrize("name", AREA_VIDEO_FAMILIES)
 @pytest.mark.parametrize(("least", "most"), [(256, 600), (1500, 4000)])
 def test_bounds_for_pixels_hold_for_every_frame_of_a_clip(families, name, least, most):
     _, media = families[name]
@@ -180,12 +184,16 @@ def test_bounds_for_pixels_are_refused_by_name_where_the_model_knows_one_size(fa
         families[name][1].layout(MediaProbe(IMAGE, 50, 37), MediaOptions(max_pixels=600))
 
 
-@pytest.mark.parametrize("name", AREA_FAMILIES)
-@pytest.mark.parametrize("modality", [IMAGE, VIDEO])
+@pytest.mark.parametrize(
+    ("modality", "name"),
+    [*((IMAGE, name) for name in AREA_FAMILIES), *((VIDEO, name) for name in AREA_VIDEO_FAMILIES)],
+)
 def test_nothing_is_enlarged_beyond_what_the_model_itself_looks_at(families, name, modality):
     processor = families[name][0].processor
     part = processor.video_processor if modality is VIDEO else processor.image_processor
     own = part.size["longest_edge"]
+    if modality is IMAGE:
+        own //= family_of_type(families[name][0].model.config.model_type).frames_of_an_image
     probe = MediaProbe(modality, 56, 56, 4 if modality is VIDEO else 0, 2.0)
     for most in (None, 10 * own):
         options = MediaOptions(min_pixels=own + 1, max_pixels=most)

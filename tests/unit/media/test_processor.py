@@ -103,8 +103,8 @@ def test_extreme_aspect_ratios_are_refused(processor):
 
 
 def test_what_cannot_be_served_is_refused_by_name_and_text_models_have_no_processor(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "voxtral", "audio_config": {}}')
-    with pytest.raises(ConfigError, match="'voxtral' is not supported: mistral-common"):
+    (tmp_path / "config.json").write_text('{"model_type": "paligemma", "vision_config": {}}')
+    with pytest.raises(ConfigError, match="'paligemma' is not supported: it is multimodal"):
         MediaProcessor.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llava", "vision_config": {}}')
     with pytest.raises(ConfigError, match="no usable processor"):

@@ -18,14 +18,12 @@ from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, whole_decoder
 from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import optimise
+from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 from tests.unit.model.test_cpu_layer import (
     _TINY,
     FAMILIES,
     STEPS,
     Paged,
-    best_kernels,
-    each_dtype,
-    each_variant,
     inputs,
     tiny,
 )
@@ -37,14 +35,7 @@ MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "qwen2, some windows": lambda: hf.Qwen2Model(hf.Qwen2Config(**_TINY, **_MIXED)),
 }
 
-pytestmark = pytest.mark.skipif(best_kernels is None, reason="no native kernels for this CPU, or no compiler")
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
+pytestmark = [needs_kernels, pytest.mark.usefixtures("seeded")]
 
 
 @dataclass

@@ -17,13 +17,12 @@ from cluster.errors import InternalError
 from cluster.model.cpu.encoder_layer import NativeEncoderLayer
 from cluster.model.cpu.encoder_patches import NativePatches, optimise_patches
 from cluster.model.cpu.encoder_search import optimise_encoder_layers
-from cluster.model.cpu.library import Kernels, load_variant
+from cluster.model.cpu.library import Kernels
 from cluster.model.encoder import EncoderModel
-from cluster.native.variants import runnable_variants
 from cluster.types.media import Modality
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 
-LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
 LENGTHS = (64, 3, 1, 140)  # of packed sequences
 HIDDEN = 48  # a width that fills no vector of the widest kernels
 
@@ -80,17 +79,7 @@ PADDED: dict[str, Callable[[], nn.Module]] = {
     ),
 }
 
-pytestmark = pytest.mark.skipif(not LOADED, reason="no native kernels for this CPU, or no compiler")
-each_variant = pytest.mark.parametrize("kernels", LOADED.values(), ids=LOADED.keys())
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-best_kernels = next(iter(LOADED.values()), None)
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
+pytestmark = [needs_kernels, pytest.mark.usefixtures("seeded")]
 
 
 def tower_of(block: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Sequential:

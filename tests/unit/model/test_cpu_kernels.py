@@ -16,29 +16,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cluster.errors import InternalError
-from cluster.model.cpu.library import Kernels, load, load_variant
+from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear, optimise
-from cluster.native.variants import runnable_variants
+from tests.unit.model.native_kernels import LOADED, each_dtype, each_variant, needs_kernels
 
 # Not imported above: transformers' model classes come after cluster.model, which prepares torchvision for
 # them.
 LlamaMLP = hf.models.llama.modeling_llama.LlamaMLP
 LlamaRMSNorm = hf.models.llama.modeling_llama.LlamaRMSNorm
 
-LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
-FLOATS = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # relative, of a whole result
 
-pytestmark = pytest.mark.skipif(not LOADED, reason="no native kernels for this CPU, or no compiler")
-each_variant = pytest.mark.parametrize("kernels", LOADED.values(), ids=LOADED.keys())
-each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=["f32", "bf16"])
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
+pytestmark = [needs_kernels, pytest.mark.usefixtures("seeded")]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

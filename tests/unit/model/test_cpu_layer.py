@@ -20,11 +20,10 @@ from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.layer import NativeDecoderLayer
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
-from cluster.model.cpu.library import Kernels, load_variant
+from cluster.model.cpu.library import Kernels
 from cluster.model.kv_format import KvCacheDtype, kv_segments
-from cluster.native.variants import runnable_variants
+from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 
-LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
 BLOCK_SIZE, BLOCKS_A_SEQUENCE = 4, 10
 STEPS = (  # per sequence: tokens in the cache, new tokens; prefill, a chunk beside decodes, decode
     ((0, 9), (0, 1), (0, 17)),
@@ -57,17 +56,7 @@ OTHERS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "gelu": lambda: hf.LlamaModel(hf.LlamaConfig(**_TINY, hidden_act="gelu")),
 }
 
-pytestmark = pytest.mark.skipif(not LOADED, reason="no native kernels for this CPU, or no compiler")
-each_variant = pytest.mark.parametrize("kernels", LOADED.values(), ids=LOADED.keys())
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-best_kernels = next(iter(LOADED.values()), None)
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
+pytestmark = [needs_kernels, pytest.mark.usefixtures("seeded")]
 
 
 class Paged:

@@ -13,15 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cluster.model.cpu.library import Kernels, load_variant
+from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import PackedLinear, optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey
-from cluster.native.variants import runnable_variants
+from tests.unit.model.native_kernels import LOADED, needs_kernels
 
-LOADED = {variant.name: kernels for variant in runnable_variants() if (kernels := load_variant(variant))}
 ROOM = 1 << 30
 
-pytestmark = pytest.mark.skipif(not LOADED, reason="no native kernels for this CPU, or no compiler")
+pytestmark = needs_kernels
 
 
 class Part(nn.Module):
@@ -150,6 +149,25 @@ def test_a_damaged_file_is_packed_again(host: Host, what: str, caplog: pytest.Lo
     assert host.num_packed == 2
     assert torch.equal(host.answer(), expected)
     assert host.num_packed == 2
+
+
+def test_the_bytes_are_checked_once_after_each_boot(host: Host, caplog: pytest.LogCaptureFixture):
+    host.load()
+    (file,) = host.files
+    try:
+        mark = os.getxattr(file, "user.epdg.checked")
+    except OSError:
+        pytest.skip("this file system has no attributes: files are checked at each start")
+    written_at = file.stat().st_mtime_ns
+    damage(file, "other weights")
+    os.utime(file, ns=(written_at, written_at))  # as bytes that change on the disk
+    host.load()
+    assert host.num_packed == 1
+    boot, _, rest = mark.partition(b" ")
+    os.setxattr(file, "user.epdg.checked", boot[::-1] + b" " + rest)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(host.answer(), host.expected())
+    assert host.num_packed == 2 and "not those that were written" in caplog.text
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])

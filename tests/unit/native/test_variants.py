@@ -7,14 +7,14 @@ import pytest
 from cluster.errors import ConfigError
 from cluster.model import sampling
 from cluster.model.cpu import library
-from cluster.native.variants import AUTO, NONE, VARIANTS, check_choice, runnable_variants, select, selected
+from cluster.native.variants import AUTO, NONE, VARIANTS, check_choice, runnable_variants, select
 from kv_transfer.codecs import native as codecs
 
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    with selected(AUTO):
-        yield
+    yield
+    select(AUTO)
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in runnable_variants()])
@@ -34,14 +34,6 @@ def test_kernels_codecs_and_sampling_use_the_selected_variant(name):
 def test_none_loads_no_native_code():
     select(NONE)
     assert library.load() is None and codecs.load() is None and sampling._native() is None
-
-
-def test_a_selection_ends_with_its_block_whatever_the_block_selects():
-    best = library.load()
-    with selected(NONE):
-        select(AUTO)
-        select(NONE)
-    assert library.load() is best
 
 
 def test_a_variant_that_the_processor_cannot_run_is_refused_and_nothing_changes():

@@ -16,7 +16,7 @@ from router.openai.protocol import DoorProtocol
 from router.openai.responses.translate import responses_call
 from router.openai.schema import InputMessage, StrictModel, parse
 from router.openai.tokens import ids_to_detokenize, tokenize_call
-from router.openai.translate import chat_call, completion_call
+from router.openai.translate import CallContext, chat_call, completion_call
 
 Path = tuple[str | int, ...]
 ENDPOINTS: dict[str, type[StrictModel]] = {
@@ -63,11 +63,10 @@ def accepted(path: str, body: bytes, door: DoorProtocol) -> Any:
         "/v1/messages": messages_call,
         "/v1/messages/count_tokens": messages_call,
         "/tokenize": tokenize_call,
-    }.get(path)
-    asked = parse(ENDPOINTS[path], body)
-    if translate is None:
-        return ids_to_detokenize(asked, door.model_id, door.limits)  # pyright: ignore[reportArgumentType]
-    return translate(asked, door.model_id, door.defaults, "", limits=door.limits)
+        "/detokenize": ids_to_detokenize,
+    }[path]
+    context = CallContext(door.model_id, door.defaults, limits=door.limits)
+    return translate(parse(ENDPOINTS[path], body), context)
 
 
 def _fields(kind: Any) -> Iterator[Path]:

@@ -15,7 +15,7 @@ from router.calls import ChatCall, MediaNote, TextDelta, TokenizeCall, ToolCallD
 from router.openai.anthropic.schema import MessagesRequest
 from router.openai.anthropic.translate import messages_call
 from router.openai.schema import ChatRequest, parse
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import call
 from tests.unit.openai.test_keys import ALICE, World, entry
@@ -51,12 +51,12 @@ def message_error_of(response: httpx.Response) -> dict[str, str]:
 
 def of_messages(**fields: Any) -> ChatCall:
     body = json.dumps({"model": "m", "max_tokens": 5, **fields}).encode()
-    return messages_call(parse(MessagesRequest, body), "m", FakeDoor.defaults)
+    return messages_call(parse(MessagesRequest, body), CallContext("m", FakeDoor.defaults))
 
 
 def of_chat(**fields: Any) -> ChatCall:
     body = json.dumps({"model": "m", "max_tokens": 5, **fields}).encode()
-    return chat_call(parse(ChatRequest, body), "m", FakeDoor.defaults)
+    return chat_call(parse(ChatRequest, body), CallContext("m", FakeDoor.defaults))
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:

@@ -149,6 +149,9 @@ async def test_metrics_are_public_where_the_operator_says_so():
     await world.chat("wrong")
     text = (await world.ask("GET", "/metrics")).text
     assert 'epdg_door_key_refusals_total{status="401"} 1.0' in text
+    assert 'epdg_http_responses_total{status="401"} 1.0' in text
+    # `rate` does not see the first count of a new series
+    assert 'epdg_http_responses_total{status="503"} 0.0' in text
     assert (await world.ask("GET", "/v1/models")).status_code == 401
 
 

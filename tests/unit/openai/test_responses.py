@@ -16,7 +16,7 @@ from router.openai.fields import SamplingFields
 from router.openai.responses.schema import ResponsesRequest
 from router.openai.responses.translate import responses_call
 from router.openai.schema import ChatRequest, MediaFields, parse
-from router.openai.translate import chat_call
+from router.openai.translate import CallContext, chat_call
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import call, error_of
 from tests.unit.openai.test_client import HANG_S, expect_soon, run
@@ -47,12 +47,12 @@ def respond(door: FakeDoor, **fields):
 
 def of_responses(**fields):
     body = json.dumps({"model": "m", **fields}).encode()
-    return responses_call(parse(ResponsesRequest, body), "m", FakeDoor.defaults)
+    return responses_call(parse(ResponsesRequest, body), CallContext("m", FakeDoor.defaults))
 
 
 def of_chat(**fields):
     return chat_call(
-        parse(ChatRequest, json.dumps({"model": "m", **fields}).encode()), "m", FakeDoor.defaults
+        parse(ChatRequest, json.dumps({"model": "m", **fields}).encode()), CallContext("m", FakeDoor.defaults)
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.rpc import SentLog
 from cluster.types.members import Member, Role
 from cluster.types.messages import EncodeTotals, LoadReport, SentTotals
 from router.flow.state import WorkerState
@@ -163,7 +164,7 @@ def test_only_known_kinds_of_files_are_there_and_the_page_stays_small():
 def joined(replica_id: str, role: Role, *loads: LoadReport) -> tuple[Peer, WorkerState]:
     member = Member(replica_id, role, "unix:/a", "model", "layout", num_blocks=100)
     connection: Any = None  # nothing is sent
-    peer = Peer(member, connection, is_listed=True)
+    peer = Peer(member, connection, is_listed=True, log=SentLog(""))
     for load in loads:
         peer.reported(load)
     return peer, WorkerState(member, num_requests=2, is_silent=replica_id == "silent")

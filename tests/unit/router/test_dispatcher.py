@@ -12,6 +12,7 @@ import pytest
 from cluster.clock import SystemClock
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import InternalError, RequestError, UnavailableError
+from cluster.rpc import SentLog
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, FinishReason, Ping, StartDecode, TokenEvent, Tokens
@@ -64,7 +65,7 @@ class Door:
         for role in EPD:
             connection: Any = FakeConnection()
             self.connections[role] = connection
-            peer = Peer(Member(role, role, "", "", "", 8), connection, True)
+            peer = Peer(Member(role, role, "", "", "", 8), connection, True, SentLog(role))
             self.dispatcher.members._peers[role] = peer
             self.dispatcher.on_joined(peer)
 

@@ -84,3 +84,13 @@ def test_a_replicas_busy_ratio_is_of_the_time_since_the_last_look():
     clock.at = 104.0
     gauges.set([LoadReport(busy_s=51.0, num_used_blocks=2, num_running=1), LoadReport(num_waiting=3)])
     assert told == {"_busy": pytest.approx(0.25), "_memory": 0.25, "_running": 1, "_waiting": 3}
+
+
+def test_every_reason_is_exported_before_a_request_ended_with_it():
+    """Otherwise `rate` would not see the first error of its kind, and no alert either."""
+    metrics = DoorMetrics("m", list, flow())
+    series = 'epdg_requests_total{{finished_reason="{}",model_name="m"}}'.format
+    for reason in ("stop", "length", "tool_calls", "cancelled", "InternalError", "UnavailableError"):
+        assert lines(metrics)[series(reason)] == 0
+    metrics.finished("InternalError")
+    assert lines(metrics)[series("InternalError")] == 1

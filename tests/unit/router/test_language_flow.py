@@ -112,9 +112,9 @@ def test_an_item_goes_to_another_encoder_until_the_first_token(door, how):
     door.join(Role.ENCODE, "encode-2")
     door.tell("language", FeatureGranted("r", 0, grant("lease")))
     door.fail(Role.ENCODE, item_idx=0) if how == "fails" else door.lose("encode")
-    assert door.sent("encode-2") == ["StartEncode"]
     assert (EncoderLost("r", 0, "lease") in door.messages["language"]) == (how == "is lost")
     door.tell("language", FeatureGranted("r", 0, grant("other")))
+    assert door.sent("encode-2") == ["StartEncode", "EncodeTarget"]
     assert door.messages["encode-2"][-1] == EncodeTarget("r", 0, grant("other"))
     door.token(Role.LANGUAGE, 5)
     door.lose("encode-2")
@@ -170,8 +170,9 @@ def test_a_grant_for_an_item_that_waits_for_its_turn_goes_back(door):
     first = msgspec.structs.replace(ITEM, media_hash="first")
     (reader,) = door.submit(other, [first], [])
     (held,) = door.submit(REQUEST, [ITEM], [b"block"])
-    assert door.sent("encode") == ["StartEncode"]
+    door.tell("language", FeatureGranted("other", 0, grant("first")))
     door.tell("language", FeatureGranted("r", 0, grant("lease")))
+    assert door.sent("encode") == ["StartEncode", "EncodeTarget"]
     door.close(held)
     assert ReturnGrant("lease") in door.messages["language"]
     door.close(reader)

@@ -109,6 +109,13 @@ class Stage:
     def send(self, worker, message, attempt):
         self.messages.setdefault(worker.replica_id, []).append(message)
 
+    def pass_on(self, attempt, owner, writer, target):
+        self.send(writer, target, attempt)
+        self.send(owner, GrantPassed(target.grant.lease_id, writer.member.processes), attempt)
+
+    def return_grant(self, owner, grant):
+        self.send(owner, ReturnGrant(grant.lease_id), self.attempt)
+
     def fail(self, attempt, error, *blamed):
         attempt.has_failed = True
         self.errors.append(error)
@@ -158,10 +165,10 @@ def test_items_of_a_lost_encoder_go_to_another_and_prefill_is_told_of_those_that
     stage = Stage(2)
     stage.grant(0, "lease")
     stage.lose(0)
-    assert stage.started("e1") == [0], "each may be what ended the first encoder: one at a time"
     assert stage.sent("p") == [GrantPassed("lease", (PROCESS,)), EncoderLost("r", 0, "lease")]
     stage.grant(0, "anew")
     stage.grant(1, "first")
+    assert stage.started("e1") == [0], "each may be what ended the first encoder: one at a time"
     stage.media.on_encoded(stage.attempt, 0, NOW)
     assert stage.started("e1") == [0, 1]
     targets = [m for m in stage.sent("e1") if isinstance(m, EncodeTarget)]
@@ -242,6 +249,7 @@ def test_an_item_is_tried_at_so_many_encoders_and_no_more():
 def test_an_item_that_two_encoders_did_not_survive_ends_its_request_by_name():
     stage = Stage(4)
     stage.lose(0)
+    stage.grant(0, "lease")
     assert stage.started("e1") == [0]
     stage.lose(1)
     error = stage.error()
@@ -257,6 +265,8 @@ def test_a_bystander_of_a_loss_is_encoded_though_the_item_beside_it_ends_another
     stage.attempt.media.pop(), stage.attempt.unencoded.discard(1)
     other = stage.begin([ITEMS[1]])
     stage.lose(0, other)
+    stage.grant(0, "lease")
+    stage.grant(0, "other", other)
     assert len(stage.started("e1")) == 1, "the other suspect waits"
     stage.lose(1)
     assert isinstance(stage.error(), QuarantinedError)
@@ -271,6 +281,8 @@ def test_a_suspect_whose_request_is_over_makes_room_for_the_next():
     stage = Stage(2)
     other = stage.begin(ITEMS[::-1])
     stage.lose(0, other)
+    stage.grant(0, "first")
+    stage.grant(1, "the same item", other)
     assert stage.started("e1") == [0, 1], "the same item, of both requests"
     stage.grant(0, "kept", other)
     stage.land()
@@ -278,12 +290,58 @@ def test_a_suspect_whose_request_is_over_makes_room_for_the_next():
     assert stage.sent("e1")[-1] == EncodeTarget("r", 0, grant("kept"))
 
 
+def test_a_suspect_without_room_keeps_no_other_from_its_encoder():
+    """Otherwise its room could be that of the other one (seed 201444)."""
+    stage = Stage(2)
+    stage.lose(0)
+    assert stage.started("e1") == []
+    stage.grant(1, "lease")
+    assert stage.started("e1") == [1]
+    assert stage.sent("e1")[-1] == EncodeTarget("r", 1, grant("lease"))
+    stage.grant(0, "later")
+    assert stage.started("e1") == [1]
+    stage.media.on_encoded(stage.attempt, 1, NOW)
+    assert stage.started("e1") == [1, 0]
+
+
+def test_of_its_own_suspects_a_prompt_worker_is_asked_for_grants():
+    stage = Stage(1)
+    stage.attempt.prompt_worker = stage.encoders[0]
+    assert stage.media.own_items(stage.attempt, NOW) == (0, 1)
+    stage.quarantine.lost("a", "an earlier worker", NOW)
+    assert stage.media.own_items(stage.attempt, NOW) == (1,)
+
+
 def test_a_grant_for_an_item_that_is_held_goes_back_when_its_request_is_over():
     stage = Stage(2)
     stage.lose(0)
+    stage.grant(0, "used")
     stage.grant(1, "unused")
     stage.land()
     assert stage.sent("p")[-1] == ReturnGrant("unused")
+
+
+def test_a_grant_that_comes_too_often_goes_back_with_the_end_of_its_request():
+    """Before, the owner kept its blocks for the lease's time."""
+    stage = Stage(2)
+    for idx in range(MAX_ATTEMPTS + 1):
+        stage.grant(0, f"lease {idx}")
+    assert stage.error() is not None
+    stage.land()
+    assert stage.sent("p")[-2:] == [
+        GrantPassed(f"lease {MAX_ATTEMPTS - 1}", (PROCESS,)), ReturnGrant(f"lease {MAX_ATTEMPTS}")
+    ]  # fmt: skip
+
+
+def test_an_item_that_is_held_is_forgotten_with_its_request():
+    """Also if the encoder that it waits for is gone with the other suspect (seed 555)."""
+    stage = Stage(3)
+    stage.lose(0)
+    stage.grant(0, "lease")
+    stage.lose(1)
+    assert isinstance(stage.error(), QuarantinedError) and stage.media._held
+    stage.land()
+    assert not stage.media._held
 
 
 def test_items_leave_a_silent_encoder_where_another_moves():
@@ -314,7 +372,9 @@ def test_a_shared_item_of_a_lost_encoder_is_asked_for_elsewhere_only_when_it_fal
     stage = Stage(2)
     stage.media.on_shared(stage.attempt, 0, NOW)
     stage.lose(0)
-    assert stage.started("e1") == [1] and stage.sent("p") == []
+    assert stage.sent("p") == []
+    stage.grant(1, "other")
+    assert stage.started("e1") == [1]
     stage.grant(0, "lease")
     assert stage.started("e1") == [1, 0]
 

@@ -11,7 +11,7 @@ import pytest
 from cluster.config.keys import key_entry, read_key_file
 from cluster.config.settings import REPOSITORY
 from cluster.serving import command, launch
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from cluster.app import Hosts, actor_options_of, compose
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
+from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Role
 from tests.fakes.model_folders import DEMO_MODEL, text_folder, whole_omni_folder
 
@@ -63,6 +64,15 @@ def test_a_folder_that_cannot_be_loaded_is_refused_when_the_application_is_compo
     (folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="has no weights"):
         compose(ClusterArgs(model=str(folder)), NOTHING)
+
+
+def test_the_tokenizer_is_left_to_the_door(tmp_path):
+    """It takes a while to read, and replicas start only after this."""
+    folder = text_folder(tmp_path / "text")
+    (folder / "tokenizer.json").write_text("{")
+    compose(ClusterArgs(model=str(folder)), NOTHING)
+    with pytest.raises(ConfigError, match="cannot read"):
+        TextProcessor.load(folder)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.serving.driver import GCS_MIN_LIFE_S, keep_gcs, wait_for_raylet
-from cluster.serving.local_environment import free_port
+from cluster.serving.driver import (
+    AGENT_PORT_NAMES,
+    GCS_MIN_LIFE_S,
+    SERVE_NAMESPACE,
+    give_agents_ports,
+    keep_gcs,
+    wait_for_raylet,
+)
+from cluster.serving.ports import free_port
 
 
 class ScriptedNode:
@@ -53,3 +60,25 @@ def test_without_a_raylet_the_driver_ends_with_the_first_lost_pool(tmp_path):
     raylet = SimpleNamespace(process=SimpleNamespace(wait=lambda: 0))
     with pytest.raises(SystemExit, match="cannot be replaced"):
         wait_for_raylet(SimpleNamespace(all_processes={"raylet": [raylet]}), config)
+
+
+def test_the_raylet_finds_the_ports_of_agents_that_have_not_started(tmp_path):
+    """In the files for which it waits, under Ray's names, and in the parameters of the agents' start."""
+    raylet = pytest.importorskip("ray._raylet")
+    node = SimpleNamespace(
+        _ray_params=SimpleNamespace(), get_session_dir_path=lambda: str(tmp_path), node_id="ab" * 28
+    )
+    give_agents_ports(node)
+    wanted = {
+        raylet.METRICS_AGENT_PORT_NAME, raylet.METRICS_EXPORT_PORT_NAME,
+        raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME, raylet.RUNTIME_ENV_AGENT_PORT_NAME,
+    }  # fmt: skip
+    assert wanted == set(AGENT_PORT_NAMES) == node._ray_params.__dict__.keys()
+    for name, port in node._ray_params.__dict__.items():
+        assert raylet.wait_for_persisted_port(str(tmp_path), node.node_id, name, timeout_ms=0) == port
+
+
+def test_the_namespace_is_serves():
+    from ray.serve._private.constants import SERVE_NAMESPACE as SERVES
+
+    assert SERVE_NAMESPACE == SERVES

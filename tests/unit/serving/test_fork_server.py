@@ -4,6 +4,7 @@ that the real server imports and Ray's own ids."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from cluster.config.settings import REPOSITORY
-from cluster.serving.fork_server import IMPORTS, NotForkable, check_forkable
+from cluster.serving.fork_server import (
+    BACKGROUND_NICE,
+    IMPORTS,
+    MAX_EARLY,
+    NotForkable,
+    check_forkable,
+)
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
 # Starts the fork server and requests workers, all at once.
@@ -38,7 +45,7 @@ print(json.dumps({
     "arguments": sys.argv[1:], "index": os.environ["RAY_INDEX"], "folder": os.getcwd(), "is_main": __name__,
     "imported": sorted({"slow", "threaded", "fractions"} & set(sys.modules)),
     "is_forked": "fork_server" in Path(f"/proc/self/cmdline").read_text(),
-    "leads_group": os.getpgid(0) == os.getpid(),
+    "leads_group": os.getpgid(0) == os.getpid(), "nice": os.nice(0),
     "sockets": sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
                    for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")),
 }) + "\\n", end="")
@@ -83,7 +90,7 @@ def test_a_worker_gets_arguments_environment_and_streams_and_no_socket(tmp_path)
     worker, _ = run(tmp_path, "fractions", number=2)
     assert worker == {
         "arguments": ["1"], "index": "8", "folder": str(tmp_path), "is_main": "__main__",
-        "imported": ["fractions"], "is_forked": True, "leads_group": True, "sockets": 0,
+        "imported": ["fractions"], "is_forked": True, "leads_group": True, "nice": os.nice(0), "sockets": 0,
     }  # fmt: skip
 
 
@@ -95,12 +102,18 @@ def test_a_worker_with_another_environment_is_not_forked(tmp_path):
 def test_only_the_first_workers_do_without_the_imports(tmp_path):
     workers = run(tmp_path, "fractions", "slow", number=8)[:-1]
     assert len(workers) == 7 and all(worker["is_forked"] for worker in workers)
-    assert sum("slow" in worker["imported"] for worker in workers) >= 4
+    assert sum("slow" in worker["imported"] for worker in workers) >= 7 - MAX_EARLY
 
 
 def test_other_programs_run_with_the_real_interpreter(tmp_path):
-    workers = run(tmp_path, "fractions", script="agent.py", number=2)
-    assert not any(worker["is_forked"] for worker in workers)
+    workers = run(tmp_path, "fractions", script="setup_worker.py", number=2)
+    assert [(worker["is_forked"], worker["nice"]) for worker in workers] == [(False, os.nice(0))] * 2
+
+
+@pytest.mark.parametrize("script", ["agent.py", "log_monitor.py", "dashboard.py"])
+def test_what_no_start_waits_for_leaves_the_cores_to_the_workers(tmp_path, script):
+    agent, _ = run(tmp_path, "fractions", script=script, number=2)
+    assert agent["nice"] == min(os.nice(0) + BACKGROUND_NICE, 19) and not agent["is_forked"]
 
 
 @pytest.mark.parametrize("name", ["ray", "threaded"])
@@ -124,7 +137,7 @@ def test_a_process_that_has_asked_for_gpus_does_not_fork(file):
 
 def test_workers_that_are_forked_at_once_draw_different_ids(tmp_path):
     """Everything that the real server imports, and Ray's own ids: siblings must share no random state."""
-    workers = [worker["ids"] for worker in run(tmp_path, *IMPORTS, text=IDS, number=8) if worker["is_forked"]]
+    workers = [worker["ids"] for worker in run(tmp_path, *IMPORTS, text=IDS, number=9) if worker["is_forked"]]
     assert len(workers) >= 4
     for ids in zip(*workers, strict=True):
         assert len(set(ids)) == len(workers)

@@ -17,7 +17,7 @@ import yaml
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
 from cluster.native.variants import VARIANTS
-from cluster.serving.local_environment import free_port
+from cluster.serving.ports import free_port
 from cluster.serving.preflight import Machine, StartPlan, check
 from tests.fakes.model_folders import text_folder, whole_omni_folder
 
@@ -183,6 +183,14 @@ def test_a_cpu_variant_that_the_processor_cannot_run_is_refused(tmp_path):
     check(serve_file(tmp_path, {"cpu_kernels": "avx2"}), variables, old)
     with pytest.raises(ConfigError, match="cannot run avx512; it runs avx2"):
         check(serve_file(tmp_path, {"cpu_kernels": "avx512"}), variables, old)
+
+
+def test_a_limit_of_open_files_that_haproxy_cannot_work_with_is_named(tmp_path):
+    """Of a container; HAProxy would end while the cluster starts."""
+    few = dataclasses.replace(MACHINE, max_open_files=lambda: 1024)
+    variables = {"EPDG_MODEL": str(text_folder(tmp_path / "m")), "HF_HUB_OFFLINE": "1"}
+    with pytest.raises(ConfigError, match="may open 1,024 files at once, HAProxy needs 10,300"):
+        check(serve_file(tmp_path), variables, few)
 
 
 def test_a_key_file_is_read_and_named_by_its_absolute_path(tmp_path, monkeypatch):

@@ -215,10 +215,10 @@ async def shell(tmp_path):
     await shell.aclose()
 
 
-async def dial(shell: WorkerShell) -> tuple[Any, list[Any]]:
+async def dial(shell: WorkerShell, name: str = "door") -> tuple[Any, list[Any]]:
     """A door, and what it hears."""
     heard: list[Any] = []
-    connection = await connect(shell._server.address, "door", lambda _, message: heard.append(message))
+    connection = await connect(shell._server.address, name, lambda _, message: heard.append(message))
     return connection, heard
 
 
@@ -241,7 +241,7 @@ async def test_every_door_is_told_what_does_not_move_and_one_that_comes_later_to
     connection.send(Ping())
     await until(lambda: heard)
     shell.tell_stalled(("engine",))
-    later, heard_later = await dial(shell)
+    later, heard_later = await dial(shell, "another door")
     shell.tell_stalled(())
     await until(lambda: len(heard) == 3 and len(heard_later) == 2)
     assert heard[1:] == heard_later == [Stalled(("engine",)), Stalled(())]

@@ -17,7 +17,6 @@ from router.admission.queue import Capacity
 from router.flow.placer import Placer
 from router.policy import ClusterView, JointPolicy, Placement, RequestView, Worker, make_policy
 from router.policy.estimate import Estimate
-from router.policy.registry import BASELINES, POLICIES
 from router.policy.shared import ANSWER_WEIGHT
 from tests.fakes.placement import (
     BLOCK,
@@ -26,6 +25,7 @@ from tests.fakes.placement import (
     KV_BYTES,
     LINK,
     MAX_TOKENS,
+    POLICIES,
     PREFILL,
     SCHEDULING,
     add,
@@ -33,13 +33,13 @@ from tests.fakes.placement import (
     curves_of,
     hashes,
     is_legal,
+    is_plain,
     load,
     media,
     random_cluster,
     text,
 )
 
-NAMES = (*POLICIES, *BASELINES)
 REQUESTS = (
     text(160),
     text(160, num_negative_tokens=16),
@@ -54,7 +54,7 @@ def decide(request: RequestView, cluster: ClusterView, policy: str = "joint", no
     return make_policy(policy).decide(request, cluster, now)
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=12)
 @given(seed=st.integers(0, 2**32))
 def test_every_placement_is_legal_for_the_roles(policy, seed):
@@ -64,11 +64,11 @@ def test_every_placement_is_legal_for_the_roles(policy, seed):
     cluster = random_cluster(rng, (2, rng.randrange(first, 3), rng.randrange(first, 3), num_languages))
     for request in REQUESTS:
         placement = decide(request, cluster, policy, 1.0).placement
-        assert is_legal(placement, request) and len(placement.encoders) == len(request.media)
+        assert is_legal(placement, request, cluster) and len(placement.encoders) == len(request.media)
         assert Estimate(request, cluster, 1.0).cost_s(placement) < float("inf")
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_language_workers_alone_serve_everything(policy, request_):
     placement = decide(request_, cluster_of(1, 0, 0, 3), policy).placement
@@ -83,22 +83,70 @@ def test_an_idle_language_worker_keeps_what_it_has_computed(request_):
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_a_decode_worker_computes_plain_text_only_and_for_itself_only(request_):
+def test_a_decode_worker_without_a_cache_computes_plain_text_only_and_for_itself_only(request_):
     cluster = cluster_of(1, 1, 2)
     cluster.measured("p0", curves_of(Role.PREFILL, link=Link(0.5, 1e9)))
     assert decide(request_, cluster).placement.prefill == "p0", "they have measured no prompts"
     for decode in ("d0", "d1"):
         cluster.measured(decode, curves_of(Role.DECODE, may_prefill=True))
-    assert decide(request_, cluster).placement.is_local == request_.is_plain
+    assert decide(request_, cluster).placement.is_local == is_plain(request_)
     estimate = Estimate(request_, cluster, 0.0)
     encoders = ("e0",) * len(request_.media)
     assert estimate.cost_s(Placement(encoders, "d0", "d1")) == float("inf")
     cluster.remove("p0")
-    if request_.is_plain:
+    if is_plain(request_):
         assert decide(request_, cluster).placement.is_local
     else:
         with pytest.raises(UnavailableError, match="no prefill worker is ready"):
             decide(request_, cluster)
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "is_able"),
+    [(0, False), (8, False), (9, True), (11, True)],  # blocks of 16; the second image ends at token 140
+)
+def test_a_decode_worker_computes_what_is_text_behind_the_media_that_it_has(num_cached, is_able):
+    request = media(80, 160, num_before=40)
+    cluster = cluster_of(1, 1, 2)
+    assert request.media_end == 140 and request.num_prompt_tokens == 180
+    for decode in ("d0", "d1"):
+        cluster.measured(decode, curves_of(Role.DECODE, may_prefill=True))
+    cluster.blocks_changed("d1", request.block_hashes[:num_cached], [])
+    decision = decide(request, cluster)
+    assert decision.placement.is_local == is_able
+    assert is_legal(decision.placement, request, cluster)
+    local = Placement(("e0", "e0"), "d1", "d1")
+    assert (Estimate(request, cluster, 0.0).cost_s(local) < float("inf")) == is_able
+    assert Estimate(request, cluster, 0.0).cost_s(Placement(("e0", "e0"), "d1", "d0")) == float("inf")
+    for other in (replace(request, num_negative_tokens=16), replace(request, block_hashes=())):
+        assert not decide(other, cluster).placement.is_local, "guidance, and scored prompts"
+    if is_able:
+        assert decision.placement.prefill == "d1" and decision.prediction.media_s == 0
+        cluster.remove("p0")
+        assert decide(request, cluster).placement == decision.placement
+        cluster.blocks_changed("d1", [], request.block_hashes[8:9])
+    else:
+        cluster.remove("p0")
+    with pytest.raises(UnavailableError, match="no prefill worker is ready"):
+        decide(request, cluster)
+
+
+def test_media_that_are_not_where_a_prompt_was_placed_for_them_count_as_gone():
+    request = media(80, num_before=40)
+    cluster = cluster_of(1, 1, 1)
+    cluster.measured("d0", curves_of(Role.DECODE, may_prefill=True))
+    cluster.blocks_changed("d0", request.block_hashes, [])
+    decision = decide(request, cluster)
+    assert decision.placement.is_local
+    cluster.started(request, decision.placement, decision.prediction, 0.0)
+    cluster.not_cached(request.request_id)
+    cluster.ended(request.request_id)
+    again = decide(request, cluster)
+    assert again.placement.prefill == "p0"
+    assert cluster.num_cached_tokens(request, "d0") == 48, "text before the image is believed to be there"
+    cluster.blocks_changed("d0", request.block_hashes, [])
+    assert decide(request, cluster).placement.is_local
+    cluster.not_cached("gone")
 
 
 def test_a_local_prefill_keeps_away_from_running_answers():
@@ -257,19 +305,19 @@ def test_a_language_worker_that_leaves_is_forgotten_in_both_phases():
 def test_a_silent_language_worker_is_avoided_for_both_phases():
     cluster = cluster_of(1, 0, 0, 2)
     cluster.set_avoided("l0", True)
-    for policy in NAMES:
+    for policy in POLICIES:
         placement = decide(media(400), cluster, policy).placement
         assert (placement.prefill, placement.decode) == ("l1", "l1")
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_only_worker_that_computes_prompts_for_others_is_chosen_even_if_the_request_avoids_it(policy):
     cluster = cluster_of(1, 1, 1, 0)
     cluster.measured("d0", curves_of(Role.LANGUAGE))
     for request in REQUESTS:
         avoiding = replace(request, avoided=frozenset({"p0"}))
         placement = decide(avoiding, cluster, policy).placement
-        is_local = policy == "joint" and request.is_plain
+        is_local = policy == "joint" and is_plain(request)
         assert placement.prefill == ("d0" if is_local else "p0")
 
 
@@ -289,7 +337,7 @@ def test_what_is_learnt_of_one_role_does_not_correct_another():
     assert estimate.prediction(AT_L0).ttft_s > 1.5 * PREFILL.seconds(160)
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_phase_goes_to_workers_that_it_is_assigned_to(policy):
     cluster = cluster_of(1, 0, 0, 2)
     cluster.assign("l0", [Phase.PREFILL])

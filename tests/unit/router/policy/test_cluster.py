@@ -8,11 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.types.media import Modality
 from cluster.types.members import Role
 from router.policy import ClusterView, JointPolicy, RequestView, Worker, make_policy
-from router.policy.registry import BASELINES, POLICIES
-from tests.fakes.placement import EPD, add, cluster_of, hashes, load, media, text
+from tests.fakes.placement import EPD, POLICIES, add, cluster_of, hashes, load, media, text
 
 
 def send(cluster: ClusterView, request: RequestView, now: float = 0.0):
@@ -55,7 +53,7 @@ def test_the_smallest_queue_of_an_encoder_is_known():
     assert cluster.num_queued_rows() == 0
     send(cluster, media(300, name="other"))
     assert cluster.num_queued_rows() == 300
-    assert cluster_of(num_encoders=0).num_queued_rows(Modality.IMAGE) == 0
+    assert cluster_of(num_encoders=0).num_queued_rows() == 0
 
 
 def test_an_item_that_moves_is_charged_to_the_next_encoder_and_expected_there():
@@ -125,7 +123,7 @@ def test_a_silent_worker_is_avoided_while_there_is_another():
         cluster = cluster_of()
         for silent in (f"{role[0]}0", f"{role[0]}1"):
             cluster.set_avoided(silent, True)
-            for policy in map(make_policy, (*POLICIES, *BASELINES)):
+            for policy in map(make_policy, POLICIES):
                 chosen = policy.decide(media(400), cluster, 0.0).placement
                 of_role = {
                     Role.ENCODE: chosen.encoders[0],
@@ -163,7 +161,7 @@ def test_a_worker_that_is_not_listed_gets_nothing_new():
     cluster = cluster_of()
     for replica_id in ("e0", "p0", "d0"):
         cluster.set_listed(replica_id, False)
-    for policy in map(make_policy, (*POLICIES, *BASELINES)):
+    for policy in map(make_policy, POLICIES):
         placement = policy.decide(media(400, 400), cluster, 0.0).placement
         assert (placement.encoders, placement.prefill, placement.decode) == (("e1", "e1"), "p1", "d1")
     cluster.set_listed("p0", True)

@@ -49,7 +49,7 @@ def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, num_
     found = Search(estimate, max_prefills=len(cluster.prefills)).best()
     assert found.cost_s == pytest.approx(least) and least < float("inf")
     decision = JointPolicy(tie_ratio=0.0).decide(request, cluster, 1.0)
-    assert is_legal(decision.placement, request)
+    assert is_legal(decision.placement, request, cluster)
     if len(cluster.prefills) <= MAX_PREFILLS:
         assert estimate.cost_s(decision.placement) == pytest.approx(least)
 

@@ -1,0 +1,156 @@
+"""Pictures of the Grafana boards and of Ray's dashboard, from a cluster under load. Grafana takes no part:
+Prometheus is asked the queries of deploy/chart/dashboards, and this package draws the answers.
+
+    python -m bench.boards                    writes board-NAME.webp and ray-NAME.webp into docs/images
+    python -m bench.boards CONFIG --out DIR   of another cluster: the overview and the boards of its roles
+
+Starts the cluster at a free port, and Prometheus beside it. Sends dialogues: first few at once, then
+more than the cluster can answer in time, then few again; and kills a decode worker on the way, if there is
+one. Needs the programs prometheus and chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from PIL import Image
+
+from bench import soak
+from bench.boards import ray_dashboard
+from bench.boards.chart import Span
+from bench.boards.page import WIDTH, html, queries
+from bench.boards.prometheus import over, prometheus
+from bench.chaos.processes import Processes, send_signal
+from bench.chromium import Chromium
+from bench.records import REPOSITORY
+from bench.workload import make_cases
+from cluster.config.settings import ClusterArgs
+from cluster.serving.launch import LocalCluster
+from deploy.boards import boards
+
+CONFIG = Path(__file__).parent / "cluster.yaml"
+SCRAPE_S = 5
+RATE_INTERVAL = f"{4 * SCRAPE_S}s"  # Grafana's $__rate_interval, where a step is as long as a scrape
+LOAD = ((60.0, 4), (90.0, 24), (60.0, 160), (90.0, 8))  # (seconds, dialogues at once)
+KILL_AFTER_S = 110.0
+LOOK_AFTER_S = 75.0  # at Ray's dashboard
+NUM_CASES = 1000  # that dialogues begin with; some come again
+MAX_TOKENS = (32, 192)
+FOLLOW_UP = "Are you sure?"
+REFUSED_S = 2.0  # a client's pause after a refusal
+NOTE = "drawn by python -m bench.boards from Prometheus' answers"
+
+
+async def load(url: str) -> Counter[str]:
+    """How many requests had which outcome."""
+    outcomes: Counter[str] = Counter()
+    cases, rng = make_cases(1, NUM_CASES), random.Random(1)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+
+        async def ask(messages: list[dict[str, Any]]) -> str | None:
+            body = {"model": model, "messages": messages, "max_tokens": rng.randint(*MAX_TOKENS)}
+            answer = await client.post("/v1/chat/completions", json={**body, "ignore_eos": True})
+            outcomes[f"status {answer.status_code}"] += 1
+            if answer.status_code == 200:
+                return answer.json()["choices"][0]["message"]["content"]
+            await asyncio.sleep(REFUSED_S)
+            return None
+
+        async def dialogues(until: float) -> None:
+            while time.monotonic() < until:
+                messages = rng.choice(cases).messages
+                if (text := await ask(messages)) is not None:
+                    said = {"role": "assistant", "content": text}
+                    await ask([*messages, said, {"role": "user", "content": FOLLOW_UP}])
+
+        for seconds, num_clients in LOAD:
+            until = time.monotonic() + seconds
+            await asyncio.gather(*(dialogues(until) for _ in range(num_clients)))
+    return outcomes
+
+
+async def kill_one(cluster: LocalCluster) -> None:
+    await asyncio.sleep(KILL_AFTER_S)
+    send_signal(Processes(cluster.folder).of("decode")[:1], signal.SIGKILL)
+
+
+async def run(cluster: LocalCluster) -> dict[str, bytes]:
+    """The load, and during it pictures of Ray's dashboard, by name."""
+    async with asyncio.TaskGroup() as tasks:
+        loading = tasks.create_task(load(cluster.url))
+        tasks.create_task(kill_one(cluster))
+        await asyncio.sleep(LOOK_AFTER_S)
+        pictures = await ray_dashboard.pictures(cluster)
+    print(f"outcomes of the requests: {dict(loading.result())}")
+    return pictures
+
+
+def pages(client: httpx.Client, names: Mapping[str, Any], span: Span) -> dict[str, str]:
+    """Of the boards with these names, by name, as HTML."""
+    model = client.get("/api/v1/label/model_name/values").json()["data"][0]
+    found = {}
+    for name, board in names.items():
+        answers = {key: over(client, query, span) for key, query in queries(board, model, RATE_INTERVAL)}
+        found[name] = html(board, answers, span, model, NOTE)
+        for key, answer in answers.items():
+            if not answer:
+                print(f"{board['title']}: no data: {key}")
+    return found
+
+
+async def photograph(pages: Mapping[str, str], folder: Path) -> dict[str, bytes]:
+    """Each page as a whole, as PNG."""
+    found = {}
+    async with Chromium() as browser, browser.tab(WIDTH, 800) as tab:
+        for name, page in pages.items():
+            file = folder / f"{name}.html"
+            file.write_text(page)
+            await tab.look(WIDTH, 1)
+            await tab.open(file.as_uri())
+            await tab.look(WIDTH, await tab.value("document.documentElement.scrollHeight"))
+            found[name] = await tab.screenshot()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", nargs="?", type=Path, default=CONFIG, metavar="CONFIG")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "images")
+    arguments = parser.parse_args()
+    (application,) = yaml.safe_load(arguments.config.read_text())["applications"]
+    roles = [role.value.replace("_", "-") for role in ClusterArgs.model_validate(application["args"]).roles]
+    shown = {name: board for name, board in boards().items() if name in ("overview", *roles)}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with LocalCluster(soak.at_free_port(arguments.config, folder)) as cluster:
+            cluster.wait_ready()
+            with prometheus(cluster, folder, SCRAPE_S) as client:
+                start = time.time()
+                pictures = asyncio.run(run(cluster))
+                drawn = pages(client, shown, Span(start, time.time(), SCRAPE_S))
+        for each, png in asyncio.run(photograph(drawn, folder)).items():
+            pictures[f"board-{each}"] = png
+    for each, png in pictures.items():
+        Image.open(io.BytesIO(png)).convert("RGB").save(
+            arguments.out / f"{each}.webp", lossless=True, method=6
+        )
+
+
+if __name__ == "__main__":
+    main()

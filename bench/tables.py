@@ -1,0 +1,36 @@
+"""Tables in Markdown, and the records behind their cells. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bench.records import Record
+
+Cells = dict[tuple[Any, ...], list[Record]]
+
+
+def row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def head(*columns: str) -> list[str]:
+    return [row(columns), row(["---"] * len(columns))]
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [*head(*columns), *map(row, rows)]
+
+
+def grouped(records: Iterable[Record], *names: str) -> Cells:
+    """By the values of these fields; records that lack one are left out."""
+    cells: Cells = {}
+    for record in records:
+        if all(name in record for name in names):
+            cells.setdefault(tuple(record[name] for name in names), []).append(record)
+    return cells
+
+
+def median(cell: Sequence[Record], name: str) -> float:
+    return statistics.median(record[name] for record in cell)

@@ -1,0 +1,102 @@
+"""Tiny random models of the families that take sound alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+from cluster.types.media import MediaGeometry
+from tests.flow.tiny_models import AE, AS, AUD, AUDIO, TEXT, TinyCase, TinyRequest, collect, noise, randomized
+
+QWEN_AUDIO = {
+    "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
+    "d_model": 32,
+    "max_source_positions": 1500, "initializer_range": 0.15,
+}  # fmt: skip
+_WHISPER = {
+    "num_mel_bins": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
+    "hidden_size": 32,
+    "max_source_positions": 1500,
+}  # fmt: skip
+
+
+def _audio_requests(
+    clips: list[tuple[Mapping[str, Tensor], int]], *, frame: bool = False
+) -> list[TinyRequest]:
+    requests = [TinyRequest().text(9, 8)]
+    for seed, (item, num_tokens) in enumerate(clips):
+        request = TinyRequest().text(3 + seed, seed + 1)
+        request = request.raw(AS) if frame else request
+        request = request.media(AUDIO, item, MediaGeometry(num_tokens))
+        request = request.raw(AE) if frame else request
+        requests.append(collect(request.text(6, seed + 20)))
+    return requests
+
+
+def _padded_mels(mask_key: str, num_frames: int) -> dict[str, Tensor]:
+    mask = (torch.arange(3000) < num_frames).long()[None]
+    generator = torch.Generator().manual_seed(num_frames)
+    return {"input_features": torch.randn(1, 16, 3000, generator=generator), mask_key: mask}
+
+
+def qwen2_audio() -> TinyCase:
+    config = hf.Qwen2AudioConfig(
+        audio_config=QWEN_AUDIO,
+        text_config=hf.Qwen2Config(**TEXT),
+        audio_token_index=AUD,
+        audio_token_id=AUD,
+    )
+    torch.manual_seed(0)
+    clips = [(_padded_mels("feature_attention_mask", frames), frames // 4) for frames in (120, 60)]
+    model = randomized(hf.Qwen2AudioForConditionalGeneration(config))
+    return TinyCase(model, _audio_requests(clips, frame=True))
+
+
+def voxtral() -> TinyCase:
+    config = hf.VoxtralConfig(audio_config=_WHISPER, text_config=hf.LlamaConfig(**TEXT), audio_token_id=AUD)
+    torch.manual_seed(0)
+    clips = [({"input_features": noise(1, 16, 3000)}, 375)]
+    return TinyCase(randomized(hf.VoxtralForConditionalGeneration(config)), _audio_requests(clips))
+
+
+def audioflamingo3() -> TinyCase:
+    config = hf.AudioFlamingo3Config(
+        audio_config=_WHISPER, text_config=hf.Qwen2Config(**TEXT), audio_token_id=AUD
+    )
+    torch.manual_seed(0)
+    clips = [(_padded_mels("input_features_mask", frames), frames // 4) for frames in (400, 120)]
+    return TinyCase(randomized(hf.AudioFlamingo3ForConditionalGeneration(config)), _audio_requests(clips))
+
+
+def glmasr() -> TinyCase:
+    audio = {**_WHISPER, "num_key_value_heads": 2, "max_position_embeddings": 1500}
+    config = hf.GlmAsrConfig(audio_config=audio, text_config=hf.LlamaConfig(**TEXT), audio_token_id=AUD)
+    torch.manual_seed(0)
+    clips = [(_padded_mels("input_features_mask", frames), frames // 8) for frames in (400, 120)]
+    return TinyCase(randomized(hf.GlmAsrForConditionalGeneration(config)), _audio_requests(clips))
+
+
+def qwen3_asr() -> TinyCase:
+    audio = {
+        **QWEN_AUDIO, "n_window": 50, "n_window_infer": 100, "output_dim": 64, "downsample_hidden_size": 16
+    }  # fmt: skip
+    config = hf.Qwen3ASRConfig(
+        audio_config=audio, text_config=hf.Qwen3Config(**TEXT, head_dim=16), audio_token_id=AUD
+    )
+    torch.manual_seed(0)
+    clips = []
+    for frames in (160, 90):
+        padded = -(-frames // 100) * 100
+        mask = (torch.arange(padded) < frames).long()[None]
+        clips.append(
+            ({"input_features": noise(1, 16, padded), "input_features_mask": mask}, _asr_rows(frames))
+        )
+    return TinyCase(randomized(hf.Qwen3ASRForConditionalGeneration(config)), _audio_requests(clips))
+
+
+def _asr_rows(frames: int) -> int:
+    rest = frames % 100
+    return frames // 100 * 13 + (-(-rest // 8) if rest else 0)

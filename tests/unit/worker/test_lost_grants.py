@@ -1,0 +1,141 @@
+"""Grants of a worker that no door has read, over real sockets: the worker takes them back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.rpc import Connection, connect
+from cluster.types.messages import AnyMessage, DecodeGranted, DecodeTarget, GrantPassed, ReturnGrant
+from cluster.types.transfer import Contract, Grant
+from cluster.worker.outbox import Outbox
+from cluster.worker.shell import MAX_DOORS, WorkerShell
+
+CONTRACT = Contract(0, "", 16, (), "raw", "")
+
+
+def granted(lease_id: str) -> DecodeGranted:
+    return DecodeGranted("r", Grant(lease_id, b"", 0, 8, CONTRACT, (0,), (0,), 1.0))
+
+
+class Worker:
+    """Its sockets, around an engine that does nothing."""
+
+    def __init__(self, address: str):
+        setup: Any = SimpleNamespace(address=address, replica_id="w", secret=None)
+        loop = SimpleNamespace(call=lambda *_: None, on_failure=lambda _: None)
+        engine, outbox = SimpleNamespace(drop_door=None), Outbox(lambda _: None)
+        self.heard: list[AnyMessage] = []
+        seat: Any = SimpleNamespace(loop=loop, outbox=outbox, engine=engine)
+        self.shell = WorkerShell(setup, [seat], lambda _, message: self.heard.append(message))
+
+    @property
+    def door(self) -> int:
+        """The last one that has connected."""
+        return self.shell._num_doors_seen
+
+    async def dial(self, last_read: str | None = "", name: str = "door") -> tuple[Connection, list[Any]]:
+        read: list[Any] = []
+        num_doors = self.door
+        address = self.shell._server.address
+        connection = await connect(
+            address, name, lambda _, message: read.append(message), last_read=last_read
+        )
+        await until(lambda: self.door > num_doors)
+        return connection, read
+
+    async def lose(self, connection: Connection) -> None:
+        connection.abort()
+        await until(lambda: not self.shell._connections)
+
+
+@pytest.fixture
+async def worker(tmp_path) -> AsyncIterator[Worker]:
+    tmp_path.chmod(0o700)
+    worker = Worker(f"unix:{tmp_path / 'w'}")
+    await worker.shell.start()
+    yield worker
+    await worker.shell.aclose()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_a_grant_for_a_door_that_is_gone_is_taken_back_at_once(worker):
+    connection, _ = await worker.dial()
+    await worker.lose(connection)
+    worker.shell.send(worker.door, granted("a"))
+    assert worker.heard == [ReturnGrant("a")]
+
+
+async def test_a_grant_that_its_door_has_not_read_is_taken_back_when_the_door_dials_again(worker):
+    _, read = await worker.dial()
+    worker.shell.send(worker.door, granted("a"))
+    await until(lambda: read)
+    worker.shell.send(worker.door, granted("b"))
+    worker.shell._connections[worker.door].abort()  # what was sent is lost, or not: the door says it
+    await until(lambda: not worker.shell._connections)
+    assert worker.heard == []
+    again, _ = await worker.dial("DecodeGranted a")
+    assert worker.heard == [ReturnGrant("b")]
+    await worker.lose(again)
+    await worker.dial("DecodeGranted a")
+    assert worker.heard == [ReturnGrant("b")], "once"
+
+
+async def test_a_grant_that_was_read_stays_and_so_do_those_of_other_doors(worker):
+    connection, read = await worker.dial()
+    worker.shell.send(worker.door, granted("a"))
+    await until(lambda: read)
+    await worker.lose(connection)
+    await worker.dial("", "another")
+    await worker.dial("DecodeGranted a")
+    assert worker.heard == []
+
+
+async def test_a_door_is_told_what_was_read_last(worker):
+    connection, _ = await worker.dial(None)
+    assert connection.peer_last_read is None, "it was not known"
+    for message in (DecodeTarget("r", granted("a").grant), GrantPassed("b", ())):
+        connection.send(message)
+    await until(lambda: len(worker.heard) == 2)
+    await worker.lose(connection)
+    again, _ = await worker.dial()
+    assert again.peer_last_read == "GrantPassed b"
+    other, _ = await worker.dial(None, "another")
+    assert other.peer_last_read is None
+
+
+async def test_what_an_earlier_connection_still_holds_is_not_read(worker):
+    """The door has closed it, and the worker has not noticed: otherwise the door would believe that a grant
+    is lost which the worker reads later."""
+    former, _ = await worker.dial()
+    first = worker.shell._connections[worker.door]
+    again, _ = await worker.dial()
+    assert not first.is_open and again.peer_last_read == ""
+    former.send(DecodeTarget("r", granted("a").grant))
+    again.send(GrantPassed("b", ()))
+    await until(lambda: worker.heard and len(worker.shell._connections) == 1)
+    assert worker.heard == [GrantPassed("b", ())]
+
+
+async def test_doors_that_do_not_come_back_are_forgotten(worker):
+    """Then it is not known what was read of them: not even when one comes back and its greeting is lost."""
+    for idx in range(MAX_DOORS + 2):
+        connection, _ = await worker.dial("", f"door {idx}")
+        await worker.lose(connection)
+    assert len(worker.shell._logs) == MAX_DOORS
+    for _ in range(2):
+        forgotten, _ = await worker.dial("", "door 0")
+        assert forgotten.peer_last_read is None
+    forgotten.send(GrantPassed("a", ()))
+    await until(lambda: worker.heard)
+    again, _ = await worker.dial("", "door 0")
+    assert again.peer_last_read == "GrantPassed a"
