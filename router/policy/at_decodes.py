@@ -53,8 +53,7 @@ class DecodeEstimate:
     step_s      one step with the request in it
     first_s     from the arrival of KV to the end of the first step: with the prompts that are queued there,
                 and half of a running step before it on average
-    cost_s      a part of the answer's own time, and of the time that each of its steps adds to the answers
-                there. Infinite for workers that cannot take the request
+    cost_s      a part of the answer's time. Infinite for workers that cannot take the request
     """
 
     def __init__(self, request: RequestView, cluster: ClusterView, steps: PromptSteps, now: float):
@@ -79,12 +78,9 @@ class DecodeEstimate:
             self.first_s = self.first_s + np.minimum(
                 self.first_s, cluster.shared.at_decodes(encoding.queue_s)
             )
-        token_s = tpot_s(cluster, steps, self.step_s, now)
-        sequences = self.num_sequences + 1e-3  # if there are none, all workers are alike
-        num_tokens = cluster.holding_s * sequences.sum() / float((sequences * token_s).sum())
-        longer_s = token_s + per_sequence_s * self.num_sequences
-        answers_s = ANSWER_WEIGHT * num_tokens * longer_s * request.num_sequences
-        self.cost_s = np.where(self.is_able, answers_s, np.inf)
+        token_s = tpot_s(cluster, self.step_s, now)
+        answer_s = cluster.holding_s * token_s / float(token_s[self.is_able].mean())
+        self.cost_s = np.where(self.is_able, ANSWER_WEIGHT * answer_s, np.inf)
         used = pool.reported_blocks + pool.sent_blocks
         used = used + cluster.shared.at_decodes(cluster.prefills.sent_blocks)
         wanted = -(-request.num_prompt_tokens // request.block_size)

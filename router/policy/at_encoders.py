@@ -14,7 +14,7 @@ from cluster.errors import UnavailableError
 from router.policy.cluster import ClusterView
 from router.policy.index import slots_of
 from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step
-from router.policy.shared import ANSWER_WEIGHT, beside_encoding
+from router.policy.shared import beside_encoding
 from router.policy.views import ItemPrediction, ItemView
 
 AFFINITY_SHARE = 0.5  # of an item's time; measured curves of equal encoders differ by less
@@ -28,8 +28,7 @@ class EncodeEstimate:
     prepare_s   on a CPU thread, beside the device
     encode_s    encoder calls; zero at an encoder that has the item or has taken it on
     finish_s    until the embeddings are ready, with no other item of the request ahead
-    cost_s      delay of others: the item's device time, for every item and prompt there, and a part of the
-                delay of the answers
+    cost_s      delay of others: the item's device time, for every item, prompt and answer there
     """
 
     def __init__(
@@ -60,17 +59,13 @@ class EncodeEstimate:
         fixed_s, per_row_s = fixed_s * factors, per_row_s * factors
         prepare_fixed_s, prepare_per_row_s = _curves(pool, "prepare", items, 0.0)
         self.prepare_s = (prepare_fixed_s + prepare_per_row_s * rows) * factors
-        num_calls = np.ceil(rows / pool.step_units)
-        self.encode_s = num_calls * fixed_s + rows * per_row_s
+        self.encode_s = np.ceil(rows / pool.step_units) * fixed_s + rows * per_row_s
         self.device_s, waiting = _queue(pool, fixed_s, per_row_s, now)
         beside = beside_encoding(cluster)
         if beside is not None:
             self.device_s = self.device_s + np.minimum(beside.queue_s, self.device_s + self.encode_s)
             waiting = waiting + beside.num_waiting
         self.cost_s = self.encode_s * waiting
-        if beside is not None:  # each call has a step of the answers in it
-            longer_s = np.maximum(0.0, self.encode_s - num_calls * beside.step_fixed_s)
-            self.cost_s += ANSWER_WEIGHT * beside.num_answers * longer_s
         self.finish_s = np.maximum(self.device_s, self.prepare_s) + self.encode_s
         self.finish_s[~self.is_able] = np.inf
         self._note_holders(cluster, now)

@@ -47,8 +47,8 @@ class PrefillEstimate:
     work_s      device time of the prompt alone
     tail_s      [items, prefills]: to compute the tokens from an item's first one on
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      delay of others: the prompt's work, for every request that waits there, and for a later
-                request with the same prompt if nothing is cached; and a part of the delay of answers there
+    cost_s      delay of others: the prompt's work, for every request that waits there, for a part of the
+                answers that run there, and for a later request with the same prompt if nothing is cached
     """
 
     def __init__(
@@ -83,16 +83,15 @@ class PrefillEstimate:
         self._busy_s = np.where(steps.has_answers, np.inf, busy_s)
         half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.max_tokens))
         self._half_step_s = np.where(others > 0, half_step_s, self._decode_wait_s)
-        waiting = pool.num_waiting(others)
-        own_steps = self.num_uncached / self.max_tokens  # each is a step of the answers, too
-        longer_s = np.maximum(0.0, self.work_s - own_steps * steps.decode_fixed_s)
-        answers_s = np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences * longer_s
+        waiting = (
+            pool.num_waiting(others) + np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
+        )
         encoding = encoding_beside(cluster)
         if encoding is not None:
             delay_s = np.minimum(encoding.queue_s, self.text_s)
             self.queue_s, self.text_s = self.queue_s + delay_s, self.text_s + delay_s
             waiting = waiting + encoding.num_waiting
-        self.cost_s = self.work_s * (waiting + ~pool.keeps_blocks) + answers_s
+        self.cost_s = self.work_s * (waiting + ~pool.keeps_blocks)
         self._correct(request, cluster)
 
     def awaiting_s(self, arrivals: Floats, tails_s: Floats, prefill: int) -> Floats:

@@ -7,7 +7,7 @@ The cost of a placement, in seconds, is
 
 plus a small term that only decides between equals. "Delay of others" is the request's own work at each
 worker, for every request that waits there: a request in a long queue delays all requests that arrive while
-the queue lasts; and a part of the delay of the answers that run there.
+the queue lasts; and for a part of the answers that run there.
 """
 
 from __future__ import annotations

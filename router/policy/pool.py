@@ -62,7 +62,7 @@ class WorkerPool:
     context_tokens                in the last report
     first_units                   work that the running step may hold
     began_at, previous_at         when that step began, as far as is known, and the one before
-    had_work_share, told_at       see `busy_share`: at the last report, and when that came
+    reported_at, was_busy_share   when the last report came, and `busy_share` then
     """
 
     def __init__(self, phase: Phase):
@@ -91,8 +91,8 @@ class WorkerPool:
         self.first_units = np.zeros(0)
         self.began_at = np.zeros(0)
         self.previous_at = np.zeros(0)
-        self.had_work_share = np.zeros(0)
-        self.told_at = np.zeros(0)
+        self.reported_at = np.zeros(0)
+        self.was_busy_share = np.zeros(0)
         self._workers: dict[str, Worker] = {}
         self._measured: dict[str, dict[str, Curve]] = {}  # kind of work → replica id → curve
         self._step_units: dict[str, int] = {}
@@ -251,16 +251,17 @@ class WorkerPool:
         total = np.maximum(1.0, self.reported_units + self.sent_units)
         return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
 
-    def busy_share(self, now: float) -> Floats:
-        """[slots]: the part of the recent time in which the worker reported work for this phase."""
-        left = np.exp(-np.maximum(0.0, now - self.told_at) / BUSY_WINDOW_S)
-        return np.where(self.reported_units > 0, 1.0, 0.0) * (1 - left) + self.had_work_share * left
+    def busy_share(self, now: float, which: int | slice = slice(None)) -> Floats:
+        """[slots], or of one slot: the part of the recent time in which the worker reported work for this
+        phase."""
+        old = np.exp(-np.maximum(0.0, now - self.reported_at[which]) / BUSY_WINDOW_S)
+        return (self.reported_units[which] > 0) * (1 - old) + self.was_busy_share[which] * old
 
     def reported(self, replica_id: str, load: LoadReport, now: float, round_trip_s: float) -> None:
         """A report does not contain work that was sent less than a round trip ago. If it contains less than
         the last report and the work sent since, a step has ended and the next one has begun."""
         slot = self.slots[replica_id]
-        self.had_work_share[slot], self.told_at[slot] = self.busy_share(now)[slot], now
+        self.was_busy_share[slot], self.reported_at[slot] = self.busy_share(now, slot), now
         expected = self.reported_units[slot]
         unseen = self._unseen[replica_id]
         while unseen and unseen[0].known_at <= now - round_trip_s:

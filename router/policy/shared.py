@@ -8,11 +8,10 @@ in it:
 * With answers, it takes longer by the queued tokens of prompts, as far as they fit.
 
 A worker that encodes and computes prompts has an encoder and a language engine that take turns on its device.
-So each of the two queues lasts longer by the other, but by no more than its own length. A step of the answers
-rides in each encoder call.
+So each of the two queues lasts longer by the other, but by no more than its own length.
 
-So an answer takes longer where prompts and media take more of the time (`tpot_s`). Workers that can do all
-of it part by themselves: answers go to some of them, prompts and media to the others.
+An answer takes longer where prompts and media take more of the time (`tpot_s`). So workers that can do all of
+it part by themselves: answers go to some of them, prompts and media to the others.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
     from router.policy.cluster import ClusterView
 
 # What a second of an answer counts, as a ratio to a second before a first token: a queue delays all requests
-# that come while it lasts, an answer is delayed once. With 0.25 four whole workers serve more images and fewer
-# texts within limits (bench/router/README.md, Splits). A worker that does not prefill computes prompts between
-# its steps, and all its answers wait meanwhile: there the delay by a prompt counts in full.
-ANSWER_WEIGHT = 0.15
+# that come while it lasts, an answer is delayed once. More makes answers faster and first tokens later
+# (bench/router/README.md, Splits). A worker that does not prefill computes prompts between its steps, and all
+# its answers wait meanwhile: there the delay by a prompt counts in full.
+ANSWER_WEIGHT = 0.05
 
 
 class SharedWorkers:
@@ -80,25 +79,21 @@ def answers_step_s(decodes: WorkerPool) -> Floats:
     return decodes.running_units * (curve.per_unit_s + curve.per_pair_s * context)
 
 
-def tpot_s(cluster: ClusterView, steps: PromptSteps, step_s: Floats, now: float) -> Floats:
+def tpot_s(cluster: ClusterView, step_s: Floats, now: float) -> Floats:
     """[decodes]: between two tokens of an answer, if prompts and media take as much of the worker's time as
     they lately did. `step_s`: [decodes], a step without prompts."""
     shared = cluster.shared
     free = 1 - cluster.prefills.busy_share(now)
-    if shared.has_encoding:
-        free = free * (1 - shared.of_encoders(cluster.encoders.busy_share(now)))
+    free = free * (1 - shared.of_encoders(cluster.encoders.busy_share(now)))
     busy = shared.at_decodes(1 - free)
-    long_s = np.maximum(step_s, cluster.scheduling.prompt_pause_s + shared.at_decodes(steps.answers_s))
-    return 1 / ((1 - busy) / step_s + busy / long_s)
+    return 1 / ((1 - busy) / step_s + busy / (step_s + cluster.scheduling.prompt_pause_s))
 
 
 class BesideEncoding(NamedTuple):
     """[encoders] each: what the language engine of the same worker has to do. Zero where there is none."""
 
     queue_s: Floats  # infinite while answers run there
-    num_waiting: Floats  # prompts
-    num_answers: Floats
-    step_fixed_s: Floats  # of a step of answers
+    num_waiting: Floats  # prompts, and a part of the answers
 
 
 def beside_encoding(cluster: ClusterView) -> BesideEncoding | None:
@@ -114,9 +109,7 @@ def beside_encoding(cluster: ClusterView) -> BesideEncoding | None:
     num_prompts = pool.reported_requests + pool.sent_requests
     return BesideEncoding(
         shared.of_prompts(np.where(has_answers, np.inf, queue_s)),
-        shared.of_prompts(num_prompts),
-        shared.of_prompts(answers),
-        shared.of_prompts(shared.at_prefills(decodes.curve("decode").fixed_s)),
+        shared.of_prompts(num_prompts + ANSWER_WEIGHT * answers),
     )
 
 
@@ -146,7 +139,6 @@ class PromptSteps:
     fixed_s, per_token_s, per_pair_s    of prompts alone; the parts of `Curve`
     answers_s       longer for the tokens of answers
     decode_step_s   a step of the answers without prompts; zero without answers
-    decode_fixed_s  the part of such a step that a step with prompts has anyway
     max_tokens      of prompts in a step
     """
 
@@ -163,7 +155,6 @@ class PromptSteps:
         self.has_answers = shared.at_prefills(num_running) > 0
         self.answers_s = shared.at_prefills(answers_s)
         self.decode_step_s = shared.at_prefills((num_running > 0) * (decode.fixed_s + answers_s))
-        self.decode_fixed_s = shared.at_prefills(decode.fixed_s)
         room_s = np.maximum(0.0, cluster.scheduling.prompt_pause_s - self.fixed_s)
         fitting = np.maximum(block_size, room_s / np.maximum(1e-12, self.queued_token_s))
         self.max_tokens = np.where(

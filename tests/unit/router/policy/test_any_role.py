@@ -17,7 +17,6 @@ from router.admission.queue import Capacity
 from router.flow.placer import Placer
 from router.policy import ClusterView, JointPolicy, Placement, RequestView, Worker, make_policy
 from router.policy.estimate import Estimate
-from router.policy.shared import ANSWER_WEIGHT
 from tests.fakes.placement import (
     BLOCK,
     DECODE,
@@ -191,20 +190,14 @@ def test_an_answer_goes_where_prompts_lately_took_less_of_the_time():
     assert later[0] == pytest.approx(later[1], rel=0.01)
 
 
-def test_a_step_with_a_prompt_or_a_call_of_the_encoder_is_a_step_of_the_answers_too():
-    cluster = cluster_of(0, 0, 0)
+def test_an_answer_goes_where_media_lately_took_less_of_the_time():
+    cluster = cluster_of(0, 1, 0)
     add_whole(cluster, "w0")
-    request = media(400)
-    before = Estimate(request, cluster, 0.0)
-    cluster.reported("w0", load(80, 80), 0.0)
-    after = Estimate(request, cluster, 0.0)
-    max_tokens = (SCHEDULING.prompt_pause_s - PREFILL.fixed_s) / PREFILL.per_unit_s
-    num_tokens = request.num_prompt_tokens
-    prompt_s = num_tokens * (PREFILL.per_unit_s + (PREFILL.fixed_s - DECODE.fixed_s) / max_tokens)
-    delay_s = after.prefills.cost_s[0] - before.prefills.cost_s[0]
-    assert delay_s == pytest.approx(80 * ANSWER_WEIGHT * prompt_s, rel=0.02)
-    delay_s = after.encoders.cost_s[0, 0] - before.encoders.cost_s[0, 0]
-    assert delay_s == pytest.approx(80 * ANSWER_WEIGHT * (ENCODE.seconds(400) - DECODE.fixed_s), rel=0.02)
+    add_whole(cluster, "w1")
+    cluster.reported("w0", load(400, 1, is_of_encoder=True), 0.0)
+    cluster.reported("w0", load(0, 0, is_of_encoder=True), 1.0)
+    cost_s = Estimate(text(160), cluster, 1.0).decodes.cost_s
+    assert cost_s[0] > 1.2 * cost_s[1]
 
 
 def test_answers_take_part_in_the_steps_of_a_prompt_and_limit_them():

@@ -220,9 +220,9 @@ def test_kv_goes_raw_where_nobody_has_measured_a_codec(monkeypatch):
 def test_a_decode_worker_without_blocks_is_avoided_and_waiting_for_blocks_is_predicted():
     cluster = cluster_of(1, 1, 2)
     cluster.reported("d0", load(1, 1, num_used_blocks=10_000), 0.0)
-    cluster.reported("d1", load(1, 1, num_used_blocks=5_000), 0.0)
+    cluster.reported("d1", load(3, 3, num_used_blocks=5_000), 0.0)
     assert decide(text(960), cluster).placement.decode == "d1"
-    cluster.reported("d1", load(1, 1, num_used_blocks=10_000), 0.0)
+    cluster.reported("d1", load(3, 3, num_used_blocks=10_000), 0.0)
     assert decide(text(960), cluster).prediction.first_step_s > 0.021
 
 
