@@ -22,7 +22,7 @@ import numpy as np
 from router.policy.at_prefills import PrefillEstimate, able_to_hold
 from router.policy.cluster import ClusterView
 from router.policy.pool import Floats, rendezvous
-from router.policy.shared import ANSWER_WEIGHT, PromptSteps, encoding_beside, tpot_s
+from router.policy.shared import PromptSteps, encoding_beside
 from router.policy.views import RequestView
 
 
@@ -53,10 +53,11 @@ class DecodeEstimate:
     step_s      one step with the request in it
     first_s     from the arrival of KV to the end of the first step: with the prompts that are queued there,
                 and half of a running step before it on average
-    cost_s      a part of the answer's time. Infinite for workers that cannot take the request
+    cost_s      delay of others: how much longer that step is, for every sequence in it. Infinite for
+                workers that cannot take the request
     """
 
-    def __init__(self, request: RequestView, cluster: ClusterView, steps: PromptSteps, now: float):
+    def __init__(self, request: RequestView, cluster: ClusterView, steps: PromptSteps):
         """Raises UnavailableError and RequestError if no worker can take the request."""
         pool = cluster.decodes
         self._request = request
@@ -78,9 +79,9 @@ class DecodeEstimate:
             self.first_s = self.first_s + np.minimum(
                 self.first_s, cluster.shared.at_decodes(encoding.queue_s)
             )
-        token_s = tpot_s(cluster, self.step_s, now)
-        answer_s = cluster.holding_s * token_s / float(token_s[self.is_able].mean())
-        self.cost_s = np.where(self.is_able, ANSWER_WEIGHT * answer_s, np.inf)
+        self.cost_s = np.where(
+            self.is_able, per_sequence_s * request.num_sequences * self.num_sequences, np.inf
+        )
         used = pool.reported_blocks + pool.sent_blocks
         used = used + cluster.shared.at_decodes(cluster.prefills.sent_blocks)
         wanted = -(-request.num_prompt_tokens // request.block_size)

@@ -3,11 +3,10 @@
 The cost of a placement, in seconds, is
 
     time to first token + KV transfer that is not hidden + decode's first step + delay of others
-    + `ANSWER_WEIGHT` × time of the answer
 
 plus a small term that only decides between equals. "Delay of others" is the request's own work at each
 worker, for every request that waits there: a request in a long queue delays all requests that arrive while
-the queue lasts; and for a part of the answers that run there.
+the queue lasts.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Estimate:
         self.encoders = EncodeEstimate(request.media, cluster, now, avoided=request.avoided)
         self.earliest_s = self.encoders.earliest_s
         steps = PromptSteps(cluster, request.block_size)
-        self.decodes = DecodeEstimate(request, cluster, steps, now)
+        self.decodes = DecodeEstimate(request, cluster, steps)
         shared = cluster.shared
         can_decode = shared.at_prefills(self.decodes.is_able) > 0
         blocks_s = shared.at_prefills(self.decodes.blocks_s)

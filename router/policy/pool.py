@@ -26,7 +26,6 @@ from router.policy.views import Worker
 
 UNMEASURED_S = 1e-4  # per unit of work before any measurement
 UNMEASURED_STEP_UNITS = 2048
-BUSY_WINDOW_S = 1.0  # of the average that `busy_share` is: many steps, and short beside an answer
 
 Floats = NDArray[np.float64]
 
@@ -62,7 +61,6 @@ class WorkerPool:
     context_tokens                in the last report
     first_units                   work that the running step may hold
     began_at, previous_at         when that step began, as far as is known, and the one before
-    reported_at, was_busy_share   when the last report came, and `busy_share` then
     """
 
     def __init__(self, phase: Phase):
@@ -91,8 +89,6 @@ class WorkerPool:
         self.first_units = np.zeros(0)
         self.began_at = np.zeros(0)
         self.previous_at = np.zeros(0)
-        self.reported_at = np.zeros(0)
-        self.was_busy_share = np.zeros(0)
         self._workers: dict[str, Worker] = {}
         self._measured: dict[str, dict[str, Curve]] = {}  # kind of work → replica id → curve
         self._step_units: dict[str, int] = {}
@@ -251,17 +247,10 @@ class WorkerPool:
         total = np.maximum(1.0, self.reported_units + self.sent_units)
         return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
 
-    def busy_share(self, now: float, which: int | slice = slice(None)) -> Floats:
-        """[slots], or of one slot: the part of the recent time in which the worker reported work for this
-        phase."""
-        old = np.exp(-np.maximum(0.0, now - self.reported_at[which]) / BUSY_WINDOW_S)
-        return (self.reported_units[which] > 0) * (1 - old) + self.was_busy_share[which] * old
-
     def reported(self, replica_id: str, load: LoadReport, now: float, round_trip_s: float) -> None:
         """A report does not contain work that was sent less than a round trip ago. If it contains less than
         the last report and the work sent since, a step has ended and the next one has begun."""
         slot = self.slots[replica_id]
-        self.was_busy_share[slot], self.reported_at[slot] = self.busy_share(now, slot), now
         expected = self.reported_units[slot]
         unseen = self._unseen[replica_id]
         while unseen and unseen[0].known_at <= now - round_trip_s:

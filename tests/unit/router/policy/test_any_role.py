@@ -178,28 +178,6 @@ def test_queued_prompts_send_an_answer_to_another_worker():
     assert estimate.cost_s(Placement((), "p0", "l1")) == pytest.approx(before_s, rel=0.02)
 
 
-def test_an_answer_goes_where_prompts_lately_took_less_of_the_time():
-    cluster = cluster_of(0, 1, 0, 2)
-    for at in (0.0, 1.0):
-        cluster.reported("l0", load(8, 8, num_prompts=3, num_prompt_tokens=900), at)
-        cluster.reported("l1", load(8, 8), at)
-    cluster.reported("l0", load(8, 8), 2.0)  # no prompt is queued any more: both have the same to do
-    for idx in range(10):
-        assert decide(text(160, f"text {idx}"), cluster, now=2.0).placement.decode == "l1"
-    later = Estimate(text(160), cluster, 60.0).decodes.cost_s
-    assert later[0] == pytest.approx(later[1], rel=0.01)
-
-
-def test_an_answer_goes_where_media_lately_took_less_of_the_time():
-    cluster = cluster_of(0, 1, 0)
-    add_whole(cluster, "w0")
-    add_whole(cluster, "w1")
-    cluster.reported("w0", load(400, 1, is_of_encoder=True), 0.0)
-    cluster.reported("w0", load(0, 0, is_of_encoder=True), 1.0)
-    cost_s = Estimate(text(160), cluster, 1.0).decodes.cost_s
-    assert cost_s[0] > 1.2 * cost_s[1]
-
-
 def test_answers_take_part_in_the_steps_of_a_prompt_and_limit_them():
     cluster = cluster_of(0, 0, 0, 1)
     cluster.reported("l0", load(100, 100), 0.0)
