@@ -24,6 +24,7 @@ import contextlib
 import itertools
 import json
 import random
+import ssl
 import tempfile
 import time
 from collections import Counter
@@ -85,29 +86,33 @@ async def run(
     """`on_answer` is given the instants of each complete answer: its start, then its events."""
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
-    limits = httpx.Limits(max_connections=2 * concurrency)
     left = enumerate(cases)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    new_client = partial(httpx.AsyncClient, base_url=url, timeout=120, verify=ssl.create_default_context())
+    async with new_client() as client:
         model_id = (await client.get("/v1/models")).json()["data"][0]["id"]
 
-        def note(times: list[float]) -> None:
-            times.append(time.monotonic())
+    def note(times: list[float]) -> None:
+        times.append(time.monotonic())
 
-        async def one_after_another() -> None:
-            for number, case in left:
-                leaves = int((number + 1) * cancelled_ratio) > int(number * cancelled_ratio)
-                leaves_after_s = rng.uniform(0, 0.4) if leaves else None
-                times = [time.monotonic()]
-                try:
-                    async with asyncio.timeout(leaves_after_s):
-                        outcome = await stream(client, model_id, case, partial(note, times))
-                except TimeoutError:
-                    outcome = "left"
-                outcomes[outcome] += 1
-                if outcome == "answered":
-                    on_answer(times)
+    async def one_after_another() -> None:
+        client = new_client()
+        for number, case in left:
+            leaves = int((number + 1) * cancelled_ratio) > int(number * cancelled_ratio)
+            leaves_after_s = rng.uniform(0, 0.4) if leaves else None
+            times = [time.monotonic()]
+            try:
+                async with asyncio.timeout(leaves_after_s):
+                    outcome = await stream(client, model_id, case, partial(note, times))
+            except TimeoutError:
+                outcome = "left"
+                await client.aclose()  # httpcore counts some connections of cancelled requests for ever
+                client = new_client()
+            outcomes[outcome] += 1
+            if outcome == "answered":
+                on_answer(times)
+        await client.aclose()
 
-        await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
+    await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
     return outcomes
 
 

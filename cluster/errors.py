@@ -9,7 +9,6 @@
     │   └── ModelNotFoundError  404
     ├── OverloadedError         429: the client may retry after `retry_after_s`
     ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed; another may succeed
-    │   └── NotCachedError      503: a worker was to find media of a prompt in its prefix cache, and does not
     ├── OverwrittenError        503: what tokens were drawn from may have been overwritten
     ├── NotWantedError          work that was stopped because nothing waits for it; never leaves its process
     └── ConfigError             the operator must change the configuration; raised at start only
@@ -93,11 +92,6 @@ class UnavailableError(ClusterError):
     code = "unavailable"
 
 
-class NotCachedError(UnavailableError):
-    """A worker that has no embeddings was to compute a prompt with media from its prefix cache, and the media
-    are not there (any more). The worker has not failed: the prompt can be computed elsewhere."""
-
-
 class OverwrittenError(ClusterError):
     """Memory that an answer was computed from was written to by another worker. Tokens drawn from it cannot
     be taken back, so only an answer that has none may go on."""
@@ -120,7 +114,7 @@ _BY_NAME: dict[str, type[ClusterError]] = {
         ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError,
         UnsupportedError,
         ModelNotFoundError,
-        OverloadedError, UnavailableError, NotCachedError, OverwrittenError, ConfigError,
+        OverloadedError, UnavailableError, OverwrittenError, ConfigError,
     )
 }  # fmt: skip
 KINDS = tuple(_BY_NAME)  # of errors that an answer may end with

@@ -95,17 +95,16 @@ class LanguageEngine:
         policy: SchedulingPolicy,
         limits: StepLimits,
         cpu_slots: CpuSlots,
+        features: FeatureStore,
         *,
-        features: FeatureStore | None = None,
         tier: KvTier | None = None,
         constraints: Constraints | None = None,
         allows_recompute: bool = False,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ):
-        """`features`: where embeddings arrive; None: of prompts with media only text behind cached media is
-        computed here. `tier`: the second one of the KV cache. `constraints`: those of `runner`.
-        `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once for each
-        request whose answer was to be generated here, when it leaves the engine."""
+        """`features`: where embeddings arrive. `tier`: the second one of the KV cache. `constraints`: those
+        of `runner`. `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once
+        for each request whose answer was to be generated here, when it leaves the engine."""
         self._runner = runner
         self._blocks = blocks
         self._features = features
@@ -211,9 +210,8 @@ class LanguageEngine:
         """A lease on the feature memory has closed at the instant `at`. Called once for each of them."""
         if isinstance(event, LateWrite):
             return self._lifecycle.fail_readers(event.block_ids)
-        has_come = isinstance(event, Completed)
-        if self._features is not None:
-            self.on_items(self._features.close_lease(event.lease_id, completed=has_come), at)
+        items = self._features.close_lease(event.lease_id, completed=isinstance(event, Completed))
+        self.on_items(items, at)
 
     def on_items(self, items: Sequence[ItemKey], at: float) -> None:
         """The embeddings of these items are here since the instant `at`."""
@@ -227,17 +225,15 @@ class LanguageEngine:
             num_running=num_in_work,
             num_waiting=len(self._requests) - num_in_work,
             num_queued_units=self._counts.num_sequences if generates else self._lifecycle.num_missing_tokens,
-            num_used_blocks=self._blocks.num_blocks
-            - self._blocks.num_free
-            + (0 if features is None else features.num_used_blocks),
+            num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + features.num_used_blocks,
             num_open_leases=self._kv_input.num_open_leases
             + len(self._kv_output.by_lease)
-            + (0 if features is None else features.num_open_leases),
+            + features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
             totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
             sent=self._transfer_engine.sent,
             received=self._transfer_engine.received,
-            held_bytes=0 if features is None else features.held_bytes,
+            held_bytes=features.held_bytes,
             num_context_tokens=self._counts.num_context_tokens,
             num_prompts=self._lifecycle.num_prompts if generates else 0,
             num_prompt_tokens=self._lifecycle.num_missing_tokens if generates else 0,

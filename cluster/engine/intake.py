@@ -5,11 +5,6 @@ here, or its blocks are leased to the worker that computes them. One block is le
 answer that has blocks already: without it, a request could be preempted as soon as it is admitted. A request
 that waits for embeddings holds its blocks and delays no other request.
 
-A worker without memory for embeddings computes a prompt with media if all of these lie in its prefix cache.
-The door has decided so by what was announced; if the blocks have been evicted since, the request is given up
-(`NotCachedError`), and its door has it computed elsewhere. Blocks are not held for requests that wait: these
-could then wait for each other. They are only evicted last.
-
 Used on the engine's thread.
 """
 
@@ -20,9 +15,9 @@ from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.state import LanguagePhase, LanguageRequest, TokenSequence
-from cluster.engine.tables import touch_cached, try_allocate_prompts, uncut_spans
+from cluster.engine.tables import try_allocate_prompts, uncut_spans
 from cluster.engine.timing import Part, Stopwatch
-from cluster.errors import ClusterError, InternalError, NotCachedError, RequestError
+from cluster.errors import ClusterError, InternalError, RequestError
 from cluster.kvcache.hashing import BlockHashes
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import heads
@@ -93,10 +88,9 @@ class Intake:
         self._held.computing.add(request.request_id)
         self._lifecycle.release_merged(request)  # room of items that are cached: the next item may need it
         self._lifecycle.count_missing(request)
-        if self._held.features is not None:
-            for item_idx, item in enumerate(request.main.prompt.media):
-                if item.end > request.main.num_computed_tokens:
-                    self._held.features.want((request.request_id, item_idx))
+        for item_idx, item in enumerate(request.main.prompt.media):
+            if item.end > request.main.num_computed_tokens:
+                self._held.features.want((request.request_id, item_idx))
         for sequence in request.sequences:
             if not sequence.is_complete:
                 ticket = self._ticket(request, sequence.sequence_id, sequence.num_missing_tokens)
@@ -120,7 +114,7 @@ class Intake:
                 sequence.hashes = BlockHashes(prompt, block_size)
             request.sequences.append(sequence)
         request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
-        if request.needs_embeddings and self._held.features is not None:
+        if request.needs_embeddings:
             num_items = len(request.request.prompt.media)
             request.main.items_ready = self._held.features.ready_items(request.request_id, num_items)
         self._lifecycle.count_missing(request)
@@ -151,9 +145,7 @@ class Intake:
             loader is None
             or not request.computes
             or request.scores_prompt
-            or not loader.try_load(
-                request, num_spare, self._queue_loaded, can_compute=not self._relies_on_cache(request)
-            )
+            or not loader.try_load(request, num_spare, self._queue_loaded)
         ):
             self._queue(request)
 
@@ -163,7 +155,6 @@ class Intake:
             self._blame.run(request_id, self._queue, request)
 
     def _queue(self, request: LanguageRequest) -> None:
-        self._check_cached(request)
         ticket = self._ticket(request, request.request_id, request.num_prompt_tokens)
         (self._held.admission if request.computes else self._held.arrivals).push(ticket)
 
@@ -173,17 +164,6 @@ class Intake:
             raise InternalError("this worker computes no prompts")
         if not request.sends and self._limits.max_sequences == 0:
             raise InternalError("this worker generates no answers")
-
-    def _relies_on_cache(self, request: LanguageRequest) -> bool:
-        return request.needs_embeddings and self._held.features is None
-
-    def _check_cached(self, request: LanguageRequest) -> None:
-        """Raises NotCachedError if media of the prompt are not in the prefix cache and need to be."""
-        if not self._relies_on_cache(request):
-            return
-        num_cached = 0 if request.scores_prompt else touch_cached(request.main, self._held.blocks)
-        if num_cached < request.main.prompt.media_end:
-            raise NotCachedError("the prompt's media are not in this worker's prefix cache any more")
 
     def _check_size(self, request: LanguageRequest) -> None:
         asked, blocks = request.request, self._held.blocks
@@ -207,7 +187,6 @@ class Intake:
         num_blocks = request.request.num_prompt_blocks(held.blocks.block_size)
         if not (self._may_send(request.request_id) and held.admission.has_share(ticket, num_blocks)):
             return False
-        self._check_cached(request)
         spans = tuple(uncut_spans(self._model, sequence.prompt) for sequence in request.sequences)
         if not try_allocate_prompts(request, held.blocks, held.counts.num_admitted, spans):
             return False

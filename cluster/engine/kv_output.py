@@ -109,7 +109,8 @@ def plan_end(
     request: LanguageRequest, token_s: float | None, budget: StepBudget, layout: MemoryLayout
 ) -> None:
     """Decides how much of the prompt travels, before any of it is sent. token_s: in which decode computes a
-    token. Tokens up to the end of the last media item always travel, because decode has no embeddings."""
+    token. Tokens up to the end of the last media item always travel, because decode gets no
+    embeddings of it."""
     outgoing, main = request.outgoing, request.main
     if outgoing is None or token_s is None or (block_s := outgoing.block_s) is None:
         return

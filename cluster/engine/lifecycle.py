@@ -48,7 +48,7 @@ class EngineState:
     counts: SequenceCounts
     computing: set[str]  # ids of requests whose prompts are computed
     runner: LanguageRunner
-    features: FeatureStore | None  # None: no media are computed here
+    features: FeatureStore
     kv_input: KvInput
     kv_output: KvOutput
     loader: PrefixLoader | None  # None: the KV cache has no second tier
@@ -122,8 +122,7 @@ class Lifecycle:
         item (`LateWrite` of `kv_transfer.lease.receiver`). Everything computed from those rows is suspect:
         the requests that read them, the prefix cache, and the requests that share KV blocks with these
         requests. All of them fail; none may answer."""
-        requests, features = self._held.requests, self._held.features
-        harmed = set() if features is None else features.harmed_by(feature_blocks)
+        requests, harmed = self._held.requests, self._held.features.harmed_by(feature_blocks)
         readers = [requests[request_id] for request_id in harmed if request_id in requests]
         if readers:
             kv_blocks = {block_id for reader in readers for block_id in reader.held_blocks}
@@ -148,8 +147,6 @@ class Lifecycle:
 
     def release_merged(self, request: LanguageRequest) -> None:
         """Releases items that no further step reads: they are computed, or in the cached prefix."""
-        if self._held.features is None:
-            return
         for item_idx, item in enumerate(request.main.prompt.media):
             if item.end <= request.main.num_computed_tokens:
                 self._held.features.release((request.request_id, item_idx))
@@ -208,6 +205,5 @@ class Lifecycle:
 
     def _release_features(self, request: LanguageRequest) -> None:
         """Items that have been released already are ignored."""
-        if self._held.features is not None:
-            for item_idx in range(len(request.request.prompt.media)):
-                self._held.features.release((request.request_id, item_idx), has_ended=True)
+        for item_idx in range(len(request.request.prompt.media)):
+            self._held.features.release((request.request_id, item_idx), has_ended=True)

@@ -39,7 +39,7 @@ def sizes_of(role: Role, args: ClusterArgs, limits: StepLimits, device_type: str
     return LanguageSizes(
         num_kv_blocks=_num_kv_blocks(role, args, device_type),
         memory_share=pool.memory_share,
-        feature_bytes=role.prefills * args.prefill.feature_bytes,
+        feature_bytes=args.prefill.feature_bytes,
         max_step_tokens=max(limits.max_prompt_tokens, limits.max_sequences),
         max_step_sequences=max(
             limits.max_sequences, role.prefills * limits.max_prompt_tokens // args.block_size

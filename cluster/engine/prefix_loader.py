@@ -13,7 +13,6 @@ Owns the loads under way. Used on the engine's thread.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -72,15 +71,12 @@ class PrefixLoader:
         request: LanguageRequest,
         num_spare: int,
         admit: Callable[[str], None],
-        *,
-        can_compute: bool = True,
     ) -> bool:
         """Whether a part of the request's prompts is loaded now. Then `admit(request_id)` is called when it
-        is here, or as much of it as could be loaded. `num_spare` blocks stay free for others. `can_compute`:
-        false if this worker cannot compute what it does not load."""
+        is here, or as much of it as could be loaded. `num_spare` blocks stay free for others."""
         size = self._blocks.block_size
         names, cached = [], []
-        compute_s = 0.0 if can_compute else math.inf
+        compute_s = 0.0
         for sequence in request.sequences:
             hashes = () if sequence.hashes is None else sequence.hashes.hashes
             hashes = hashes[: (sequence.num_prompt_tokens - 1) // size]  # the last token is computed anyway

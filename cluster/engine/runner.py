@@ -42,13 +42,12 @@ class LanguageRunner:
         model: LanguageModel,
         steps: StepModel,
         kv: BlockMemory,
-        features: FeatureStore | None = None,
+        features: FeatureStore,
         speculator: Speculator | None = None,
         masks: ConstraintMasks | None = None,
     ):
         """`steps` computes the model's steps: the model itself, unless it runs on several ranks or is
-        recorded. `features`: where embeddings are; None: no prompt with media is computed here. `masks`: of
-        constraints; None: no request has one."""
+        recorded. `features`: where embeddings are. `masks`: of constraints; None: no request has one."""
         self._model = model
         self._steps = steps
         self._kv = kv
@@ -202,7 +201,6 @@ class LanguageRunner:
         """The embeddings that tokens [start, end) of the prompt show."""
         for item_idx, item in enumerate(work.sequence.prompt.media):
             for token, row, count in item.pieces(start, end):
-                assert self._features is not None
                 for rows in self._features.rows((work.request.request_id, item_idx), row, row + count):
                     yield FeatureSlice(token - start, rows)
                     token += len(rows)

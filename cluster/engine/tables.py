@@ -60,13 +60,6 @@ def _share_cached(
     sequence.num_registered = usable // size
 
 
-def touch_cached(sequence: TokenSequence, blocks: BlockPool) -> int:
-    """Tokens of the prompt that need not be computed now: their blocks become the last to be evicted."""
-    cached, size = blocks.lookup(() if sequence.hashes is None else sequence.hashes.hashes), blocks.block_size
-    blocks.free(cached)
-    return usable_prefix(len(cached) * size, sequence.num_prompt_tokens, size, ())
-
-
 def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
     """Makes blocks findable that have become full."""
     if sequence.hashes is None:

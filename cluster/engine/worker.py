@@ -115,7 +115,7 @@ class LanguageWorker(PhaseService):
         self._encoder = encoder = None if self.load_encoder is None else self.load_encoder(args, setup)
         language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)
         model = language.model
-        feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes) if role.prefills else None
+        feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes)
         process = WorkerProcess(
             setup,
             args.transport,
@@ -129,7 +129,8 @@ class LanguageWorker(PhaseService):
             lease_margin_s=lease_margin_s,
             ranks=ranks,
         )
-        self._features = None if feature_memory is None else _feature_store(feature_memory, process, args)
+        feature_blocks = BlockPool(feature_memory.num_blocks, args.block_size)
+        self._features = FeatureStore(feature_memory, feature_blocks, process.feature_transfer_engine)
         speculator = _speculator(args, model) if role.decodes else None
         masks = self._constraints = _constraints(args, model.vocab_size, process.clock)
         runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator, masks)
@@ -145,7 +146,7 @@ class LanguageWorker(PhaseService):
             SchedulingPolicy(**args.scheduling.model_dump()),
             limits,
             process.seat.cpu_slots,
-            features=self._features,
+            self._features,
             tier=self._tier,
             constraints=masks,
             allows_recompute=args.transfer.recompute == "auto",
@@ -159,10 +160,10 @@ class LanguageWorker(PhaseService):
     def _take_seats(self, process: WorkerProcess) -> None:
         self._granting_engines: list[BlockTransfer] = [
             *([process.kv_transfer_engine] if self.role.decodes else []),
-            *([process.feature_transfer_engine] if self.role.prefills else []),
+            process.feature_transfer_engine,
         ]
         process.seat.attach(self._engine)
-        if self._encoder is not None and self._features is not None:
+        if self._encoder is not None:
             self._encoder.attach(process, OwnEmbeddings(self._features, self._engine, process))
         # As in this worker's grants for embeddings: its own encoder does not write to these.
         self._own_metadata = process.feature_transfer_engine.agent.metadata()
@@ -216,7 +217,7 @@ class LanguageWorker(PhaseService):
                 call(self._engine.take_targets)
             case Cancel() if message.item_idx is None:
                 call(self._engine.cancel, message.request_id, message.choice_idx)
-            case EncoderLost() if self._features is not None:
+            case EncoderLost():
                 self._features.renew((message.request_id, message.item_idx), message.lease_id)
             # These two may send messages to other ranks, so they do not run on the event loop.
             case GrantPassed():
@@ -231,8 +232,8 @@ class LanguageWorker(PhaseService):
     ) -> None:
         """Its part of a message."""
         if isinstance(message, EncodeTarget) and message.grant.agent_metadata == self._own_metadata:
-            if self._features is not None:  # behind the encoder's earlier messages: one may call the item off
-                self._process.encoder_seat.loop.call(self._features.fill_here, message.grant.lease_id)
+            # behind the encoder's earlier messages: one may call the item off
+            self._process.encoder_seat.loop.call(self._features.fill_here, message.grant.lease_id)
             encoder.on_room(message.request_id, message.item_idx)
         elif not (isinstance(message, Cancel) and message.choice_idx is not None):
             encoder.on_message(door, message)
@@ -240,19 +241,18 @@ class LanguageWorker(PhaseService):
     def _start(self, door: DoorId, message: StartPrefill | StartDecode) -> None:
         came_at = self._process.clock.now()
         computes = isinstance(message, StartPrefill) or message.prefills
-        if computes and self._features is not None and not self._reserve(self._features, door, message):
+        if computes and not self._reserve(door, message):
             return
         self._process.loop.call(self._engine.start, door, message, came_at)
 
-    def _reserve(self, features: FeatureStore, door: DoorId, message: StartPrefill | StartDecode) -> bool:
+    def _reserve(self, door: DoorId, message: StartPrefill | StartDecode) -> bool:
         """Asks for room for the request's embeddings. False: an item can never fit; the door is told."""
-        request = message.request
+        request, features = message.request, self._features
         for item_idx, item in enumerate(request.prompt.media):
             num_rows = item.geometry.num_tokens
             if num_rows > features.max_rows:
                 error = RequestError(
-                    f"media item {item_idx} has {num_rows} embedding rows; a prefill worker holds "
-                    f"{features.max_rows}"
+                    f"media item {item_idx} has {num_rows} embedding rows; a worker holds {features.max_rows}"
                 )
                 self._process.shell.send(door, Failed(request.request_id, to_info(error)))
                 return False
@@ -282,11 +282,6 @@ def _constraints(args: ClusterArgs, vocab_size: int, clock: Clock) -> Constraint
     """The tokenizer is read when the first request with a structure comes."""
     end_ids = GenerationDefaults.load(args.model).eos_token_ids
     return Constraints(GrammarCompiler(lambda: VocabularySource.load(args.model, vocab_size, end_ids), clock))
-
-
-def _feature_store(memory: BlockMemory, process: WorkerProcess, args: ClusterArgs) -> FeatureStore:
-    blocks = BlockPool(memory.num_blocks, args.block_size)
-    return FeatureStore(memory, blocks, process.feature_transfer_engine)
 
 
 def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:

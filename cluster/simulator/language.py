@@ -19,7 +19,6 @@ from cluster.engine.events import first_events
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.state import FirstTokens, LanguagePhase, PromptWork
 from cluster.engine.timing import Part
-from cluster.errors import NotCachedError, to_info
 from cluster.scheduling.admission import PromptAdmission, heads
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.chunks import usable_prefix
@@ -41,7 +40,6 @@ from cluster.types.messages import (
     DecodeGranted,
     DecodeTarget,
     EncoderLost,
-    Failed,
     FinishReason,
     LoadReport,
     Preempted,
@@ -209,10 +207,6 @@ class SimLanguage:
         num_cached = self.blocks.match(held.attempt.request.block_hashes) * size
         if request.computes:
             num_cached = usable_prefix(num_cached, held.attempt.num_tokens, size, ())
-            if num_cached < held.sequence.prompt.media_end and not self.spec.role.prefills:
-                self._end(held)
-                self._tell(held, Failed(ticket.request_id, to_info(NotCachedError("they were evicted"))))
-                return True
         shared = list(held.attempt.request.block_hashes[: num_cached // size])
         if not self.blocks.try_take(shared, num_blocks - len(shared), self._num_admitted):
             return False

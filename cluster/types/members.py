@@ -41,14 +41,12 @@ class Role(StrEnum):
 
     @property
     def prefills(self) -> bool:
-        """Computes any prompt, with media and negative prompts, and sends its KV to any worker that
-        decodes."""
+        """Computes prompts for any worker that decodes, and sends it their KV."""
         return Phase.PREFILL in self.phases
 
     @property
     def decodes(self) -> bool:
-        """Generates answers. Of these it may compute prompts without a negative prompt itself, also if it
-        does not prefill: as far as they are text, behind media whose KV it has."""
+        """Generates answers. It may compute the prompts of these itself, also if it does not prefill."""
         return Phase.DECODE in self.phases
 
 

@@ -70,7 +70,7 @@ from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 
 class FinishReason(StrEnum):
@@ -99,9 +99,7 @@ class StartDecode(ChannelMessage, frozen=True):
 
     request: GenerateRequest
     timeout_s: float  # until the first step; without its KV by then the request fails
-    # Local prefill: the worker computes the prompts and draws the first tokens; no KV comes. A worker whose
-    # role does not prefill is sent no negative prompts, and media only if they are all `cached`: if they are
-    # not, it gives the request up (NotCachedError)
+    # Local prefill: the worker computes the prompts and draws the first tokens; no KV comes
     prefills: bool = False
     codec: str = "raw"  # the codec in which KV shall travel where possible; raw: exactly as computed
     encodes: tuple[int, ...] = ()  # as in `StartPrefill`; if it prefills
@@ -324,7 +322,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     num_cached_blocks: int = 0  # blocks kept for reuse
     totals: DecodeTotals = DecodeTotals()
     sent: SentTotals = SentTotals()
-    # for media in work. Encoder: files, and tensors made from them; worker that prefills: room for embeddings
+    # for media in work. Encoder: files, and tensors made from them; others: room for embeddings
     held_bytes: int = 0
     sending_bytes: int = 0  # encoder: embeddings that are being written to prefill workers
     encoded: EncodeTotals = EncodeTotals()

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 from cluster.errors import (
     ClusterError,
-    NotCachedError,
     OverwrittenError,
     UnavailableError,
     from_info,
@@ -214,18 +213,14 @@ class Attempts:
 
     def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None:
         """Every choice that has not ended gets the error, unless another attempt may go on with it. `advance`
-        lands the attempt. `blamed`: may have caused it; if none is named, prompt worker and decode; but no
-        worker has failed if a cache does not have what the attempt was placed for."""
+        lands the attempt. `blamed`: may have caused it; if none is named, prompt worker and decode."""
         if attempt.has_failed:
             return
         attempt.has_failed = True
         is_lost = isinstance(error, OverwrittenError) and any(c.token_ids for c in attempt.choices)
         if isinstance(error, UnavailableError | OverwrittenError) and not is_lost:
             attempt.failure = error
-            if isinstance(error, NotCachedError):
-                self._cluster.not_cached(attempt.request_id)
-            else:
-                attempt.blamed = blamed or (attempt.prompt_worker, attempt.decode)
+            attempt.blamed = blamed or (attempt.prompt_worker, attempt.decode)
             return
         for choice_idx in range(len(attempt.choices)):
             self._deliver(attempt, choice_idx, error)
@@ -336,9 +331,12 @@ class Attempts:
             self.fail(attempt, stopped, worker)
 
     def _can_do_without(self, worker: WorkerState) -> bool:
-        """Whether other workers that make progress do all that it does, but encoding."""
+        """Whether other workers that make progress can do all that it does, but encoding."""
         moving = {other.role for other in self._workers.values() if other.is_listed and not other.is_silent}
-        return worker.role.phases - {Phase.ENCODE} <= {phase for role in moving for phase in role.phases}
+        phases = {phase for role in moving for phase in role.phases}
+        if Phase.DECODE in phases:
+            phases.add(Phase.PREFILL)
+        return worker.role.phases - {Phase.ENCODE} <= phases
 
     def advance(self, attempt: Attempt, now: float) -> None:
         """Land the attempt if it is over, and have its preempted choices go on."""

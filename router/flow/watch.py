@@ -149,9 +149,10 @@ class WorkerWatch:
             elif now - progress.asked_at >= ANSWER_S:
                 progress.is_unanswered = True
                 self._update(worker, progress, now)
+        for worker, progress in list(self._workers.items()):  # what is moved goes to none that is silent now
             limit_s = 0.0 if progress.is_unanswered else MOVE_S
             is_long = worker.is_silent and now - progress.silent_since >= limit_s
-            if is_long and not progress.has_moved:
+            if is_long and worker.num_requests and not progress.has_moved:
                 progress.has_moved = True
                 logger.warning("%s worker %s makes no progress", worker.role, worker.replica_id)
                 self._on_long_silent(worker, now)

@@ -213,13 +213,15 @@ def _num_cached(request: RequestView, depths: Floats) -> Floats:
 def able_to_compute(
     request: RequestView, pool: WorkerPool, num_cached: Floats, can_decode: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """[prefills]: workers that can compute the prompt: for any answer; or, of those that `can_decode` it, for
-    an answer of their own, if there is no negative prompt and what they lack behind their `num_cached` tokens
-    is text. Raises what `able_to_hold` raises."""
-    is_able = pool.takes_any
-    if not request.num_negative_tokens:
-        has_speed = ~np.isnan(pool.own_curve("prefill").fixed_s)
-        is_able = is_able | (can_decode & has_speed & (num_cached >= request.media_end))
+    """[prefills]: workers that may compute the prompt: for any answer; or, of those that `can_decode` it, for
+    an answer of their own. Of these, prompts with media or a negative prompt, which may be long, are left to
+    workers that compute any prompt, unless only text is missing behind the `num_cached` tokens, or more is
+    missing at all of the others that are not avoided. Raises what `able_to_hold` raises."""
+    has_speed = ~np.isnan(pool.own_curve("prefill").fixed_s)
+    is_text_left = (num_cached >= request.media_end) & (request.num_negative_tokens == 0)
+    others = pool.takes_any & pool.is_listed & pool.is_not_avoided(request.avoided)
+    most_cached = num_cached[others].max(initial=-1.0)
+    is_able = pool.takes_any | (can_decode & has_speed & (is_text_left | (num_cached > most_cached)))
     return able_to_hold(request, pool, pool.is_listed & is_able, request.num_prefill_blocks)
 
 

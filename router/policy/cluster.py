@@ -6,7 +6,6 @@ It is driven from outside and has no clock:
     add, remove, set_listed, set_avoided                       workers join, drain, hang and leave
     assign, measured, reported, media_changed, blocks_changed messages of workers
     started, item_moved, item_done, prefilled, ended          this door's own requests, in this order
-    not_cached                                                what a request was placed for is not there
     observed                                                  the actual durations; before `ended`
 
 Messages about a worker or a request that is not there are ignored, because they may arrive after it has left.
@@ -232,15 +231,6 @@ class ClusterView:
         if in_flight is not None:
             self._end_prefill(in_flight)
             self.decodes.told(in_flight.decode, self._now)
-
-    def not_cached(self, request_id: str) -> None:
-        """The worker that was to compute the request's prompt does not have its media in its prefix cache.
-        Until it announces them again, they do not count as being there."""
-        in_flight = self._in_flight.get(request_id)
-        if in_flight is not None and self.prefills.has(in_flight.work):
-            request = in_flight.request
-            first = max(0, request.media_end - 1) // request.block_size
-            self.prefixes.discard(in_flight.work.slot, request.block_hashes[first:])
 
     def ended(self, request_id: str) -> None:
         """The request has ended, successfully or not, and no worker has work for it."""

@@ -74,7 +74,7 @@ class WorkerPool:
         self.is_assigned = np.zeros(0, bool)  # to this phase: chosen before the others
         self.incarnations = np.zeros(0, np.int64)  # 0 where there is no worker
         self.classes = np.zeros(0, np.intp)  # index of the class
-        self.takes_any = np.zeros(0, bool)  # prompts, for itself and others; else see `able_to_compute`
+        self.takes_any = np.zeros(0, bool)  # prompts, of any answer; else of its own answers only
         self.keeps_blocks = np.zeros(0, bool)  # it has a prefix cache
         self.salts = np.zeros(0, np.uint64)
         self.num_blocks = np.zeros(0)
@@ -165,6 +165,10 @@ class WorkerPool:
             both = is_able & is_preferred
             is_able = np.where(both.any(-1, keepdims=True), both, is_able)
         return is_able
+
+    def is_not_avoided(self, avoided: Collection[str]) -> NDArray[np.bool_]:
+        """[slots]: neither by all, nor by a request that avoids these workers."""
+        return ~self.is_avoided & self._is_not(avoided)
 
     def _is_not(self, avoided: Collection[str]) -> NDArray[np.bool_]:
         others = np.ones(len(self), bool)

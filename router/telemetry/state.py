@@ -37,7 +37,7 @@ class StateCollector(Collector):
         ),
         "held_bytes": (
             "epdg_worker_media_bytes",
-            "Held for media in work: files and tensors (encode), room for embeddings (prefill, language)",
+            "Held for media in work: files and tensors (encode), room for embeddings (all others)",
         ),
         "sending_bytes": (
             "epdg_worker_sending_bytes",

@@ -45,7 +45,7 @@ from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.codecs.wire_memory import Wire
-from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed
+from kv_transfer.lease.events import TransferEngineFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
 from tests.fakes.kv_rows import BLOCK_SIZE, CODED_KV_LAYOUT, KV_LAYOUT
@@ -84,7 +84,7 @@ class Rig:
         tier_levels: Sequence[Slots] = (),
     ):
         """`window`: tokens that decode's model looks back; None: all. `step_tokens`: of a prefill step.
-        `tier_levels`: where prefill keeps what its cache loses."""
+        `tier_levels`: where prefill keeps what its cache loses. `feature_blocks`: prefill's and decode's."""
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
@@ -104,9 +104,9 @@ class Rig:
         self._sizes = {
             "prefill": kv_blocks,
             "decode": decode_blocks,
-            "features": feature_blocks,
             "encoder": cache_blocks,
         }
+        self._num_feature_blocks = feature_blocks
         self._encoder_settings = (encoder_limits, encoder_policy)
         self._window, self._step_tokens = window, step_tokens
         self.tier_executor = ManualExecutor()
@@ -121,6 +121,16 @@ class Rig:
         return self.workers["encoder"]
 
     @property
+    def features(self) -> FeatureStore:
+        """Prefill's."""
+        return self._features("prefill")
+
+    def _features(self, name: str) -> FeatureStore:
+        features = self.workers[name].features
+        assert features is not None
+        return features
+
+    @property
     def prefill(self) -> Worker:
         return self.workers["prefill"]
 
@@ -132,7 +142,8 @@ class Rig:
         """A process with memories of its own. One that had the name is killed."""
         if name in self.workers:
             self.ended_processes.add(self.workers[name].process)
-            self.workers[name].transfer_engine.agent.close()
+            for transfer_engine in self.workers[name].transfer_engines:
+                transfer_engine.agent.close()
         self.pools[name] = BlockPool(self._sizes[name], BLOCK_SIZE)
         {"encoder": self._start_encoder, "prefill": self._start_prefill, "decode": self._start_decode}[name]()
 
@@ -150,7 +161,7 @@ class Rig:
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
         runner = SimpleNamespace(prepare=self._prepare, encode=self._encode)
         limits, policy = self._encoder_settings
-        self._add_worker("encoder", lambda transfer_engine, outbox: EncoderEngine(
+        self._add_worker("encoder", lambda transfer_engine, outbox, features: EncoderEngine(
             runner, self.cache, transfer_engine, outbox, self.clock, self.executor, limits, policy,
             no_cpu_slots(self.clock)), outgoing=rows)  # fmt: skip
         self.encoder.engine.attach(self.encoder.inbox)
@@ -163,21 +174,18 @@ class Rig:
 
     def _start_prefill(self) -> None:
         self._kv, wire = self._kv_memory("prefill")
-        features = BlockMemory(FEATURE_LAYOUT, self._sizes["features"])
-        self.pools["features"] = BlockPool(self._sizes["features"], BLOCK_SIZE)
 
-        def prefill(transfer_engine: TransferEngine, outbox: Outbox) -> LanguageEngine:
-            self.features = FeatureStore(features, self.pools["features"], transfer_engine)
-            runner = ScriptedRunner(self._kv, self.features, on_prompts=lambda: self.mid_step())
+        def prefill(
+            transfer_engine: TransferEngine, outbox: Outbox, features: FeatureStore
+        ) -> LanguageEngine:
+            runner = ScriptedRunner(self._kv, features, on_prompts=lambda: self.mid_step())
             limits = StepLimits(self._step_tokens, max_sequences=0, target_s=1.0)
-            engine = self._language_engine(
-                "prefill", runner, limits, transfer_engine, outbox, self.features, tier
-            )
+            engine = self._language_engine("prefill", runner, limits, transfer_engine, outbox, features, tier)
             engine.planner.budget.min_tokens = self._step_tokens  # however long steps last
             return engine
 
         tier = self._make_tier() if self.tier_levels else None
-        self._add_worker("prefill", prefill, outgoing=self._kv, outgoing_wire=wire, incoming=features)
+        self._add_worker("prefill", prefill, outgoing=self._kv, outgoing_wire=wire)
         if tier is not None:
             tier.start(self.prefill.inbox.call)
 
@@ -190,16 +198,17 @@ class Rig:
     def _start_decode(self) -> None:
         self._decode_kv, wire = self._kv_memory("decode")
 
-        def decode(transfer_engine: TransferEngine, outbox: Outbox) -> LanguageEngine:
-            runner = self._decode_runner()
+        def decode(transfer_engine: TransferEngine, outbox: Outbox, features: FeatureStore) -> LanguageEngine:
+            runner = self._decode_runner(features)
             limits = StepLimits(BLOCK_SIZE, MAX_BATCH_SEQUENCES, target_s=1.0)
-            return self._language_engine("decode", runner, limits, transfer_engine, outbox)
+            return self._language_engine("decode", runner, limits, transfer_engine, outbox, features)
 
         self._add_worker("decode", decode, incoming=self._decode_kv, incoming_wire=wire)
 
-    def _decode_runner(self) -> ScriptedRunner:
+    def _decode_runner(self, features: FeatureStore) -> ScriptedRunner:
         return ScriptedRunner(
             self._decode_kv,
+            features,
             on_prompts=lambda: self.mid_local_prefill(),
             on_answers=lambda: self.mid_decode(),
             draft=lambda choice: self.draft(choice),
@@ -212,7 +221,7 @@ class Rig:
         limits: StepLimits,
         transfer_engine: TransferEngine,
         outbox: Outbox,
-        features: FeatureStore | None = None,
+        features: FeatureStore,
         tier: KvTier | None = None,
     ) -> LanguageEngine:
         model = SimpleNamespace(
@@ -224,10 +233,11 @@ class Rig:
         )
         return LanguageEngine(
             model, runner, self.pools[name], transfer_engine, outbox, self.clock, POLICY, limits,
-            no_cpu_slots(self.clock), features=features, tier=tier, on_ended=self.ended.append,
+            no_cpu_slots(self.clock), features, tier=tier, on_ended=self.ended.append,
         )  # fmt: skip
 
-    def _add_worker(self, name: str, build: Callable[[TransferEngine, Outbox], Any], **memories: Any) -> None:
+    def _add_worker(self, name: str, build: Callable[..., Any], **memories: Any) -> None:
+        """`build(transfer_engine, outbox, features)`: its engine."""
         self._num_processes += 1
         agent_name = name if name not in self.workers else f"{name}-{self._num_processes}"
         inbox = Inbox()
@@ -235,23 +245,32 @@ class Rig:
         outbox = Outbox(lambda batch: said.extend(message for _, message in batch))
         outbox.add_door(DOOR)
 
-        def on_event(event: Any) -> None:
+        def on_event(hear: str, event: Any) -> None:
             assert not isinstance(event, TransferEngineFailed), event.error
-            is_features = name == "prefill" and isinstance(event, LeaseEvent | LateWrite)
-            hear = "on_features" if is_features else "on_transfer"
             inbox.call(lambda: getattr(worker.engine, hear)(event, self.clock.now()))
 
-        transfer_engine = TransferEngine(
-            self.network.agent(agent_name),
-            self.clock,
-            on_event,
-            margin_s=MARGIN_S,
-            has_ended=self.ended_processes.__contains__,
-            **memories,
-        )
+        def transfer(agent_name: str, hear: str, **memories: Any) -> TransferEngine:
+            agent, has_ended = self.network.agent(agent_name), self.ended_processes.__contains__
+            tell = partial(on_event, hear)
+            return TransferEngine(agent, self.clock, tell, margin_s=MARGIN_S, has_ended=has_ended, **memories)
+
+        transfer_engine = feature_transfer_engine = transfer(agent_name, "on_transfer", **memories)
+        features = None
+        if name != "encoder":
+            rows = BlockMemory(FEATURE_LAYOUT, self._num_feature_blocks)
+            feature_transfer_engine = transfer(f"{agent_name}-features", "on_features", incoming=rows)
+            pool = self.pools[f"{name}-features"] = BlockPool(self._num_feature_blocks, BLOCK_SIZE)
+            features = FeatureStore(rows, pool, feature_transfer_engine)
         process = ProcessId("rig", 0, self._num_processes, 0)
         self.workers[name] = worker = Worker(
-            build(transfer_engine, outbox), transfer_engine, inbox, outbox, process, said
+            build(transfer_engine, outbox, features),
+            transfer_engine,
+            feature_transfer_engine,
+            features,
+            inbox,
+            outbox,
+            process,
+            said,
         )
 
     def receive(self, name: str, message: AnyMessage) -> None:
@@ -259,15 +278,11 @@ class Rig:
         worker = self.workers[name]
         engine = worker.engine
         match message:
-            case StartPrefill():
-                for item_idx, item in enumerate(message.request.prompt.media):
-                    key = (message.request.request_id, item_idx)
-                    num_rows, tell = item.geometry.num_tokens, partial(self._say, worker, worker.door)
-                    self.features.reserve(key, item.media_hash, num_rows, message.timeout_s, tell)
+            case StartPrefill() | StartDecode():
+                if isinstance(message, StartPrefill) or message.prefills:
+                    self._reserve(name, message)
                 worker.tell(engine.start, worker.door, message, self.clock.now())
             case StartEncode():
-                worker.tell(engine.start, worker.door, message, self.clock.now())
-            case StartDecode():
                 worker.tell(engine.start, worker.door, message, self.clock.now())
             case DecodeTarget():
                 engine.offer_target(message.request_id, message.grant.received(self.clock.now()))
@@ -279,11 +294,23 @@ class Rig:
                 part = {"decode": (message.choice_idx,), "encoder": (message.item_idx,)}.get(name, ())
                 worker.tell(engine.cancel, message.request_id, *part)
             case EncoderLost():
-                self.features.renew((message.request_id, message.item_idx), message.lease_id)
+                self._features(name).renew((message.request_id, message.item_idx), message.lease_id)
             case GrantPassed():
-                worker.transfer_engine.note_writer(message.lease_id, message.processes)
+                for transfer_engine in worker.granting_engines:
+                    transfer_engine.note_writer(message.lease_id, message.processes)
             case ReturnGrant():
-                worker.transfer_engine.revoke(message.lease_id, "no writer was given it")
+                for transfer_engine in worker.granting_engines:
+                    transfer_engine.revoke(message.lease_id, "no writer was given it")
+
+    def _reserve(self, name: str, message: StartPrefill | StartDecode) -> None:
+        worker = self.workers[name]
+        tell = partial(self._say, worker, worker.door)
+        for item_idx, item in enumerate(message.request.prompt.media):
+            key, num_rows = (message.request.request_id, item_idx), item.geometry.num_tokens
+            is_wanted = item_idx not in message.cached
+            self._features(name).reserve(
+                key, item.media_hash, num_rows, message.timeout_s, tell, is_wanted=is_wanted
+            )
 
     @staticmethod
     def _say(worker: Worker, door: int, message: AnyMessage) -> None:
@@ -297,7 +324,8 @@ class Rig:
             self.tier_executor.run_one()
             for worker in self.workers.values():
                 worker.step()
-                worker.transfer_engine.step()
+                for transfer_engine in worker.transfer_engines:
+                    transfer_engine.step()
 
     @contextmanager
     def cut_ends(self, num_blocks: int) -> Iterator[None]:
@@ -317,8 +345,9 @@ class Rig:
             worker.inbox.run()
             load = worker.engine.load()
             assert load.is_idle, load
-            assert worker.transfer_engine.num_open == 0
-            assert worker.transfer_engine.agent.num_handles == 0
+            for transfer_engine in worker.transfer_engines:
+                assert transfer_engine.num_open == 0
+                assert transfer_engine.agent.num_handles == 0
         for name, pool in self.pools.items():
             pool.check_integrity()
             if name != "encoder":  # its cache holds references while it keeps rows

@@ -41,7 +41,7 @@ class ScriptedRunner:
     def __init__(
         self,
         kv: BlockMemory,
-        features: FeatureStore | None = None,
+        features: FeatureStore,
         on_prompts: Callable[[], Any] = lambda: None,
         on_answers: Callable[[], Any] = lambda: None,
         draft: Callable[[AnswerChoice], list[int]] = lambda choice: [],
@@ -86,7 +86,6 @@ class ScriptedRunner:
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + work.num_tokens
         for item_idx, item in enumerate(prompt.media):
             for _, row, count in item.pieces(start, end):
-                assert self._features is not None
                 rows = self._features.rows((work.request.request_id, item_idx), row, row + count)
                 expected = [item_value(item.media_hash, i) for i in range(row, row + count)]
                 assert torch.cat(rows).flatten().tolist() == expected

@@ -131,8 +131,10 @@ def is_legal(placement: Placement, request: RequestView, cluster: ClusterView) -
     """Whether workers of these roles, which are named by their first letters, can serve the request so."""
     prefill, decode = placement.prefill[0], placement.decode[0]
     num_cached = cluster.num_cached_tokens(request, placement.prefill)
+    others = [name for name in cluster.prefills.slots if name[0] in "pl"]
     is_text_left = not request.num_negative_tokens and all(item.end <= num_cached for item in request.media)
-    computes = prefill in "pl" or (prefill == "d" and placement.is_local and is_text_left)
+    has_most = all(cluster.num_cached_tokens(request, name) < num_cached for name in others)
+    computes = prefill in "pl" or (prefill == "d" and placement.is_local and (is_text_left or has_most))
     return computes and decode in "dl" and {encoder[0] for encoder in placement.encoders} <= {"e"}
 
 

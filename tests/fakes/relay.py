@@ -72,15 +72,13 @@ class FixedPolicy:
     """The one worker of each role. `replica_ids`: what it is called now."""
 
     def __init__(self, replica_ids: dict[str, str], codec: str):
-        # Requests whose prompt decode computes; of one with media only in the first attempt
-        self.local: set[str] = set()
+        self.local: set[str] = set()  # requests whose prompt decode computes
         self._replica_ids = replica_ids
         self._codec = codec
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
         ids = self._replica_ids
-        request_id = request.request_id
-        is_local = (request_id if request.media else request_id.partition(".")[0]) in self.local
+        is_local = request.request_id.partition(".")[0] in self.local
         items = tuple(ItemPrediction() for _ in request.media)
         placement = Placement(
             (ids["encoder"],) * len(items),

@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.engine.features import FeatureStore
 from cluster.types.members import ProcessId
 from cluster.types.messages import AnyMessage
 from cluster.worker.outbox import Outbox
@@ -53,15 +54,25 @@ class ManualExecutor(Executor):
 
 @dataclass
 class Worker:
-    """An engine, its transfer_engine, and what it has said to the door so far."""
+    """An engine, its transfer engines, and what it has said to the door so far."""
 
     engine: Any
     transfer_engine: TransferEngine
+    feature_transfer_engine: TransferEngine  # may be the same
+    features: FeatureStore | None  # None: of an encoder
     inbox: Inbox
     outbox: Outbox
     process: ProcessId
     said: deque[AnyMessage] = field(default_factory=deque)
     door: int = DOOR  # its number for the door's connection
+
+    @property
+    def transfer_engines(self) -> list[TransferEngine]:
+        return list({id(one): one for one in (self.transfer_engine, self.feature_transfer_engine)}.values())
+
+    @property
+    def granting_engines(self) -> list[TransferEngine]:
+        return [one for one in self.transfer_engines if one._receiver is not None]
 
     def step(self) -> None:
         self.inbox.run()

@@ -44,7 +44,7 @@ class World:
         rig.clock.at += LATE_S
         for _ in range(3):
             rig.prefill.step()
-            rig.prefill.transfer_engine.step()
+            rig.prefill.feature_transfer_engine.step()
         assert rig.features.num_open_leases == 0, "the first request's lease is over"
         request = make_request("other", num_tokens, [OTHER_ITEM])
         before = len(rig.prefill.said)
@@ -57,13 +57,13 @@ class World:
         outgoing.finish(b"")
         for _ in range(2):
             self.second_encoder.step()
-            rig.prefill.transfer_engine.step()
+            rig.prefill.feature_transfer_engine.step()
         rig.prefill.inbox.run()
         assert rig.features.ready_items("other", 1) == {0}
 
     def run_prefill(self) -> None:
         for _ in range(6):
-            self.rig.prefill.transfer_engine.step()
+            self.rig.prefill.feature_transfer_engine.step()
             self.rig.prefill.step()
 
     def tokens(self, name: str, request_id: str) -> list[TokenEvent]:
@@ -104,7 +104,10 @@ def test_an_encoder_call_that_outlasts_its_grant_writes_nothing(world):
     encode_first(world)
     world.run_prefill()  # compares every row that it merges
     assert [event.token_ids for event in world.tokens("prefill", "other")] == [(50,)]
-    assert world.failures("encoder", "first") and world.rig.prefill.transfer_engine._receiver.num_late == 0
+    assert (
+        world.failures("encoder", "first")
+        and world.rig.prefill.feature_transfer_engine._receiver.num_late == 0
+    )
 
 
 def stall_post(world: World, name: str, happen: Callable[[], None]) -> None:
@@ -140,8 +143,8 @@ def test_what_was_computed_from_overwritten_embeddings_is_neither_answered_nor_k
 
     stall_post(world, "encoder", start_and_compute)
     encode_first(world)
-    world.rig.prefill.transfer_engine.step()
-    assert world.rig.prefill.transfer_engine._receiver.num_late == 1
+    world.rig.prefill.feature_transfer_engine.step()
+    assert world.rig.prefill.feature_transfer_engine._receiver.num_late == 1
     world.rig.prefill.step()
     (failed,) = world.failures("prefill", "other")
     assert "came late" in failed.error.message and world.tokens("prefill", "other") == []

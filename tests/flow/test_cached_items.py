@@ -1,23 +1,18 @@
 """Items whose tokens are in the prefix cache of the worker that computes the prompt: they are neither encoded
-nor sent, so a worker that only decodes can compute the prompt, too. A door that expects too much of a cache
-costs time only. The audit stands in `local_cluster`."""
+nor sent, and the worker that generated the last answer computes the next turn. A door that expects too much
+of a cache costs time only. The audit stands in `local_cluster`."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 import random
 from dataclasses import replace
 
 import pytest
 
 from bench.workload import Answer, Case, Reference, make_case
-from cluster.config.settings import ClusterArgs
-from cluster.kvcache.blocks import BlockPool
-from cluster.kvcache.tier import KvTier
 from router.flow.placer import Placer
 from tests.fakes.local_prefill import let_prefill_locally
-from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
+from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
 
 MAX_TOKENS = 8
@@ -89,47 +84,33 @@ async def test_later_turns_are_answered_by_the_decode_worker_alone(turns):
         assert asked == ["prefill", "decode", "decode", "decode"], "only the first prompt was computed there"
 
 
-async def test_a_turn_whose_blocks_were_evicted_is_computed_elsewhere_and_then_by_decode_again(turns):
-    """They go while the request is on its way to decode: the door has decided by what it knew."""
+@pytest.mark.parametrize("shows_another", [False, True])
+async def test_a_turn_with_media_that_decode_lacks_is_computed_there_behind_what_it_has(turns, shows_another):
+    """Either the blocks go while the request is on its way, or its question shows an image of its own."""
     async with local_cluster(cluster_args(48)) as cluster:
         let_prefill_locally(cluster.door)
         asked = asked_of(cluster)
-        engine = cluster.decodes[0]._engine
-        start, evictions = engine.start, ["second"]
+        (case, answer), second, _ = turns
+        assert await cluster.answer(case, MAX_TOKENS) == right(answer)
+        before = num_asked(cluster)[0]
+        if shows_another:
+            new, said = make_case(random.Random(32), "image"), {"role": "assistant", "content": answer.text}
+            messages, images = [*case.messages, said, *new.messages], (*case.images, *new.images)
+            case = replace(case, messages=messages, images=images)
+            second = case, Reference(MODEL).answer(case, MAX_TOKENS)
+        else:
+            engine = cluster.decodes[0]._engine
+            start = engine.start
 
-        def evict(door, message, came_at):
-            if message.prefills and evictions:
-                evictions.pop()
+            def evict(door, message, came_at):
                 engine._blocks.forget_all()
-            start(door, message, came_at)
+                start(door, message, came_at)
 
-        engine.start = evict
-        for case, answer in turns:
-            assert await cluster.answer(case, MAX_TOKENS) == right(answer)
-        assert asked == ["prefill", "decode", "decode", "prefill", "decode", "decode"]
+            engine.start = evict
+        assert await cluster.answer(second[0], MAX_TOKENS) == right(second[1])
+        assert asked == ["prefill", "decode", "decode"]
+        assert num_asked(cluster)[0] == before + 1
         assert not any(worker.is_avoided for worker in cluster.door.workers)
-
-
-async def test_a_turn_whose_blocks_are_in_the_second_tier_is_computed_by_decode(turns, monkeypatch):
-    """They are loaded even if computing them would be faster: decode cannot compute media."""
-    monkeypatch.setattr(KvTier, "is_worth", lambda self, num_blocks, compute_s: compute_s == math.inf)
-    args = ClusterArgs.model_validate({**cluster_args(48).model_dump(), "kv_cache": {"host_bytes": 8 << 20}})
-    async with local_cluster(args) as cluster:
-        let_prefill_locally(cluster.door)
-        asked = asked_of(cluster)
-        engine = cluster.decodes[0]._engine
-        (first, answer), (second, next_answer), _ = turns
-        assert await cluster.answer(first, MAX_TOKENS) == right(answer)
-        async with asyncio.timeout(HANG_S):
-            while engine.load().tier.num_stored < engine._blocks.num_cached:
-                await asyncio.sleep(0.005)
-        cluster.decodes[0]._process.loop.call(evict_all, engine._blocks)
-        assert await cluster.answer(second, MAX_TOKENS) == right(next_answer)
-        assert asked == ["prefill", "decode", "decode"] and engine.load().tier.num_loaded > 0
-
-
-def evict_all(pool: BlockPool) -> None:
-    pool.free(pool.allocate(pool.num_free))
 
 
 def asked_of(cluster: LocalCluster) -> list[str]:

@@ -185,7 +185,7 @@ def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split,
     kv, token_ids, table = memory(family.language), family.text.token_ids, [9, 4, 7, 2, 5]
     asked = GenerateRequest("r", Prompt(tuple(token_ids)), (SamplingParams(),), StopParams(NUM_TOKENS))
     request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=False, sends=False)
-    runner = LanguageRunner(family.language, family.language, kv)
+    runner = LanguageRunner(family.language, family.language, kv, features=None)
     end = TokenSequence("r/0", asked.prompt, block_table=table)
     request.sequences.append(end)
     while end.num_missing_tokens:

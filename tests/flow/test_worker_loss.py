@@ -133,6 +133,7 @@ def asked() -> list[tuple[Case, dict[str, object]]]:
     ("stand_in", "num_replicas"),
     [
         pytest.param("p0", (1, 2, 1), id="prefill"),
+        pytest.param("p0", (1, 1, 1), id="the only prefill"),
         pytest.param("d0", (1, 1, 2), id="decode"),
         pytest.param("l0", (1, 0, 0, 2), id="language"),
         pytest.param("w0", (0, 0, 0, 0, 0, 2), id="whole"),
@@ -141,10 +142,11 @@ def asked() -> list[tuple[Case, dict[str, object]]]:
 )
 async def test_what_a_lost_worker_had_goes_on_at_another(stand_in, num_replicas, expected):
     """Every kind of media, several choices that are drawn, and guidance: the tokens are those without a loss.
+    If there is no other worker that prefills, decode computes the prompts of its answers.
     What others had granted the worker is free soon: the audit of `local_cluster` waits for a sixth of a
     lease's time."""
     async with local_cluster(cluster_args(64), num_replicas) as cluster:
-        if stand_in.name in ("p0", "d0"):
+        if num_replicas[1:] in ((2, 1), (1, 2)):
             let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         victim = next(
             worker

@@ -104,7 +104,7 @@ class ChainRunner:
     def __init__(
         self,
         kv: BlockMemory,
-        features: FeatureStore | None,
+        features: FeatureStore,
         compute: Callable[[float], None],
         on_foreign: Callable[[BlockMemory, str, Sequence[int]], None],
         draft: Callable[[AnswerChoice], Sequence[bool]] = lambda choice: (),
@@ -161,7 +161,6 @@ class ChainRunner:
             self._write(sequence.block_table, position, last)
 
     def _embeddings(self, key: tuple[str, int], media_hash: str, row: int, count: int) -> list[int]:
-        assert self._features is not None
         rows = torch.cat(self._features.rows(key, row, row + count)).flatten().tolist()
         foreign = [row + i for i, value in enumerate(rows) if value != row_value(media_hash, row + i)]
         if foreign:

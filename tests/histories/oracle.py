@@ -200,11 +200,10 @@ def _check_idle_language(name: str, language: SimulatedLanguage) -> None:
     _check_empty(name, engine._kv_output, "_offered", "by_lease")
     _check_empty(name, engine._kv_input, "_by_lease")
     _check_empty(name, engine._answers, "running")
-    if language._features is not None:
-        language.feature_pool.check_integrity()
-        assert language.feature_pool.num_referenced == 0, "room for embeddings is held"
-        held = ("_queued", "_items", "_by_name", "_by_lease", "_filled_here", "_merged")
-        _check_empty("features", language._features, *held)
+    language.feature_pool.check_integrity()
+    assert language.feature_pool.num_referenced == 0, "room for embeddings is held"
+    held = ("_queued", "_items", "_by_name", "_by_lease", "_filled_here", "_merged")
+    _check_empty("features", language._features, *held)
 
 
 def _check_empty(name: str, owner: Any, *fields: str) -> None:

@@ -46,7 +46,7 @@ def test_a_process_may_die_at_any_step(victim: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", steps.VICTIMS)
 def test_a_process_may_die_at_every_step(victim: str) -> None:
-    assert steps.crash_everywhere(victim) > 100
+    assert steps.crash_everywhere(victim) > 90
 
 
 @pytest.mark.parametrize("name", CHEAP_MUTANTS)

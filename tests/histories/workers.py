@@ -89,7 +89,7 @@ class WorkerHost(ThreadHost):
     make_agent: Callable[[str, SimulatedThread], Any]
     draft: Callable[..., Sequence[bool]]
     hangs: dict[SimulatedProcess, float]
-    num_media_at_decode: int  # prompts with media that a worker without embeddings was to compute
+    num_media_at_decode: int  # prompts with media that a worker that does not prefill was to compute
     num_expired: int  # leases that have ended by their time
     num_waited_for: int  # leases on KV blocks that did, and looks at waiting for room for embeddings
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
@@ -194,7 +194,7 @@ class SimulatedLanguage(LanguageWorker):
         self._host, sizes = worker.host, worker.host.sizes
         host = self._host
         self.kv = BlockMemory(KV_LAYOUT, sizes.kv_blocks)
-        feature_memory = BlockMemory(FEATURE_LAYOUT, sizes.feature_blocks) if role.prefills else None
+        feature_memory = BlockMemory(FEATURE_LAYOUT, sizes.feature_blocks)
         self._encoder = encoder = SimulatedEncoder(worker) if role.encodes else None
         process = SimulatedParts(
             worker,
@@ -203,10 +203,8 @@ class SimulatedLanguage(LanguageWorker):
             features=feature_memory,
             embeddings=None if encoder is None else encoder.memory,
         )
-        self._features = None
-        if feature_memory is not None:
-            self.feature_pool = BlockPool(feature_memory.num_blocks, BLOCK_SIZE)
-            self._features = FeatureStore(feature_memory, self.feature_pool, process.feature_transfer_engine)
+        self.feature_pool = BlockPool(feature_memory.num_blocks, BLOCK_SIZE)
+        self._features = FeatureStore(feature_memory, self.feature_pool, process.feature_transfer_engine)
         self.pool = BlockPool(sizes.kv_blocks, BLOCK_SIZE)
         runner: Any = ChainRunner(
             self.kv,
@@ -226,7 +224,7 @@ class SimulatedLanguage(LanguageWorker):
         limits = StepLimits(sizes.step_tokens, sizes.max_sequences if role.decodes else 0, target_s=1.0)
         self._engine = LanguageEngine(
             model, runner, self.pool, process.kv_transfer_engine, process.seat.outbox, worker.clock, POLICY,
-            limits, process.seat.cpu_slots, features=self._features, tier=self._tier, allows_recompute=True,
+            limits, process.seat.cpu_slots, self._features, tier=self._tier, allows_recompute=True,
             on_ended=worker.ended.append,
         )  # fmt: skip
         self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
@@ -239,21 +237,20 @@ class SimulatedLanguage(LanguageWorker):
 
     def _start(self, door: int, message: StartPrefill | StartDecode) -> None:
         is_local = isinstance(message, StartDecode) and message.prefills
-        if is_local and message.request.prompt.media and self._features is None:
+        if is_local and message.request.prompt.media and not self.role.prefills:
             self._host.num_media_at_decode += 1
         super()._start(door, message)
 
     def is_short_of_room(self, lease_id: str) -> bool:
         """While this lease on room for embeddings is open, something waits for room."""
-        copy = None if self._features is None else self._features._by_lease.get(lease_id)
-        if copy is None or self._features is None:
+        copy = self._features._by_lease.get(lease_id)
+        if copy is None:
             return False
         return bool(self._features._queued) or self.feature_pool.num_free < len(copy.block_ids)
 
     def rows_of(self, request_id: str) -> set[int]:
         """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
         not among them: it may have been given to the request since the word of the late writer came."""
-        assert self._features is not None
         items = [copy for (name, _), copy in self._features._items.items() if name == request_id]
         here = [copy for copy in items if copy.phase is MediaPhase.STAGED]
         return {block_id for copy in here for block_id in copy.block_ids}

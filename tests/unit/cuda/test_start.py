@@ -75,7 +75,9 @@ def test_a_worker_loads_records_and_runs_its_model(folder: Path, codec: str, dev
     assert language.kv.num_blocks == SIZES.num_kv_blocks + 1
     assert (language.wire is None) == (codec == "raw")
     kv = language.kv
-    runner = LanguageRunner(language.model, GraphedModel(language.model, kv, 2, capture_cuda()), kv)
+    runner = LanguageRunner(
+        language.model, GraphedModel(language.model, kv, 2, capture_cuda()), kv, features=None
+    )
     runner.warm_up_prompt(20, [0, 1])
     runner.warm_up_answers(2, 20, [0, 1])
     assert runner.run([], lambda layer, ready: None) == []

@@ -199,7 +199,7 @@ def test_a_target_that_is_not_used_is_given_back_whatever_ends_its_delivery(rig,
     for _ in range(3):
         rig.encoder.step()
         rig.encoder.transfer_engine.step()
-        rig.prefill.transfer_engine.step()
+        rig.prefill.feature_transfer_engine.step()
         rig.prefill.step()
     assert rig.features.num_open_leases == 0
 

@@ -35,7 +35,7 @@ def rig():
 def finish_transfers(rig, after_s: float) -> None:
     rig.clock.at += after_s
     rig.encoder.transfer_engine.step()
-    rig.prefill.transfer_engine.step()
+    rig.prefill.feature_transfer_engine.step()
     rig.encoder.step()
 
 

@@ -116,28 +116,47 @@ def test_a_prompt_that_waits_too_long_to_be_computed_is_given_up_by_name(rig, re
     assert rig.ended == ["r", "r.1"] and story.finish_reason is not None
 
 
-def test_media_that_are_not_cached_here_are_left_to_another_worker(rig, relay):
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_media_are_encoded_for_a_prompt_computed_here(rig, relay, num_choices):
+    item = make_item("a", 3)
+    request = make_request("r", 6, [item], num_choices=num_choices)
+    story = relay.start(request, [item], prefills_locally=True)
+    relay.play()
+    assert [line.tokens for line in story.lines] == [[50, 51, 52, 53]] * num_choices and rig.ended == ["r"]
+    assert rig.encoder.transfer_engine.sent.raw_bytes > 0 and not rig.prefill.engine._blocks.num_cached
+
+
+@pytest.mark.parametrize("num_rounds", range(7))
+def test_a_prompt_with_media_computed_here_may_be_cancelled_at_any_moment(rig, relay, num_rounds):
+    items = [make_item("a", 3), make_item("b", 5)]
+    relay.start(make_request("r", 17, items, max_tokens=3), items, prefills_locally=True)
+    relay.play(num_rounds)
+    relay.land("r")
+    relay.finish()
+    assert rig.ended == ["r"] and rig.pools["decode"].num_referenced == 0
+
+
+def test_an_encoder_that_is_lost_is_replaced_for_a_prompt_computed_here(rig, relay):
     item = make_item("a", 3)
     story = relay.start(make_request("r", 6, [item]), [item], prefills_locally=True)
     relay.send_one("decode")
-    rig.decode.step()
-    (failed,) = [said for said in rig.decode.said if isinstance(said, Failed)]
-    assert failed.error.kind == "NotCachedError" and rig.ended == ["r"]
+    relay.send_one("encoder")
+    relay.lose("encoder", dies=True)
     relay.play()
-    assert story.tokens == [50, 51, 52, 53] and rig.ended == ["r", "r.1"]
+    assert story.tokens == [50, 51, 52, 53] and story.error is None
 
 
-def test_scored_prompts_are_computed_from_their_first_token_so_cached_media_are_of_no_use(rig, relay):
+def test_scored_prompts_are_computed_from_their_first_token_with_their_media(rig, relay):
     item = make_item("a", 3)
     first = make_request("first", 6, [item])
     relay.start(first, [item])
     relay.play()
+    before = rig.encoder.transfer_engine.sent.raw_bytes
     scored = msgspec.structs.replace(first, request_id="scored", num_prompt_logprobs=0)
-    relay.start(scored, [item], prefills_locally=True)
-    relay.send_one("decode")
-    rig.decode.step()
-    assert [said.error.kind for said in rig.decode.said if isinstance(said, Failed)] == ["NotCachedError"]
-    relay.land("scored")
+    story = relay.start(scored, [item], prefills_locally=True)
+    relay.play()
+    assert story.is_over and story.error is None
+    assert rig.encoder.transfer_engine.sent.raw_bytes == 2 * before
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])

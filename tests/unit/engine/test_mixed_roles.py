@@ -72,21 +72,17 @@ def test_a_step_holds_answers_and_prompts_and_the_answers_wait_no_longer_for_the
 
 
 @pytest.mark.parametrize(
-    ("role", "prompts", "sequences", "num_blocks", "has_features"),
-    [
-        (Role.PREFILL, 2048, 0, 2048, True),
-        (Role.DECODE, 1024, 256, 4096, False),
-        (Role.LANGUAGE, 2048, 256, 6144, True),
-    ],
+    ("role", "prompts", "sequences", "num_blocks"),
+    [(Role.PREFILL, 2048, 0, 2048), (Role.DECODE, 1024, 256, 4096), (Role.LANGUAGE, 2048, 256, 6144)],
 )
 def test_a_role_is_how_much_a_worker_does_of_each_phase(
-    role: Role, prompts: int, sequences: int, num_blocks: int, has_features: bool
+    role: Role, prompts: int, sequences: int, num_blocks: int
 ) -> None:
     args = ClusterArgs()
     limits = limits_of(role, args)
     assert (limits.max_prompt_tokens, limits.max_sequences) == (prompts, sequences)
     sizes = sizes_of(role, args, limits, "cpu")
-    assert sizes.num_kv_blocks == num_blocks and (sizes.feature_bytes > 0) == has_features
+    assert sizes.num_kv_blocks == num_blocks and sizes.feature_bytes == args.prefill.feature_bytes
 
 
 @pytest.mark.parametrize(

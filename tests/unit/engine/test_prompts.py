@@ -180,7 +180,7 @@ def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(ri
     values = [item_value("a", row) for row in range(rows.numel())]
     rig.features._memory.segments[0][copy.block_ids] = torch.tensor(values).view_as(rows)
     rig.features.close_lease(lease_id, completed=True)
-    rig.prefill.transfer_engine.revoke(lease_id, "the test has brought them itself")
+    rig.prefill.feature_transfer_engine.revoke(lease_id, "the test has brought them itself")
     share(rig, relay, "r")
     rig.prefill.step()
     assert rig.prefill.engine._requests["r"].main.items_ready == {0}
@@ -193,7 +193,7 @@ def test_a_lease_that_fails_harms_no_request(rig, relay):
     share(rig, relay, "r", "s", "t")
     relay.play(1)
     (lease_id,) = rig.features._by_lease
-    rig.prefill.transfer_engine.revoke(lease_id, "the writer is dead")
+    rig.prefill.feature_transfer_engine.revoke(lease_id, "the writer is dead")
     relay.play()
     assert [relay.stories[name].finish_reason for name in "rst"] == [FinishReason.LENGTH] * 3
 

@@ -3,16 +3,11 @@ travels."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import msgspec
 import pytest
 
-from cluster.engine.tables import touch_cached
-from cluster.kvcache.blocks import BlockPool
 from cluster.types.request import Prompt
-from tests.fakes.engines import Rig
+from tests.fakes.engines import FEATURE_LAYOUT, Rig
 from tests.fakes.kv_rows import BLOCK_SIZE, KV_LAYOUT
 from tests.fakes.relay import Relay, cached_at
 from tests.fakes.requests import make_item, make_request
@@ -94,7 +89,7 @@ def test_decode_computes_a_turn_whose_images_it_has_and_nothing_travels(num_choi
     relay.finish()
 
 
-def test_a_turn_whose_images_are_evicted_while_it_waits_is_computed_elsewhere() -> None:
+def test_a_turn_whose_images_are_evicted_while_it_waits_is_encoded_again() -> None:
     rig = Rig(decode_blocks=14)
     relay = Relay(rig)
     items = [make_item("a", 5)]
@@ -109,23 +104,11 @@ def test_a_turn_whose_images_are_evicted_while_it_waits_is_computed_elsewhere() 
     relay.play(2)
     assert "second" in rig.decode.engine._requests, "it waits for blocks"
     relay.play()
-    assert rig.ended == ["first", "second", "holder", "second.1"], "it does not wait for blocks of no use"
+    assert rig.ended == ["first", "holder", "second"]
     assert relay.stories["second"].is_over and relay.stories["second"].error is None
+    assert len(rig.encoder_calls) == 1, "the encoder has it in its cache"
+    assert rig.encoder.transfer_engine.sent.raw_bytes == 2 * 2 * FEATURE_LAYOUT.block_bytes
     relay.finish()
-
-
-def test_what_a_request_relies_on_is_evicted_last() -> None:
-    pool = BlockPool(14, BLOCK_SIZE)
-    old, new = pool.allocate(2), pool.allocate(2)
-    for block_id in (*old, *new):
-        pool.register(block_id, bytes([block_id]))
-    pool.free(old)
-    pool.free(new)
-    names = [bytes([block_id]) for block_id in old]
-    sequence: Any = SimpleNamespace(hashes=SimpleNamespace(hashes=names), num_prompt_tokens=9)
-    assert touch_cached(sequence, pool) == 2 * BLOCK_SIZE
-    pool.allocate(12)
-    assert set(pool.content()) == set(names)
 
 
 def test_choices_and_negative_prompts_are_kept_each_under_its_own_name() -> None:

@@ -195,7 +195,7 @@ def test_a_proposer_that_raises_keeps_nothing_of_the_choices_that_it_was_asked_f
             self.forgotten.append(request_id)
 
     broken = Broken()
-    runner = LanguageRunner(None, None, None, speculator=Speculator(broken, 4))
+    runner = LanguageRunner(None, None, None, None, speculator=Speculator(broken, 4))
     asked = [
         GenerateRequest(name, Prompt((1, 2)), (SamplingParams(),) * 2, StopParams(9)) for name in ("a", "b")
     ]

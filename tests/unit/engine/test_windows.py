@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.engine.features import FeatureStore
 from cluster.engine.state import TokenSequence
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import make_backend
@@ -53,8 +54,8 @@ class WindowRig(Rig):
                 assert len(sequence.blocks) <= self.most_blocks
                 assert sequence.block_table[: sequence.num_dropped] == [0] * sequence.num_dropped
 
-    def _decode_runner(self) -> ScriptedRunner:
-        runner = super()._decode_runner()
+    def _decode_runner(self, features: FeatureStore) -> ScriptedRunner:
+        runner = super()._decode_runner(features)
         runner.answer = self._answer
         runner.propose = self._propose
         return runner

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
-from cluster.errors import NotCachedError, UnavailableError
+from cluster.errors import UnavailableError
 from cluster.kvcache.hashing import block_hashes
 from cluster.types.media import PlacedMedia
 from cluster.types.members import Role
 from cluster.types.messages import (
     BlocksChanged,
     Cancel,
+    FeatureGranted,
     FinishReason,
     Measured,
     Preempted,
-    PrefillAdmitted,
     StartDecode,
 )
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.flow.watch import FAILURES
 from tests.fakes.local_prefill import LocalPrefillPolicy
 from tests.fakes.placement import EPD, curves_of
-from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, ScriptedFlow
+from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, ScriptedFlow, grant
 
 TEXT = GenerateRequest("r", Prompt((1, 2, 3)), (SamplingParams(), SamplingParams()), StopParams(3))
 IMAGE = PlacedMedia(ITEM.modality, ITEM.media_hash, ((2, 3),), ITEM.geometry)
@@ -123,26 +121,14 @@ def test_a_turn_whose_images_decode_has_concerns_no_other_worker(dialogue):
     assert dialogue.sent(Role.PREFILL) == [] and dialogue.sent(Role.DECODE) == ["StartDecode"]
 
 
-def test_a_turn_whose_images_decode_has_lost_goes_to_prefill_and_blames_no_worker(dialogue):
+def test_a_turn_whose_images_decode_has_lost_is_encoded_for_it(dialogue):
     first, second = dialogue.submit(TURN, [ITEM], HASHES)
-    dialogue.fail(Role.DECODE, NotCachedError("evicted"))
-    assert dialogue.sent(Role.PREFILL) == ["StartPrefill"]
-    attempt = dialogue.attempt("r.1")
-    assert len(attempt.choices) == 2, "choices without a token go on together"
-    assert attempt.client.num_replays == 0 and not attempt.client.avoided
-    dialogue.tell(Role.PREFILL, PrefillAdmitted("r.1"))
+    dialogue.tell(Role.DECODE, FeatureGranted("r", 0, grant("lease")))
+    assert [dialogue.sent(role) for role in EPD] == [
+        ["StartEncode", "EncodeTarget"],
+        [],
+        ["StartDecode", "GrantPassed"],
+    ]
     for choice in (0, 1):
-        dialogue.token(Role.PREFILL, 5, reason=FinishReason.STOP, name="r.1", choice=choice)
+        dialogue.token(Role.DECODE, 5, reason=FinishReason.STOP, choice=choice)
     assert first.token_ids == second.token_ids == [5]
-
-
-def test_a_cache_that_loses_what_requests_were_placed_for_is_no_failing_worker(dialogue):
-    for number in range(FAILURES):
-        name = f"r{number}"
-        readers = dialogue.submit(msgspec.structs.replace(TURN, request_id=name), [ITEM], HASHES)
-        dialogue.fail(Role.DECODE, NotCachedError("evicted"), name=name)
-        assert not dialogue.attempt(f"{name}.1").is_local, "it is not asked twice for the same reason"
-        for reader in readers:
-            dialogue.close(reader)
-        dialogue.tell(Role.DECODE, BlocksChanged(tuple(HASHES), ()))
-    assert not any(worker.is_avoided for worker in dialogue.flow.workers)

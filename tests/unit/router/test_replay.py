@@ -11,6 +11,7 @@ from cluster.types.members import Role
 from cluster.types.messages import (
     Failed,
     FinishReason,
+    Measured,
     Pong,
     Preempted,
     PrefillAdmitted,
@@ -19,7 +20,7 @@ from cluster.types.messages import (
 )
 from cluster.types.request import Guidance, Prompt, SamplingParams, StopParams
 from router.flow.continuation import MAX_REPLAYS, MAX_UNPLACED
-from tests.fakes.placement import EPD
+from tests.fakes.placement import EPD, curves_of
 from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, ScriptedFlow
 
 TWO = msgspec.structs.replace(
@@ -266,6 +267,19 @@ def test_the_requests_of_a_worker_that_is_stopped_move_within_two_seconds(door):
     assert door.sent(stopped)[-1] == "Cancel"
     door.token(stopped, 7, reason=FinishReason.STOP)
     assert reader.token_ids == [5, 6] and not reader.has_ended
+
+
+def test_the_requests_of_the_only_prefill_worker_move_to_decode_when_it_is_stopped(door):
+    door.tell(Role.DECODE, Measured(curves_of(Role.DECODE, may_prefill=True)))
+    reader = door.start()
+    assert door.attempt().prompt_worker.replica_id == "prefill"
+    for _ in range(20):
+        door.wait(0.1)
+        for moving in ("decode", "encode"):
+            door.tell(moving, Pong())
+    assert door.attempt("r.1").is_local and started(door, "decode").prefills
+    say(door, "decode", 5, reason=FinishReason.STOP)
+    assert reader.token_ids == [5]
 
 
 def test_the_requests_of_a_stopped_worker_stay_where_no_other_could_take_them(door):

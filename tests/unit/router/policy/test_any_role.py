@@ -82,7 +82,7 @@ def test_an_idle_language_worker_keeps_what_it_has_computed(request_):
 
 
 @pytest.mark.parametrize("request_", REQUESTS)
-def test_a_decode_worker_without_a_cache_computes_plain_text_only_and_for_itself_only(request_):
+def test_a_decode_worker_without_a_cache_computes_what_is_not_plain_text_if_no_other_worker_can(request_):
     cluster = cluster_of(1, 1, 2)
     cluster.measured("p0", curves_of(Role.PREFILL, link=Link(0.5, 1e9)))
     assert decide(request_, cluster).placement.prefill == "p0", "they have measured no prompts"
@@ -93,59 +93,34 @@ def test_a_decode_worker_without_a_cache_computes_plain_text_only_and_for_itself
     encoders = ("e0",) * len(request_.media)
     assert estimate.cost_s(Placement(encoders, "d0", "d1")) == float("inf")
     cluster.remove("p0")
-    if is_plain(request_):
-        assert decide(request_, cluster).placement.is_local
-    else:
-        with pytest.raises(UnavailableError, match="no prefill worker is ready"):
-            decide(request_, cluster)
+    assert decide(request_, cluster).placement.is_local
 
 
 @pytest.mark.parametrize(
-    ("num_cached", "is_able"),
-    [(0, False), (8, False), (9, True), (11, True)],  # blocks of 16; the second image ends at token 140
+    ("num_cached", "num_elsewhere", "is_able"),
+    # in blocks of 16; the second image ends at token 140
+    [(0, 0, False), (1, 0, True), (8, 7, True), (8, 8, False), (9, 9, True), (9, 11, True), (11, 0, True)],
 )
-def test_a_decode_worker_computes_what_is_text_behind_the_media_that_it_has(num_cached, is_able):
+def test_a_decode_worker_computes_text_behind_its_media_and_media_of_which_others_have_less(
+    num_cached, num_elsewhere, is_able
+):
     request = media(80, 160, num_before=40)
     cluster = cluster_of(1, 1, 2)
     assert request.media_end == 140 and request.num_prompt_tokens == 180
     for decode in ("d0", "d1"):
         cluster.measured(decode, curves_of(Role.DECODE, may_prefill=True))
     cluster.blocks_changed("d1", request.block_hashes[:num_cached], [])
+    cluster.blocks_changed("p0", request.block_hashes[:num_elsewhere], [])
     decision = decide(request, cluster)
-    assert decision.placement.is_local == is_able
     assert is_legal(decision.placement, request, cluster)
     local = Placement(("e0", "e0"), "d1", "d1")
     assert (Estimate(request, cluster, 0.0).cost_s(local) < float("inf")) == is_able
     assert Estimate(request, cluster, 0.0).cost_s(Placement(("e0", "e0"), "d1", "d0")) == float("inf")
-    for other in (replace(request, num_negative_tokens=16), replace(request, block_hashes=())):
-        assert not decide(other, cluster).placement.is_local, "guidance, and scored prompts"
-    if is_able:
-        assert decision.placement.prefill == "d1" and decision.prediction.media_s == 0
-        cluster.remove("p0")
-        assert decide(request, cluster).placement == decision.placement
-        cluster.blocks_changed("d1", [], request.block_hashes[8:9])
-    else:
-        cluster.remove("p0")
-    with pytest.raises(UnavailableError, match="no prefill worker is ready"):
-        decide(request, cluster)
-
-
-def test_media_that_are_not_where_a_prompt_was_placed_for_them_count_as_gone():
-    request = media(80, num_before=40)
-    cluster = cluster_of(1, 1, 1)
-    cluster.measured("d0", curves_of(Role.DECODE, may_prefill=True))
-    cluster.blocks_changed("d0", request.block_hashes, [])
-    decision = decide(request, cluster)
-    assert decision.placement.is_local
-    cluster.started(request, decision.placement, decision.prediction, 0.0)
-    cluster.not_cached(request.request_id)
-    cluster.ended(request.request_id)
-    again = decide(request, cluster)
-    assert again.placement.prefill == "p0"
-    assert cluster.num_cached_tokens(request, "d0") == 48, "text before the image is believed to be there"
-    cluster.blocks_changed("d0", request.block_hashes, [])
-    assert decide(request, cluster).placement.is_local
-    cluster.not_cached("gone")
+    if is_able and num_cached > num_elsewhere:
+        assert decision.placement.prefill == "d1"
+        assert (decision.prediction.media_s == 0) == (num_cached > 8)
+    scored = replace(request, block_hashes=())
+    assert not decide(scored, cluster).placement.is_local, "nothing cached is of use to it"
 
 
 def test_a_local_prefill_keeps_away_from_running_answers():
@@ -282,14 +257,16 @@ def test_a_silent_language_worker_is_avoided_for_both_phases():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_only_worker_that_computes_prompts_for_others_is_chosen_even_if_the_request_avoids_it(policy):
+def test_where_the_only_worker_that_prefills_is_avoided_decode_computes_its_own_prompts(policy):
+    """The policies that others use know no local prefill."""
     cluster = cluster_of(1, 1, 1, 0)
     cluster.measured("d0", curves_of(Role.LANGUAGE))
     for request in REQUESTS:
         avoiding = replace(request, avoided=frozenset({"p0"}))
-        placement = decide(avoiding, cluster, policy).placement
-        is_local = policy == "joint" and is_plain(request)
-        assert placement.prefill == ("d0" if is_local else "p0")
+        assert decide(avoiding, cluster, policy).placement.prefill == ("d0" if policy == "joint" else "p0")
+    cluster.set_avoided("p0", True)
+    for request in REQUESTS:
+        assert decide(request, cluster, policy).placement.prefill == ("d0" if policy == "joint" else "p0")
 
 
 def test_what_is_learnt_of_one_role_does_not_correct_another():
