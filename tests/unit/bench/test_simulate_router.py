@@ -57,6 +57,7 @@ def test_every_case_is_told_from_the_others_by_its_record() -> None:
     cases = all_cases(num_seeds=2)
     keys = {json.dumps(names(case) | {"seed": case.seed}) for case in cases}
     assert len(keys) == len(cases)
+    assert {case.seed for case in all_cases(num_seeds=2, first_seed=500)} == {500, 501}
 
 
 def test_cases_name_scenarios_workloads_and_policies_that_exist() -> None:
@@ -159,7 +160,7 @@ def test_the_report_is_markdown_and_a_plot(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_commands_have_the_documented_arguments() -> None:
     args = make_parser().parse_args(["simulate", "--out", "r.jsonl", "--only", "groups", "--seeds", "2"])
-    assert (args.only, args.seeds) == (["groups"], 2)
+    assert (args.only, args.seeds, args.first_seed) == (["groups"], 2, 0)
 
 
 # --- planning
