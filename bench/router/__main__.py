@@ -46,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     simulate.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
     simulate.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
     simulate.add_argument("--seeds", type=int, default=NUM_SEEDS)
+    simulate.add_argument("--first-seed", type=int, default=0)
     simulate.add_argument("--processes", type=int, default=2)
     decide = commands.add_parser("decide", help="what a decision costs")
     decide.add_argument(
@@ -78,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _simulate(args: argparse.Namespace) -> int:
-    cases = [case for case in all_cases(args.seeds) if names(case)["type"] in args.only]
+    cases = [case for case in all_cases(args.seeds, args.first_seed) if names(case)["type"] in args.only]
     records.append(args.out, run(cases, args.processes))
     return 0
 

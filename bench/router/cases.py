@@ -168,9 +168,9 @@ Case = PolicyCase | SplitCase | GroupCase | OverloadCase
 NUM_SEEDS = 5
 
 
-def all_cases(num_seeds: int = NUM_SEEDS) -> list[Case]:
+def all_cases(num_seeds: int = NUM_SEEDS, first_seed: int = 0) -> list[Case]:
     """Those that take longest first."""
-    seeds = range(num_seeds)
+    seeds = range(first_seed, first_seed + num_seeds)
     cases: list[Case] = [
         SplitCase(workload, split.name, slo, seed)
         for slo in SLOS

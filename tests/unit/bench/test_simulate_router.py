@@ -57,6 +57,7 @@ def test_every_case_is_told_from_the_others_by_its_record() -> None:
     cases = all_cases(num_seeds=2)
     keys = {json.dumps(names(case) | {"seed": case.seed}) for case in cases}
     assert len(keys) == len(cases)
+    assert {case.seed for case in all_cases(num_seeds=2, first_seed=500)} == {500, 501}
 
 
 def test_cases_name_scenarios_workloads_and_policies_that_exist() -> None:
@@ -159,7 +160,7 @@ def test_the_report_is_markdown_and_a_plot(tmp_path: Path, capsys: pytest.Captur
 
 def test_the_commands_have_the_documented_arguments() -> None:
     args = make_parser().parse_args(["simulate", "--out", "r.jsonl", "--only", "groups", "--seeds", "2"])
-    assert (args.only, args.seeds) == (["groups"], 2)
+    assert (args.only, args.seeds, args.first_seed) == (["groups"], 2, 0)
 
 
 # --- planning
@@ -189,13 +190,16 @@ def test_every_division_of_the_devices_is_considered_once() -> None:
     assert set(neighbours(found[4])) <= set(found)
 
 
-@pytest.mark.parametrize(("tpot_s", "best"), [(math.inf, "2EPD*"), (0.009, "1P+1D*")])
-def test_a_limit_for_each_token_decides_whether_decode_has_devices_of_its_own(tpot_s: float, best: str):
+@pytest.mark.parametrize(("tpot_s", "num_decode"), [(math.inf, 0), (0.009, 1)])
+def test_a_limit_for_each_token_decides_whether_decode_has_devices_of_its_own(
+    tpot_s: float, num_decode: int
+) -> None:
     workload = Workload("long texts", fixed_text(4000, 20))
     plans = plan(workload, Slo(2.0, tpot_s), {"h200": 2}, VL_7B, 30)
-    assert plans[0].division[0][1].name == best
+    best = plans[0].division[0][1]
+    assert best.num_decode == num_decode
     assert plans[0].rate >= 0.97 * max(each.rate for each in plans) > 0
-    assert best in plan_table(plans)[2]
+    assert best.name in plan_table(plans)[2]
     assert ElementTree.fromstring(plan_plot(plans, workload.name)).tag.endswith("svg")
 
 
