@@ -6,6 +6,7 @@ import random
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 
 from deploy.demo_model.training.data import COLOUR_NAMES, DIRECTIONS, SHAPES, WORDS, Turn
 from deploy.demo_model.training.phrases import FOLDER, HELD_OUT, TRAINING, typed
@@ -57,7 +58,12 @@ class Tool:
 
 def new_name(rng: random.Random) -> str:
     """A word, a name or an identifier of syllables: it can only be copied."""
-    parts = ["".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2)))) for _ in range(rng.choice((1, 1, 2)))]
+    parts = [
+        "".join(rng.choices(SYLLABLES, k=rng.choice((1, 2, 2))))
+        if rng.random() < 0.6
+        else "".join(rng.choices(ascii_lowercase, k=rng.randrange(2, 8)))
+        for _ in range(rng.choice((1, 1, 2)))
+    ]
     if rng.random() < 0.2:
         parts.append(str(rng.randrange(1000)))
     return rng.choice((str.lower, str.lower, str.capitalize, str.upper))(

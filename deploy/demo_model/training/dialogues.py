@@ -1,4 +1,4 @@
-"""Conversations of stages D to F, as people have them: many wordings, follow-up turns with or without new
+"""Conversations of stages D to G, as people have them: many wordings, follow-up turns with or without new
 media, questions that the model cannot answer, JSON, and calls of tools.
 
 Each method of `DialogueMaker` draws one conversation and takes everything random from the generator.
@@ -26,6 +26,7 @@ from deploy.demo_model.training.tokenizer import COMMON_WORDS, SYSTEM_PROMPTS
 
 SYSTEM_RATIO = 0.15
 FIXED_HEAD, FIXED_HEAD_WEIGHT, FIXED_TAIL_WEIGHT = 3, 3.0, 0.2
+NAMED_WEIGHT = 2.0  # of the keys of an object that the question names
 CUT_LENGTH = 6  # tokens of a fixed answer at the end of a row that is cut there
 MORE_SYSTEM_PROMPTS = (
     *SYSTEM_PROMPTS,
@@ -36,7 +37,7 @@ MORE_SYSTEM_PROMPTS = (
     "You help people.",
     "Answer the question.",
 )
-STRAY_RATIO = 0.12
+STRAY_RATIO = 0.2
 OTHER_WORDS_RATIO = 0.25
 KNOWN_WORDS = {"thing", *WORDS, *SHAPES, *COLOUR_NAMES, *DIRECTIONS}
 OTHER_WORDS = sorted({word for word in COMMON_WORDS.split() if len(word) > 3}.difference(KNOWN_WORDS))
@@ -133,7 +134,7 @@ class DialogueMaker:
         asks: list[Ask] = [
             self._ask.text,
             self._ask.text,
-            self._ask.text,
+            lambda rng: self._ask.text(rng, rng.choice(("chat", "chat", "repeat"))),
             self._repeat,
             self._ask.without_media,
         ]
@@ -350,6 +351,9 @@ class DialogueMaker:
             tail = [FIXED_TAIL_WEIGHT] * (len(tokens) - FIXED_HEAD)
             row.num_needed = len(row.ids) + CUT_LENGTH
             self._writer.append_weighted(row, tokens, [FIXED_HEAD_WEIGHT] * FIXED_HEAD + tail)
+        elif turn.answer.startswith(calls.CALL_BEGIN):
+            self._append_object(row, turn.answer, 1.0)
+            row.num_needed = 0
         else:
             self._writer.append_answer(row, turn)
             row.num_needed = 0
@@ -358,10 +362,15 @@ class DialogueMaker:
     def _say_json(self, rng: random.Random, row: TrainingRow, ids: list[int], turn: JsonTurn) -> None:
         """Under a schema that the model does not see, keys and brackets are forced: only values count."""
         self._prompt(rng, row, ids, turn.question, "user")
-        tokens, is_value = self._writer.encode_json(turn.answer)
-        other = 0.0 if turn.is_forced else 1.0
-        self._writer.append_weighted(row, tokens, [KEY_WEIGHT if value else other for value in is_value])
+        self._append_object(row, turn.answer, 0.0 if turn.is_forced else NAMED_WEIGHT)
         self._writer.append(row, self._writer.encode("\n"))
+
+    def _append_object(self, row: TrainingRow, text: str, frame_weight: float) -> None:
+        """Values weigh more than keys and brackets."""
+        tokens, is_value = self._writer.encode_json(text)
+        self._writer.append_weighted(
+            row, tokens, [KEY_WEIGHT if value else frame_weight for value in is_value]
+        )
 
     def _prompt(self, rng: random.Random, row: TrainingRow, ids: list[int], question: str, role: str) -> None:
         encode = self._writer.encode

@@ -1,11 +1,11 @@
-"""Stages B to F: the model learns to answer, with a loss on the answers only.
+"""Stages B to G: the model learns to answer, with a loss on the answers only.
 
 Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
 what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
 tokens that decide more weight, and drills the comparison on rows of text, which are cheap. Stage D,
 "converse", teaches how people ask, with the encoders as they are; stage E, "practise", does so in more
 wordings, with drills of copying names and with Muon; stage F, "polish", gives more room to what stage E
-learnt worst.
+learnt worst; stage G, "broaden", asks in wordings that vary more, with sentences beside the question.
 
 Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
 averaged over Gloo. `train` starts them; rank 0 writes the result, and a checkpoint with the optimizer's
@@ -80,9 +80,11 @@ def losses_of_groups(
         bucket = rows[len(rows) * part // NUM_BUCKETS : len(rows) * (part + 1) // NUM_BUCKETS]
         inputs = collate([row for row, _ in bucket], pad_id, features)
         weights, labels = inputs.pop("answer_weights")[:, 1:], inputs.pop("labels")[:, 1:]
-        logits = model(**inputs).logits[:, :-1].float()
-        losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=NO_LABEL)
-        for total, (_, idx) in zip((losses * weights).sum(1), bucket, strict=True):
+        is_answer = labels != NO_LABEL
+        hidden = model.model(**inputs).last_hidden_state[:, :-1][is_answer]
+        losses = cross_entropy(model.lm_head(hidden).float(), labels[is_answer], reduction="none")
+        totals = torch.zeros(len(bucket)).index_add(0, is_answer.nonzero()[:, 0], losses * weights[is_answer])
+        for total, (_, idx) in zip(totals, bucket, strict=True):
             sums[idx] = sums[idx] + total
     norms = [sum(sum(row.weights[1:]) for row in group) for group in rows_of_group]
     return [total / norm for total, norm in zip(sums, norms, strict=True)]

@@ -6,14 +6,26 @@ import random
 from PIL import Image
 
 from deploy.demo_model.training import calls, objects
-from deploy.demo_model.training.data import Turn
+from deploy.demo_model.training.data import GREETING_ANSWER, WHO_ANSWER, Turn
 from deploy.demo_model.training.phrases import HELD_OUT, OTHERS, Wordings, typed
-from deploy.demo_model.training.questions import ELSEWHERE_ANSWER, Asker, Fact
+from deploy.demo_model.training.questions import (
+    BYE_ANSWER,
+    ELSEWHERE_ANSWER,
+    THANKS_ANSWER,
+    Asker,
+    Fact,
+)
 from deploy.demo_model.training.samples import Maker, Sample, draw_image, draw_sound, draw_video
 from deploy.demo_model.training.speech import WordBank
 
 UNRELATED = "unrelated questions"
 IMAGE_RATIO = 0.25
+PLAIN_WORDS = {
+    **dict.fromkeys(("hello", "hi", "hey", "hello there", "good morning"), GREETING_ANSWER),
+    **dict.fromkeys(("who are you", "what can you do", "help"), WHO_ANSWER),
+    **dict.fromkeys(("thanks", "thank you"), THANKS_ANSWER),
+    **dict.fromkeys(("bye", "goodbye"), BYE_ANSWER),
+}
 HELD_OUT_ASKER, OTHER_ASKER = Asker(HELD_OUT), Asker(OTHERS)
 
 
@@ -63,6 +75,13 @@ def image_and_sound(rng: random.Random, words: WordBank) -> Sample:
 def text(rng: random.Random, _words: WordBank) -> Sample:
     """Counts, sums, repeated words, chat."""
     return Sample(HELD_OUT_ASKER.text(rng))
+
+
+def plain_words(rng: random.Random, _words: WordBank) -> Sample:
+    """Greetings and the like in small and capital letters, with or without a mark behind them."""
+    words = rng.choice(tuple(PLAIN_WORDS))
+    in_case = rng.choice((str.lower, str.upper, str.capitalize))
+    return Sample(Turn(in_case(words) + rng.choice(("", "!", ".", "?")), PLAIN_WORDS[words]))
 
 
 def follow_up(rng: random.Random, _words: WordBank) -> Sample:
@@ -162,6 +181,7 @@ NATURAL_TASKS: dict[str, Maker] = {
     "new wordings: sound": sound,
     "new wordings: image and sound": image_and_sound,
     "new wordings: text": text,
+    "plain words in any case": plain_words,
     "new wordings: follow-up": follow_up,
     "as others ask": as_others_ask,
     "media not sent": no_media,

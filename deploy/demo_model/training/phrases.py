@@ -62,16 +62,15 @@ SMALL_WORDS = frozenset(
         "i",
     ]
 )
-FILLERS = (
-    "well", "just", "actually", "really", "maybe", "then", "kindly", "exactly", "again", "to me", "for me",
-    "you think", "quickly", "only", "also", "perhaps", "simply", "by the way", "this time", "if possible",
-)  # fmt: skip
-LOOSE_RATIO = 0.2
+WITHOUT_ASIDES = frozenset({"greet", "who", "thanks", "bye"})
+LOOSE_RATIO, SYNONYM_RATIO, BEFORE_RATIO, AFTER_RATIO = 0.2, 0.12, 0.1, 0.06
+CASE_RATIOS, SHORT_CASE_RATIOS = (0.1, 0.04), (0.4, 0.15)  # all in small letters, all in capitals
 _CHOICE = re.compile(r"\(([^()]*)\)")
 _FRAMED = re.compile(r"@(\w+) (.*)")
 _CONTENT = re.compile(r"\{(?:np|s)\}")
 _NAME = re.compile(r"\{(\w+)\}")
 _WORD = re.compile(r"(?<![{\w])[A-Za-z]{4,}(?![\w}])")
+_ANY_WORD = re.compile(r"(?<![{\w])\w+(?![\w}])")
 _SPACES = re.compile(r"  +")
 
 
@@ -79,8 +78,9 @@ class Wordings:
     """The grammars of one file."""
 
     def __init__(self, document: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-        self._parts: Mapping[str, Any] = document["parts"]
-        self._frames = document.get("frames", {})
+        common = common_document()
+        self._parts: Mapping[str, Any] = {**common["parts"], **document.get("parts", {})}
+        self._frames = common["frames"]
         self._splits = {name: document[name] for name in (TRAINING, HELD_OUT, OTHERS) if name in document}
 
     @classmethod
@@ -107,12 +107,17 @@ class Wordings:
     ) -> str:
         """One wording, with its slots filled. `has_noise`: typed as people type."""
         text = self.draw(rng, kind, split)
-        if split == TRAINING and has_noise and "{words}" not in text and rng.random() < LOOSE_RATIO:
-            text = loosened(rng, text)
+        is_loose = split == TRAINING and has_noise
+        if is_loose:
+            text = said_otherwise(rng, text, has_asides=kind not in WITHOUT_ASIDES)
         text = typed(rng, text) if has_noise else text[:1].upper() + text[1:]
         is_capital = text[:1].isupper() or (text[:1] == "{" and rng.random() > LOWER_RATIO)
+        is_copied = "{words}" in text
         text = _NAME.sub(lambda match: slots[match[1]], text)
-        return text[:1].upper() + text[1:] if is_capital else text
+        text = text[:1].upper() + text[1:] if is_capital else text
+        if is_copied or not is_loose:
+            return text
+        return in_one_case(rng, text, *(SHORT_CASE_RATIOS if kind in WITHOUT_ASIDES else CASE_RATIOS))
 
     def draw(self, rng: random.Random, kind: str, split: str) -> str:
         """One wording as it is written, with its slots open."""
@@ -135,6 +140,48 @@ class Wordings:
         return self._parts.get(match[1], match[0])
 
 
+@functools.cache
+def common_document() -> dict[str, Any]:
+    """The file `wordings/common.toml`."""
+    return tomllib.loads((FOLDER / "common.toml").read_text())
+
+
+@functools.cache
+def asides() -> Wordings:
+    """Sentences that may stand before or behind any question."""
+    return Wordings(common_document())
+
+
+def said_otherwise(rng: random.Random, text: str, has_asides: bool) -> str:
+    """The same question in other words: synonyms, small words, sentences beside it. Slots stay."""
+    synonyms = common_document()["synonyms"]
+    text = _ANY_WORD.sub(
+        lambda match: (
+            rng.choice(synonyms[match[0].lower()])
+            if match[0].lower() in synonyms and rng.random() < SYNONYM_RATIO
+            else match[0]
+        ),
+        text,
+    )
+    if "{words}" in text:
+        return text
+    if rng.random() < LOOSE_RATIO:
+        text = loosened(rng, text)
+    if has_asides and rng.random() < BEFORE_RATIO:
+        text = f"{asides().draw(rng, 'before', TRAINING)} {text[:1].upper()}{text[1:]}"
+    if has_asides and rng.random() < AFTER_RATIO:
+        text = f"{text} {asides().draw(rng, 'after', TRAINING)}"
+    return text
+
+
+def in_one_case(rng: random.Random, text: str, lower_ratio: float, upper_ratio: float) -> str:
+    """Now and then all in small letters, or all in capitals."""
+    draw = rng.random()
+    if draw < lower_ratio:
+        return text.lower()
+    return text.upper() if draw > 1 - upper_ratio else text
+
+
 def loosened(rng: random.Random, text: str) -> str:
     """With a small word left out, or with one more that changes nothing."""
     words = text.split(" ")
@@ -142,7 +189,7 @@ def loosened(rng: random.Random, text: str) -> str:
     if len(small) > 1 and rng.random() < 0.5:
         del words[rng.choice(small)]
     else:
-        words.insert(rng.randrange(len(words)), rng.choice(FILLERS))
+        words.insert(rng.randrange(len(words)), asides().draw(rng, "fillers", TRAINING))
     return " ".join(words)
 
 

@@ -267,9 +267,10 @@ class Asker:
             )
         idx = rng.choice(single)
         shape, colour = facts[idx]
-        answer = {"colour_of": colour, "shape_of": shape, "where": f"Image {idx + 1}"}[kind]
         question = self.word(rng, f"images_{kind}", **claims[idx].slots(rng))
-        return Turn(question, answer, key=str(idx + 1) if kind == "where" else answer)
+        if kind == "where":
+            return Turn(question, f"Image {idx + 1}", key=str(idx + 1))
+        return Turn(question, f"Image {idx + 1}: {colour} {shape}.", key=f"{idx + 1}: {colour} {shape}.")
 
     def video(self, rng: random.Random, shape: str, colour: str, direction: str, kind: str = "") -> Turn:
         """About one clip."""

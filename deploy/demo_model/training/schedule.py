@@ -43,6 +43,7 @@ JOINT = {
     "converse": Schedule(num_steps=1300, num_warmup_steps=50, peak=1e-3, num_flat_steps=750),
     "practise": Schedule(num_steps=1900, num_warmup_steps=50, peak=7e-4, num_flat_steps=1100, has_muon=True),
     "polish": Schedule(num_steps=900, num_warmup_steps=30, peak=6e-4, num_flat_steps=450, has_muon=True),
+    "broaden": Schedule(num_steps=900, num_warmup_steps=30, peak=5e-4, num_flat_steps=400, has_muon=True),
 }
 ENCODER_SCALE = 0.2
 
