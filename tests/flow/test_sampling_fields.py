@@ -173,7 +173,8 @@ async def test_log_probabilities_equal_those_of_generate():
                         assert each["logprob"] == pytest.approx(float(row[token_id]), abs=1e-4)
                         top = [other["logprob"] for other in each["top_logprobs"]]
                         assert top == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
-            await check_words(client, body)
+            question = {"role": "user", "content": "Repeat: go red"}  # an answer of several words
+            await check_words(client, {"model": "demo", "messages": [question], **FIELDS})
 
 
 async def check_words(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
