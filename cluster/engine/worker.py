@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Protocol
@@ -19,7 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.clock import Clock
-from cluster.config.checkpoint import placeholder_ids, read_config
+from cluster.config.checkpoint import placeholder_ids, read_config, takes_media
 from cluster.config.settings import ClusterArgs
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
@@ -111,6 +112,8 @@ class LanguageWorker(PhaseService):
         check_device_transport(args, setup)
         limits = limits_of(role, args)
         sizes = sizes_of(role, args, limits, setup.device.type)
+        if not takes_media(read_config(args.model)):
+            sizes = dataclasses.replace(sizes, feature_bytes=0)
         # first, because `memory_share` is for both
         self._encoder = encoder = None if self.load_encoder is None else self.load_encoder(args, setup)
         language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)

@@ -64,6 +64,9 @@ async def test_answers_that_lost_their_window_and_were_computed_anew_equal_gener
     allows."""
     crowd = prompts * 3
     async with local_cluster(window_args(folder, kv_blocks=24), (0, 1, 1)) as cluster:
+        assert all(
+            worker._features.max_rows == BLOCK_SIZE for worker in (*cluster.prefills, *cluster.decodes)
+        )
         overcommit(cluster)
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in crowd))
         assert cluster.decodes[0]._engine.num_preempted > 0
