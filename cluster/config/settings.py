@@ -283,7 +283,7 @@ class ClusterArgs(_Args):
     tensor_parallel_size: int = Field(1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if the replica finds it
     # compiled variant of CPU kernels and KV codecs; auto: the best that the processor runs; none: torch
-    cpu_kernels: Literal["auto", "avx512_bf16", "avx512", "avx2", "none"] = "auto"
+    cpu_kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"] = "auto"
     block_size: int = Field(16, ge=1)  # tokens in one KV block
     # collective: Gloo, NCCL; in_process: tests
     transport: Literal["nixl", "collective", "in_process"] = "nixl"

@@ -7,6 +7,7 @@ next call. What is loaded already keeps its variant. Imports no torch. Any threa
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 AUTO, NONE = "auto", "none"
 _X86_64_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
+_AMX = frozenset({"amx_tile", "amx_bf16", "amx_int8"})
 _X86_64_V4 = _X86_64_V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+# <asm/unistd_64.h>, <asm/prctl.h> and Documentation/arch/x86/xstate.rst of Linux
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Variant:
 
 
 VARIANTS = (  # best first
+    Variant(
+        "amx",
+        ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        _X86_64_V4 | {"avx512_bf16", "avx512_vnni"} | _AMX,
+    ),
     Variant(
         "avx512_bf16",
         ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
@@ -51,6 +60,8 @@ class _Selection:
 def runnable_variants() -> tuple[Variant, ...]:
     """Of this CPU, best first; none is a warning."""
     flags = _cpu_flags()
+    if flags >= _AMX and not _may_use_amx():
+        flags -= _AMX
     variants = tuple(variant for variant in VARIANTS if variant.cpu_flags <= flags)
     if not variants:
         logger.warning("no native CPU kernels: this CPU has no AVX2")
@@ -80,6 +91,13 @@ def selected_variants() -> tuple[Variant, ...]:
     if _Selection.name == AUTO:
         return runnable_variants()
     return tuple(variant for variant in runnable_variants() if variant.name == _Selection.name)
+
+
+def _may_use_amx() -> bool:
+    """Asks Linux for the tile registers, which a process has not by itself; for all its threads, until it
+    ends."""
+    libc = ctypes.CDLL(None)
+    return libc.syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
 def _cpu_flags() -> frozenset[str]:

@@ -8,7 +8,7 @@
 // not mix: a sequence's result depends neither on its company in the batch nor on the number of threads.
 //
 // What a query token sees is a range [begin, end) of key positions; causality, windows and two-way spans are made of it.
-// Plain C interface, no state. Compiled for AVX-512 with BF16, for AVX-512, and for AVX2 with FMA and F16C.
+// Plain C interface, no state. Compiled for each of the CPU variants; AVX2 with FMA and F16C at least.
 
 #include <cmath>
 #include <vector>
@@ -151,7 +151,8 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
   const Rows<Stored> values{(const Stored*)call.value, (const _Float16*)call.value_scales, call.kv_heads, item.head,
                             call.value_width, groups_v};
   const float scale = call.softcap != 0 ? call.scale : call.scale * kLog2E;
-  const int64_t rows = item.tokens * shape.group, tiles = (rows + kRows - 1) / kRows;
+  const int64_t rows = item.tokens * shape.group, tiles = (rows + Word::kRows - 1) / Word::kRows;
+  typename Word::Products products;
   load_queries<Word, Query>(step, call, item, shape, scratch);
   const int64_t lowest = *std::min_element(scratch.begins, scratch.begins + rows);
   for (int64_t key = item.key; key < item.keys_end; key += kKeys) {
@@ -170,9 +171,9 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
       const int64_t end = *std::max_element(scratch.ends + row, scratch.ends + row + height) - key;
       if (end <= 0) continue;  // what a tile does not see would add zeros
       const int64_t seen = std::min(wide, padded(end, kLanes));
-      product<Word>(height, seen / kLanes, scratch.queries + row * shape.key_words, shape.key_words, scratch.keys,
-                    kKeys, shape.key_words, scratch.scores, kKeys, nullptr);
-      float factors[kRows];
+      products.template multiply<Word>(height, seen / kLanes, scratch.queries + row * shape.key_words, shape.key_words,
+                                       scratch.keys, kKeys, shape.key_words, scratch.scores, kKeys, nullptr);
+      float factors[Word::kRows];
       for (int64_t r = 0; r < height; r++) {
         for (int64_t i = kKeys * (row + r) / rows; i < kKeys * (row + r + 1) / rows; i++)
           keys.prefetch(scratch.next_slots[i], scratch.next_head);  // a share per row: a burst would stall
@@ -180,8 +181,9 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
                                        scratch.ends[row + r] - key, scale, call.softcap, scratch.maxima[row + r],
                                        scratch.sums + (row + r) * kLanes);
       }
-      product<Word>(height, shape.value_width / kLanes, scratch.scores, kKeys, scratch.values, shape.value_width,
-                    seen / Word::kElements, scratch.outputs + row * shape.value_width, shape.value_width, factors);
+      products.template multiply<Word>(height, shape.value_width / kLanes, scratch.scores, kKeys, scratch.values,
+                                       shape.value_width, seen / Word::kElements,
+                                       scratch.outputs + row * shape.value_width, shape.value_width, factors);
     }
   }
   for (int64_t row = 0; row < rows; row++) {

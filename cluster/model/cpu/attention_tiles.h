@@ -7,10 +7,11 @@
 #include <utility>
 
 #include "common.h"
+#include "matrix_unit.h"
 
 namespace {
 
-constexpr int kRows = 6;              // of a register tile; kVectors vectors wide
+constexpr int kMostRows = 32;         // of a register tile
 constexpr int kKeys = 128;            // of a block
 constexpr int kSplit = 4 * kKeys;     // keys of an item where a context is split
 constexpr int64_t kSerialPairs = 1 << 14;  // query rows times keys of a call that one thread does in 70 us; waking another takes 20
@@ -20,14 +21,6 @@ constexpr int kGroup = 64;            // channels that share a scale
 constexpr float kLowest = -1e30f;     // maximum of no scores; finite, so that differences are numbers
 constexpr float kLog2E = 1.44269504f;
 
-inline Halves halves_of(Floats value) {  // to bfloat16, nearest even
-#if defined(__AVX512BF16__)
-  return (Halves)_mm512_cvtneps_pbh((__m512)value);
-#else
-  const Words bits = (Words)value;
-  return __builtin_convertvector((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, Halves);
-#endif
-}
 inline void narrow(float* p, Floats value) { store(p, value); }
 inline void narrow(BFloat16* p, Floats value) { store(p, halves_of(value)); }
 template <class Element>
@@ -66,16 +59,27 @@ inline Floats capped(Floats x, float softcap) {  // softcap * tanh(x / softcap)
 
 // ------------------------------------------------------------------------------------------------------ the products
 
+// kElements: in a word. kRows: the most rows of a tile. Products: how tiles are multiplied.
+struct VectorProducts;
 struct Float32 {
   using Element = float;
-  static constexpr int kElements = 1;  // in a word
+  using Products = VectorProducts;
+  static constexpr int kElements = 1, kRows = 6;
   static constexpr bool kCoarse = false;
   static Floats add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 };
 #if defined(__AVX512BF16__)
+struct MatrixProducts;
 struct BFloat16Pair {
   using Element = BFloat16;
   static constexpr int kElements = 2;
+#if defined(__AMX_TILE__)
+  using Products = MatrixProducts;
+  static constexpr int kRows = MatrixUnit::kRows;
+#else
+  using Products = VectorProducts;
+  static constexpr int kRows = 6;
+#endif
   static constexpr bool kCoarse = true;
   static Floats add(Floats sum, Floats a, Floats b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -138,18 +142,38 @@ void product_rows(int64_t vectors, const float* a, int64_t lda, const float* b, 
   if (vectors) product_tile<Word, kHeight, 1>(a, lda, b, ldb, depth, c, ldc, factors);
 }
 
-template <class Word>
-void product(int64_t rows, int64_t vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
-             float* c, int64_t ldc, const float* factors) {
-  switch (rows) {
-    case 1: return product_rows<Word, 1>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
-    case 2: return product_rows<Word, 2>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
-    case 3: return product_rows<Word, 3>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
-    case 4: return product_rows<Word, 4>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
-    case 5: return product_rows<Word, 5>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
-    case 6: return product_rows<Word, 6>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
+// For an item: products of up to Word::kRows rows times some vectors, as product_tile.
+struct VectorProducts {
+  template <class Word>
+  void multiply(int64_t rows, int64_t vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
+                float* c, int64_t ldc, const float* factors) {
+    switch (rows) {
+      case 1: return product_rows<Word, 1>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
+      case 2: return product_rows<Word, 2>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
+      case 3: return product_rows<Word, 3>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
+      case 4: return product_rows<Word, 4>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
+      case 5: return product_rows<Word, 5>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
+      case 6: return product_rows<Word, 6>(vectors, a, lda, b, ldb, depth, c, ldc, factors);
+    }
   }
-}
+};
+
+#if defined(__AMX_TILE__)
+// As VectorProducts, on the matrix unit.
+struct MatrixProducts {
+  template <class Word>
+  void multiply(int64_t rows, int64_t vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
+                float* c, int64_t ldc, const float* factors) {
+    for (int64_t r = 0; factors && r < rows; r++)
+      if (factors[r] != 1.0f)
+        for (int64_t v = 0; v < vectors; v++)
+          store(c + r * ldc + v * kLanes, load<Floats>(c + r * ldc + v * kLanes) * factors[r]);
+    unit.multiply<BFloat16Matrix>({(const char*)a, lda * 4, (const char*)b, ldb * 4, (char*)c, ldc * 4, !factors}, rows,
+                                  vectors, depth, [](const char*, int64_t) {});
+  }
+  MatrixUnit unit;
+};
+#endif
 
 // ---------------------------------------------------------------------------------------------------- packing K and V
 
@@ -241,7 +265,7 @@ inline void transpose(const float* const* sources, int64_t offset, float* target
 // What one thread works in.
 struct Scratch {
   alignas(64) float queries[kTile * kMaxWidth], outputs[kTile * kMaxWidth], keys[kMaxWidth * kKeys];
-  alignas(64) float values[kKeys * kMaxWidth], scores[kRows * kKeys], rows[kLanes * kMaxWidth], zeros[kMaxWidth];
+  alignas(64) float values[kKeys * kMaxWidth], scores[kMostRows * kKeys], rows[kLanes * kMaxWidth], zeros[kMaxWidth];
   alignas(64) float maxima[kTile], sums[kTile * kLanes];  // the sums of a row still spread over lanes
   int32_t begins[kTile], ends[kTile];
   int64_t slots[kKeys], next_slots[kKeys];  // of this block's keys and of those fetched ahead; -1: no row is read

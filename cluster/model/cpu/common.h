@@ -70,16 +70,19 @@ inline Floats widened(const float* p) { return load<Floats>(p); }
 inline Floats widened(const BFloat16* p) { return (Floats)(words_of(load<Halves>(p)) << 16); }
 inline Floats widened(const int8_t* p) { return __builtin_convertvector(words_of(load<Bytes>(p)), Floats); }
 
-inline Words rounded_bits(Floats value) {  // bfloat16 in the low half of each word, to nearest even
+// To bfloat16, nearest even. The instruction takes numbers below 2^-126 for 0.
+inline Halves halves_of(Floats value) {
+#if defined(__AVX512BF16__)
+  return (Halves)_mm512_cvtneps_pbh((__m512)value);
+#else
   const Words bits = (Words)value;
   const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return (Words)(value != value) ? ((bits >> 16) | 0x40u) : rounded;
+  return __builtin_convertvector((Words)(value != value) ? ((bits >> 16) | 0x40u) : rounded, Halves);
+#endif
 }
 
 inline void store_floats(float* target, Floats value) { store(target, value); }
-inline void store_floats(BFloat16* target, Floats value) {
-  store(target, __builtin_convertvector(rounded_bits(value), Halves));
-}
+inline void store_floats(BFloat16* target, Floats value) { store(target, halves_of(value)); }
 
 // What a value becomes when it is stored as Element and read again.
 template <class Element>
@@ -90,7 +93,7 @@ inline Floats rounded<float>(Floats value) {
 }
 template <>
 inline Floats rounded<BFloat16>(Floats value) {
-  return (Floats)(rounded_bits(value) << 16);
+  return (Floats)(words_of(halves_of(value)) << 16);
 }
 
 // Of `count` elements, which may be fewer than kLanes or none; what is missing is 0.

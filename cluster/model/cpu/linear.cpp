@@ -7,7 +7,7 @@
 // sum of an element runs over k in one order for any number of rows or threads: a row's result does not depend on its
 // neighbours.
 //
-// The same source is compiled for AVX-512 with BF16 and VNNI, for AVX-512, and for AVX2. Callers pass contiguous rows.
+// The same source is compiled for AMX, for AVX-512 with BF16 and VNNI, for AVX-512, and for AVX2. Callers pass contiguous rows.
 
 #include <vector>
 
@@ -23,9 +23,8 @@ using kernels::kSerialWork;
 
 constexpr int64_t kShortChunk = (16 << 10) / kStepBytes;  // steps that stay in the first-level cache over a few tiles
 constexpr int64_t kLongChunk = (256 << 10) / kStepBytes;  // steps that stay in the second-level cache over many
-constexpr int64_t kBlockRows = 192;
+constexpr int64_t kMatrixChunk = (32 << 10) / kStepBytes;  // steps of a panel that the matrix unit reads again and again
 constexpr int64_t kPreparedWords = 48 << 10;             // of a block of rows and a chunk of steps: 192 KiB
-constexpr int64_t kItemPanels = kPanel < 64 ? 64 / kPanel : 1;  // as many as use x once it is prepared
 constexpr int64_t kMemoryRows = 12;  // as many rows as can be multiplied while a weight arrives from memory
 
 // -------------------------------------------------------------------------------------------------- what is done after
@@ -103,7 +102,7 @@ Operands operands_of(const Batch& batch, int64_t begin, int64_t rows, Chunk chun
   const char* x = batch.x + begin * batch.x_bytes + chunk.begin * 4;
   Operands operands{x, nullptr, batch.x_bytes, chunk.steps(), chunk.begin == 0};
   if constexpr (Op::kIsPrepared) {
-    alignas(64) static thread_local char prepared[(kPreparedWords + kBlockRows * kLanes) * 4];
+    alignas(64) static thread_local char prepared[(kPreparedWords + Op::Tiles::kBlockRows * kLanes) * 4];
     operands.x = prepared;
     operands.x_bytes = (chunk.steps() * Op::kPasses + kLanes) * 4;  // rows of 2^n bytes would share cache sets
     for (int64_t row = 0; row < rows; row++)
@@ -116,20 +115,29 @@ Operands operands_of(const Batch& batch, int64_t begin, int64_t rows, Chunk chun
 template <class Op>
 int64_t chunks_of(int64_t all, int64_t rows, int64_t tiles) {
   int64_t longest = tiles == 1 ? all : tiles < 4 ? kShortChunk : kLongChunk;
+  if (Op::Tiles::kDepth > 1 && rows > 16) longest = kMatrixChunk;
   if (Op::kIsPrepared) longest = std::min(longest, kPreparedWords / (rows * Op::kPasses));
   return std::max<int64_t>(1, (all + longest - 1) / longest);
 }
 
-// Panels [panel, panel + panels) times rows [begin, begin + rows), in tiles of nearly equal height. `next`: bytes from
-// this panel to this thread's next.
+template <class Op>
+Chunk chunk_of(int64_t all, int64_t c, int64_t chunks) {
+  const auto begin = [&](int64_t i) { return i == chunks ? all : all * i / chunks / Op::Tiles::kDepth * Op::Tiles::kDepth; };
+  return {begin(c), begin(c + 1), all};
+}
+
+// Panels [panel, panel + panels) times rows [begin, begin + rows), in tiles. `next`: bytes from this panel to this
+// thread's next.
 template <class Op, class Out>
 void panels_times_rows(const Layer& layer, const Batch& batch, int64_t panel, int64_t panels, int64_t begin, int64_t rows,
                        int64_t next, Out* y) {
-  alignas(64) typename Op::Accumulator kept[kItemPanels][kBlockRows * kVectors];
-  const int64_t all = steps_of<Op>(layer), tiles = (rows + kTileRows - 1) / kTileRows;
+  using Tiles = typename Op::Tiles;
+  alignas(64) typename Op::Accumulator kept[Tiles::kPanels][Tiles::kBlockRows * kVectors];
+  const int64_t all = steps_of<Op>(layer), tiles = (rows + Tiles::kTileRows - 1) / Tiles::kTileRows;
   const int64_t chunks = chunks_of<Op>(all, rows, tiles);
+  Tiles multiplier;
   for (int64_t c = 0; c < chunks; c++) {
-    const Chunk chunk{all * c / chunks, all * (c + 1) / chunks, all};
+    const Chunk chunk = chunk_of<Op>(all, c, chunks);
     Operands operands = operands_of<Op>(batch, begin, rows, chunk);
     const char* x = operands.x;
     for (int64_t p = 0; p < panels; p++) {
@@ -138,24 +146,31 @@ void panels_times_rows(const Layer& layer, const Batch& batch, int64_t panel, in
                             : c + 1 < chunks ? (chunk.steps() - p * all) * kStepBytes
                                              : next - (chunk.begin + p * all) * kStepBytes;
       for (int64_t t = 0; t < tiles; t++) {
-        const int64_t row = rows * t / tiles, height = rows * (t + 1) / tiles - row;
+        const int64_t row = Tiles::first_row(t, tiles, rows), end = Tiles::first_row(t + 1, tiles, rows);
         operands.x = x + row * operands.x_bytes;
-        tile_of<Op>(height, operands, Prefetch(t, tiles, ahead), kept[p] + row * kVectors);
+        multiplier.template multiply<Op>(end - row, operands, Prefetch(t, tiles, ahead), kept[p] + row * kVectors);
+        if (c + 1 < chunks) continue;
+        for (int64_t r = row; r < end; r++)
+          finish(layer, batch, begin + r, (panel + p) * kPanel, kept[p] + r * kVectors, y);
       }
     }
   }
-  for (int64_t p = 0; p < panels; p++)
-    for (int64_t row = 0; row < rows; row++)
-      finish(layer, batch, begin + row, (panel + p) * kPanel, kept[p] + row * kVectors, y);
 }
 
 int64_t panels_of(const Layer& layer) { return (layer.outputs * (layer.gated ? 2 : 1) + kPanel - 1) / kPanel; }
 
-int64_t panel_groups_of(const Layer& layer) { return (panels_of(layer) + kItemPanels - 1) / kItemPanels; }
+// The items of a product of `all_rows` rows: some panels times a block of rows.
+template <class Op>
+struct Items {
+  int64_t panels, groups, count;  // of an item; side by side; all
 
-int64_t items_of(const Layer& layer, int64_t rows) {
-  return panel_groups_of(layer) * ((rows + kBlockRows - 1) / kBlockRows);
-}
+  Items(const Layer& layer, int64_t all_rows)
+      : panels(all_rows > Op::Tiles::kTileRows ? Op::Tiles::kPanels : kPreparedPanels),
+        groups((panels_of(layer) + panels - 1) / panels),
+        count(groups * ((all_rows + Op::Tiles::kBlockRows - 1) / Op::Tiles::kBlockRows)) {}
+  int64_t first_panel(int64_t item) const { return item % groups * panels; }
+  int64_t first_row(int64_t item) const { return item / groups * Op::Tiles::kBlockRows; }
+};
 
 template <class Op>
 int64_t work_of(const Layer& layer, int64_t rows) {
@@ -164,16 +179,17 @@ int64_t work_of(const Layer& layer, int64_t rows) {
 
 template <class Op, class Out>
 void run_item(const Layer& layer, const Batch& batch, Out* y, int64_t item, int64_t threads) {
-  const int64_t groups = panel_groups_of(layer), panel = item % groups * kItemPanels, begin = item / groups * kBlockRows;
-  panels_times_rows<Op>(layer, batch, panel, std::min(kItemPanels, panels_of(layer) - panel), begin,
-                        std::min(kBlockRows, batch.rows - begin),
-                        threads * kItemPanels * steps_of<Op>(layer) * kStepBytes, y);
+  const Items<Op> items(layer, batch.rows);
+  const int64_t panel = items.first_panel(item), begin = items.first_row(item);
+  panels_times_rows<Op>(layer, batch, panel, std::min(items.panels, panels_of(layer) - panel), begin,
+                        std::min(Op::Tiles::kBlockRows, batch.rows - begin),
+                        threads * items.panels * steps_of<Op>(layer) * kStepBytes, y);
 }
 
 template <class Op, class Out>
 void multiply(const Layer& layer, const Batch& batch, Out* y, int threads) {
   if (work_of<Op>(layer, batch.rows) < kSerialWork) threads = 1;
-  const int64_t items = items_of(layer, batch.rows);
+  const int64_t items = Items<Op>(layer, batch.rows).count;
   if (threads == 1) {  // without the runtime's work for a team of one
     for (int64_t item = 0; item < items; item++) run_item<Op>(layer, batch, y, item, 1);
     return;
@@ -221,7 +237,9 @@ auto with_types(const kernels::Product& product, Run run) {
 
 namespace kernels {
 
-int64_t Product::items() const { return items_of(*layer, batch.rows); }
+int64_t Product::items() const {
+  return with_types(*this, [&](auto op, auto) { return Items<decltype(op)>(*layer, batch.rows).count; });
+}
 
 int64_t Product::work() const {
   return with_types(*this, [&](auto op, auto) { return work_of<decltype(op)>(*layer, batch.rows); });
@@ -234,10 +252,13 @@ void Product::run(int64_t item, int64_t threads) const {
 }
 
 const char* Product::weights(int64_t item, int64_t* bytes) const {
-  const int64_t panel = item % panel_groups_of(*layer) * kItemPanels;
-  const int64_t panel_bytes = kStepBytes * with_types(*this, [&](auto op, auto) { return steps_of<decltype(op)>(*layer); });
-  *bytes = std::min(kItemPanels, panels_of(*layer) - panel) * panel_bytes;
-  return layer->packed + panel * panel_bytes;
+  return with_types(*this, [&](auto op, auto) {
+    using Op = decltype(op);
+    const Items<Op> items(*layer, batch.rows);
+    const int64_t panel = items.first_panel(item), panel_bytes = kStepBytes * steps_of<Op>(*layer);
+    *bytes = std::min(items.panels, panels_of(*layer) - panel) * panel_bytes;
+    return layer->packed + panel * panel_bytes;
+  });
 }
 
 }  // namespace kernels

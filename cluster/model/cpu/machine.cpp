@@ -25,8 +25,15 @@ double seconds_of(int threads, Work work) {
   return now(threads) - start;
 }
 
+// Returns how many multiplications and additions it made.
 template <class Op>
-void multiply_in_registers() {
+double multiply_in_registers() {
+#if defined(__AMX_TILE__)
+  if constexpr (Op::Tiles::kDepth > 1) {
+    MatrixUnit().multiply_in_registers<typename Op::Tiles::Type>(kRounds);
+    return 2.0 * 4 * 16 * 16 * MatrixUnit::kWords * Op::kInputs * kRounds;
+  }
+#endif
   typename Op::Accumulator sums[kSums] = {};
   typename Op::Operand x = {}, w = {};
   for (int64_t round = 0; round < kRounds; round++) {
@@ -38,16 +45,18 @@ void multiply_in_registers() {
   }
 #pragma GCC unroll 24
   for (int i = 0; i < kSums; i++) asm volatile("" : "+v"(sums[i]));
+  return 2.0 * kLanes * Op::kInputs / Op::kPasses * kSums * kRounds;
 }
 
 // Multiplications and additions a second of all threads.
 template <class Op>
 double operations_per_s(int threads) {
-  const double operations = 2.0 * kLanes * Op::kInputs / Op::kPasses * kSums * kRounds * threads;
-  return operations / seconds_of(threads, [&] {
-#pragma omp parallel num_threads(threads)
-           multiply_in_registers<Op>();
-         });
+  double operations = 0;
+  const double seconds = seconds_of(threads, [&] {
+#pragma omp parallel num_threads(threads) reduction(+ : operations)
+    operations += multiply_in_registers<Op>();
+  });
+  return operations / seconds;
 }
 
 // The sum of all words, as fast as they arrive.

@@ -12,19 +12,34 @@
 #include <utility>
 
 #include "common.h"
+#include "matrix_unit.h"
 
 namespace {
 
 constexpr int64_t kStreamAhead = 4 << 10;                      // bytes, into the first-level cache
 constexpr int64_t kFarAhead = 16 << 10, kNearAhead = 1 << 10;  // bytes, into the second-level cache and then into the first
-constexpr int kTileRows = 6;
+constexpr int64_t kMatrixAhead = 16 << 10;                     // bytes, into the second-level cache
+constexpr int64_t kPreparedPanels = kPanel < 64 ? 64 / kPanel : 1;  // as many as use x once it is prepared
+
+struct VectorTiles;
+struct BFloat16MatrixTiles;
+struct Int8MatrixTiles;
+#if defined(__AMX_TILE__)
+using BFloat16Tiles = BFloat16MatrixTiles;
+using Int8Tiles = Int8MatrixTiles;
+#else
+using BFloat16Tiles = VectorTiles;
+using Int8Tiles = VectorTiles;
+#endif
 
 // What a product of one type of weights is made of:
+// Tiles: how it is cut and multiplied (at the end of this file).
 // kInputs: of a step. kPasses: over the weights of a step, which are also the words that a step of x has when prepared.
 // kIsPrepared: prepare(x, target, steps) writes x as `add` wants it; else a tile of two passes calls widened_half<pass>(x).
 // weight<pass>(w): a vector of the weights of a pass.
 // kFarRows: from as many rows on, a single tile asks for weights far ahead (measured; see Prefetch).
 struct Float32 {
+  using Tiles = VectorTiles;
   using Accumulator = Floats;
   using Operand = Floats;
   static constexpr int kInputs = 1, kPasses = 1, kFarRows = kVectors == 2 ? 6 : 7;
@@ -37,6 +52,7 @@ struct Float32 {
 };
 
 struct BFloat16Pairs {
+  using Tiles = BFloat16Tiles;
   using Accumulator = Floats;
   static constexpr int kInputs = 2;
 #if defined(__AVX512BF16__)
@@ -78,6 +94,7 @@ struct BFloat16Pairs {
 };
 
 struct Int8Quads {  // x is unsigned with a zero point of 128, w is signed
+  using Tiles = Int8Tiles;
   using Accumulator = Ints;
   using Operand = Ints;
   static constexpr int kInputs = 4;
@@ -204,10 +221,58 @@ void tile(Operands operands, Prefetch prefetch, typename Op::Accumulator* kept) 
     for (int v = 0; v < kVectors; v++) kept[r * kVectors + v] = sums[r][v];
 }
 
-template <class Op, int kRows = kTileRows>
-inline void tile_of(int64_t rows, const Operands& operands, Prefetch prefetch, typename Op::Accumulator* kept) {
-  if (rows == kRows) return tile<Op, kRows>(operands, prefetch, kept);
-  if constexpr (kRows > 1) tile_of<Op, kRows - 1>(rows, operands, prefetch, kept);
-}
+// ------------------------------------------------------------------------------------------------ how tiles are computed
+
+// kTileRows: the most rows of a tile. kDepth: chunks of steps begin at multiples of it. kBlockRows, kPanels: of an item of
+// several tiles. first_row: of tile t. multiply: as `tile`.
+struct VectorTiles {
+  static constexpr int kTileRows = 6, kDepth = 1;
+  static constexpr int64_t kBlockRows = 192, kPanels = kPreparedPanels;
+
+  // Of nearly equal height.
+  static int64_t first_row(int64_t t, int64_t tiles, int64_t rows) { return rows * t / tiles; }
+
+  template <class Op, int kRows = kTileRows>
+  static void multiply(int64_t rows, const Operands& operands, Prefetch prefetch, typename Op::Accumulator* kept) {
+    if (rows == kRows) return tile<Op, kRows>(operands, prefetch, kept);
+    if constexpr (kRows > 1) multiply<Op, kRows - 1>(rows, operands, prefetch, kept);
+  }
+};
+
+#if defined(__AMX_TILE__)
+
+template <class Matrix>
+class MatrixTiles {
+ public:
+  using Type = Matrix;
+  static constexpr int kTileRows = MatrixUnit::kRows, kDepth = MatrixUnit::kWords;
+  static constexpr int64_t kBlockRows = 192, kPanels = 4;
+
+  // All but the last of one height: to configure the unit takes as long as a small tile.
+  static int64_t first_row(int64_t t, int64_t, int64_t rows) { return std::min(t * kTileRows, rows); }
+
+  template <class Op>
+  void multiply(int64_t rows, const Operands& operands, Prefetch prefetch, typename Op::Accumulator* kept) {
+    const auto fetch = [&](const char* weights, int64_t vectors) {
+      for (int64_t step = 0; step < MatrixUnit::kWords; step++, weights += kStepBytes) {
+        if (prefetch.is_single) {
+          for (int64_t v = 0; v < vectors; v++) __builtin_prefetch(weights + kMatrixAhead + v * kVectorBytes, 0, 2);
+        } else {
+          __builtin_prefetch(weights + prefetch.first, 0, 2);
+          __builtin_prefetch(weights + prefetch.second, 0, 2);
+        }
+      }
+    };
+    unit_.multiply<Type>({operands.x, operands.x_bytes, operands.weights, kStepBytes, (char*)kept, kStepBytes, operands.is_first},
+                         rows, kVectors, operands.steps, fetch);
+  }
+
+ private:
+  MatrixUnit unit_;
+};
+struct BFloat16MatrixTiles : MatrixTiles<BFloat16Matrix> {};
+struct Int8MatrixTiles : MatrixTiles<Int8Matrix> {};
+
+#endif
 
 }  // namespace

@@ -7,6 +7,7 @@ import pytest
 from cluster.errors import ConfigError
 from cluster.model import sampling
 from cluster.model.cpu import library
+from cluster.native import variants
 from cluster.native.variants import AUTO, NONE, VARIANTS, check_choice, runnable_variants, select
 from kv_transfer.codecs import native as codecs
 
@@ -47,3 +48,16 @@ def test_a_variant_that_the_processor_cannot_run_is_refused_and_nothing_changes(
         check_choice("avx2", ())
     for name in (AUTO, NONE):
         check_choice(name, ())
+
+
+def test_the_matrix_unit_is_used_only_where_linux_grants_its_registers(monkeypatch):
+    all_flags = frozenset().union(*(variant.cpu_flags for variant in VARIANTS))
+    monkeypatch.setattr(variants, "_cpu_flags", lambda: all_flags)
+    names = []
+    for granted in (True, False):
+        monkeypatch.setattr(variants, "_may_use_amx", lambda granted=granted: granted)
+        names.append([variant.name for variant in runnable_variants.__wrapped__()])
+    assert names == [
+        ["amx", "avx512_bf16", "avx512", "avx2"],
+        ["avx512_bf16", "avx512", "avx2"],
+    ]
