@@ -253,15 +253,9 @@ class MatrixTiles {
 
   template <class Op>
   void multiply(int64_t rows, const Operands& operands, Prefetch prefetch, typename Op::Accumulator* kept) {
-    const auto fetch = [&](const char* weights, int64_t vectors) {
-      for (int64_t step = 0; step < MatrixUnit::kWords; step++, weights += kStepBytes) {
-        if (prefetch.is_single) {
-          for (int64_t v = 0; v < vectors; v++) __builtin_prefetch(weights + kMatrixAhead + v * kVectorBytes, 0, 2);
-        } else {
-          __builtin_prefetch(weights + prefetch.first, 0, 2);
-          __builtin_prefetch(weights + prefetch.second, 0, 2);
-        }
-      }
+    const auto fetch = [&](const char* weights, int64_t vectors) {  // of several tiles, the processor fetches as well alone
+      for (int64_t step = 0; prefetch.is_single && step < MatrixUnit::kWords; step++, weights += kStepBytes)
+        for (int64_t v = 0; v < vectors; v++) __builtin_prefetch(weights + kMatrixAhead + v * kVectorBytes, 0, 2);
     };
     unit_.multiply<Type>({operands.x, operands.x_bytes, operands.weights, kStepBytes, (char*)kept, kStepBytes, operands.is_first},
                          rows, kVectors, operands.steps, fetch);
