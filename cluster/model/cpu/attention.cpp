@@ -62,10 +62,11 @@ float softmax_row(float* scores, int64_t keys, int64_t begin, int64_t end, float
 
 struct Shape {
   int64_t group, tile_tokens, key_words, value_width, part_size;
-  Shape(const AttentionCall& call, int64_t elements)
+  // `depth`: what key_words is padded to.
+  Shape(const AttentionCall& call, int64_t elements, int64_t depth)
       : group(call.query_heads / call.kv_heads),
         tile_tokens(std::max<int64_t>(1, kTile / group)),
-        key_words((call.key_width + elements - 1) / elements),
+        key_words(padded((call.key_width + elements - 1) / elements, depth)),
         value_width(padded(call.value_width, kLanes)),
         part_size(value_width + 2) {}
 };
@@ -145,18 +146,20 @@ void find_slots(const AttentionStep& step, const Item& item, int64_t key, int64_
 template <class Word, class Query, class Stored>
 void run_item(const AttentionStep& step, const AttentionCall& call, const Item& item, const Item& next,
               const Shape& shape, float* parts, Scratch& scratch) {
+  using Products = typename Word::Products;
+  constexpr int64_t kKeyUnit = std::max<int64_t>(kLanes, Products::kDepth * Word::kElements);
   const int64_t groups_k = (call.key_width + kGroup - 1) / kGroup, groups_v = (call.value_width + kGroup - 1) / kGroup;
   const Rows<Stored> keys{(const Stored*)call.key, (const _Float16*)call.key_scales, call.kv_heads, item.head,
                           call.key_width, groups_k};
   const Rows<Stored> values{(const Stored*)call.value, (const _Float16*)call.value_scales, call.kv_heads, item.head,
                             call.value_width, groups_v};
   const float scale = call.softcap != 0 ? call.scale : call.scale * kLog2E;
-  const int64_t rows = item.tokens * shape.group, tiles = (rows + Word::kRows - 1) / Word::kRows;
-  typename Word::Products products;
+  const int64_t rows = item.tokens * shape.group, tiles = (rows + Products::kRows - 1) / Products::kRows;
+  Products products;
   load_queries<Word, Query>(step, call, item, shape, scratch);
   const int64_t lowest = *std::min_element(scratch.begins, scratch.begins + rows);
   for (int64_t key = item.key; key < item.keys_end; key += kKeys) {
-    const int64_t num_keys = std::min<int64_t>(kKeys, item.keys_end - key), wide = padded(num_keys, kLanes);
+    const int64_t num_keys = std::min<int64_t>(kKeys, item.keys_end - key), wide = padded(num_keys, kKeyUnit);
     const bool last = key + kKeys >= item.keys_end;
     if (key == item.key)
       find_slots(step, item, key, lowest, scratch.slots);
@@ -166,14 +169,14 @@ void run_item(const AttentionStep& step, const AttentionCall& call, const Item& 
     scratch.next_head = last ? next.head : item.head;
     pack_keys<Word>(keys, wide, scratch);
     pack_values<Word>(values, wide, scratch);
-    for (int64_t tile = 0; tile < tiles; tile++) {  // of nearly equal height
-      const int64_t row = rows * tile / tiles, height = rows * (tile + 1) / tiles - row;
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t row = Products::first_row(tile, tiles, rows), height = Products::first_row(tile + 1, tiles, rows) - row;
       const int64_t end = *std::max_element(scratch.ends + row, scratch.ends + row + height) - key;
       if (end <= 0) continue;  // what a tile does not see would add zeros
-      const int64_t seen = std::min(wide, padded(end, kLanes));
+      const int64_t seen = std::min(wide, padded(end, kKeyUnit));
       products.template multiply<Word>(height, seen / kLanes, scratch.queries + row * shape.key_words, shape.key_words,
                                        scratch.keys, kKeys, shape.key_words, scratch.scores, kKeys, nullptr);
-      float factors[Word::kRows];
+      float factors[Products::kRows];
       for (int64_t r = 0; r < height; r++) {
         for (int64_t i = kKeys * (row + r) / rows; i < kKeys * (row + r + 1) / rows; i++)
           keys.prefetch(scratch.next_slots[i], scratch.next_head);  // a share per row: a burst would stall
@@ -235,7 +238,10 @@ auto with_types(const AttentionCall& call, Run run) {
 }
 
 Shape shape_of(const AttentionCall& call) {
-  return with_types(call, [&](auto word, auto, auto) { return Shape(call, decltype(word)::kElements); });
+  return with_types(call, [&](auto word, auto, auto) {
+    using Word = decltype(word);
+    return Shape(call, Word::kElements, Word::Products::kDepth);
+  });
 }
 
 // ----------------------------------------------------------------------------------------------------- writing K and V

@@ -59,26 +59,24 @@ inline Floats capped(Floats x, float softcap) {  // softcap * tanh(x / softcap)
 
 // ------------------------------------------------------------------------------------------------------ the products
 
-// kElements: in a word. kRows: the most rows of a tile. Products: how tiles are multiplied.
+// kElements: in a word. Products: how tiles are multiplied (below).
 struct VectorProducts;
+struct MatrixProducts;
 struct Float32 {
   using Element = float;
   using Products = VectorProducts;
-  static constexpr int kElements = 1, kRows = 6;
+  static constexpr int kElements = 1;
   static constexpr bool kCoarse = false;
   static Floats add(Floats sum, Floats a, Floats b) { return sum + a * b; }
 };
 #if defined(__AVX512BF16__)
-struct MatrixProducts;
 struct BFloat16Pair {
   using Element = BFloat16;
   static constexpr int kElements = 2;
 #if defined(__AMX_TILE__)
   using Products = MatrixProducts;
-  static constexpr int kRows = MatrixUnit::kRows;
 #else
   using Products = VectorProducts;
-  static constexpr int kRows = 6;
 #endif
   static constexpr bool kCoarse = true;
   static Floats add(Floats sum, Floats a, Floats b) {
@@ -142,8 +140,12 @@ void product_rows(int64_t vectors, const float* a, int64_t lda, const float* b, 
   if (vectors) product_tile<Word, kHeight, 1>(a, lda, b, ldb, depth, c, ldc, factors);
 }
 
-// For an item: products of up to Word::kRows rows times some vectors, as product_tile.
+// For an item: products of up to kRows rows times some vectors, as product_tile. first_row: of tile t. kDepth: what the depth
+// of a product is padded to.
 struct VectorProducts {
+  static constexpr int64_t kRows = 6, kDepth = 1;
+  static int64_t first_row(int64_t t, int64_t tiles, int64_t rows) { return rows * t / tiles; }  // of nearly equal height
+
   template <class Word>
   void multiply(int64_t rows, int64_t vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
                 float* c, int64_t ldc, const float* factors) {
@@ -159,8 +161,11 @@ struct VectorProducts {
 };
 
 #if defined(__AMX_TILE__)
-// As VectorProducts, on the matrix unit.
+// As VectorProducts, on the matrix unit. Every other height or depth would take as long to configure as a tile to compute.
 struct MatrixProducts {
+  static constexpr int64_t kRows = MatrixUnit::kRows, kDepth = MatrixUnit::kWords;
+  static int64_t first_row(int64_t t, int64_t, int64_t rows) { return std::min(t * kRows, rows); }
+
   template <class Word>
   void multiply(int64_t rows, int64_t vectors, const float* a, int64_t lda, const float* b, int64_t ldb, int64_t depth,
                 float* c, int64_t ldc, const float* factors) {
