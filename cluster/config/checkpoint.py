@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.config.families import family_of_type, lacks_package, no_adapter, part_of_whole
+from cluster.config.families import family_of_type, no_adapter, part_of_whole, why_refused
 from cluster.errors import ConfigError
 from cluster.types.media import Modality
 
@@ -107,10 +107,9 @@ def takes_media(config: Mapping[str, Any]) -> bool:
 def check_family(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a model type or class that cannot be served, as far as the names tell."""
     name = config["model_type"]
-    family = family_of_type(name)
-    if reason := lacks_package(family):
+    if reason := why_refused(name):
         _refuse(name, reason)
-    if family.modalities:
+    if family_of_type(name).modalities:
         return
     if config.get("is_encoder_decoder"):
         _refuse(name, "it is an encoder-decoder model; only decoder-only language models are served")

@@ -6,7 +6,7 @@ records. To add a family whose encoder and positions have a known form, add one 
 gets a function in `cluster.model.media_calls` or `cluster.model.positions`.
 
 A model type without a record is served as text if it is a plain causal language model. Otherwise it is
-refused by name.
+refused by name, with its cause where `refused` has one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from enum import Enum, auto
 from importlib.util import find_spec
 from typing import Any
 
+from cluster.config.refused import REFUSED
 from cluster.types.media import Modality
 
 
@@ -32,6 +33,7 @@ class EncoderForm(Enum):
     MASKED_TILES = auto()  # tiles and a mask of their valid pixels
     FRAMES = auto()  # frames of one size, the same number of rows from each
     STACKED_TILES = auto()  # tiles or frames of one size, by one method for both
+    MASKED_CROPS = auto()  # one image per call: crops of one size and a mask of their valid pixels
     SINGLE_IMAGES = auto()  # one image per call, whatever tensors the processor makes of it
     MEL_WINDOWS = auto()  # windows of a spectrum, with or without a mask of the valid frames
     TIMED_MEL_WINDOWS = auto()  # the same; each window is told where in the sound it is
@@ -75,6 +77,7 @@ class ModelFamily:
     leaves_logits: bool = False  # transformers does not scale them as the text configuration says
     package: str = ""  # that transformers needs for it, beside the requirements
     hears_clips: bool = False  # the processor takes a clip with its sound track
+    cuts_sounds: bool = False  # into windows, of which its feature extractor truncates each
     whole: WholeCheckpoint | None = None
 
     @property
@@ -151,6 +154,7 @@ _RECORDS = (
     ModelFamily("deepseek_vl_hybrid", _SINGLE),
     ModelFamily("deepseek_ocr2", _SINGLE),
     ModelFamily("step3p7", _SINGLE),
+    ModelFamily("aria", {Modality.IMAGE: EncoderForm.MASKED_CROPS}),
     ModelFamily("aya_vision", _TILES, leaves_logits=True),
     ModelFamily("cohere2_vision", _TILES, leaves_logits=True),
     ModelFamily("deepseek_vl", _TILES),
@@ -168,6 +172,7 @@ _RECORDS = (
     ModelFamily("audioflamingo3", _MELS),
     ModelFamily("musicflamingo", {Modality.AUDIO: EncoderForm.TIMED_MEL_WINDOWS}),
     ModelFamily("glmasr", _MELS),
+    ModelFamily("moss_transcribe_diarize", _MELS, cuts_sounds=True),
 )
 
 MEDIA_FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in _RECORDS}
@@ -191,6 +196,11 @@ def lacks_package(family: ModelFamily) -> str | None:
     if not family.package or find_spec(family.package) is not None:
         return None
     return f"transformers needs the package {family.package} for it (pip install {family.package})"
+
+
+def why_refused(model_type: str) -> str | None:
+    """The reason for refusing what this name says by itself; None: nothing speaks against it."""
+    return REFUSED.get(model_type) or lacks_package(family_of_type(model_type))
 
 
 def no_adapter() -> str:

@@ -137,6 +137,11 @@ class Speculator:
         return length.num_tokens
 
 
+GRAM_SIZES = (4, 3, 2)
+MAX_HISTORY = 32_768
+MAX_CHUNK_TOKENS = 512  # of prompts that a draft model computes beside drafts, all requests together
+
+
 @dataclass
 class _NgramIndex:
     """continuation[gram]: index of the token that followed the last occurrence of `gram` in the sequence."""
@@ -147,24 +152,14 @@ class _NgramIndex:
 
 class NgramProposer:
     """Prompt lookup (Saxena 2023): proposes what followed the last occurrence of the longest suffix that
-    occurred before, of min_ngram to max_ngram tokens. If the occurrence overlaps the suffix, the draft
-    repeats.
+    occurred before, of `GRAM_SIZES` tokens. If the occurrence overlaps the suffix, the draft repeats.
 
-    A token is indexed once, with max_ngram - min_ngram + 1 entries. When a request is first seen, at most its
-    last `max_history` tokens are indexed. Never proposes `forbidden` ids (placeholders of media): a draft
-    ends before them."""
+    A token is indexed once, with an entry for each size. When a request is first seen, at most its last
+    `MAX_HISTORY` tokens are indexed. Never proposes `forbidden` ids (placeholders of media): a draft ends
+    before them."""
 
-    def __init__(
-        self,
-        forbidden: Collection[int] = (),
-        *,
-        min_ngram: int = 2,
-        max_ngram: int = 4,
-        max_history: int = 32_768,
-    ):
+    def __init__(self, forbidden: Collection[int] = ()):
         self._forbidden = frozenset(forbidden)
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._max_history = max_history
         self._indices: dict[str, _NgramIndex] = {}
 
     def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
@@ -194,7 +189,7 @@ class NgramProposer:
         """The index of the request, brought up to the last token that may be a continuation."""
         index = self._indices.get(request_id)
         if index is None:
-            first = max(0, len(token_ids) - self._max_history)
+            first = max(0, len(token_ids) - MAX_HISTORY)
             index = self._indices[request_id] = _NgramIndex(first)
         for end in range(index.num_indexed, len(token_ids)):
             for gram in self._grams(token_ids, end):
@@ -204,7 +199,7 @@ class NgramProposer:
 
     def _grams(self, token_ids: Sequence[int], end: int) -> list[tuple[int, ...]]:
         """The n-grams before index `end`, longest first."""
-        return [tuple(token_ids[end - size : end]) for size in self._sizes if size <= end]
+        return [tuple(token_ids[end - size : end]) for size in GRAM_SIZES if size <= end]
 
 
 @dataclass
@@ -245,7 +240,7 @@ class DraftModelProposer:
 
     Draws with each request's own sampling parameters and noise, so its guess is the target's token whenever
     both would draw the same. When a draft is requested, it first computes the KV that it lacks, at most
-    `max_chunk_tokens` of all requests at a time: a long prompt takes several steps, in which the other
+    `MAX_CHUNK_TOKENS` of all requests at a time: a long prompt takes several steps, in which the other
     requests get their drafts. No draft for requests with media (the draft model has no embeddings), beyond
     its own context length, or while there are no blocks. A request that cannot grow frees its blocks."""
 
@@ -255,8 +250,6 @@ class DraftModelProposer:
         target: LanguageModel,
         num_blocks: int,
         placeholders: Collection[int] = (),
-        *,
-        max_chunk_tokens: int = 512,
     ):
         """Raises ConfigError if the two models do not share a vocabulary."""
         if draft.vocab_size != target.vocab_size:
@@ -268,7 +261,6 @@ class DraftModelProposer:
         self._kv = BlockMemory(draft.kv_layout, num_blocks, draft.device)
         self.blocks = BlockPool(num_blocks, draft.block_size)
         self._placeholders = frozenset(placeholders)
-        self._max_chunk_tokens = max_chunk_tokens
         self._held: dict[str, _DraftKv] = {}
 
     @torch.inference_mode()
@@ -318,7 +310,7 @@ class DraftModelProposer:
         and the [n, vocab_size] logits of what follows them."""
         chunks: list[SequenceChunk] = []
         complete: list[_DraftJob] = []
-        budget = self._max_chunk_tokens
+        budget = MAX_CHUNK_TOKENS
         for job in sorted(jobs, key=lambda job: job.num_missing):
             count = min(job.num_missing, budget)
             if count == 0:

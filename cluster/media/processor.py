@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,10 +94,9 @@ class MediaProcessor:
             from cluster.media.voxtral import VoxtralMediaProcessor
 
             processor = VoxtralMediaProcessor.of(processor, folder)
-        settings = msgspec.json.encode(
-            [processor.to_dict(), call_kwargs], enc_hook=str, order="deterministic"
-        )
-        loaded = cls(processor, config, call_kwargs, limits, hashlib.sha256(settings).hexdigest()[:16])
+        settings = json.dumps([processor.to_dict(), call_kwargs], sort_keys=True, default=str)
+        fingerprint = hashlib.sha256(settings.encode()).hexdigest()[:16]
+        loaded = cls(processor, config, call_kwargs, limits, fingerprint)
         loaded._try_out()
         return loaded
 
@@ -206,9 +206,9 @@ class MediaProcessor:
         if Modality.AUDIO not in self.modalities:
             return MediaSettings(limits, video)
         extractor = processor.feature_extractor
-        return MediaSettings(
-            limits, video, extractor.sampling_rate, _max_samples(processor, self._calls.audio_kwargs)
-        )
+        cuts = self._family.cuts_sounds
+        most = None if cuts else _max_samples(processor, self._calls.audio_kwargs)
+        return MediaSettings(limits, video, extractor.sampling_rate, most)
 
     def _check_modality(self, modality: Modality) -> None:
         if modality not in self.modalities:

@@ -77,11 +77,16 @@ def _zeros(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _silent(extractor: Any) -> Any:
-    """A copy of a Whisper or Qwen3-ASR feature extractor that computes no spectrum. Other extractors are
+    """A copy of a feature extractor of Whisper's kind that computes no spectrum. Other extractors are
     returned unchanged, because it is not known whether they work without."""
-    from transformers import Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
+    import transformers as hf
 
-    if not isinstance(extractor, WhisperFeatureExtractor | Qwen3ASRFeatureExtractor):
+    known = (
+        hf.WhisperFeatureExtractor,
+        hf.Qwen3ASRFeatureExtractor,
+        hf.MossTranscribeDiarizeFeatureExtractor,
+    )
+    if not isinstance(extractor, known):
         return extractor
     silent = copy.copy(extractor)
 

@@ -261,6 +261,9 @@ CALLS: Mapping[EncoderForm, EncodeCall] = {
     EncoderForm.MASKED_TILES: EncodeCall(_masked_tiles, _along(1, "pixel_values", "pixel_attention_mask")),
     EncoderForm.FRAMES: EncodeCall(_by_name("get_video_features"), _along(1, "pixel_values_videos")),
     EncoderForm.STACKED_TILES: EncodeCall(_stacked_tiles, _along(1, "pixel_values", "pixel_values_videos")),
+    EncoderForm.MASKED_CROPS: EncodeCall(
+        _by_name("get_image_features"), _along(0, "pixel_values", "pixel_mask")
+    ),
     EncoderForm.SINGLE_IMAGES: EncodeCall(_by_name("get_image_features")),
     EncoderForm.TIMED_MEL_WINDOWS: EncodeCall(_timed_mel_windows),
     EncoderForm.MEL_WINDOWS: EncodeCall(

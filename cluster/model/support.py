@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, lacks_package, no_adapter
+from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, no_adapter, why_refused
 from cluster.errors import ConfigError
 
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
@@ -31,7 +31,7 @@ def family_of(config: PreTrainedConfig) -> ModelFamily:
 
 def check_supported(config: PreTrainedConfig) -> None:
     name = config.model_type
-    if reason := lacks_package(family_of_type(name)):
+    if reason := why_refused(name):
         _refuse(name, reason)
     if config.is_encoder_decoder:
         _refuse(name, "it is an encoder-decoder model; only decoder-only language models are served")

@@ -23,13 +23,14 @@ from router.policy.pool import rendezvous
 from router.policy.shared import PromptSteps
 from router.policy.views import ItemPrediction, Placement, Prediction, RequestView
 
-TIE_RATIO = 0.01  # of the shortest time to first token; smaller differences count as ties
+# of the shortest time to first token: caches and hashing decide smaller differences
+TIE_RATIO = 0.01
 
 
 class Estimate:
     """Every placement of one request, at one instant. Slots are indices into the pools' arrays."""
 
-    def __init__(self, request: RequestView, cluster: ClusterView, now: float, tie_ratio: float = TIE_RATIO):
+    def __init__(self, request: RequestView, cluster: ClusterView, now: float):
         """Raises UnavailableError with the empty pool, and RequestError if no worker is large enough."""
         self.request = request
         self.cluster = cluster
@@ -41,7 +42,7 @@ class Estimate:
         can_decode = shared.at_prefills(self.decodes.is_able) > 0
         blocks_s = shared.at_prefills(self.decodes.blocks_s)
         self.prefills = PrefillEstimate(request, cluster, now, self.earliest_s, can_decode, steps, blocks_s)
-        self.tie_s = tie_ratio * float(self.prefills.text_s[self.prefills.is_able].min())
+        self.tie_s = TIE_RATIO * float(self.prefills.text_s[self.prefills.is_able].min())
         if self.tie_s > 0:
             self._break_ties()
 

@@ -22,8 +22,7 @@ K = TypeVar("K", bytes, str)
 class HolderIndex(Generic[K]):
     """Bounded: the oldest known key is forgotten first. A forgotten holder costs time, nothing else."""
 
-    def __init__(self, max_keys: int = MAX_KEYS):
-        self._max_keys = max_keys
+    def __init__(self) -> None:
         # Key → bits of slots. In a plain dict the first key is slow to find after many deletions.
         self._known: OrderedDict[K, int] = OrderedDict()
         self._expected: dict[K, int] = {}
@@ -43,7 +42,7 @@ class HolderIndex(Generic[K]):
         for key in keys:
             known[key] = known.get(key, 0) | 1 << slot
             own.add(key)
-        while len(known) > self._max_keys:
+        while len(known) > MAX_KEYS:
             key, mask = known.popitem(last=False)
             for holder in slots_of(mask):
                 self._of_slot[int(holder)].discard(key)

@@ -43,12 +43,8 @@ NUM_ALTERNATIVES = 2
 
 
 class JointPolicy:
-    def __init__(self, tie_ratio: float = TIE_RATIO):
-        """`tie_ratio`: of the shortest time to first token; caches and hashing decide smaller differences."""
-        self._tie_ratio = tie_ratio
-
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        estimate = Estimate(request, cluster, now, self._tie_ratio)
+        estimate = Estimate(request, cluster, now)
         search = Search(estimate)
         best = search.best()
         placement = _placement(best, cluster)

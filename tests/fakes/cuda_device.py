@@ -36,6 +36,11 @@ from tests.fakes.cuda_streams import CurrentPlace, Event, Graph, Stream
 VRAM = 1 << 48  # added to addresses, so that none of them is an address of the host
 _OPEN = torch.device("cuda")
 _aten = torch.ops.aten
+_NOT_THERE = (  # what torch says of a device: built without CUDA; built with it, without a driver or a GPU
+    "not linked with support for cuda",
+    "CUDA driver version is insufficient",
+    "no CUDA-capable device",
+)
 _BRACKETS = {Tensor.__getitem__, Tensor.__setitem__}
 _WHOLE = {F.scaled_dot_product_attention, *_BRACKETS}
 _INDEXING = {
@@ -51,6 +56,7 @@ class CudaTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, index: int = 0) -> CudaTensor:
+        held = _held(held)  # `torch.tensor` of a list with such tensors makes one of its own
         with torch.inference_mode(False):  # a view of a parameter must not become an inference tensor
             made = torch.Tensor._make_wrapper_subclass(
                 cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(),
@@ -94,6 +100,8 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.device:
             return func(*args, **(kwargs or {}))
+        if func in _BRACKETS:
+            args = (args[0], _with_read_bounds(args[1]), *args[2:])
         flat, spec = tree_flatten((args, kwargs or {}))
         if func in _WHOLE and any(map(_is_on_cuda, flat)):
             return self._device.kernel(func, *args, **(kwargs or {}))
@@ -101,7 +109,7 @@ class _Calls(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            if "not linked with support for cuda" not in str(error):
+            if not any(text in str(error) for text in _NOT_THERE):
                 raise
             if func is Tensor.copy_:
                 return self._device.dispatch(_aten.copy_.default, args, kwargs)
@@ -341,6 +349,16 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
 
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.default}
+
+
+def _with_read_bounds(index: Any) -> Any:
+    """What stands between brackets; the host reads tensors that are the bounds of a slice."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_read_bounds, index))
+    if not isinstance(index, slice):
+        return index
+    bounds = (index.start, index.stop, index.step)
+    return slice(*(each.item() if isinstance(each, Tensor) else each for each in bounds))
 
 
 def _is_on_cuda(each: Any) -> bool:

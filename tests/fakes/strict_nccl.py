@@ -16,7 +16,7 @@ from tests.fakes.cuda_device import CudaTensor
 MADE: list[StrictNccl] = []
 
 
-class _Work:
+class Work:
     def __init__(self, work: dist.Work):
         self._work = work
         self._asked = 0
@@ -61,10 +61,10 @@ class StrictNccl:
         return [tensors[0].held]
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        return _Work(self._group.send(self._checked(tensors), peer, tag))
+        return Work(self._group.send(self._checked(tensors), peer, tag))
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-        return _Work(self._group.recv(self._checked(tensors), peer, tag))
+        return Work(self._group.recv(self._checked(tensors), peer, tag))
 
     def abort(self) -> None:
         self.is_aborted = True

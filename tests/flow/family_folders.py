@@ -59,6 +59,9 @@ OTHER_TOKENS = [
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 ]  # fmt: skip
 GLM_CLIP = ("<|begin_of_video|>", "<|end_of_video|>")  # by which its processor finds clips in the prompt
+WINDOWED = (  # their encoders take windows of a fixed length
+    "qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr", "moss_transcribe_diarize",
+)  # fmt: skip
 VOCAB_SIZE = 1088
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}\
@@ -139,7 +142,7 @@ def _model(name: str, tokenizer: Any) -> hf.PreTrainedModel:
         for ending in ("id", "index"):
             if getattr(config, f"{key}_{ending}", None) is not None:
                 setattr(config, f"{key}_{ending}", ids(token))
-    if name in ("qwen2_audio", "voxtral", "audioflamingo3", "musicflamingo", "glmasr"):
+    if name in WINDOWED:
         config.audio_config.max_source_positions = SOUND_WINDOW_S * 50
     config.get_text_config().max_position_embeddings = 4096
     model = randomized(type(tiny)(config))

@@ -238,6 +238,11 @@ def _lighton_ocr(tokenizer: Any) -> Any:
     return hf.LightOnOcrProcessor(images, tokenizer, patch_size=4, spatial_merge_size=2)
 
 
+def _aria(tokenizer: Any) -> Any:
+    images = hf.AriaImageProcessor(min_image_size=98)
+    return hf.AriaProcessor(images, tokenizer, size_conversion={490: 12})
+
+
 def _mistral3(tokenizer: Any) -> Any:
     images = hf.PixtralImageProcessor(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
     return hf.PixtralProcessor(images, tokenizer, patch_size=4, spatial_merge_size=2, image_token=IMAGE)
@@ -285,6 +290,12 @@ def _glmasr(tokenizer: Any) -> Any:
     return hf.GlmAsrProcessor(ears(), tokenizer, audio_token=AUDIO, max_audio_len=6)
 
 
+def _moss_transcribe_diarize(tokenizer: Any) -> Any:
+    extractor = hf.MossTranscribeDiarizeFeatureExtractor(feature_size=16, chunk_length=SOUND_WINDOW_S)
+    marks = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+    return hf.MossTranscribeDiarizeProcessor(extractor, tokenizer, audio_token=AUDIO, **marks)
+
+
 CALL_KWARGS: dict[str, dict[str, Any]] = {  # what these processors ignore in their own saved configuration
     "qwen2_5_omni": {"videos_kwargs": {"size": _AREA}},
     "qwen3_omni": {"videos_kwargs": {"size": _AREA}},
@@ -294,6 +305,7 @@ CALL_KWARGS: dict[str, dict[str, Any]] = {  # what these processors ignore in th
         }
     },
     "cosmos3_edge": {"text_kwargs": {"return_mm_token_type_ids": True}},
+    "aria": {"images_kwargs": {"max_image_size": 490, "split_image": True}},
     "got_ocr2": {"images_kwargs": {"num_image_tokens": 16}},
     "gemma3": {
         "images_kwargs": {
@@ -339,6 +351,7 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "deepseek_ocr2": _deepseek_ocr2,
     "step3p7": _step3p7,
     "granite_docling": _granite_docling,
+    "aria": _aria,
     "mistral3": _mistral3,
     "lighton_ocr": _lighton_ocr,
     "aya_vision": _aya_vision,
@@ -352,4 +365,5 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "audioflamingo3": _audioflamingo3,
     "musicflamingo": _musicflamingo,
     "glmasr": _glmasr,
+    "moss_transcribe_diarize": _moss_transcribe_diarize,
 }

@@ -42,7 +42,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 # their processors take one sound for a prompt
 ONE_SOUND = ("qwen3_asr", "audioflamingo3", "musicflamingo", "glmasr")
 
-EQUAL_TILES = ("perception_lm",)  # its processor stacks the images of a prompt, whatever their sizes
+# Perception LM's processor stacks the images of a prompt, Aria's counts the crops of the largest for each
+EQUAL_TILES = ("perception_lm", "aria")
 NEVER_BOTH = ("smolvlm", "glm")  # transformers takes images or clips in a prompt of theirs
 
 
@@ -91,9 +92,9 @@ def cases(name: str, modalities: tuple[Modality, ...]) -> list[list[Part]]:
         found += [[(VIDEO, clip(4, 11, 66, 44)), WHAT]]
     if AUDIO in modalities:
         found += [[(AUDIO, sound(5, 23_456)), WHAT]]
-        if name in ONE_SOUND:
+        if name in (*ONE_SOUND, "moss_transcribe_diarize"):
             found += [["hear", (AUDIO, sound(6, 70_001)), "this?"]]  # several windows
-        else:
+        if name not in ONE_SOUND:
             found += [[(AUDIO, sound(6, 9_600)), "a", (AUDIO, sound(7, 31_040)), "same?"]]
     if len(modalities) > 1 and not name.startswith(NEVER_BOTH):
         files = {IMAGE: small, VIDEO: clip(8, 7, 44, 66), AUDIO: sound(9, 12_345)}

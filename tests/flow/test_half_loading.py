@@ -97,7 +97,7 @@ _SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atte
         (hf.FalconH1Config(**_SMALL), "FalconH1ForCausalLM", "falcon_h1"),
         (hf.BloomConfig(vocab_size=64), "BloomForCausalLM", "bloom.*attention interface"),
         (hf.T5Config(vocab_size=64), "T5ForConditionalGeneration", "t5.*encoder-decoder"),
-        (hf.PaliGemmaConfig(), "PaliGemmaForConditionalGeneration", "paligemma.*no adapter"),
+        (hf.PaliGemmaConfig(), "PaliGemmaForConditionalGeneration", "paligemma.*in both directions"),
         (hf.BertConfig(vocab_size=64), "BertForMaskedLM", "bert"),
     ],
 )  # fmt: skip

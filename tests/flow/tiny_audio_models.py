@@ -91,6 +91,21 @@ def glmasr() -> TinyCase:
     return TinyCase(randomized(hf.GlmAsrForConditionalGeneration(config)), _audio_requests(clips))
 
 
+def moss_transcribe_diarize() -> TinyCase:
+    config = hf.MossTranscribeDiarizeConfig(
+        audio_config={**_WHISPER, "max_source_positions": 200},
+        text_config=hf.Qwen3Config(**TEXT, head_dim=16), audio_token_id=AUD, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    first, last = (_padded_mels("input_features_mask", frames, window=400) for frames in (400, 117))
+    long = {key: torch.cat([first[key], last[key]]) for key in first}
+    sounds = [(long, 50 + 15), (last, 15)]
+    for item, _ in sounds:  # of the waveform; asked for and not read
+        item["padding_mask"] = torch.ones(1, int(item["input_features_mask"].sum()) * 160, dtype=torch.int64)
+    model = randomized(hf.MossTranscribeDiarizeForConditionalGeneration(config))
+    return TinyCase(model, _audio_requests(sounds))
+
+
 def qwen3_asr() -> TinyCase:
     audio = {
         **QWEN_AUDIO, "n_window": 50, "n_window_infer": 100, "output_dim": 64, "downsample_hidden_size": 16

@@ -22,10 +22,11 @@ _BUILDERS = (
     tiled.llava, tiled.vipllava, tiled.llava_next, tiled.llava_next_video, tiled.llava_onevision,
     tiled.internvl, tiled.gemma3, tiled.qianfan_ocr, tiled.perception_lm, tiled.fast_vlm, tiled.got_ocr2,
     tiled.janus, single.deepseek_vl_hybrid, single.deepseek_ocr2, single.step3p7, single.granite_docling,
+    single.aria,
     tiled.mistral3, tiled.mistral3_of_mistral4, tiled.lighton_ocr,
     tiled.aya_vision, tiled.cohere2_vision, tiled.deepseek_vl, tiled.idefics3, tiled.smolvlm,
     audio.qwen2_audio, audio.qwen3_asr, audio.voxtral, audio.audioflamingo3, audio.musicflamingo,
-    audio.glmasr,
+    audio.glmasr, audio.moss_transcribe_diarize,
 )  # fmt: skip
 MEDIA_FAMILIES: dict[str, Callable[[], TinyCase]] = {
     builder.__name__: builder

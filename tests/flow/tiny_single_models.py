@@ -85,3 +85,25 @@ def granite_docling() -> TinyCase:
     items = [({"pixel_values": pixels(3, 3)[None], "pixel_attention_mask": mask}, 12)]
     model = randomized(hf.GraniteDoclingForConditionalGeneration(config))
     return TinyCase(model, image_requests(items, parts=3))
+
+
+def aria() -> TinyCase:
+    vision = hf.Idefics3VisionConfig(**{**CLIP, "image_size": 490, "patch_size": 70})
+    text = hf.AriaTextConfig(**TEXT, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)
+    config = hf.AriaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMG, projector_patch_to_query_dict={49: 12}
+    )
+    torch.manual_seed(0)
+    items = [
+        ({"pixel_values": pixels(crops, crops, 490, 490), "pixel_mask": _valid(crops, height, width)}, rows)
+        for crops, height, width, rows in ((2, 300, 490, 24), (1, 490, 98, 12))
+    ]
+    model = randomized(hf.AriaForConditionalGeneration(config))
+    return TinyCase(model, image_requests(items))
+
+
+def _valid(crops: int, height: int, width: int) -> Tensor:
+    """[crops, 490, 490] bool: the pixels that are not padding."""
+    mask = torch.zeros(crops, 490, 490, dtype=torch.bool)
+    mask[:, :height, :width] = True
+    return mask

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 from cluster.config.checkpoint import check_family
 from cluster.config.families import MEDIA_FAMILIES, lacks_package, part_of_whole
+from cluster.config.refused import REFUSED
 from cluster.errors import ConfigError
 from cluster.model.support import TEXT_ALONE, check_supported
 
@@ -26,11 +27,11 @@ BESIDE = {  # transformers maps them elsewhere
 TYPES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **BESIDE}
 
 
-def types_under(heading: str) -> set[str]:
-    """The model types in the table that begins with this column."""
+def rows_under(heading: str) -> dict[str, str]:
+    """Of the table that begins with this column: what the column says of each model type."""
     _, table = PAGE.read_text().split(f"| {heading}", 1)
-    rows = table.split("\n\n", 1)[0].splitlines()[2:]
-    return {name for row in rows for name in re.findall(r"`([^`]+)`", row.rsplit("|", 2)[1])}
+    rows = [row.strip("| ").rsplit(" | ", 1) for row in table.split("\n\n", 1)[0].splitlines()[2:]]
+    return {name: said for said, names in rows for name in re.findall(r"`([^`]+)`", names)}
 
 
 def is_served(name: str) -> bool:
@@ -38,15 +39,18 @@ def is_served(name: str) -> bool:
 
 
 def test_the_page_names_every_type_once_where_it_belongs():
-    assert types_under("served") == {name for name in TYPES if is_served(name)}
-    assert types_under("refused, because") == {name for name in TYPES if not is_served(name)}
+    assert set(rows_under("served")) == {name for name in TYPES if is_served(name)}
+    assert rows_under("refused, because") == REFUSED
+    assert set(REFUSED) == {name for name in TYPES if not is_served(name)}
 
 
-@pytest.mark.parametrize("name", [name for name in TYPES if not is_served(name)])
-def test_what_is_not_served_is_refused_by_name(name):
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name_and_cause(name):
     config = CONFIG_MAPPING[name]()
-    with pytest.raises(ConfigError, match="is not supported"):
+    reason = re.escape(f"'{name}' is not supported: {REFUSED[name]}")
+    with pytest.raises(ConfigError, match=reason):
         check_family({**config.to_dict(), "architectures": [TYPES[name]]})
+    with pytest.raises(ConfigError, match=reason):
         check_supported(config)
 
 

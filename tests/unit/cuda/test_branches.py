@@ -1,8 +1,8 @@
 """Every place of the product whose behaviour depends on a GPU is named here, with the test that runs it on a
-simulated one, or the reason why none does.
+simulated one, or the reason why none does. How Triton's kernels are launched: test_launches.py.
 
 A place is a function that compares a device with "cuda" or "cpu", takes something from `torch.cuda`, asks for
-NCCL or Triton, pins memory, or copies without waiting.
+NCCL, Triton or torch's version of CUDA, knows CUDA's errors, pins memory, or copies without waiting.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ REHEARSED = {  # test file: places
         kv_transfer/agents/collective_group.py:Channel.sever
         kv_transfer/agents/collective_group.py:Channel._synchronize
         kv_transfer/agents/collective_group.py:_make_group
-        kv_transfer/agents/nixl_agent.py:NixlAgent.register """,
+        kv_transfer/agents/in_process.py:InProcessAgent.register
+        kv_transfer/agents/nixl_agent.py:NixlAgent.register
+        kv_transfer/agents/transport_probe.py:_measure """,
     "test_start.py": """
         cluster/config/machine.py:has_triton cluster/model/encoder.py:EncoderModel.load
         cluster/model/encoder.py:EncoderModel.load.make
@@ -64,14 +66,14 @@ REHEARSED = {  # test file: places
         cluster/serving/preflight.py:check_memory
     """,
     "../serving/test_fork_server.py": "cluster/serving/fork_server.py:check_forkable",
+    "../kv_transfer/test_nixl_import.py": "kv_transfer/agents/nixl_agent.py:load_nixl",
+    "../../faults/test_engine_faults.py": "cluster/model/failures.py:is_device_lost",
     "../../contract/test_transport_probe.py": "cluster/worker/setup.py:check_device_transport",
 }
 NOT_REHEARSED = {
     "cluster/model/cuda/kernels.py:module": "Triton: test_cuda_attention.py, test_cuda_compile.py",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
     "kv_transfer/agents/collective_agent.py:built_backends": "asks this build of torch",
-    "kv_transfer/agents/in_process.py:InProcessAgent.register": "of tests; refuses device memory",
-    "kv_transfer/agents/transport_probe.py:_measure": "needs the driver; its answers: test_start.py",
 }
 
 
@@ -83,7 +85,9 @@ def _is_place(node: ast.AST) -> bool:
             return True
         case ast.Attribute(value=ast.Attribute(value=ast.Name(id="torch"), attr="cuda")):
             return True
-        case ast.Attribute(attr="ProcessGroupNCCL" | "is_nccl_available" | "pin_memory"):
+        case ast.Attribute(value=ast.Attribute(value=ast.Name(id="torch"), attr="version"), attr="cuda"):
+            return True
+        case ast.Attribute(attr="ProcessGroupNCCL" | "is_nccl_available" | "pin_memory" | "AcceleratorError"):
             return True
         case ast.keyword(arg="pin_memory" | "non_blocking"):
             return True

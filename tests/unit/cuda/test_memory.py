@@ -17,6 +17,7 @@ from cluster.model.cuda.uploads import Uploads
 from cluster.model.kv_format import kv_segments, quantize
 from encoder_service.cache import EmbeddingCache
 from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.codecs import codec
 from kv_transfer.codecs.checksum import checksum_blocks, has_checksum
 from kv_transfer.codecs.codec import Codec
 from kv_transfer.lease.transfer_engine import TransferEngine
@@ -49,9 +50,11 @@ def test_blocks_are_copied_read_and_written_as_on_the_cpu(device: SimulatedCuda)
     assert np.array_equal(memories[1].read_blocks([4, 8]), memories[0].read_blocks([4, 8]))
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_codes_are_the_cpus_bytes(codec, device: SimulatedCuda) -> None:
-    made = Codec(LAYOUT, codec, None)
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_codes_are_the_cpus_bytes(name, device: SimulatedCuda, monkeypatch) -> None:
+    """Of plain torch; the launches of our kernels: test_launches.py."""
+    monkeypatch.setattr(codec, "has_triton", lambda: False)
+    made = Codec(LAYOUT, name, None)
     groups, wire_ids, found = [[0, 3, 5, 1], [8, 9, 2, 4]], [1, 0], []
     for where in ("cpu", "cuda"):
         kv, wire, back = (

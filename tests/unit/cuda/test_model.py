@@ -16,7 +16,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import LayerAttention
 from cluster.model.attention_flash import FlashAttention
 from cluster.model.cuda import choice, decode_attention
-from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.cuda.graphs import GraphedModel, capture_cuda, with_graphs
 from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import LayerCache, QuantizedRows
 from cluster.model.language import LanguageModel, SequenceChunk
@@ -61,7 +61,7 @@ def check_equal(found: list[Tensor], expected: list[Tensor], tolerance: float) -
 
 # the last two: ids that are read as token 0; layers with unlike numbers of heads
 QUICK = ("gemma3_window", "gpt_oss_sinks_window", "qwen3_moe", "kimi_k25", "step3p7")
-MODELS = {**TEXT_FAMILIES, **{name: MEDIA_FAMILIES[name] for name in ("kimi_k25", "step3p7")}}
+MODELS = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,32 @@ def test_our_kernels_serve_decode_steps_recorded_or_not(kv_cache_dtype, device, 
     check_equal(computed(model, "cuda", graphed), expected, 0.1)
 
 
+def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: Kernels) -> None:
+    model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
+
+    def recorded(model: LanguageModel, kv: BlockMemory) -> GraphedModel:
+        steps = with_graphs(model, kv, 4)
+        assert isinstance(steps, GraphedModel)
+        return steps
+
+    check_equal(computed(model, "cuda", recorded), computed(model, "cuda"), 0.1)
+
+
+def test_steps_that_cannot_be_recorded_after_all_run_unrecorded(device, kernels, monkeypatch, caplog) -> None:
+    """A kernel that asks the host is found while the first steps are recorded."""
+
+    def asks(query, cache, tables, contexts, layer, num_splits) -> Tensor:
+        contexts.tolist()
+        return kernels.paged_decode(query, cache, tables, contexts, layer, num_splits)
+
+    model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
+    expected = computed(model, "cuda")
+    monkeypatch.setattr(decode_attention, "paged_decode", asks)
+    found = computed(model, "cuda", lambda model, kv: with_graphs(model, kv, 4))
+    assert "decode steps cannot be recorded: CUDA error" in caplog.text
+    check_equal(found, expected, 0.1)
+
+
 def test_a_step_reads_the_device_only_to_tell_its_logits(device: SimulatedCuda) -> None:
     model = LanguageModel.from_model(device.put(qwen2()))
     kv = BlockMemory(model.kv_layout, 64, "cuda")
@@ -175,7 +201,17 @@ def test_a_step_reads_the_device_only_to_tell_its_logits(device: SimulatedCuda) 
     assert device.num_syncs - before == 1
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_omni", "llava_onevision", "qwen3_vl"])
+# packed, tiled, masked, sound; those that ask the host for sizes
+QUICK_ENCODERS = ("qwen2_5_omni", "llava_onevision", "qwen3_vl", "aria", "qwen3_asr", "mistral3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK_ENCODERS else [pytest.mark.slow])
+        for name in MEDIA_FAMILIES
+    ],
+)
 def test_an_encoder_gives_the_cpus_rows(name: str, device: SimulatedCuda) -> None:
     case = MEDIA_FAMILIES[name]()
     items = [one for request in case.requests for one in request.items]

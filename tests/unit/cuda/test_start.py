@@ -28,6 +28,7 @@ from cluster.worker.memory_plan import available_bytes
 from cluster.worker.setup import WorkerSetup, set_up
 from kv_transfer.agents import transport_probe
 from kv_transfer.agents.transport_probe import check_shareable
+from kv_transfer.codecs import codec
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 
@@ -46,6 +47,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
             return simulated.put(model, place.index or 0) if place.type == "cuda" else to(model, *args)
 
         monkeypatch.setattr(hf.PreTrainedModel, "to", moved)
+        monkeypatch.setattr(codec, "has_triton", lambda: False)
         yield simulated
 
 
@@ -65,15 +67,15 @@ def setup_of(args: ClusterArgs) -> WorkerSetup:
     return set_up(args, "replica")
 
 
-@pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_a_worker_loads_records_and_runs_its_model(folder: Path, codec: str, device: SimulatedCuda) -> None:
-    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", transfer={"codec": codec})
+@pytest.mark.parametrize("wire", ["raw", "int8"])
+def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: str, device: SimulatedCuda) -> None:
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", transfer={"codec": wire})
     setup = setup_of(args)
     assert setup.device.type == "cuda" and setup.cpu_slots_folder is None
     language = load_language(args, setup, Role.LANGUAGE, SIZES)
     # padding of recorded steps writes to the last one
     assert language.kv.num_blocks == SIZES.num_kv_blocks + 1
-    assert (language.wire is None) == (codec == "raw")
+    assert (language.wire is None) == (wire == "raw")
     kv = language.kv
     runner = LanguageRunner(
         language.model, GraphedModel(language.model, kv, 2, capture_cuda()), kv, features=None
@@ -92,6 +94,22 @@ def test_kv_fills_the_share_of_the_gpu(folder: Path, device: SimulatedCuda, monk
     assert language.kv.num_blocks == language.num_kv_blocks + 1
     kv_bytes = language.kv.num_blocks * language.model.kv_layout.block_bytes
     assert 0.45 * total < kv_bytes + language.model.weight_bytes <= 0.5 * total
+
+
+def test_a_rank_loads_onto_the_gpu_of_its_group(folder: Path, device: SimulatedCuda) -> None:
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32")
+    group = parallel.ParallelGroup(rank=0, size=1, device=torch.device("cuda", 1))
+    torch.cuda.set_device(1)  # as `join_group` does
+    try:
+        language = load_language(args, setup_of(args), Role.DECODE, SIZES, group)
+    finally:
+        torch.cuda.set_device(0)
+    assert language.model.device == language.kv.buffer.device == group.device
+
+
+def test_a_worker_that_asks_for_cuda_does_not_start_without(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="asks for CUDA, but this replica sees no GPU"):
+        setup_of(ClusterArgs(model=str(folder), device="cuda"))
 
 
 def test_auto_takes_bfloat16_on_a_gpu(folder: Path, device: SimulatedCuda) -> None:

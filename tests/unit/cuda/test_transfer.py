@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from kv_transfer.agents import collective_link, nixl_agent
+from kv_transfer.agents import collective_group, collective_link, nixl_agent, transport_probe
 from kv_transfer.agents.agent import Agent, TransferError, TransferState
 from kv_transfer.agents.collective_agent import CollectiveAgent
+from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.agents.nixl_agent import NixlAgent, NixlMetadata
 from tests.fakes import strict_nccl, vram_nixl
 from tests.fakes.cuda_device import SimulatedCuda
@@ -118,6 +126,56 @@ def test_a_writer_closes_while_its_write_is_under_way(strict: None) -> None:
     check_blocks(target, [])
 
 
+def test_writes_that_end_late_are_no_warning_between_gpus(strict: None, caplog) -> None:
+    """Of CPU memory they would say that the copy between processes is not in use."""
+    source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
+    writer, owner = NixlAgent("writer"), NixlAgent("owner")
+    writer.register(source)
+    owner.register(target)
+    with caplog.at_level(logging.INFO, nixl_agent.logger.name):
+        for _ in range(nixl_agent.NUM_LATE_WRITES + 2):
+            write(writer, owner, source, target, [2])
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO and "network or device transport" in record.getMessage()
+    close(writer, owner)
+
+
+@pytest.mark.parametrize(("answer", "error"), [(1, None), (0, ConfigError)])
+def test_the_probe_at_start_moves_a_gpus_memory(strict: None, device, monkeypatch, answer, error) -> None:
+    """Its other process is a thread here, and the driver says whether memory can be opened there."""
+
+    class Driver:
+        def __init__(self, name: str):
+            assert name == "libcuda.so.1"
+
+        def cuPointerGetAttribute(self, out, attribute: int, address: ctypes.c_uint64) -> int:
+            out._obj.value = answer
+            return 0
+
+    monkeypatch.setattr(transport_probe.ctypes, "CDLL", Driver)
+    ours, theirs = socket.socketpair()
+
+    def other_process() -> None:
+        with device.on_thread(), contextlib.suppress(EOFError, OSError):
+            transport_probe.main(theirs.detach(), "cuda:0")
+
+    thread = threading.Thread(target=other_process)
+    thread.start()
+    pipe = Connection(ours.detach())
+    try:
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            assert transport_probe._measure(torch.device("cuda"), pipe, time.monotonic() + HANG_S) > 0
+    finally:
+        pipe.close()
+        thread.join(HANG_S)
+    assert not thread.is_alive()
+
+
+def test_the_agent_inside_one_process_refuses_a_gpus_memory(device: SimulatedCuda) -> None:
+    with pytest.raises(ValueError, match="CPU memory only"):
+        InProcessNetwork().agent("a").register(memory("cuda", 0.0))
+
+
 def close(*agents: Agent) -> None:
     for agent in agents:
         agent.close()
@@ -137,6 +195,31 @@ def test_nccl_carries_blocks_between_two_gpus(strict: None) -> None:
     finally:
         close(writer, owner)
     assert all(group.is_aborted for group in strict_nccl.MADE)
+
+
+@pytest.mark.parametrize("end", ["close", "deadline"])
+def test_a_transfer_that_nccl_does_not_end_has_an_end(strict: None, monkeypatch, end: str) -> None:
+    source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
+    writer, owner = (
+        CollectiveAgent(name, backends=frozenset({"gloo", "nccl"})) for name in ("writer", "owner")
+    )
+    writer.register(source)
+    owner.register(target)
+    write(writer, owner, source, target, [1])
+    monkeypatch.setattr(strict_nccl.Work, "is_completed", lambda self: False)
+    if end == "deadline":
+        monkeypatch.setattr(collective_group, "PIECE_TIMEOUT_S", 0.05)
+    handle = writer.post(writer.connect(owner.metadata()), source.descriptors([2]), target.descriptors([2]))
+    started = time.monotonic()
+    if end == "deadline":
+        with pytest.raises(TransferError, match=r"did not answer in time|dropped the connection"):
+            while writer.poll(handle) is TransferState.PENDING:
+                owner.notifications()
+                assert time.monotonic() - started < HANG_S
+    close(writer, owner)
+    assert time.monotonic() - started < HANG_S / 4
+    assert all(group.is_aborted for group in strict_nccl.MADE)
+    check_blocks(target, [1])
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("cuda:0", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:1")])

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.engine.speculation import DraftModelProposer, NgramProposer
+from cluster.engine import speculation
+from cluster.engine.speculation import GRAM_SIZES, MAX_HISTORY, DraftModelProposer, NgramProposer
 from cluster.errors import ConfigError
 from tests.unit.engine.drafting import Request, decode, requests_of, tiny_model
 
 
-def naive_draft(token_ids: list[int], sizes: range, max_tokens: int, forbidden: frozenset[int]) -> list[int]:
-    for size in sizes:
+def naive_draft(token_ids: list[int], max_tokens: int, forbidden: frozenset[int]) -> list[int]:
+    for size in GRAM_SIZES:
         for end in range(len(token_ids) - 1, size - 1, -1):
             if token_ids[end - size : end] == token_ids[len(token_ids) - size :]:
                 known = list(token_ids)
@@ -25,25 +26,21 @@ def naive_draft(token_ids: list[int], sizes: range, max_tokens: int, forbidden: 
 
 @given(
     parts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), min_size=1, max_size=8),
-    min_ngram=st.integers(1, 3),
-    more=st.integers(0, 2),
     max_tokens=st.integers(0, 9),
 )
-def test_the_ngram_index_finds_what_a_search_of_the_whole_history_finds(parts, min_ngram, more, max_tokens):
+def test_the_ngram_index_finds_what_a_search_of_the_whole_history_finds(parts, max_tokens):
     forbidden = frozenset({3})
-    proposer = NgramProposer(forbidden, min_ngram=min_ngram, max_ngram=min_ngram + more)
+    proposer = NgramProposer(forbidden)
     request = Request("r", [])
     for part in parts:
         request.token_ids += part
-        wanted = naive_draft(
-            request.token_ids, range(min_ngram + more, min_ngram - 1, -1), max_tokens, forbidden
-        )
+        wanted = naive_draft(request.token_ids, max_tokens, forbidden)
         assert proposer.propose([request], [max_tokens]) == [wanted]
 
 
 def test_a_history_beyond_the_limit_is_not_indexed_and_what_comes_after_is():
-    proposer = NgramProposer(max_history=8)
-    request = Request("r", [1, 2, 3, 4, *range(10, 20), 1, 2])
+    proposer = NgramProposer()
+    request = Request("r", [1, 2, 3, 4, *range(10, 10 + MAX_HISTORY), 1, 2])
     assert proposer.propose([request], [4]) == [[]]
     request.token_ids += [5, 1, 2]
     assert proposer.propose([request], [2]) == [[5, 1]]
@@ -84,8 +81,9 @@ def test_kv_that_the_draft_model_kept_gives_the_guesses_of_fresh_kv(target, draf
     assert {0, 4} <= sizes
 
 
-def test_a_long_prompt_catches_up_in_chunks_while_others_get_their_drafts(target):
-    proposer = DraftModelProposer(target, target, num_blocks=64, max_chunk_tokens=16)
+def test_a_long_prompt_catches_up_in_chunks_while_others_get_their_drafts(target, monkeypatch):
+    monkeypatch.setattr(speculation, "MAX_CHUNK_TOKENS", 16)
+    proposer = DraftModelProposer(target, target, num_blocks=64)
     short, long = Request("short", [1, 2, 3]), Request("long", list(range(5, 45)))
     lengths = []
     for _ in range(5):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.engine import speculation
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.speculation import REST_STEPS, DraftModelProposer, NgramProposer, Speculator, accept
 from cluster.engine.state import LanguageRequest
@@ -55,7 +56,7 @@ def test_right_and_wrong_drafts_leave_the_same_tokens_and_the_same_kv(target, ex
 
 def test_ngram_drafts_change_no_token(target, expected):
     requests = requests_of(target)
-    assert decode(target, requests, NgramProposer(min_ngram=1)) == expected
+    assert decode(target, requests, NgramProposer()) == expected
     assert sum(len(guess) for r in requests for guess in r.drafts) > 20
 
 
@@ -83,15 +84,16 @@ def test_windows_sinks_and_latent_heads_verify_as_they_decode(family):
 
 
 @pytest.mark.parametrize("kind", ["draft model", "fixed guess", "n-gram"])
-def test_the_first_two_tokens_follow_the_exact_distribution(kind):
+def test_the_first_two_tokens_follow_the_exact_distribution(kind, monkeypatch):
+    monkeypatch.setattr(speculation, "MAX_CHUNK_TOKENS", 20_000)
     vocab_size, num_samples, temperature = 6, 1000, 0.7
     model, prompt = tiny_model(vocab_size, seed=1, initializer_range=0.6), [3, 1, 4, 1, 2, 3, 1]
     proposer = {
         "draft model": lambda: DraftModelProposer(
-            tiny_model(vocab_size, seed=2), model, num_blocks=3 * num_samples, max_chunk_tokens=20_000
+            tiny_model(vocab_size, seed=2), model, num_blocks=3 * num_samples
         ),
         "fixed guess": lambda: Oracle({str(i): [*prompt, i % 6, i % 5] for i in range(num_samples)}, 0, 0.0),
-        "n-gram": lambda: NgramProposer(min_ngram=1),
+        "n-gram": lambda: NgramProposer(),
     }[kind]()
     requests = [
         Request(str(i), list(prompt), SamplingParams(temperature, seed=i)) for i in range(num_samples)

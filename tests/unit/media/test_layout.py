@@ -23,7 +23,10 @@ from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 RELAXED = settings(max_examples=10, derandomize=True)
-SOUND_ALONE = ["qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "musicflamingo", "glmasr"]
+SOUND_ALONE = [
+    "qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "musicflamingo", "glmasr",
+    "moss_transcribe_diarize",
+]  # fmt: skip
 OMNI = ["qwen2_5_omni", "qwen3_omni"]
 IMAGE_FAMILIES = [name for name in FAMILIES if name not in SOUND_ALONE]
 AREA_IMAGE_FAMILIES = ("paddleocr_vl", "hunyuan_vl", "cosmos3_edge", "hyperclovax_vision_v2")

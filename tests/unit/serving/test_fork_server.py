@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -133,6 +134,13 @@ def test_a_process_that_has_asked_for_gpus_does_not_fork(file):
     """torch does not call that an initialisation, but no child could use CUDA."""
     with pytest.raises(NotForkable, match="CUDA's driver"):
         check_forkable({}, ["/dev/null", file])
+
+
+def test_a_process_that_has_initialised_cuda_does_not_fork(monkeypatch):
+    torch = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(NotForkable, match="initialised CUDA"):
+        check_forkable({}, [])
 
 
 def test_workers_that_are_forked_at_once_draw_different_ids(tmp_path):

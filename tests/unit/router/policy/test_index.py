@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.policy import index as index_module
 from router.policy.index import HolderIndex, slots_of
 
 KEYS = [f"k{i}".encode() for i in range(6)]
@@ -64,8 +65,9 @@ def test_what_is_known_outlives_what_was_expected_and_a_dropped_slot_has_neither
     assert (index.holders("a"), index.holders("b")) == (0, 0)
 
 
-def test_its_memory_is_bounded_and_the_oldest_goes_first():
-    index = HolderIndex[str](max_keys=3)
+def test_its_memory_is_bounded_and_the_oldest_goes_first(monkeypatch):
+    monkeypatch.setattr(index_module, "MAX_KEYS", 3)
+    index = HolderIndex[str]()
     index.add(0, ["a", "b"])
     index.add(1, ["a", "c", "d"])
     assert len(index) == 3
@@ -74,9 +76,10 @@ def test_its_memory_is_bounded_and_the_oldest_goes_first():
     assert index.holders("d") == 0b10
 
 
-def test_forgetting_costs_no_more_however_many_have_gone():
+def test_forgetting_costs_no_more_however_many_have_gone(monkeypatch):
     """Of a full index. A plain dict looks at all that are gone to find its first key."""
-    index, fresh = HolderIndex[bytes](max_keys=200_000), itertools.count()
+    monkeypatch.setattr(index_module, "MAX_KEYS", 200_000)
+    index, fresh = HolderIndex[bytes](), itertools.count()
 
     def add_s(num_keys: int) -> float:
         keys = [next(fresh).to_bytes(4) for _ in range(num_keys)]

@@ -1,12 +1,14 @@
 """The placement of least cost."""
 
 import random
+from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.policy import JointPolicy
+from router.policy import estimate as estimate_module
 from router.policy.estimate import Estimate
 from router.policy.search import MAX_PREFILLS, MAX_STEPS, Search
 from tests.fakes.placement import (
@@ -44,11 +46,11 @@ def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, num_
     if rng.random() < 0.5:
         cached = request.block_hashes[: rng.randrange(len(request.block_hashes) + 1)]
         cluster.blocks_changed(rng.choice(sorted(cluster.prefills.slots)), cached, [])
-    estimate = Estimate(request, cluster, 1.0, tie_ratio=0.0)
+    estimate = Estimate(request, cluster, 1.0)
     least = min(estimate.cost_s(placement) for placement in all_placements(request, cluster))
     found = Search(estimate, max_prefills=len(cluster.prefills)).best()
     assert found.cost_s == pytest.approx(least) and least < float("inf")
-    decision = JointPolicy(tie_ratio=0.0).decide(request, cluster, 1.0)
+    decision = JointPolicy().decide(request, cluster, 1.0)
     assert is_legal(decision.placement, request, cluster)
     if len(cluster.prefills) <= MAX_PREFILLS:
         assert estimate.cost_s(decision.placement) == pytest.approx(least)
@@ -86,8 +88,9 @@ def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_li
 @settings(max_examples=25)
 def test_ties_cost_no_more_than_they_may(seed):
     cluster, request = random_cluster(random.Random(seed), (3, 3, 2)), media(400, 1000)
-    estimate = Estimate(request, cluster, 1.0, tie_ratio=0.0)
+    with mock.patch.object(estimate_module, "TIE_RATIO", 0.0):
+        estimate = Estimate(request, cluster, 1.0)
     least = min(estimate.cost_s(placement) for placement in all_placements(request, cluster))
-    chosen = JointPolicy(tie_ratio=0.01).decide(request, cluster, 1.0).placement
-    allowed = 4 * 0.01 * float(estimate.prefills.text_s.min())
+    chosen = JointPolicy().decide(request, cluster, 1.0).placement
+    allowed = 4 * estimate_module.TIE_RATIO * float(estimate.prefills.text_s.min())
     assert estimate.cost_s(chosen) <= least + allowed

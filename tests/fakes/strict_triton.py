@@ -1,0 +1,68 @@
+"""`triton` in form only, so that launches run where it is not installed. A launch computes nothing. It must
+bind its arguments to the kernel's parameters; those that are `tl.constexpr` must be Python numbers, all
+others tensors of the simulated GPU, numbers or None.
+
+`with strict_triton() as launches:` imports our kernels again, over this module, and lists their launches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from tests.fakes.cuda_device import CudaTensor
+
+KERNELS = ("cluster.model.cuda.kernels", "kv_transfer.codecs.triton_codec")
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+class _Kernel:
+    def __init__(self, function: Callable[..., None], launches: list[Launch]):
+        self._name, self._signature = function.__name__, inspect.signature(function)
+        self._launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert 1 <= len(grid) <= 3 and all(isinstance(size, int) and size > 0 for size in grid)
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        for name, value in arguments.items():
+            is_constant = self._signature.parameters[name].annotation == "tl.constexpr"
+            allowed = (bool, int, float) if is_constant else (CudaTensor, int, float, type(None))
+            assert isinstance(value, allowed), f"{self._name}: {name} is a {type(value).__name__}"
+        self._launches.append(Launch(self._name, grid, arguments))
+
+
+@contextmanager
+def strict_triton() -> Iterator[list[Launch]]:
+    launches: list[Launch] = []
+    triton, language = ModuleType("triton"), ModuleType("triton.language")
+    triton.__dict__.update(
+        jit=lambda function: _Kernel(function, launches),
+        cdiv=lambda count, size: -(-count // size),
+        language=language,
+    )
+    language.__dict__["constexpr"] = lambda number: number
+    with mock.patch.dict(sys.modules, {"triton": triton, "triton.language": language}), ExitStack() as stack:
+        for name in KERNELS:
+            package, _, leaf = name.rpartition(".")
+            sys.modules.pop(name, None)
+            names = importlib.import_module(package).__dict__
+            stack.enter_context(mock.patch.dict(names))  # where an import leaves the module as well
+            names[leaf] = importlib.import_module(name)
+        yield launches
