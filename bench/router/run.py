@@ -30,7 +30,7 @@ from cluster.simulator.workload import WORKLOADS
 
 NO_LIMIT = Slo(float("inf"))
 SPLIT_PRECISION = 0.06
-ARRIVALS = 12  # a run lasts so many times as long as a first token may take
+ARRIVALS = 24  # a run lasts so many times as long as a first token may take
 GUESSES = {"1 s, 25 ms": 0.6, "1 s, 30 ms": 0.75, "2 s, 100 ms": 1.0}  # of what arithmetic says
 
 

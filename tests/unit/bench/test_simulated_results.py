@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from cluster.simulator.outcome import Outcome
@@ -32,11 +34,27 @@ def test_goodput_counts_what_keeps_both_limits_after_the_warm_up() -> None:
     assert not keeps(summary, Slo(10.0, 1.0))
 
 
-def test_a_queue_that_only_grows_keeps_no_promise() -> None:
-    growing = summarise([outcome(i, 0.001 * i) for i in range(300)], SLO)
-    steady = summarise([outcome(i, 0.1) for i in range(300)], SLO)
-    assert growing.ttft_p99_s < SLO.ttft_s and not keeps(growing, SLO)
-    assert keeps(steady, SLO)
+def waits(load: float, seed: int, num_requests: int = 2000) -> list[Outcome]:
+    """Of one server that takes a second for each of the requests, which are Poisson arrivals."""
+    rng, at, free_at, found = Random(seed), 0.0, 0.0, []
+    for i in range(num_requests):
+        at += rng.expovariate(load)
+        free_at = max(at, free_at) + 1.0
+        request = SimRequest(f"r{i}", at, 100, 11, [])
+        found.append(Outcome(request, "finished", ttft_s=free_at - at, tpot_s=0.01, finished_at=free_at))
+    return found
+
+
+@pytest.mark.parametrize(("load", "is_kept"), [(0.8, True), (0.9, True), (1.15, False), (1.2, False)])
+def test_a_queue_within_loose_limits_counts_if_it_does_not_grow(load: float, is_kept: bool) -> None:
+    loose = Slo(1000.0)
+    found = [keeps(summarise(waits(load, seed), loose), loose) for seed in range(20)]
+    assert found == [is_kept] * 20
+
+
+def test_growth_is_told_for_the_whole_run() -> None:
+    summary = summarise([outcome(i, 0.1 * i) for i in range(300)], SLO)
+    assert summary.arrivals_s == 269 and summary.growth_s == pytest.approx(0.1 * 270)
 
 
 def test_an_interval_of_five_values_uses_students_quantile() -> None:
