@@ -9,12 +9,34 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 
 from deploy.demo_model.training.data import COLOUR_NAMES, DIRECTIONS, SHAPES, WORDS, Turn
-from deploy.demo_model.training.phrases import FOLDER, HELD_OUT, TRAINING, typed
+from deploy.demo_model.training.phrases import FOLDER, HELD_OUT, TRAINING, asides, said_otherwise, typed
 
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 _FILE = tomllib.loads((FOLDER / "tools.toml").read_text())
 SYLLABLES, CITIES, CITIES_HELD_OUT = _FILE["syllables"], _FILE["cities"], _FILE["cities_held_out"]
 SAID_RESULTS = _FILE["results"]
+VALUE = "{value}"  # where the value goes; {v} is a verb in the parts that training draws
+STRANGE_RATIO = 0.4  # of the cities and texts that training copies
+CONSONANTS = (
+    *"bcdfghjklmnpqrstvwxyz",
+    "ch",
+    "sh",
+    "th",
+    "st",
+    "br",
+    "gr",
+    "kr",
+    "pl",
+    "sl",
+    "tr",
+    "kh",
+    "nd",
+    "rk",
+    "ll",
+    "ss",
+)
+VOWELS = (*"aaeeiioouuy", "ai", "ea", "ee", "ie", "oo", "ou", "ue")
+ENDINGS = ("", "", *"dhklmnrstxz", "ck", "ng", "nt", "rd", "sk", "ff", "rg", "lm", "ns")
 
 
 @dataclass(frozen=True)
@@ -102,8 +124,20 @@ def draw_name(rng: random.Random, split: str = TRAINING) -> str:
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
 
 
+def draw_strange_name(rng: random.Random) -> str:
+    """A name of one or two words with any letters, vowels and consonants in turn."""
+    words = []
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        parts = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.choice((1, 2, 2, 3)))]
+        words.append("".join(parts) + rng.choice(ENDINGS))
+    return " ".join(words).title()
+
+
 def draw_value(rng: random.Random, kind: str, split: str = TRAINING) -> str:
     """An argument that the user says."""
+    if split == TRAINING and kind in ("text", "city") and rng.random() < STRANGE_RATIO:
+        name = draw_strange_name(rng)
+        return name if kind == "city" else rng.choice((name.lower(), f"{rng.choice(WORDS)} {name.lower()}"))
     if kind == "text":
         return " ".join(
             rng.choice(WORDS) if rng.random() < 0.7 else draw_name(rng).lower()
@@ -117,10 +151,13 @@ def draw_value(rng: random.Random, kind: str, split: str = TRAINING) -> str:
 def asked_call(rng: random.Random, kind: str, tool: Tool, split: str = TRAINING) -> Turn:
     """A call whose argument the user says."""
     value = draw_value(rng, kind, split)
-    wordings = TOOL_KINDS[kind].asked if split == TRAINING else TOOL_KINDS[kind].held_out
-    text = rng.choice(wordings)
+    text = rng.choice(TOOL_KINDS[kind].asked if split == TRAINING else TOOL_KINDS[kind].held_out)
+    if split == TRAINING:
+        text = asides().expand(rng, text.replace("{v}", VALUE))
+    if split == TRAINING and kind not in ("text", "city"):  # their values are copied to the end of the line
+        text = said_otherwise(rng, text, has_asides=True)
     text = typed(rng, text) if kind != "text" else text
-    return Turn(text.replace("{v}", value), tool.call(value))
+    return Turn(text.replace("{v}", value).replace(VALUE, value), tool.call(value))
 
 
 def media_call(rng: random.Random, kind: str, tool: Tool, value: str) -> Turn:

@@ -1,4 +1,4 @@
-"""Conversations of stages D to G, as people have them: many wordings, follow-up turns with or without new
+"""Conversations of stages D to H, as people have them: many wordings, follow-up turns with or without new
 media, questions that the model cannot answer, JSON, and calls of tools.
 
 Each method of `DialogueMaker` draws one conversation and takes everything random from the generator.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from deploy.demo_model.training import calls, data, media, objects
 from deploy.demo_model.training.build import Processor
 from deploy.demo_model.training.calls import Tool
+from deploy.demo_model.training.claims import Fact
 from deploy.demo_model.training.conversations import (
     FRAME_COUNTS,
     SMALLEST_IMAGE_RATIO,
@@ -19,7 +20,7 @@ from deploy.demo_model.training.data import COLOUR_NAMES, DIRECTIONS, SHAPES, WO
 from deploy.demo_model.training.features import MediaFeatures
 from deploy.demo_model.training.objects import JsonTurn
 from deploy.demo_model.training.pretrain import draw_training_image
-from deploy.demo_model.training.questions import FIXED_ANSWERS, Asker, Fact
+from deploy.demo_model.training.questions import FIXED_ANSWERS, Asker
 from deploy.demo_model.training.rows import KEY_WEIGHT, RowWriter, TrainingRow
 from deploy.demo_model.training.speech import WordBank, disturb, make_clip
 from deploy.demo_model.training.tokenizer import COMMON_WORDS, SYSTEM_PROMPTS
@@ -38,6 +39,7 @@ MORE_SYSTEM_PROMPTS = (
     "Answer the question.",
 )
 STRAY_RATIO = 0.2
+BESIDE_IMAGE_RATIO = 0.25  # of the questions that it cannot answer
 OTHER_WORDS_RATIO = 0.25
 KNOWN_WORDS = {"thing", *WORDS, *SHAPES, *COLOUR_NAMES, *DIRECTIONS}
 OTHER_WORDS = sorted({word for word in COMMON_WORDS.split() if len(word) > 3}.difference(KNOWN_WORDS))
@@ -155,7 +157,12 @@ class DialogueMaker:
     def elsewhere_row(self, rng: random.Random) -> TrainingRow:
         """Questions that the model cannot answer, among those that it can."""
         row = self._row(rng)
-        asks: list[Ask] = [self._elsewhere] * 5 + [self._ask.text, self._ask.without_media]
+        if rng.random() < BESIDE_IMAGE_RATIO:
+            ids, fact = self._image(rng, row)
+            asks: list[Ask] = [self._elsewhere] * 4 + [lambda rng: self._ask.image(rng, *fact)]
+            self._talk(rng, row, ids, [rng.choice(asks) for _ in range(rng.choice((1, 1, 2)))])
+            return row
+        asks = [self._elsewhere] * 5 + [self._ask.text, self._ask.without_media]
         self._talk(rng, row, [], [rng.choice(asks) for _ in range(rng.choice((1, 1, 2)))])
         return row
 

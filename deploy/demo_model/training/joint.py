@@ -1,15 +1,17 @@
-"""Stages B to G: the model learns to answer, with a loss on the answers only.
+"""Stages B to H: the model learns to answer, with a loss on the answers only.
 
 Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
 what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
 tokens that decide more weight, and drills the comparison on rows of text, which are cheap. Stage D,
 "converse", teaches how people ask, with the encoders as they are; stage E, "practise", does so in more
 wordings, with drills of copying names and with Muon; stage F, "polish", gives more room to what stage E
-learnt worst; stage G, "broaden", asks in wordings that vary more, with sentences beside the question.
+learnt worst; stage G, "broaden", asks in wordings that vary more, with sentences beside the question; stage
+H, "vary", has more of them for text, JSON, tools and what the model cannot answer.
 
-Two worker processes with one thread each share every step: each draws half of the rows, and the gradients are
-averaged over Gloo. `train` starts them; rank 0 writes the result, and a checkpoint with the optimizer's
-and the generators' state, from which a run that was killed goes on with the same bits.
+Worker processes with one thread each, two or in stage H one, share every step: each draws its part of the
+rows, and the gradients are averaged over Gloo. `train` starts them; rank 0 writes the result, and a
+checkpoint with the optimizer's and the generators' state, from which a run that was killed goes on with the
+same bits.
 """
 
 import argparse
@@ -36,7 +38,6 @@ from deploy.demo_model.training.schedule import JOINT, Schedule, learning_rate, 
 from deploy.demo_model.training.speech import WordBank
 from deploy.demo_model.training.words import training_words
 
-NUM_WORKERS = 2
 NUM_BUCKETS = 4
 ENCODERS = ("model.visual", "model.audio_tower")
 REPORT_EVERY = 20
@@ -134,7 +135,7 @@ def train_jointly(
     stage: str,
     schedule: Schedule,
     report: Callable[[str], None],
-    divisor: int = NUM_WORKERS,
+    divisor: int = 1,
     checkpoint: Checkpoint | None = None,
 ) -> None:
     """Train in place on this worker's part of every step, from the checkpoint if it has steps."""
@@ -187,6 +188,13 @@ def train_jointly(
             checkpoint.save(model, optimizers, step + 1)
 
 
+@torch.no_grad()
+def mean_with(model: Model, before: Model, share: float) -> None:
+    """Weights in place: `share` of those before, the rest of the model's own (Wortsman et al., 2022)."""
+    for weight, earlier in zip(model.parameters(), before.parameters(), strict=True):
+        weight.lerp_(earlier, share)
+
+
 def starting_point(stage: str, work: Path, seed: int) -> tuple[Model, Processor]:
     """New weights with the pretrained encoders, or the result of the stage before, with the template of
     now."""
@@ -217,10 +225,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="0: the recipe's number")
     arguments = parser.parse_args()
     stage, work = arguments.stage, arguments.work
+    schedule = JOINT[stage].with_steps(arguments.steps) if arguments.steps else JOINT[stage]
     keep_freed_memory()
     torch.set_num_threads(1)
     meeting_point = f"file://{(work / f'{stage}.meeting').resolve()}"
-    torch.distributed.init_process_group("gloo", meeting_point, rank=arguments.rank, world_size=NUM_WORKERS)
+    torch.distributed.init_process_group(
+        "gloo", meeting_point, rank=arguments.rank, world_size=schedule.num_workers
+    )
     model, processor = starting_point(stage, work, arguments.seed)
     draws = "joint" if stage == "learn" else stage
     rng = random.Random(f"{draws} {arguments.seed} {arguments.rank}")
@@ -230,11 +241,15 @@ def main() -> None:
         training_words(arguments.seed, arguments.cache),
         rng,
         stage,
-        JOINT[stage].with_steps(arguments.steps) if arguments.steps else JOINT[stage],
+        schedule,
         lambda line: print(line, flush=True),
+        schedule.num_workers,
         checkpoint=Checkpoint(work / f"{stage}.checkpoint", rng),
     )
     if arguments.rank == 0:
+        if schedule.start_share:
+            before, _ = starting_point(stage, work, arguments.seed)
+            mean_with(model, before, schedule.start_share)
         save(model, processor, arguments.out)
     torch.distributed.destroy_process_group()
 

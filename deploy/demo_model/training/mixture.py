@@ -1,4 +1,4 @@
-"""What one step of stages D to G trains on: how many conversations of each kind, and what they weigh."""
+"""What one step of stages D to H trains on: how many conversations of each kind, and what they weigh."""
 
 import random
 from collections.abc import Callable
@@ -67,12 +67,27 @@ ROWS_OF_STEP = {
         "json": (8, 1.8),
         "tool": (8, 1.5),
     },
+    "vary": {
+        "image": (7, 1.2),
+        "claim": (6, 1.2),
+        "drill": (2, 0.6),
+        "images": (6, 1.2),
+        "video": (4, 1.0),
+        "sound": (8, 1.5),
+        "both": (4, 1.0),
+        "switch": (2, 0.7),
+        "text": (16, 2.0),
+        "copy": (6, 1.2),
+        "elsewhere": (20, 2.5),
+        "json": (10, 1.8),
+        "tool": (12, 1.8),
+    },
 }
 CUT_RATIO = 0.8  # of rows with a fixed answer at their end: it is long, and its beginning decides
 
 
 def groups_of_step(maker: DialogueMaker, stage: str, divisor: int) -> tuple[RowGroup, ...]:
-    """What one step of stages D to G trains on, or one of `divisor` equal parts of it."""
+    """What one step of stages D to H trains on, or one of `divisor` equal parts of it."""
 
     def json_row(rng: random.Random) -> TrainingRow:
         return maker.images_json_row(rng) if rng.random() < 0.15 else maker.json_row(rng)

@@ -6,6 +6,7 @@ import random
 from PIL import Image
 
 from deploy.demo_model.training import calls, objects
+from deploy.demo_model.training.claims import Fact
 from deploy.demo_model.training.data import GREETING_ANSWER, WHO_ANSWER, Turn
 from deploy.demo_model.training.phrases import HELD_OUT, OTHERS, Wordings, typed
 from deploy.demo_model.training.questions import (
@@ -13,7 +14,6 @@ from deploy.demo_model.training.questions import (
     ELSEWHERE_ANSWER,
     THANKS_ANSWER,
     Asker,
-    Fact,
 )
 from deploy.demo_model.training.samples import Maker, Sample, draw_image, draw_sound, draw_video
 from deploy.demo_model.training.speech import WordBank

@@ -11,8 +11,8 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deploy.demo_model.training.phrases import FOLDER, TRAINING, typed
-from deploy.demo_model.training.questions import listed
+from deploy.demo_model.training.claims import listed
+from deploy.demo_model.training.phrases import FOLDER, TRAINING, said_otherwise, typed
 
 NAMED_RATIO = 0.6
 NAMES_OF_VALUE = {
@@ -78,9 +78,11 @@ def json_turn(rng: random.Random, known: Known, question: str, split: str = TRAI
     """An object about the media. `question`: one about them, which may go before."""
     if rng.random() > NAMED_RATIO:
         slots = {"q": question, "it": rng.choice(known.it)}
-        text = rng.choice(forms()[split]["plain"]).format(**slots)
+        text = _form(rng, "plain", split).format(**slots)
         return JsonTurn(typed(rng, text), json.dumps({kind: known.values[kind] for kind in known.default}))
-    kinds = rng.sample(list(known.values), rng.randrange(1, min(4, len(known.values)) + 1))
+    most = min(4, len(known.values))
+    least = rng.choice((1, 2, most)) if split == TRAINING else 1
+    kinds = rng.sample(list(known.values), rng.randrange(least, most + 1))
     if rng.random() < 0.5:
         kinds = [kind for kind in kinds if kind != "description"] or ["description"]
     names = [rng.choice(NAMES_OF_VALUE[kind]) for kind in kinds]
@@ -92,10 +94,13 @@ def json_turn(rng: random.Random, known: Known, question: str, split: str = TRAI
         listed(quoted) if rng.random() < 0.6 else ", ".join(quoted)
     )
     form = json.dumps(dict.fromkeys(names, "..."))
-    text = rng.choice(forms()[split]["named"]).format(
-        q=question, it=rng.choice(known.it), keys=keys, form=form
-    )
+    text = _form(rng, "named", split).format(q=question, it=rng.choice(known.it), keys=keys, form=form)
     return JsonTurn(text[:1].upper() + text[1:] if rng.random() < 0.8 else text.lower(), answer)
+
+
+def _form(rng: random.Random, kind: str, split: str) -> str:
+    text = rng.choice(forms()[split][kind])
+    return said_otherwise(rng, text, has_asides=True) if split == TRAINING else text
 
 
 def images_json_turn(rng: random.Random, facts: Sequence[tuple[str, str]]) -> JsonTurn:

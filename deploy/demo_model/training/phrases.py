@@ -125,9 +125,9 @@ class Wordings:
         framed = _FRAMED.fullmatch(text)
         if framed:
             text = _CONTENT.sub(lambda _: framed[2], rng.choice(self._frames[framed[1]]))
-        return self._expand(rng, text)
+        return self.expand(rng, text)
 
-    def _expand(self, rng: random.Random, text: str) -> str:
+    def expand(self, rng: random.Random, text: str) -> str:
         """Without choices and parts; slots stay."""
         while True:
             chosen = _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), text)

@@ -7,9 +7,19 @@ The answers keep the forms of `data`: a name, a sentence, or a fact with the wor
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from deploy.demo_model.training import data
+from deploy.demo_model.training.claims import (
+    UNKNOWN_COLOURS,
+    UNKNOWN_SHAPES,
+    Claim,
+    Fact,
+    decided,
+    draw_claim,
+    draw_unknown_claim,
+    with_article,
+    yes_or_no,
+)
 from deploy.demo_model.training.data import (
     COLOUR_NAMES,
     DIRECTIONS,
@@ -48,6 +58,7 @@ FIXED_OF_KIND = {
 }
 ORDINALS = ("first", "second", "third")
 FORMER_WORDING_RATIO = 0.12
+UNKNOWN_RATIO = 0.25  # of claims in training: no shape or color in the media is as they say
 IMAGES_KINDS = (
     "describe",
     "describe",
@@ -78,83 +89,6 @@ VIDEO_KINDS = (
     "claim",
 )
 
-Fact = tuple[str, str]  # shape and colour
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a question of yes or no says about a shape, in the forms that wordings need.
-
-    `about`: "shape", "colour" or "both".
-    """
-
-    about: str
-    shape: str
-    colour: str
-
-    def holds(self, fact: Fact) -> bool:
-        """Whether a shape is as claimed."""
-        is_shape, is_colour = self.shape == fact[0], self.colour == fact[1]
-        return {"shape": is_shape, "colour": is_colour, "both": is_shape and is_colour}[self.about]
-
-    def named(self, fact: Fact) -> str:
-        """What an answer names of a shape: "circle", "red" or "red circle"."""
-        shape, colour = fact
-        return {"shape": shape, "colour": colour, "both": f"{colour} {shape}"}[self.about]
-
-    def fact(self, fact: Fact) -> str:
-        """The beginning of an answer about one shape."""
-        return f"It is {'' if self.about == 'colour' else 'a '}{self.named(fact)}"
-
-    def facts(self, facts: Sequence[Fact]) -> str:
-        """The beginning of an answer about several."""
-        kind = "colors" if self.about == "colour" else "shapes"
-        return f"The {kind} are {listed([self.named(fact) for fact in facts])}"
-
-    def slots(self, rng: random.Random) -> dict[str, str]:
-        """How wordings name it."""
-        thing = rng.choice(("shape", "shape", "object", "thing"))
-        noun = thing if self.about == "colour" else self.shape
-        bare = noun if self.about == "shape" else f"{self.colour} {noun}"
-        predicate = self.colour if self.about == "colour" else f"a {bare}"
-        return {"x": f"a {bare}", "xs": f"{bare}s", "bare": bare, "p": predicate, "the": f"the {bare}",
-                "shape": self.shape, "colour": self.colour, "a_shape": f"a {self.shape}"}  # fmt: skip
-
-
-def listed(names: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def decided(question: str, fact: str, word: str) -> Turn:
-    """The fact, then what follows from it."""
-    return Turn(question, f"{fact}, so {word}.", key=f" {word}.")
-
-
-def yes_or_no(is_true: bool) -> str:
-    """The word."""
-    return "yes" if is_true else "no"
-
-
-def draw_claim(rng: random.Random, facts: Sequence[Fact], about: str = "") -> Claim:
-    """A claim that one of the facts makes true, or as often none of them."""
-    about = about or rng.choice(("shape", "shape", "colour", "colour", "both"))
-    shape, colour = rng.choice(facts)
-    wanted = rng.random() < 0.5
-    if wanted:
-        return Claim(about, shape, colour)
-    others = [
-        claim
-        for claim in (
-            Claim(about, other_shape, other_colour) for other_shape in SHAPES for other_colour in COLOUR_NAMES
-        )
-        if not any(claim.holds(fact) for fact in facts)
-    ]
-    near = [claim for claim in others if (claim.shape == shape) != (claim.colour == colour)]
-    return (
-        rng.choice(near if near and rng.random() < 0.7 else others) if others else Claim(about, shape, colour)
-    )
-
 
 class Asker:
     """Asks about facts in the wordings of one split."""
@@ -171,6 +105,14 @@ class Asker:
         """Whether the split can ask a kind."""
         return kind in self._questions.kinds(self._split)
 
+    def _draw_claim(self, rng: random.Random, facts: Sequence[Fact]) -> Claim:
+        """Yes and no stay equally likely."""
+        if self._split != TRAINING:
+            return draw_claim(rng, facts)
+        if rng.random() < UNKNOWN_RATIO:
+            return draw_unknown_claim(rng, facts)
+        return draw_claim(rng, facts, true_ratio=0.5 / (1 - UNKNOWN_RATIO))
+
     def image(self, rng: random.Random, shape: str, colour: str, kind: str = "") -> Turn:
         """About one image."""
         kind = kind or rng.choice(
@@ -185,7 +127,7 @@ class Asker:
         if kind == "how_many":
             if rng.random() < 0.4:
                 return Turn(self.word(rng, "how_many_shapes"), "1", key="1")
-            claim = draw_claim(rng, [(shape, colour)])
+            claim = self._draw_claim(rng, [(shape, colour)])
             question = self.word(rng, "how_many_named", **claim.slots(rng))
             return decided(question, claim.fact((shape, colour)), str(int(claim.holds((shape, colour)))))
         answer = {"describe": describe_image(shape, colour), "shape": shape, "colour": colour}[kind]
@@ -193,7 +135,7 @@ class Asker:
 
     def claim(self, rng: random.Random, fact: Fact) -> Turn:
         """Yes or no, in any form."""
-        claim = draw_claim(rng, [fact])
+        claim = self._draw_claim(rng, [fact])
         kinds = ["exist", "exist", "copula", "copula"]
         kinds += {"shape": ["copula_shape"], "colour": ["copula_colour"], "both": []}[claim.about]
         is_negated = rng.random() < 0.2 and self.has("not_copula")
@@ -204,10 +146,12 @@ class Asker:
     def choice(self, rng: random.Random, shape: str, colour: str) -> Turn:
         """One of two."""
         if rng.random() < 0.5:
-            names, truth, article = SHAPES, shape, "a "
+            names, unknown, truth, with_word = SHAPES, UNKNOWN_SHAPES, shape, with_article
         else:
-            names, truth, article = COLOUR_NAMES, colour, ""
-        options = [f"{article}{name}" for name in (truth, pick_other(rng, names, truth))]
+            names, unknown, truth, with_word = COLOUR_NAMES, UNKNOWN_COLOURS, colour, str
+        if self._split == TRAINING and rng.random() < UNKNOWN_RATIO:
+            names = unknown
+        options = [with_word(name) for name in (truth, pick_other(rng, names, truth))]
         rng.shuffle(options)
         return Turn(self.word(rng, "choose", a=options[0], b=options[1]), truth, key=truth)
 
@@ -216,7 +160,7 @@ class Asker:
         kind = rng.choice(("again_shape", "again_colour", "again_yes_no", "again_yes_no"))
         if kind != "again_yes_no":
             return Turn(self.word(rng, kind), shape if kind == "again_shape" else colour)
-        claim = draw_claim(rng, [(shape, colour)])
+        claim = self._draw_claim(rng, [(shape, colour)])
         question = self.word(rng, kind, **claim.slots(rng))
         return decided(question, claim.fact((shape, colour)), yes_or_no(claim.holds((shape, colour))))
 
@@ -245,7 +189,7 @@ class Asker:
             claim = Claim(about, *facts[0])
             is_same = all(claim.holds(fact) for fact in facts)
             return decided(self.word(rng, f"images_same_{about}"), claim.facts(facts), yes_or_no(is_same))
-        claim = draw_claim(rng, facts)
+        claim = self._draw_claim(rng, facts)
         question = self.word(rng, "exist" if kind == "exist" else "how_many_named", **claim.slots(rng))
         holding = sum(claim.holds(fact) for fact in facts)
         return decided(

@@ -16,7 +16,8 @@ class Schedule:
 
     The cosine takes `num_cosine_steps`; a run with fewer steps ends while the rate is still high. 0: all
     steps. Before it the rate stays at its peak for `num_flat_steps`. `has_muon`: Muon trains the matrices
-    inside layers and AdamW the rest, instead of AdamW alone.
+    inside layers and AdamW the rest, instead of AdamW alone. `num_workers`: processes that share a step.
+    `start_share`: of the weights before the stage in the mean with those behind it, which is the result.
     """
 
     num_steps: int
@@ -26,6 +27,8 @@ class Schedule:
     num_cosine_steps: int = 0
     num_flat_steps: int = 0
     has_muon: bool = False
+    num_workers: int = 2
+    start_share: float = 0.0
 
     def with_steps(self, num_steps: int) -> "Schedule":
         """The same schedule stretched to another length."""
@@ -44,6 +47,15 @@ JOINT = {
     "practise": Schedule(num_steps=1900, num_warmup_steps=50, peak=7e-4, num_flat_steps=1100, has_muon=True),
     "polish": Schedule(num_steps=900, num_warmup_steps=30, peak=6e-4, num_flat_steps=450, has_muon=True),
     "broaden": Schedule(num_steps=900, num_warmup_steps=30, peak=5e-4, num_flat_steps=400, has_muon=True),
+    "vary": Schedule(
+        num_steps=700,
+        num_warmup_steps=30,
+        peak=5e-4,
+        num_flat_steps=240,
+        has_muon=True,
+        num_workers=1,
+        start_share=0.5,
+    ),
 }
 ENCODER_SCALE = 0.2
 

@@ -3,10 +3,10 @@
     python -m deploy.demo_model.training.train --out deploy/demo_model
 
 Stage A pretrains the vision and the audio encoder side by side, stages B and C train the whole model and
-stages D to G the language model, with two workers; each of these processes has one thread. The result is
-written in bf16 and measured on fresh samples. All of it follows from the seed.
+stages D to H the language model, with two workers, in stage H with one; each of these processes has one
+thread. The result is written in bf16 and measured on fresh samples. All of it follows from the seed.
 
-The same command again goes on with a run that was killed: finished stages are kept, stages B to G go
+The same command again goes on with a run that was killed: finished stages are kept, stages B to H go
 on from their last checkpoint, stage A begins again.
 """
 
@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 from deploy.demo_model.training.evaluate import evaluate_folder, write_table
-from deploy.demo_model.training.joint import NUM_WORKERS
 from deploy.demo_model.training.schedule import JOINT
 from deploy.demo_model.training.words import training_words
 
@@ -77,7 +76,7 @@ def main() -> None:
         paths = ["--work", str(work), "--out", str(out)]
         workers = {
             f"{stage}-{rank}": ["joint", stage, "--rank", str(rank), *paths, *common]
-            for rank in range(NUM_WORKERS)
+            for rank in range(JOINT[stage].num_workers)
         }
         run_once(stage, workers, work)
     num_samples = 4 if arguments.steps else 400

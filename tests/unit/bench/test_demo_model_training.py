@@ -20,7 +20,7 @@ from deploy.demo_model.training.data import Turn  # noqa: E402
 from deploy.demo_model.training.dialogues import DialogueMaker  # noqa: E402
 from deploy.demo_model.training.evaluate import last_word  # noqa: E402
 from deploy.demo_model.training.features import MediaFeatures, num_audio_tokens, num_mel_frames  # noqa: E402
-from deploy.demo_model.training.joint import Checkpoint, train_jointly  # noqa: E402
+from deploy.demo_model.training.joint import Checkpoint, mean_with, train_jointly  # noqa: E402
 from deploy.demo_model.training.rows import KEY_WEIGHT, NO_LABEL, RowWriter  # noqa: E402
 from deploy.demo_model.training.schedule import Schedule  # noqa: E402
 from deploy.demo_model.training.speech import SAMPLE_RATE, Spoken, Voice, WordBank, make_clip  # noqa: E402
@@ -167,3 +167,15 @@ def test_training_mels_equal_the_processors(built: tuple[Model, Processor]) -> N
     assert mask.sum() == expected["feature_attention_mask"].sum() == num_frames
     torch.testing.assert_close(mels, expected["input_features"][:, :, :num_frames], atol=1e-4, rtol=0)
     assert (expected["input_ids"] == processor.audio_token_id).sum() == num_audio_tokens(num_frames)
+
+
+def test_a_stage_may_end_with_the_mean_of_its_weights_and_those_before(
+    built: tuple[Model, Processor],
+) -> None:
+    before, model = built[0], copy.deepcopy(built[0])
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 4
+    mean_with(model, before, 0.25)
+    for weight, earlier in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(weight, earlier + 3)

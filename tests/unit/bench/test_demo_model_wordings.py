@@ -6,9 +6,10 @@ import random
 import pytest
 
 from deploy.demo_model.training import calls, objects
+from deploy.demo_model.training.claims import UNKNOWN_COLOURS, UNKNOWN_SHAPES, Claim, draw_unknown_claim
 from deploy.demo_model.training.data import COLOUR_NAMES, DIRECTIONS, SHAPES, WORDS, Turn
 from deploy.demo_model.training.phrases import HELD_OUT, OTHERS, TRAINING, Wordings
-from deploy.demo_model.training.questions import ELSEWHERE_ANSWER, NO_MEDIA_ANSWER, Asker, Claim
+from deploy.demo_model.training.questions import ELSEWHERE_ANSWER, NO_MEDIA_ANSWER, Asker
 
 ROUNDS = 300
 
@@ -81,6 +82,26 @@ def test_a_claim_holds_for_what_it_names_only() -> None:
         claim.facts([("circle", "red"), ("triangle", "blue")])
         == "The shapes are red circle and blue triangle"
     )
+
+
+def test_a_shape_or_color_that_no_image_has_is_denied_by_its_fact() -> None:
+    rng, facts = random.Random(0), [(shape, colour) for shape in SHAPES for colour in COLOUR_NAMES]
+    for _ in range(ROUNDS):
+        fact = rng.choice(facts)
+        claim = draw_unknown_claim(rng, [fact])
+        assert claim.shape in UNKNOWN_SHAPES or claim.colour in UNKNOWN_COLOURS
+        assert not claim.holds(fact)
+        assert fact[0] != "rectangle" or claim.shape != "square", "a rectangle may be one"
+    assert Claim("shape", "octagon", "red").slots(rng)["x"] == "an octagon"
+
+
+def test_only_training_asks_for_shapes_and_colors_that_no_image_has() -> None:
+    rng = random.Random(0)
+    for split in (TRAINING, HELD_OUT):
+        asked = " ".join(Asker(split).claim(rng, ("circle", "red")).question for _ in range(ROUNDS))
+        assert any(name in asked.lower() for name in (*UNKNOWN_SHAPES, *UNKNOWN_COLOURS)) == (
+            split == TRAINING
+        )
 
 
 def test_a_question_about_media_that_were_not_sent_says_so() -> None:

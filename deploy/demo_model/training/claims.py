@@ -1,0 +1,108 @@
+"""What questions of yes or no say about a shape, and whether it holds. Pure."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deploy.demo_model.training.data import COLOUR_NAMES, SHAPES, Turn
+
+UNKNOWN_SHAPES = (
+    "square", "star", "hexagon", "pentagon", "octagon", "oval", "ellipse", "diamond", "heart", "cross",
+    "arrow", "crescent", "cube", "sphere", "cone", "cylinder", "pyramid", "spiral", "ring",
+)  # fmt: skip
+UNKNOWN_COLOURS = (
+    "orange", "purple", "pink", "white", "violet", "magenta", "beige", "lavender", "lilac", "peach",
+    "ivory", "cream",
+)  # fmt: skip
+
+Fact = tuple[str, str]  # shape and colour
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a question of yes or no says about a shape, in the forms that wordings need.
+
+    `about`: "shape", "colour" or "both".
+    """
+
+    about: str
+    shape: str
+    colour: str
+
+    def holds(self, fact: Fact) -> bool:
+        """Whether a shape is as claimed."""
+        is_shape, is_colour = self.shape == fact[0], self.colour == fact[1]
+        return {"shape": is_shape, "colour": is_colour, "both": is_shape and is_colour}[self.about]
+
+    def named(self, fact: Fact) -> str:
+        """What an answer names of a shape: "circle", "red" or "red circle"."""
+        shape, colour = fact
+        return {"shape": shape, "colour": colour, "both": f"{colour} {shape}"}[self.about]
+
+    def fact(self, fact: Fact) -> str:
+        """The beginning of an answer about one shape."""
+        return f"It is {'' if self.about == 'colour' else 'a '}{self.named(fact)}"
+
+    def facts(self, facts: Sequence[Fact]) -> str:
+        """The beginning of an answer about several."""
+        kind = "colors" if self.about == "colour" else "shapes"
+        return f"The {kind} are {listed([self.named(fact) for fact in facts])}"
+
+    def slots(self, rng: random.Random) -> dict[str, str]:
+        """How wordings name it."""
+        thing = rng.choice(("shape", "shape", "object", "thing"))
+        noun = thing if self.about == "colour" else self.shape
+        bare = noun if self.about == "shape" else f"{self.colour} {noun}"
+        predicate = self.colour if self.about == "colour" else with_article(bare)
+        return {"x": with_article(bare), "xs": f"{bare}s", "bare": bare, "p": predicate, "the": f"the {bare}",
+                "shape": self.shape, "colour": self.colour, "a_shape": with_article(self.shape)}  # fmt: skip
+
+
+def with_article(name: str) -> str:
+    """ "a circle", "an oval"."""
+    return f"{'an' if name[0] in 'aeio' else 'a'} {name}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def decided(question: str, fact: str, word: str) -> Turn:
+    """The fact, then what follows from it."""
+    return Turn(question, f"{fact}, so {word}.", key=f" {word}.")
+
+
+def yes_or_no(is_true: bool) -> str:
+    """The word."""
+    return "yes" if is_true else "no"
+
+
+def draw_claim(rng: random.Random, facts: Sequence[Fact], about: str = "", true_ratio: float = 0.5) -> Claim:
+    """A claim that one of the facts makes true, or none of them."""
+    about = about or rng.choice(("shape", "shape", "colour", "colour", "both"))
+    shape, colour = rng.choice(facts)
+    wanted = rng.random() < true_ratio
+    if wanted:
+        return Claim(about, shape, colour)
+    others = [
+        claim
+        for claim in (
+            Claim(about, other_shape, other_colour) for other_shape in SHAPES for other_colour in COLOUR_NAMES
+        )
+        if not any(claim.holds(fact) for fact in facts)
+    ]
+    near = [claim for claim in others if (claim.shape == shape) != (claim.colour == colour)]
+    return (
+        rng.choice(near if near and rng.random() < 0.7 else others) if others else Claim(about, shape, colour)
+    )
+
+
+def draw_unknown_claim(rng: random.Random, facts: Sequence[Fact]) -> Claim:
+    """A claim with a shape or a color that no image has. A rectangle may be a square, so nobody asks that."""
+    about = rng.choice(("shape", "shape", "colour", "colour", "both"))
+    shape, colour = rng.choice(SHAPES), rng.choice(COLOUR_NAMES)
+    if about == "shape" or (about == "both" and rng.random() < 0.5):
+        has_rectangle = any(fact[0] == "rectangle" for fact in facts)
+        return Claim(about, rng.choice(UNKNOWN_SHAPES[1:] if has_rectangle else UNKNOWN_SHAPES), colour)
+    return Claim(about, shape, rng.choice(UNKNOWN_COLOURS))
