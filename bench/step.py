@@ -1,7 +1,7 @@
 """Where the time of one model step goes on this CPU.
 
     python -m bench.step MODEL [--batch 1,4,16] [--context 200,1000] [--prefill 64,128,512] [--threads N]
-                               [--best] [--out FILE]
+                               [--variant avx2] [--best] [--out FILE]
 
 A decode step (one token for each of `batch` sequences of `context` tokens) and a prefill step (a prompt's
 first chunk) of the language half, loaded as a worker loads it, over caches of random KV. Every round runs
@@ -51,6 +51,7 @@ from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.probe import LayerShape, probe_backbone
 from cluster.model.support import family_of
+from cluster.native.variants import select
 
 BLOCK_SIZE = 16
 BANDWIDTH_BYTES = 512 << 20  # many times the largest cache
@@ -353,10 +354,12 @@ def main() -> None:
     parser.add_argument("--prefill", type=_numbers, default=[64, 128, 512], help="tokens of a chunk")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--variant", default="auto", help="of the CPU kernels; auto: the best")
     parser.add_argument("--seconds", type=float, default=3.0, help="per step")
     parser.add_argument("--best", action="store_true", help="the fastest round of each, not the median")
     parser.add_argument("--out", type=Path, help="JSON")
     arguments = parser.parse_args()
+    select(arguments.variant)
     torch.set_num_threads(arguments.threads)
     steps = [ModelStep(batch, context, 1) for batch in arguments.batch for context in arguments.context]
     steps += [ModelStep(1, 0, num_tokens) for num_tokens in arguments.prefill]
@@ -366,7 +369,7 @@ def main() -> None:
     print(f"{arguments.threads} threads, {arguments.dtype}, memory is read at {speed}")
     print(table(report.timings))
     if arguments.out is not None:
-        facts = {name: getattr(arguments, name) for name in ("dtype", "threads", "best")}
+        facts = {name: getattr(arguments, name) for name in ("dtype", "threads", "best", "variant")}
         arguments.out.write_text(record(report, model=arguments.model.name, **facts))
 
 

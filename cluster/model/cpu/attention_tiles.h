@@ -14,7 +14,8 @@ namespace {
 constexpr int kMostRows = 32;         // of a register tile
 constexpr int kKeys = 128;            // of a block
 constexpr int kSplit = 4 * kKeys;     // keys of an item where a context is split
-constexpr int64_t kSerialPairs = 1 << 14;  // query rows times keys of a call that one thread does in 70 us; waking another takes 20
+// query rows times keys of a call that one thread does in 70 us; waking another takes 20
+constexpr int64_t kSerialPairs = 1 << 14;
 constexpr int kTile = 128;            // query rows of an item
 constexpr int kMaxWidth = 256;        // of K and of V
 constexpr int kGroup = 64;            // channels that share a scale

@@ -56,7 +56,7 @@ class MatrixUnit {
     if (rows_) _tile_release();  // else every switch of threads would save them
   }
 
-  // `fetch(b, columns)` is called before 16 words of so many columns, in vectors, are multiplied.
+  // `vectors`: of 16 columns. `fetch(b, vectors)` is called before 16 words of so many of them are multiplied.
   template <class Type, class Fetch>
   void multiply(MatrixProduct product, int64_t rows, int64_t vectors, int64_t words, Fetch fetch) {
     asm volatile("" : : : "memory");  // gcc does not know that a tile's instructions read memory
@@ -113,87 +113,73 @@ class MatrixUnit {
       product.b += 64 * done, product.c += 64 * done, vectors -= done;
     };
     if (rows > 16) {
-      for (; vectors >= 2; advance(2)) two_by_two<Type>(product, depth, words, fetch);
-      if (vectors) two_by_one<Type>(product, depth, words, fetch);
+      for (; vectors >= 2; advance(2)) high_block<Type, 2>(product, depth, words, fetch);
+      if (vectors) high_block<Type, 1>(product, depth, words, fetch);
       return;
     }
-    for (; vectors >= 4; advance(4)) one_by_four<Type>(product, depth, words, fetch);
-    for (; vectors; advance(1)) one_by_one<Type>(product, depth, words, fetch);
+    for (; vectors >= 4; advance(4)) low_block<Type, 4>(product, depth, words, fetch);
+    for (; vectors; advance(1)) low_block<Type, 1>(product, depth, words, fetch);
   }
 
-  template <class Type, class Fetch>
-  static void two_by_two(const MatrixProduct& product, int64_t depth, int64_t words, Fetch& fetch) {
+  // More than 16 rows of one or two columns.
+  template <class Type, int kColumns, class Fetch>
+  static void high_block(const MatrixProduct& product, int64_t depth, int64_t words, Fetch& fetch) {
     BEGIN_SUM(4, 0, 0);
-    BEGIN_SUM(5, 0, 1);
     BEGIN_SUM(6, 16, 0);
-    BEGIN_SUM(7, 16, 1);
-    EACH_DEPTH {
-      fetch(b, 2);
-      _tile_loadd(2, b, product.b_bytes);
-      _tile_loadd(0, a, product.a_bytes);
-      ADD(4, 0, 2);
-      _tile_loadd(3, b + 64, product.b_bytes);
-      ADD(5, 0, 3);
-      _tile_loadd(1, a + 16 * product.a_bytes, product.a_bytes);
-      ADD(6, 1, 2);
-      ADD(7, 1, 3);
+    if constexpr (kColumns == 2) {
+      BEGIN_SUM(5, 0, 1);
+      BEGIN_SUM(7, 16, 1);
     }
-    KEEP_SUM(4, 0, 0);
-    KEEP_SUM(5, 0, 1);
-    KEEP_SUM(6, 16, 0);
-    KEEP_SUM(7, 16, 1);
-  }
-
-  template <class Type, class Fetch>
-  static void two_by_one(const MatrixProduct& product, int64_t depth, int64_t words, Fetch& fetch) {
-    BEGIN_SUM(4, 0, 0);
-    BEGIN_SUM(6, 16, 0);
     EACH_DEPTH {
-      fetch(b, 1);
+      fetch(b, kColumns);
       _tile_loadd(2, b, product.b_bytes);
       _tile_loadd(0, a, product.a_bytes);
       ADD(4, 0, 2);
       _tile_loadd(1, a + 16 * product.a_bytes, product.a_bytes);
       ADD(6, 1, 2);
+      if constexpr (kColumns == 2) {
+        _tile_loadd(3, b + 64, product.b_bytes);
+        ADD(5, 0, 3);
+        ADD(7, 1, 3);
+      }
     }
     KEEP_SUM(4, 0, 0);
     KEEP_SUM(6, 16, 0);
+    if constexpr (kColumns == 2) {
+      KEEP_SUM(5, 0, 1);
+      KEEP_SUM(7, 16, 1);
+    }
   }
 
-  template <class Type, class Fetch>
-  static void one_by_four(const MatrixProduct& product, int64_t depth, int64_t words, Fetch& fetch) {
+  // Up to 16 rows of one or four columns.
+  template <class Type, int kColumns, class Fetch>
+  static void low_block(const MatrixProduct& product, int64_t depth, int64_t words, Fetch& fetch) {
     BEGIN_SUM(4, 0, 0);
-    BEGIN_SUM(5, 0, 1);
-    BEGIN_SUM(6, 0, 2);
-    BEGIN_SUM(7, 0, 3);
+    if constexpr (kColumns == 4) {
+      BEGIN_SUM(5, 0, 1);
+      BEGIN_SUM(6, 0, 2);
+      BEGIN_SUM(7, 0, 3);
+    }
     EACH_DEPTH {
-      fetch(b, 4);
+      fetch(b, kColumns);
       _tile_loadd(0, a, product.a_bytes);
       _tile_loadd(2, b, product.b_bytes);
       ADD(4, 0, 2);
-      _tile_loadd(3, b + 64, product.b_bytes);
-      ADD(5, 0, 3);
-      _tile_loadd(2, b + 128, product.b_bytes);
-      ADD(6, 0, 2);
-      _tile_loadd(3, b + 192, product.b_bytes);
-      ADD(7, 0, 3);
+      if constexpr (kColumns == 4) {
+        _tile_loadd(3, b + 64, product.b_bytes);
+        ADD(5, 0, 3);
+        _tile_loadd(2, b + 128, product.b_bytes);
+        ADD(6, 0, 2);
+        _tile_loadd(3, b + 192, product.b_bytes);
+        ADD(7, 0, 3);
+      }
     }
     KEEP_SUM(4, 0, 0);
-    KEEP_SUM(5, 0, 1);
-    KEEP_SUM(6, 0, 2);
-    KEEP_SUM(7, 0, 3);
-  }
-
-  template <class Type, class Fetch>
-  static void one_by_one(const MatrixProduct& product, int64_t depth, int64_t words, Fetch& fetch) {
-    BEGIN_SUM(4, 0, 0);
-    EACH_DEPTH {
-      fetch(b, 1);
-      _tile_loadd(0, a, product.a_bytes);
-      _tile_loadd(2, b, product.b_bytes);
-      ADD(4, 0, 2);
+    if constexpr (kColumns == 4) {
+      KEEP_SUM(5, 0, 1);
+      KEEP_SUM(6, 0, 2);
+      KEEP_SUM(7, 0, 3);
     }
-    KEEP_SUM(4, 0, 0);
   }
 
   int64_t rows_ = 0, depth_ = 0;

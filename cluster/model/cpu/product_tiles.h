@@ -22,11 +22,11 @@ constexpr int64_t kMatrixAhead = 16 << 10;                     // bytes, into th
 constexpr int64_t kPreparedPanels = kPanel < 64 ? 64 / kPanel : 1;  // as many as use x once it is prepared
 
 struct VectorTiles;
-struct BFloat16MatrixTiles;
-struct Int8MatrixTiles;
 #if defined(__AMX_TILE__)
-using BFloat16Tiles = BFloat16MatrixTiles;
-using Int8Tiles = Int8MatrixTiles;
+template <class Type>
+class MatrixTiles;
+using BFloat16Tiles = MatrixTiles<BFloat16Matrix>;
+using Int8Tiles = MatrixTiles<Int8Matrix>;
 #else
 using BFloat16Tiles = VectorTiles;
 using Int8Tiles = VectorTiles;
@@ -264,8 +264,6 @@ class MatrixTiles {
  private:
   MatrixUnit unit_;
 };
-struct BFloat16MatrixTiles : MatrixTiles<BFloat16Matrix> {};
-struct Int8MatrixTiles : MatrixTiles<Int8Matrix> {};
 
 #endif
 

@@ -18,23 +18,9 @@ SAID_RESULTS = _FILE["results"]
 VALUE = "{value}"  # where the value goes; {v} is a verb in the parts that training draws
 STRANGE_RATIO = 0.4  # of the cities and texts that training copies
 CONSONANTS = (
-    *"bcdfghjklmnpqrstvwxyz",
-    "ch",
-    "sh",
-    "th",
-    "st",
-    "br",
-    "gr",
-    "kr",
-    "pl",
-    "sl",
-    "tr",
-    "kh",
-    "nd",
-    "rk",
-    "ll",
-    "ss",
-)
+    *"bcdfghjklmnpqrstvwxyz", "ch", "sh", "th", "st", "br", "gr", "kr", "pl", "sl", "tr", "kh", "nd", "rk",
+    "ll", "ss",
+)  # fmt: skip
 VOWELS = (*"aaeeiioouuy", "ai", "ea", "ee", "ie", "oo", "ou", "ue")
 ENDINGS = ("", "", *"dhklmnrstxz", "ck", "ng", "nt", "rd", "sk", "ff", "rg", "lm", "ns")
 

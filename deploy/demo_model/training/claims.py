@@ -79,7 +79,7 @@ def yes_or_no(is_true: bool) -> str:
 
 
 def draw_claim(rng: random.Random, facts: Sequence[Fact], about: str = "", true_ratio: float = 0.5) -> Claim:
-    """A claim that one of the facts makes true, or none of them."""
+    """A claim that one of the facts makes true with the probability `true_ratio`, else none of them."""
     about = about or rng.choice(("shape", "shape", "colour", "colour", "both"))
     shape, colour = rng.choice(facts)
     wanted = rng.random() < true_ratio
@@ -99,7 +99,8 @@ def draw_claim(rng: random.Random, facts: Sequence[Fact], about: str = "", true_
 
 
 def draw_unknown_claim(rng: random.Random, facts: Sequence[Fact]) -> Claim:
-    """A claim with a shape or a color that no image has. A rectangle may be a square, so nobody asks that."""
+    """A claim with a shape or a color that no image has, so it never holds. "square" is left out where an
+    image has a rectangle, which may be one."""
     about = rng.choice(("shape", "shape", "colour", "colour", "both"))
     shape, colour = rng.choice(SHAPES), rng.choice(COLOUR_NAMES)
     if about == "shape" or (about == "both" and rng.random() < 0.5):
