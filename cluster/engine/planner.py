@@ -54,19 +54,23 @@ class PromptPlanner:
         self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
 
     def can_run(self, request: LanguageRequest) -> bool:
-        """Whether a token of the request could be computed now."""
-        return any(self._chunks.is_runnable(sequence.sequence_id) for sequence in request.sequences)
+        """Whether tokens of the request could be computed now, in a step of their own."""
+        return any(
+            self._chunks.is_runnable(sequence.sequence_id) and self._is_worth_a_step(sequence)
+            for sequence in request.sequences
+        )
 
     def next_step(self, limit_s: float = math.inf) -> tuple[list[PromptWork], bool]:
         """The next step, which should add no more than `limit_s` to the answers that are generated in it; and
         whether it serves only long prompts: prompts longer than the largest step. A step of long prompts
         yields its CPU slot between layers, and each of its layers should last no longer than the time that
         the slot is held at once. The first step of a long prompt is as small as possible: it shows how long
-        that time is."""
+        that time is. Without answers (`limit_s` is infinite) a little text in front of an item that is still
+        encoded is left for a later step."""
         chunks = self._chunks.schedule(self.budget.max_tokens(self._context, limit_s))
-        if not chunks:
-            return [], False
         chosen = [self._sequences[chunk.request_id][1] for chunk in chunks]
+        if not chunks or (limit_s == math.inf and not any(map(self._is_worth_a_step, chosen))):
+            return [], False
         is_long = all(sequence.num_missing_at_start > self.budget.max_step_tokens for sequence in chosen)
         if is_long:
             is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in chosen)
@@ -76,6 +80,21 @@ class PromptPlanner:
             PromptWork(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks
         ]
         return works, is_long
+
+    def _is_worth_a_step(self, sequence: TokenSequence) -> bool:
+        """Whether the tokens that can be computed now contain an item, are all that are missing, or take longer
+        than what every step costs (to read the weights). Less text costs less together with the item behind
+        it, which would wait for this step, too."""
+        num_ready, num_computed = sequence.num_ready_tokens, sequence.num_computed_tokens
+        items = (sequence.prompt.media[i] for i in sequence.items_ready)
+        curve = self.budget.fit.curve()
+        if (
+            curve is None
+            or num_ready == sequence.num_prompt_tokens
+            or any(item.first_range_after(num_computed) is not None for item in items)
+        ):
+            return True
+        return curve.seconds(num_ready - num_computed, num_computed) >= 2 * curve.seconds(0, num_computed)
 
     @property
     def token_s(self) -> float | None:

@@ -45,7 +45,8 @@ class PrefillEstimate:
     queue_s     until the first of the prompt's own tokens can run, with the messages to the worker and back
     text_s      until the first token, if all embeddings had arrived
     work_s      device time of the prompt alone
-    tail_s      [items, prefills]: to compute the tokens from an item's first one on
+    tail_s      [items, prefills]: to compute what is computed once an item is there: the tokens from its first
+                one on
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
     cost_s      delay of others: the prompt's work, for every request that waits there, for a part of the
                 answers that run there, and for a later request with the same prompt if nothing is cached
@@ -199,10 +200,15 @@ class PrefillEstimate:
         starts = np.array([float(item.start) for item in request.media]).reshape(-1, 1)
         ends = np.array([float(item.end) for item in request.media]).reshape(-1, 1)
         first = np.maximum(starts, self.num_cached)
+        is_needed = ends > self.num_cached
+        # A little text in front of the first item is computed with it (cluster.engine.planner).
+        text_s = self._tokens_s(first - self.num_cached, self.num_cached)
+        is_left = is_needed & (is_needed.cumsum(0) == 1) & (text_s < self._steps.fixed_s)
+        first = np.where(is_left & ~self._steps.has_answers, self.num_cached, first)
         num_tokens = request.num_prompt_tokens - first
         steps_s = np.ceil(num_tokens / self.max_tokens) * self._fixed_s
         self.tail_s = (steps_s + self._tokens_s(num_tokens, first)).reshape(shape)
-        self.is_needed = (ends > self.num_cached).reshape(shape)
+        self.is_needed = is_needed.reshape(shape)
 
 
 def _num_cached(request: RequestView, depths: Floats) -> Floats:

@@ -175,7 +175,7 @@ struct MatrixProducts {
         for (int64_t v = 0; v < vectors; v++)
           store(c + r * ldc + v * kLanes, load<Floats>(c + r * ldc + v * kLanes) * factors[r]);
     unit.multiply<BFloat16Matrix>({(const char*)a, lda * 4, (const char*)b, ldb * 4, (char*)c, ldc * 4, !factors}, rows,
-                                  vectors, depth, [](const char*, int64_t) {});
+                                  vectors, depth, [] {});
   }
   MatrixUnit unit;
 };

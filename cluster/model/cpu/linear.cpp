@@ -23,7 +23,7 @@ using kernels::kSerialWork;
 
 constexpr int64_t kShortChunk = (16 << 10) / kStepBytes;  // steps that stay in the first-level cache over a few tiles
 constexpr int64_t kLongChunk = (256 << 10) / kStepBytes;  // steps that stay in the second-level cache over many
-constexpr int64_t kMatrixChunk = (32 << 10) / kStepBytes;  // steps of a panel that the matrix unit reads again and again
+constexpr int64_t kMatrixChunk = (16 << 10) / kStepBytes;  // steps of a panel that the matrix unit reads again and again
 constexpr int64_t kPreparedWords = 48 << 10;             // of a block of rows and a chunk of steps: 192 KiB
 constexpr int64_t kMemoryRows = 12;  // as many rows as can be multiplied while a weight arrives from memory
 
@@ -85,9 +85,11 @@ __attribute__((noinline)) void finish(const Layer& layer, const Batch& batch, in
 
 // --------------------------------------------------------------------------------------------------------- the product
 
+int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
 template <class Op>
 int64_t steps_of(const Layer& layer) {
-  return (layer.inputs + Op::kInputs - 1) / Op::kInputs;
+  return ceil_div(layer.inputs, Op::kInputs);
 }
 
 // Steps [begin, end) of `all`.
@@ -117,7 +119,7 @@ int64_t chunks_of(int64_t all, int64_t rows, int64_t tiles) {
   int64_t longest = tiles == 1 ? all : tiles < 4 ? kShortChunk : kLongChunk;
   if (Op::Tiles::kDepth > 1 && rows > 16) longest = kMatrixChunk;
   if (Op::kIsPrepared) longest = std::min(longest, kPreparedWords / (rows * Op::kPasses));
-  return std::max<int64_t>(1, (all + longest - 1) / longest);
+  return std::max<int64_t>(1, ceil_div(all, longest));
 }
 
 template <class Op>
@@ -133,7 +135,7 @@ void panels_times_rows(const Layer& layer, const Batch& batch, int64_t panel, in
                        int64_t next, Out* y) {
   using Tiles = typename Op::Tiles;
   alignas(64) typename Op::Accumulator kept[Tiles::kPanels][Tiles::kBlockRows * kVectors];
-  const int64_t all = steps_of<Op>(layer), tiles = (rows + Tiles::kTileRows - 1) / Tiles::kTileRows;
+  const int64_t all = steps_of<Op>(layer), tiles = ceil_div(rows, Tiles::kTileRows);
   const int64_t chunks = chunks_of<Op>(all, rows, tiles);
   Tiles multiplier;
   for (int64_t c = 0; c < chunks; c++) {
@@ -157,19 +159,23 @@ void panels_times_rows(const Layer& layer, const Batch& batch, int64_t panel, in
   }
 }
 
-int64_t panels_of(const Layer& layer) { return (layer.outputs * (layer.gated ? 2 : 1) + kPanel - 1) / kPanel; }
+int64_t panels_of(const Layer& layer) { return ceil_div(layer.outputs * (layer.gated ? 2 : 1), kPanel); }
 
-// The items of a product of `all_rows` rows: some panels times a block of rows.
+// The items of a product of `all_rows` rows: some panels times a block of rows. Blocks are nearly equal, in whole tiles.
 template <class Op>
 struct Items {
-  int64_t panels, groups, count;  // of an item; side by side; all
+  int64_t panels, groups, rows, count;  // panels of an item; items side by side; rows of a block; all items
 
-  Items(const Layer& layer, int64_t all_rows)
-      : panels(all_rows > Op::Tiles::kTileRows ? Op::Tiles::kPanels : kPreparedPanels),
-        groups((panels_of(layer) + panels - 1) / panels),
-        count(groups * ((all_rows + Op::Tiles::kBlockRows - 1) / Op::Tiles::kBlockRows)) {}
+  Items(const Layer& layer, int64_t all_rows) {
+    const int64_t tiles = ceil_div(all_rows, Op::Tiles::kTileRows);
+    const int64_t blocks = ceil_div(tiles, Op::Tiles::kBlockRows / Op::Tiles::kTileRows);
+    panels = tiles > 1 ? Op::Tiles::kPanels : kPreparedPanels;
+    groups = ceil_div(panels_of(layer), panels);
+    rows = ceil_div(tiles, std::max<int64_t>(1, blocks)) * Op::Tiles::kTileRows;
+    count = groups * blocks;
+  }
   int64_t first_panel(int64_t item) const { return item % groups * panels; }
-  int64_t first_row(int64_t item) const { return item / groups * Op::Tiles::kBlockRows; }
+  int64_t first_row(int64_t item) const { return item / groups * rows; }
 };
 
 template <class Op>
@@ -182,7 +188,7 @@ void run_item(const Layer& layer, const Batch& batch, Out* y, int64_t item, int6
   const Items<Op> items(layer, batch.rows);
   const int64_t panel = items.first_panel(item), begin = items.first_row(item);
   panels_times_rows<Op>(layer, batch, panel, std::min(items.panels, panels_of(layer) - panel), begin,
-                        std::min(Op::Tiles::kBlockRows, batch.rows - begin),
+                        std::min(items.rows, batch.rows - begin),
                         threads * items.panels * steps_of<Op>(layer) * kStepBytes, y);
 }
 

@@ -41,10 +41,10 @@ struct Int8Matrix {};  // a unsigned, b signed
     _tile_loadd(tile, product.c + (rows) * product.c_bytes + (column) * 64, product.c_bytes)
 #define KEEP_SUM(tile, rows, column) \
   _tile_stored(tile, product.c + (rows) * product.c_bytes + (column) * 64, product.c_bytes)
-#define ADD(sum, a_tile, b_tile)                              \
-  if constexpr (std::is_same_v<Type, BFloat16Matrix>)         \
-    _tile_dpbf16ps(sum, a_tile, b_tile);                      \
-  else                                                        \
+#define ADD(sum, a_tile, b_tile)                      \
+  if constexpr (std::is_same_v<Type, BFloat16Matrix>) \
+    _tile_dpbf16ps(sum, a_tile, b_tile);              \
+  else                                                \
     _tile_dpbusd(sum, a_tile, b_tile)
 
 // The tile registers of this thread, configured while it lives: tiles 0 and 1 are of a, 2 and 3 of b, 4 to 7 are sums.
@@ -56,7 +56,8 @@ class MatrixUnit {
     if (rows_) _tile_release();  // else every switch of threads would save them
   }
 
-  // `vectors`: of 16 columns. `fetch(b, vectors)` is called before 16 words of so many of them are multiplied.
+  // `vectors`: of 16 columns. `fetch()` is called before each multiplication of two tiles, but for the last columns of a
+  // number that the block does not have.
   template <class Type, class Fetch>
   void multiply(MatrixProduct product, int64_t rows, int64_t vectors, int64_t words, Fetch fetch) {
     asm volatile("" : : : "memory");  // gcc does not know that a tile's instructions read memory
@@ -131,15 +132,18 @@ class MatrixUnit {
       BEGIN_SUM(7, 16, 1);
     }
     EACH_DEPTH {
-      fetch(b, kColumns);
       _tile_loadd(2, b, product.b_bytes);
+      fetch();
       _tile_loadd(0, a, product.a_bytes);
       ADD(4, 0, 2);
+      fetch();
       _tile_loadd(1, a + 16 * product.a_bytes, product.a_bytes);
       ADD(6, 1, 2);
       if constexpr (kColumns == 2) {
+        fetch();
         _tile_loadd(3, b + 64, product.b_bytes);
         ADD(5, 0, 3);
+        fetch();
         ADD(7, 1, 3);
       }
     }
@@ -161,15 +165,18 @@ class MatrixUnit {
       BEGIN_SUM(7, 0, 3);
     }
     EACH_DEPTH {
-      fetch(b, kColumns);
+      fetch();
       _tile_loadd(0, a, product.a_bytes);
       _tile_loadd(2, b, product.b_bytes);
       ADD(4, 0, 2);
       if constexpr (kColumns == 4) {
+        fetch();
         _tile_loadd(3, b + 64, product.b_bytes);
         ADD(5, 0, 3);
+        fetch();
         _tile_loadd(2, b + 128, product.b_bytes);
         ADD(6, 0, 2);
+        fetch();
         _tile_loadd(3, b + 192, product.b_bytes);
         ADD(7, 0, 3);
       }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cluster.engine.state import TokenSequence
+from cluster.engine.timing import Part
 from cluster.scheduling.budget import StepBudget
 from cluster.types.media import MediaGeometry, Modality, PlacedMedia
 from cluster.types.messages import Failed, FeatureGranted, FinishReason, Tokens
@@ -41,6 +42,27 @@ def test_text_before_the_first_item_is_computed_while_its_embeddings_are_missing
     assert rig.prefill.engine.load().num_queued_units == 6
     relay.play()
     assert relay.stories["r"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "other", "num_left"),
+    [(5e-4, 0, 6), (5e-3, 0, 9), (5e-3, 8, 6)],
+    ids=["a token takes a millisecond", "a step takes as long as five tokens", "another prompt is computed"],
+)
+def test_a_little_text_before_an_item_has_no_step_of_its_own(rig, relay, fixed_s, other, num_left):
+    """It would read the weights twice, and the item would wait for the step."""
+    for num_tokens in (1, 64, 1, 64):
+        rig.prefill.engine.planner.budget.observe(num_tokens, 0, fixed_s + 1e-3 * num_tokens)
+    item = make_item("a", 5)
+    story = relay.start(make_request("r", 3, [item]), [item])
+    if other:
+        relay.start(make_request("other", other), [])
+    only_to(relay, "prefill")
+    rig.turn(3)
+    assert rig.prefill.engine.load().num_queued_units == num_left
+    assert rig.prefill.engine._requests.get("r").stopwatch.part is Part.MEDIA
+    relay.play()
+    assert story.finish_reason is FinishReason.LENGTH and story.tokens == [50, 51, 52, 53]
 
 
 def test_a_prompt_that_the_model_cannot_place_is_refused_and_the_engine_lives_on(rig, relay):

@@ -128,6 +128,17 @@ def test_text_before_an_image_is_computed_while_it_is_encoded():
     assert prediction.ttft_s == pytest.approx(max(text_s, arrival_s + PREFILL.seconds(700)))
 
 
+def test_a_little_text_before_an_image_is_computed_with_it():
+    request = media(4000, num_before=5)
+    assert PREFILL.seconds(5) < 2 * PREFILL.fixed_s
+    prediction = predict(cluster_of(), request, placement=Placement(("e0",), "p0", "d0"))
+    tail_s = prediction.ttft_s - prediction.items[0].arrival_s
+    num_steps = -(-request.num_prompt_tokens // MAX_TOKENS)
+    assert tail_s == pytest.approx(
+        PREFILL.seconds(request.num_prompt_tokens) + (num_steps - 1) * PREFILL.fixed_s
+    )
+
+
 def test_an_item_within_the_cached_prefix_is_waited_for_by_nobody():
     cluster, request = cluster_of(), media(4000, num_before=64)
     cluster.blocks_changed("p0", request.block_hashes[: (64 + 1000) // 16 + 1], [])
