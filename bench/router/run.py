@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 
 from bench.records import Record
@@ -22,10 +23,12 @@ from bench.router.cases import (
 )
 from bench.router.policies import maker
 from bench.router.simulated_overload import overload
+from cluster.scheduling.keys import SchedulingPolicy
 from cluster.simulator.demand import capacity, demand
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.results import Slo, Summary, fields
 from cluster.simulator.search import highest_rate, run_once
+from cluster.simulator.simulation import SCHEDULING
 from cluster.simulator.workload import WORKLOADS
 
 NO_LIMIT = Slo(float("inf"))
@@ -70,15 +73,23 @@ def _policy(case: PolicyCase) -> Summary:
 
 def _split(case: SplitCase) -> Record:
     split, slo, workload = SPLITS[case.split], SLOS[case.slo], WORKLOADS[case.workload]
-    specs = workers(split.layout, case.model, case.accelerator)
+    specs, scheduling = workers(split.layout, case.model, case.accelerator), promised(slo)
 
     def simulate(rate: float) -> Summary:
         num_requests = max(case.min_requests, int(ARRIVALS * slo.ttft_s * rate))
-        return run_once(specs, maker(split.policy), case.model, workload, rate, num_requests, case.seed, slo)
+        return run_once(
+            specs, maker(split.policy), case.model, workload, rate, num_requests, case.seed, slo, scheduling
+        )
 
     busy = capacity(workers(Layout(num_whole=4), case.model, case.accelerator), demand(workload))
     rate, summary = highest_rate(simulate, slo, GUESSES[case.slo] * busy, SPLIT_PRECISION)
     return {"rate": round(rate, 3), "most": round(most(case), 2)} | (fields(summary) if summary else {})
+
+
+def promised(slo: Slo) -> SchedulingPolicy:
+    """What a cluster that promises these limits is set to: between two tokens, answers wait for prompts no
+    longer than a token may take."""
+    return replace(SCHEDULING, prompt_pause_s=min(SCHEDULING.prompt_pause_s, slo.tpot_s))
 
 
 def most(case: SplitCase) -> float:

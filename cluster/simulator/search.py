@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from cluster.scheduling.keys import SchedulingPolicy
 from cluster.simulator.hardware import Model
 from cluster.simulator.results import Slo, Summary, keeps, summarise
-from cluster.simulator.simulation import MakePolicy, Simulation
+from cluster.simulator.simulation import SCHEDULING, MakePolicy, Simulation
 from cluster.simulator.worker import WorkerSpec
 from cluster.simulator.workload import Workload
 
@@ -26,8 +27,9 @@ def run_once(
     num_requests: int,
     seed: int,
     slo: Slo,
+    scheduling: SchedulingPolicy = SCHEDULING,
 ) -> Summary:
-    simulation = Simulation(specs, [policy], model, seed)
+    simulation = Simulation(specs, [policy], model, seed, scheduling=scheduling)
     return summarise(simulation.run(workload.requests(rate, num_requests, seed)), slo)
 
 

@@ -24,6 +24,7 @@ from cluster.simulator.workload import (
     Workload,
     fixed_text,
     image_prompts,
+    images,
 )
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Role
@@ -257,6 +258,25 @@ def test_random_traffic_leaves_nothing_behind() -> None:
 
 
 # --- policies
+
+
+@pytest.mark.parametrize("layout", [Layout(num_whole=4), Layout(3, 5, 2)])
+def test_doors_that_are_asked_for_the_same_new_images_at_once_have_each_encoded_about_once(
+    layout: Layout,
+) -> None:
+    """Four doors, and four prompts about each image within 20 ms."""
+    rng, num_images, requests = Random(1), 100, []
+    for idx in range(num_images):
+        media = images(idx, 1, 400, 400)
+        for copy in range(4):
+            request = SimRequest(f"r{idx}-{copy}", 0.05 * idx + 0.02 * rng.random(), 816, 20, [], media)
+            requests.append(request)
+    requests.sort(key=lambda request: request.arrived_at)
+    simulation = Simulation(workers(layout, VL_7B, H200), [JOINT] * 4, VL_7B)
+    assert len(simulation.run(requests)) == len(requests)
+    hashes = {request.media[0].media_hash for request in requests}
+    num_encoded = sum(encoder.has(each) for encoder in simulation.encoders.values() for each in hashes)
+    assert num_images <= num_encoded <= 1.1 * num_images
 
 
 def test_the_joint_policy_is_no_worse_than_least_loaded_where_one_worker_is_slow() -> None:

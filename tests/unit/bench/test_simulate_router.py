@@ -27,7 +27,7 @@ from bench.router.cases import (
 )
 from bench.router.decisions import decisions, loaded_cluster, table
 from bench.router.policies import ORACLE, maker
-from bench.router.run import record
+from bench.router.run import promised, record
 from bench.router.scale import scale
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.errors import ConfigError
@@ -38,7 +38,8 @@ from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.plan_report import plan_plot, plan_table
 from cluster.simulator.planner import divisions, neighbours, plan
 from cluster.simulator.results import Slo
-from cluster.simulator.simulation import Simulation
+from cluster.simulator.search import run_once
+from cluster.simulator.simulation import SCHEDULING, Simulation
 from cluster.simulator.workload import WORKLOADS, Workload, fixed_text, image_prompts
 
 TIMES = {"ttft_mean_s": 0.1, "ttft_p50_s": 0.08, "ttft_p99_s": 0.5, "second_mean_s": 0.12}
@@ -99,6 +100,22 @@ def test_a_record_follows_from_its_case(case: PolicyCase | SplitCase | GroupCase
     }
     assert first.items() >= names(case).items()
     json.dumps(first)
+
+
+def test_a_split_waits_for_prompts_no_longer_than_a_token_may_take() -> None:
+    assert promised(Slo(1.0, 0.025)) == replace(SCHEDULING, prompt_pause_s=0.025)
+    assert promised(Slo(2.0, 0.1)) == promised(Slo(2.0)) == SCHEDULING
+
+
+def test_more_answers_are_in_time_with_the_setting_of_their_limit() -> None:
+    slo, specs = Slo(1.0, 0.025, share=0.9), workers(Layout(num_whole=4), VL_7B, A100)
+    good_shares = [
+        run_once(
+            specs, maker("joint"), VL_7B, WORKLOADS["1-image"], 24.0, 300, 100, slo, scheduling
+        ).good_share
+        for scheduling in (SCHEDULING, promised(slo))
+    ]
+    assert good_shares[0] < 0.9 < good_shares[1]
 
 
 # --- tables

@@ -72,7 +72,7 @@ def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_li
     for prefix in "ep":
         for idx in range(24):
             cluster.reported(f"{prefix}{idx}", load(rng.randint(0, 4000), rng.randint(1, 9)), 1.0)
-    requests = [media(*[rng.randint(200, 900) for _ in range(3)], name=f"r{idx}") for idx in range(10)]
+    requests = [media(*[rng.randint(200, 900) for _ in range(4)], name=f"r{idx}") for idx in range(10)]
     estimates = [Estimate(request, cluster, 1.0) for request in requests]
     searches = [Search(estimate) for estimate in estimates]
     found_s = [each.best().cost_s for each in searches]

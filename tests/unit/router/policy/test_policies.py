@@ -136,6 +136,16 @@ def test_an_item_goes_where_it_is_encoded_whatever_the_queue_there():
     assert decision.prediction.items[0].encode_s == 0.0
 
 
+def test_hashing_chooses_the_encoder_of_a_new_item_unless_another_is_clearly_sooner():
+    preferred = decide(
+        media(400), busy(cluster_of(num_encoders=3), e0=100, e1=100, e2=100)
+    ).placement.encoders
+    queues = {f"e{idx}": 100 for idx in range(3)} | dict.fromkeys(preferred, 120)
+    assert decide(media(400), busy(cluster_of(num_encoders=3), **queues)).placement.encoders == preferred
+    queues |= dict.fromkeys(preferred, 250)  # less than half of the item
+    assert decide(media(400), busy(cluster_of(num_encoders=3), **queues)).placement.encoders != preferred
+
+
 def test_an_item_that_waits_somewhere_is_encoded_anew_where_that_is_sooner():
     cluster = busy(cluster_of(), e0=20_000)
     cluster.media_changed("e0", ["media-0"], [])
