@@ -68,8 +68,9 @@ class PolicyCase:
     num_requests: int = 2000
 
 
-# Of TTFT and TPOT, kept by 90 % of the requests. At the first, the balanced ones, data parallelism and a phase
-# each serve images about equally; at the tight ones, the second, a phase each serves more.
+# Of TTFT and TPOT, kept by 90 % of the requests: balanced, tight and loose. With the default `prompt_pause_s`
+# data parallelism and a phase each serve images about equally at the balanced ones, and a phase each serves
+# more at the tight ones; `bench.router.run.promised` sets it for each.
 SLOS = {
     "1 s, 30 ms": Slo(1.0, 0.03, share=0.9),
     "1 s, 25 ms": Slo(1.0, 0.025, share=0.9),

@@ -17,9 +17,9 @@ from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, run
 from router.policy.shared import beside_encoding
 from router.policy.views import ItemPrediction, ItemView
 
-# Of an item's time. With 0.5 idle encoders wait near saturation, because new items queue at the encoder that
-# hashing prefers. Simulated with four doors that are asked for the same new image within 20 ms, 0.1 encodes
-# at most 2 % more images than 0.5.
+# Of an item's time. Four doors that are asked for the same new image within 20 ms encode at most 3 % of the
+# images twice (simulated, `tests/unit/bench/test_simulate.py`). A larger share makes new items queue at the
+# encoder that hashing prefers while others are idle.
 AFFINITY_SHARE = 0.1
 REENCODE_SHARE = 2.0  # of an item's time; encoding an item twice takes time from other requests
 
