@@ -16,6 +16,7 @@ _FILE = tomllib.loads((FOLDER / "tools.toml").read_text())
 SYLLABLES, CITIES, CITIES_HELD_OUT = _FILE["syllables"], _FILE["cities"], _FILE["cities_held_out"]
 SAID_RESULTS = _FILE["results"]
 VALUE = "{value}"  # where the value goes; {v} is a verb in the parts that training draws
+NEW_PART_RATIO = 0.35  # of the names of functions in training
 STRANGE_RATIO = 0.4  # of the cities and texts that training copies
 CONSONANTS = (
     *"bcdfghjklmnpqrstvwxyz", "ch", "sh", "th", "st", "br", "gr", "kr", "pl", "sl", "tr", "kh", "nd", "rk",
@@ -28,13 +29,15 @@ ENDINGS = ("", "", *"dhklmnrstxz", "ck", "ng", "nt", "rd", "sk", "ff", "rg", "lm
 @dataclass(frozen=True)
 class ToolKind:
     """Functions with the same argument, and how people ask for them; `from_media`: without saying the
-    value."""
+    value. Only training draws what is in `more_names` and `more_from_media`."""
 
     names: Sequence[str]
     parameters: Sequence[str]
     asked: Sequence[str]
     held_out: Sequence[str]
     from_media: Sequence[str]
+    more_names: Sequence[str]
+    more_from_media: Sequence[str] = ()
 
 
 TOOL_KINDS = {name: ToolKind(**kind) for name, kind in _FILE["kinds"].items()}
@@ -80,9 +83,10 @@ def new_name(rng: random.Random) -> str:
 
 
 def draw_tool(rng: random.Random, kind: str, split: str = TRAINING) -> Tool:
-    """A function of a kind; in training half of the names have a part that nothing has."""
-    name = rng.choice(TOOL_KINDS[kind].names)
-    if split == TRAINING and rng.random() < 0.5:
+    """A function of a kind; in training some names have a part that nothing has."""
+    kinds = TOOL_KINDS[kind]
+    name = rng.choice([*kinds.names, *kinds.more_names] if split == TRAINING else kinds.names)
+    if split == TRAINING and rng.random() < NEW_PART_RATIO:
         name = rng.choice((f"{name}_{new_name(rng).lower()}", f"{new_name(rng).lower()}_{name}"))
     return Tool(name, (rng.choice(TOOL_KINDS[kind].parameters),))
 
@@ -90,11 +94,12 @@ def draw_tool(rng: random.Random, kind: str, split: str = TRAINING) -> Tool:
 def draw_tools(
     rng: random.Random, needed: Tool | None, without: str = "", split: str = TRAINING
 ) -> tuple[Tool, ...]:
-    """The needed function among up to two of other kinds, in any order."""
+    """The needed function among some of other kinds, in any order: up to two, in training three."""
     kinds = [kind for kind in TOOL_KINDS if kind != without]
+    counts = (0, 1, 2, 2, 2, 3) if split == TRAINING else (0, 1, 1, 2)
     others = [
         draw_tool(rng, kind, split)
-        for kind in rng.sample(kinds, rng.choice((0, 1, 1, 2) if needed else (1, 1, 2)))
+        for kind in rng.sample(kinds, rng.choice(counts if needed else (1, 1, 2)))
     ]
     tools = [*others, needed] if needed else others
     rng.shuffle(tools)
@@ -146,9 +151,13 @@ def asked_call(rng: random.Random, kind: str, tool: Tool, split: str = TRAINING)
     return Turn(text.replace("{v}", value).replace(VALUE, value), tool.call(value))
 
 
-def media_call(rng: random.Random, kind: str, tool: Tool, value: str) -> Turn:
+def media_call(rng: random.Random, kind: str, tool: Tool, value: str, split: str = TRAINING) -> Turn:
     """A call whose argument the media show."""
-    return Turn(typed(rng, rng.choice(TOOL_KINDS[kind].from_media)), tool.call(value))
+    kinds = TOOL_KINDS[kind]
+    if split != TRAINING:
+        return Turn(typed(rng, rng.choice(kinds.from_media)), tool.call(value))
+    text = asides().expand(rng, rng.choice([*kinds.from_media, *kinds.more_from_media]))
+    return Turn(typed(rng, said_otherwise(rng, text, has_asides=True)), tool.call(value))
 
 
 def draw_result(rng: random.Random) -> str:

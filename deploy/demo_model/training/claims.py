@@ -8,12 +8,26 @@ from deploy.demo_model.training.data import COLOUR_NAMES, SHAPES, Turn
 
 UNKNOWN_SHAPES = (
     "square", "star", "hexagon", "pentagon", "octagon", "oval", "ellipse", "diamond", "heart", "cross",
-    "arrow", "crescent", "cube", "sphere", "cone", "cylinder", "pyramid", "spiral", "ring",
+    "arrow", "crescent", "cube", "sphere", "cone", "cylinder", "pyramid", "spiral", "ring", "line", "dot",
+    "zigzag", "wave", "curve", "lozenge", "nonagon", "decagon", "polygon", "quadrilateral", "tetrahedron",
+    "donut", "dome", "helix", "teardrop", "knot", "grid", "loop", "cuboid", "pentagram", "arc", "swirl",
+    "rosette", "quatrefoil", "chevron",
 )  # fmt: skip
 UNKNOWN_COLOURS = (
     "orange", "purple", "pink", "white", "violet", "magenta", "beige", "lavender", "lilac", "peach",
-    "ivory", "cream",
+    "ivory", "cream", "khaki", "tan", "amber", "bronze", "copper", "coral", "salmon", "ruby", "scarlet",
+    "burgundy", "plum", "mauve", "fuchsia", "rose", "apricot", "mustard", "lemon", "lime", "mint", "emerald",
+    "jade", "aqua", "cyan", "azure", "sapphire", "cobalt", "ultramarine", "charcoal", "ebony", "chestnut",
+    "chocolate", "hazel", "rust", "sand", "pearl", "platinum", "golden", "silvery", "rainbow", "transparent",
 )  # fmt: skip
+UNKNOWN_SHAPES_HELD_OUT = (
+    "trapezoid", "parallelogram", "dodecagon", "kite", "rhombus", "heptagon", "semicircle", "prism", "torus",
+    "wedge",
+)  # fmt: skip
+UNKNOWN_COLOURS_HELD_OUT = (
+    "turquoise", "maroon", "indigo", "crimson", "gold", "silver", "navy", "olive", "ochre", "taupe",
+)  # fmt: skip
+STRANGE_RATIO = 0.35  # of the unknown shapes and colors in training: words that nothing has
 
 Fact = tuple[str, str]  # shape and colour
 
@@ -98,12 +112,18 @@ def draw_claim(rng: random.Random, facts: Sequence[Fact], about: str = "", true_
     )
 
 
-def draw_unknown_claim(rng: random.Random, facts: Sequence[Fact]) -> Claim:
+def draw_unknown_claim(
+    rng: random.Random,
+    facts: Sequence[Fact],
+    shapes: Sequence[str] = UNKNOWN_SHAPES,
+    colours: Sequence[str] = UNKNOWN_COLOURS,
+) -> Claim:
     """A claim with a shape or a color that no image has, so it never holds. "square" is left out where an
     image has a rectangle, which may be one."""
     about = rng.choice(("shape", "shape", "colour", "colour", "both"))
     shape, colour = rng.choice(SHAPES), rng.choice(COLOUR_NAMES)
     if about == "shape" or (about == "both" and rng.random() < 0.5):
         has_rectangle = any(fact[0] == "rectangle" for fact in facts)
-        return Claim(about, rng.choice(UNKNOWN_SHAPES[1:] if has_rectangle else UNKNOWN_SHAPES), colour)
-    return Claim(about, shape, rng.choice(UNKNOWN_COLOURS))
+        names = [name for name in shapes if name != "square" or not has_rectangle]
+        return Claim(about, rng.choice(names), colour)
+    return Claim(about, shape, rng.choice(colours))

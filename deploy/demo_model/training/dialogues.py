@@ -19,6 +19,7 @@ from deploy.demo_model.training.conversations import (
 from deploy.demo_model.training.data import COLOUR_NAMES, DIRECTIONS, SHAPES, WORDS, Turn
 from deploy.demo_model.training.features import MediaFeatures
 from deploy.demo_model.training.objects import JsonTurn
+from deploy.demo_model.training.phrases import common_words
 from deploy.demo_model.training.pretrain import draw_training_image
 from deploy.demo_model.training.questions import FIXED_ANSWERS, Asker
 from deploy.demo_model.training.rows import KEY_WEIGHT, RowWriter, TrainingRow
@@ -42,7 +43,7 @@ STRAY_RATIO = 0.2
 BESIDE_IMAGE_RATIO = 0.25  # of the questions that it cannot answer
 OTHER_WORDS_RATIO = 0.25
 KNOWN_WORDS = {"thing", *WORDS, *SHAPES, *COLOUR_NAMES, *DIRECTIONS}
-OTHER_WORDS = sorted({word for word in COMMON_WORDS.split() if len(word) > 3}.difference(KNOWN_WORDS))
+OTHER_WORDS = sorted({word for word in common_words() if len(word) > 3}.difference(KNOWN_WORDS))
 Ask = Callable[[random.Random], Turn]
 
 
@@ -60,7 +61,7 @@ class DialogueMaker:
     def image_row(self, rng: random.Random) -> TrainingRow:
         """One image and a few questions."""
         row = self._row(rng)
-        self._about_image(rng, row, rng.choice((1, 1, 2, 3)))
+        self._about_image(rng, row, rng.choice((1, 2, 2, 3)))
         return row
 
     def claim_row(self, rng: random.Random) -> TrainingRow:
@@ -141,6 +142,12 @@ class DialogueMaker:
             self._ask.without_media,
         ]
         self._talk(rng, row, [], rng.choices(asks, k=rng.choice((1, 2, 2))))
+        return row
+
+    def plain_row(self, rng: random.Random) -> TrainingRow:
+        """Greetings, thanks and the like, short and in any case."""
+        row = self._row(rng)
+        self._talk(rng, row, [], [lambda rng: self._ask.text(rng, "plain")] * rng.choice((1, 1, 2)))
         return row
 
     def copy_row(self, rng: random.Random) -> TrainingRow:
@@ -256,7 +263,7 @@ class DialogueMaker:
         ids, fact = self._image(rng, row)
         asks: list[Ask] = [lambda rng: self._ask.image(rng, *fact)] * num_turns
         for idx in range(1, num_turns):
-            if rng.random() < 0.3:
+            if rng.random() < 0.4:
                 asks[idx] = lambda rng: self._ask.follow_up(rng, *fact)
         self._stray(rng, asks, lambda rng: self._ask.sound(rng, [rng.choice(WORDS)], "said"))
         self._talk(rng, row, ids, asks)

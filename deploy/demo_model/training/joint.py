@@ -91,13 +91,33 @@ def losses_of_groups(
     return [total / norm for total, norm in zip(sums, norms, strict=True)]
 
 
+class MovingMean:
+    """An exponential moving mean of the trained weights, in float32."""
+
+    def __init__(self, trained: dict[str, torch.nn.Parameter], decay: float) -> None:
+        self._trained, self._decay = trained, decay
+        self.weights = {name: parameter.detach().clone() for name, parameter in trained.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Behind every step."""
+        for name, parameter in self._trained.items():
+            self.weights[name].lerp_(parameter, 1 - self._decay)
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """The mean becomes the model's weights."""
+        for name, parameter in self._trained.items():
+            parameter.copy_(self.weights[name])
+
+
 class Checkpoint:
     """One file with all that a stage needs to go on; every worker reads it, rank 0 writes it."""
 
     def __init__(self, path: Path, rng: random.Random, save_every: int = SAVE_EVERY) -> None:
         self._path, self._rng, self._save_every = path, rng, save_every
 
-    def load(self, model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    def load(self, model: Model, optimizers: Sequence[torch.optim.Optimizer], mean: MovingMean) -> int:
         """The number of steps done; 0 if there is no file."""
         if not self._path.exists():
             return 0
@@ -105,10 +125,13 @@ class Checkpoint:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        mean.weights.update(state["mean"])
         self._rng.setstate(state["generators"][torch.distributed.get_rank()])
         return state["step"]
 
-    def save(self, model: Model, optimizers: Sequence[torch.optim.Optimizer], step: int) -> None:
+    def save(
+        self, model: Model, optimizers: Sequence[torch.optim.Optimizer], mean: MovingMean, step: int
+    ) -> None:
         """Every worker calls it behind every step; it writes behind some."""
         if step % self._save_every:
             return
@@ -120,6 +143,7 @@ class Checkpoint:
             "step": step,
             "model": model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "mean": mean.weights,
             "generators": generators,
         }
         partial = self._path.with_suffix(".partial")
@@ -153,7 +177,8 @@ def train_jointly(
         groups = conversations.groups_of_step(maker, stage, divisor)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizers = make_optimizers(trained, schedule, slow_prefixes=ENCODERS)
-    first = checkpoint.load(model, optimizers) if checkpoint else 0
+    mean = MovingMean(trained, schedule.mean_decay)
+    first = checkpoint.load(model, optimizers, mean) if checkpoint else 0
     history: dict[str, list[float]] = defaultdict(list)
     started_at = time.monotonic()
     model.train()
@@ -177,6 +202,7 @@ def train_jointly(
         torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
+        mean.update()
         model.zero_grad(set_to_none=True)
         if (step + 1) % REPORT_EVERY == 0 or step + 1 == schedule.num_steps:
             means = " ".join(f"{name} {np.mean(values):.4f}" for name, values in history.items())
@@ -185,7 +211,8 @@ def train_jointly(
             )
             history.clear()
         if checkpoint is not None:
-            checkpoint.save(model, optimizers, step + 1)
+            checkpoint.save(model, optimizers, mean, step + 1)
+    mean.apply()
 
 
 @torch.no_grad()

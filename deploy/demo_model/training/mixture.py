@@ -82,6 +82,22 @@ ROWS_OF_STEP = {
         "json": (10, 1.8),
         "tool": (12, 1.8),
     },
+    "widen": {
+        "image": (8, 1.3),
+        "claim": (8, 1.4),
+        "drill": (4, 0.7),
+        "images": (6, 1.2),
+        "video": (6, 1.2),
+        "sound": (9, 1.6),
+        "both": (3, 0.8),
+        "switch": (2, 0.6),
+        "text": (16, 2.0),
+        "plain": (4, 0.6),
+        "copy": (4, 0.8),
+        "elsewhere": (22, 2.6),
+        "json": (10, 1.8),
+        "tool": (14, 2.0),
+    },
 }
 CUT_RATIO = 0.8  # of rows with a fixed answer at their end: it is long, and its beginning decides
 
@@ -102,6 +118,7 @@ def groups_of_step(maker: DialogueMaker, stage: str, divisor: int) -> tuple[RowG
         "both": maker.both_row,
         "switch": maker.switch_row,
         "text": maker.text_row,
+        "plain": maker.plain_row,
         "copy": maker.copy_row,
         "elsewhere": maker.elsewhere_row,
         "json": json_row,

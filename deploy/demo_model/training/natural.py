@@ -6,7 +6,12 @@ import random
 from PIL import Image
 
 from deploy.demo_model.training import calls, objects
-from deploy.demo_model.training.claims import Fact
+from deploy.demo_model.training.claims import (
+    UNKNOWN_COLOURS_HELD_OUT,
+    UNKNOWN_SHAPES_HELD_OUT,
+    Fact,
+    draw_unknown_claim,
+)
 from deploy.demo_model.training.data import GREETING_ANSWER, WHO_ANSWER, Turn
 from deploy.demo_model.training.phrases import HELD_OUT, OTHERS, Wordings, typed
 from deploy.demo_model.training.questions import (
@@ -45,6 +50,13 @@ def yes_or_no(rng: random.Random, _words: WordBank) -> Sample:
     """Yes or no about one image."""
     pictures, (fact,) = draw_images(rng, 1)
     return Sample(HELD_OUT_ASKER.claim(rng, fact), images=pictures)
+
+
+def unknown_names(rng: random.Random, _words: WordBank) -> Sample:
+    """Yes or no about a shape or a color that no image has and no training either."""
+    pictures, (fact,) = draw_images(rng, 1)
+    claim = draw_unknown_claim(rng, [fact], UNKNOWN_SHAPES_HELD_OUT, UNKNOWN_COLOURS_HELD_OUT)
+    return Sample(HELD_OUT_ASKER.claim(rng, fact, claim), images=pictures)
 
 
 def several_images(rng: random.Random, _words: WordBank) -> Sample:
@@ -146,13 +158,13 @@ def tool_call_from_media(rng: random.Random, words: WordBank) -> Sample:
     tools = calls.draw_tools(rng, tool, without=kind, split=HELD_OUT)
     if kind == "direction":
         frames, _, _, direction = draw_video(rng)
-        return Sample(calls.media_call(rng, kind, tool, direction), videos=[frames], tools=tools)
+        return Sample(calls.media_call(rng, kind, tool, direction, HELD_OUT), videos=[frames], tools=tools)
     if kind == "text":
         samples, said = draw_sound(rng, words, rng.choice((1, 2)))
-        return Sample(calls.media_call(rng, kind, tool, " ".join(said)), sounds=[samples], tools=tools)
+        return Sample(calls.media_call(rng, kind, tool, " ".join(said), HELD_OUT), sounds=[samples], tools=tools)
     pictures, ((shape, colour),) = draw_images(rng, 1)
     value = shape if kind == "shape" else colour
-    return Sample(calls.media_call(rng, kind, tool, value), images=pictures, tools=tools)
+    return Sample(calls.media_call(rng, kind, tool, value, HELD_OUT), images=pictures, tools=tools)
 
 
 def tool_result(rng: random.Random, _words: WordBank) -> Sample:
@@ -189,4 +201,5 @@ NATURAL_TASKS: dict[str, Maker] = {
     "tool call": tool_call,
     "tool call from media": tool_call_from_media,
     "tool result": tool_result,
+    "shapes and colors that no image has": unknown_names,
 }

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.demo_model.training.claims import listed
-from deploy.demo_model.training.phrases import FOLDER, TRAINING, said_otherwise, typed
+from deploy.demo_model.training.phrases import FOLDER, TRAINING, asides, said_otherwise, typed
 
 NAMED_RATIO = 0.6
 NAMES_OF_VALUE = {
@@ -94,13 +94,17 @@ def json_turn(rng: random.Random, known: Known, question: str, split: str = TRAI
         listed(quoted) if rng.random() < 0.6 else ", ".join(quoted)
     )
     form = json.dumps(dict.fromkeys(names, "..."))
-    text = _form(rng, "named", split).format(q=question, it=rng.choice(known.it), keys=keys, form=form)
+    slots = {"q": question, "it": rng.choice(known.it), "keys": keys, "form": form, "object": form}
+    text = _form(rng, "named", split).format(**slots)
     return JsonTurn(text[:1].upper() + text[1:] if rng.random() < 0.8 else text.lower(), answer)
 
 
 def _form(rng: random.Random, kind: str, split: str) -> str:
     text = rng.choice(forms()[split][kind])
-    return said_otherwise(rng, text, has_asides=True) if split == TRAINING else text
+    if split != TRAINING:
+        return text
+    text = asides().expand(rng, text.replace("{form}", "{object}"))  # `form` is the name of a part, too
+    return said_otherwise(rng, text, has_asides=True)
 
 
 def images_json_turn(rng: random.Random, facts: Sequence[tuple[str, str]]) -> JsonTurn:

@@ -62,9 +62,11 @@ SMALL_WORDS = frozenset(
         "i",
     ]
 )
+NEGATIONS = frozenset({"no", "not", "never", "without", "wrong", "missing", "mistaken", "absent"})
 WITHOUT_ASIDES = frozenset({"greet", "who", "thanks", "bye"})
-LOOSE_RATIO, SYNONYM_RATIO, BEFORE_RATIO, AFTER_RATIO = 0.2, 0.12, 0.1, 0.06
-CASE_RATIOS, SHORT_CASE_RATIOS = (0.1, 0.04), (0.4, 0.15)  # all in small letters, all in capitals
+LOOSE_RATIO, SYNONYM_RATIO, BEFORE_RATIO, AFTER_RATIO, SLIP_RATIO = 0.2, 0.15, 0.1, 0.06, 0.05
+MIN_WORDS_OF_SLIP = 6
+CASE_RATIOS, SHORT_CASE_RATIOS = (0.1, 0.05), (0.3, 0.25)  # all in small letters, all in capitals
 _CHOICE = re.compile(r"\(([^()]*)\)")
 _FRAMED = re.compile(r"@(\w+) (.*)")
 _CONTENT = re.compile(r"\{(?:np|s)\}")
@@ -146,6 +148,12 @@ def common_document() -> dict[str, Any]:
     return tomllib.loads((FOLDER / "common.toml").read_text())
 
 
+def common_words() -> list[str]:
+    """The nouns, verbs and adjectives that `common.toml` has."""
+    parts = common_document()["parts"]
+    return [word for name in ("w", "v", "adj", "noun") for word in parts[name].strip("()").split("|")]
+
+
 @functools.cache
 def asides() -> Wordings:
     """Sentences that may stand before or behind any question."""
@@ -167,6 +175,8 @@ def said_otherwise(rng: random.Random, text: str, has_asides: bool) -> str:
         return text
     if rng.random() < LOOSE_RATIO:
         text = loosened(rng, text)
+    if rng.random() < SLIP_RATIO:
+        text = slipped(rng, text)
     if has_asides and rng.random() < BEFORE_RATIO:
         text = f"{asides().draw(rng, 'before', TRAINING)} {text[:1].upper()}{text[1:]}"
     if has_asides and rng.random() < AFTER_RATIO:
@@ -190,6 +200,16 @@ def loosened(rng: random.Random, text: str) -> str:
         del words[rng.choice(small)]
     else:
         words.insert(rng.randrange(len(words)), asides().draw(rng, "fillers", TRAINING))
+    return " ".join(words)
+
+
+def slipped(rng: random.Random, text: str) -> str:
+    """With one word of a longer question exchanged for one that has nothing to do with it. Slots stay."""
+    words = text.split(" ")
+    plain = [idx for idx, word in enumerate(words) if word.isalpha() and word.lower() not in NEGATIONS]
+    if len(words) < MIN_WORDS_OF_SLIP or not plain:
+        return text
+    words[rng.choice(plain)] = asides().expand(rng, rng.choice(("{w}", "{v}", "{adj}")))
     return " ".join(words)
 
 

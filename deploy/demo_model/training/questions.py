@@ -9,7 +9,9 @@ import random
 from collections.abc import Sequence
 
 from deploy.demo_model.training import data
+from deploy.demo_model.training.calls import draw_strange_name
 from deploy.demo_model.training.claims import (
+    STRANGE_RATIO,
     UNKNOWN_COLOURS,
     UNKNOWN_SHAPES,
     Claim,
@@ -90,6 +92,17 @@ VIDEO_KINDS = (
 )
 
 
+PLAIN_KINDS = ("greet", "who", "thanks", "bye")
+
+
+def unknown_names(rng: random.Random) -> tuple[Sequence[str], Sequence[str]]:
+    """Shapes and colors that no image has, now and then a word that nothing has."""
+    if rng.random() < STRANGE_RATIO:
+        strange = (draw_strange_name(rng).split()[0].lower(),)
+        return strange, strange
+    return UNKNOWN_SHAPES, UNKNOWN_COLOURS
+
+
 class Asker:
     """Asks about facts in the wordings of one split."""
 
@@ -110,7 +123,7 @@ class Asker:
         if self._split != TRAINING:
             return draw_claim(rng, facts)
         if rng.random() < UNKNOWN_RATIO:
-            return draw_unknown_claim(rng, facts)
+            return draw_unknown_claim(rng, facts, *unknown_names(rng))
         return draw_claim(rng, facts, true_ratio=0.5 / (1 - UNKNOWN_RATIO))
 
     def image(self, rng: random.Random, shape: str, colour: str, kind: str = "") -> Turn:
@@ -133,9 +146,9 @@ class Asker:
         answer = {"describe": describe_image(shape, colour), "shape": shape, "colour": colour}[kind]
         return Turn(self.word(rng, kind, shape=shape, colour=colour), answer)
 
-    def claim(self, rng: random.Random, fact: Fact) -> Turn:
-        """Yes or no, in any form."""
-        claim = self._draw_claim(rng, [fact])
+    def claim(self, rng: random.Random, fact: Fact, claim: Claim | None = None) -> Turn:
+        """Yes or no, in any form, about a claim or a drawn one."""
+        claim = claim or self._draw_claim(rng, [fact])
         kinds = ["exist", "exist", "copula", "copula"]
         kinds += {"shape": ["copula_shape"], "colour": ["copula_colour"], "both": []}[claim.about]
         is_negated = rng.random() < 0.2 and self.has("not_copula")
@@ -146,9 +159,9 @@ class Asker:
     def choice(self, rng: random.Random, shape: str, colour: str) -> Turn:
         """One of two."""
         if rng.random() < 0.5:
-            names, unknown, truth, with_word = SHAPES, UNKNOWN_SHAPES, shape, with_article
+            names, unknown, truth, with_word = SHAPES, unknown_names(rng)[0], shape, with_article
         else:
-            names, unknown, truth, with_word = COLOUR_NAMES, UNKNOWN_COLOURS, colour, str
+            names, unknown, truth, with_word = COLOUR_NAMES, unknown_names(rng)[1], colour, str
         if self._split == TRAINING and rng.random() < UNKNOWN_RATIO:
             names = unknown
         options = [with_word(name) for name in (truth, pick_other(rng, names, truth))]
@@ -295,7 +308,7 @@ class Asker:
         if kind == "repeat":
             words = " ".join(rng.choice(WORDS) for _ in range(rng.randrange(1, 5)))
             return Turn(self.word(rng, "repeat", words=words), words)
-        kind = rng.choice(tuple(FIXED_OF_KIND)) if kind == "chat" else kind
+        kind = rng.choice({"chat": tuple(FIXED_OF_KIND), "plain": PLAIN_KINDS}.get(kind, (kind,)))
         return Turn(self.word(rng, kind), FIXED_OF_KIND[kind])
 
     def elsewhere(self, rng: random.Random) -> Turn:

@@ -18,6 +18,7 @@ class Schedule:
     steps. Before it the rate stays at its peak for `num_flat_steps`. `has_muon`: Muon trains the matrices
     inside layers and AdamW the rest, instead of AdamW alone. `num_workers`: processes that share a step.
     `start_share`: of the weights before the stage in the mean with those behind it, which is the result.
+    `mean_decay`: of a moving mean of the weights over steps, which is the result; 0: that of the last step.
     """
 
     num_steps: int
@@ -29,6 +30,7 @@ class Schedule:
     has_muon: bool = False
     num_workers: int = 2
     start_share: float = 0.0
+    mean_decay: float = 0.0
 
     def with_steps(self, num_steps: int) -> "Schedule":
         """The same schedule stretched to another length."""
@@ -55,6 +57,15 @@ JOINT = {
         has_muon=True,
         num_workers=1,
         start_share=0.5,
+    ),
+    "widen": Schedule(
+        num_steps=900,
+        num_warmup_steps=30,
+        peak=5e-4,
+        num_flat_steps=400,
+        has_muon=True,
+        num_workers=1,
+        mean_decay=0.995,
     ),
 }
 ENCODER_SCALE = 0.2
