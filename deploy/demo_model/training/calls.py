@@ -98,8 +98,7 @@ def draw_tools(
     kinds = [kind for kind in TOOL_KINDS if kind != without]
     counts = (0, 1, 2, 2, 2, 3) if split == TRAINING else (0, 1, 1, 2)
     others = [
-        draw_tool(rng, kind, split)
-        for kind in rng.sample(kinds, rng.choice(counts if needed else (1, 1, 2)))
+        draw_tool(rng, kind, split) for kind in rng.sample(kinds, rng.choice(counts if needed else (1, 1, 2)))
     ]
     tools = [*others, needed] if needed else others
     rng.shuffle(tools)

@@ -1,4 +1,4 @@
-"""Stages B to H: the model learns to answer, with a loss on the answers only.
+"""Stages B to I: the model learns to answer, with a loss on the answers only.
 
 Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
 what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
@@ -6,9 +6,10 @@ tokens that decide more weight, and drills the comparison on rows of text, which
 "converse", teaches how people ask, with the encoders as they are; stage E, "practise", does so in more
 wordings, with drills of copying names and with Muon; stage F, "polish", gives more room to what stage E
 learnt worst; stage G, "broaden", asks in wordings that vary more, with sentences beside the question; stage
-H, "vary", has more of them for text, JSON, tools and what the model cannot answer.
+H, "vary", has more of them for text, JSON, tools and what the model cannot answer; stage I, "widen", for all
+kinds.
 
-Worker processes with one thread each, two or in stage H one, share every step: each draws its part of the
+Worker processes with one thread each, two or from stage H on one, share every step: each draws its part of the
 rows, and the gradients are averaged over Gloo. `train` starts them; rank 0 writes the result, and a
 checkpoint with the optimizer's and the generators' state, from which a run that was killed goes on with the
 same bits.

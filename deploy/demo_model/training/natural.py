@@ -161,7 +161,9 @@ def tool_call_from_media(rng: random.Random, words: WordBank) -> Sample:
         return Sample(calls.media_call(rng, kind, tool, direction, HELD_OUT), videos=[frames], tools=tools)
     if kind == "text":
         samples, said = draw_sound(rng, words, rng.choice((1, 2)))
-        return Sample(calls.media_call(rng, kind, tool, " ".join(said), HELD_OUT), sounds=[samples], tools=tools)
+        return Sample(
+            calls.media_call(rng, kind, tool, " ".join(said), HELD_OUT), sounds=[samples], tools=tools
+        )
     pictures, ((shape, colour),) = draw_images(rng, 1)
     value = shape if kind == "shape" else colour
     return Sample(calls.media_call(rng, kind, tool, value, HELD_OUT), images=pictures, tools=tools)

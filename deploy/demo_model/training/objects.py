@@ -94,8 +94,9 @@ def json_turn(rng: random.Random, known: Known, question: str, split: str = TRAI
         listed(quoted) if rng.random() < 0.6 else ", ".join(quoted)
     )
     form = json.dumps(dict.fromkeys(names, "..."))
+    text = _form(rng, "named", split)
     slots = {"q": question, "it": rng.choice(known.it), "keys": keys, "form": form, "object": form}
-    text = _form(rng, "named", split).format(**slots)
+    text = text.format(**slots)
     return JsonTurn(text[:1].upper() + text[1:] if rng.random() < 0.8 else text.lower(), answer)
 
 

@@ -158,12 +158,11 @@ class Asker:
 
     def choice(self, rng: random.Random, shape: str, colour: str) -> Turn:
         """One of two."""
-        if rng.random() < 0.5:
-            names, unknown, truth, with_word = SHAPES, unknown_names(rng)[0], shape, with_article
-        else:
-            names, unknown, truth, with_word = COLOUR_NAMES, unknown_names(rng)[1], colour, str
-        if self._split == TRAINING and rng.random() < UNKNOWN_RATIO:
-            names = unknown
+        is_shape = rng.random() < 0.5
+        names, truth, with_word = (SHAPES, shape, with_article) if is_shape else (COLOUR_NAMES, colour, str)
+        if self._split == TRAINING:
+            unknown = unknown_names(rng)[0 if is_shape else 1]
+            names = unknown if rng.random() < UNKNOWN_RATIO else names
         options = [with_word(name) for name in (truth, pick_other(rng, names, truth))]
         rng.shuffle(options)
         return Turn(self.word(rng, "choose", a=options[0], b=options[1]), truth, key=truth)

@@ -59,10 +59,10 @@ JOINT = {
         start_share=0.5,
     ),
     "widen": Schedule(
-        num_steps=900,
+        num_steps=640,
         num_warmup_steps=30,
         peak=5e-4,
-        num_flat_steps=400,
+        num_flat_steps=280,
         has_muon=True,
         num_workers=1,
         mean_decay=0.995,

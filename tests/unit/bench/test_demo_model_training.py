@@ -20,7 +20,7 @@ from deploy.demo_model.training.data import Turn  # noqa: E402
 from deploy.demo_model.training.dialogues import DialogueMaker  # noqa: E402
 from deploy.demo_model.training.evaluate import last_word  # noqa: E402
 from deploy.demo_model.training.features import MediaFeatures, num_audio_tokens, num_mel_frames  # noqa: E402
-from deploy.demo_model.training.joint import Checkpoint, mean_with, train_jointly  # noqa: E402
+from deploy.demo_model.training.joint import Checkpoint, MovingMean, mean_with, train_jointly  # noqa: E402
 from deploy.demo_model.training.rows import KEY_WEIGHT, NO_LABEL, RowWriter  # noqa: E402
 from deploy.demo_model.training.schedule import Schedule  # noqa: E402
 from deploy.demo_model.training.speech import SAMPLE_RATE, Spoken, Voice, WordBank, make_clip  # noqa: E402
@@ -179,3 +179,16 @@ def test_a_stage_may_end_with_the_mean_of_its_weights_and_those_before(
     mean_with(model, before, 0.25)
     for weight, earlier in zip(model.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(weight, earlier + 3)
+
+
+def test_a_stage_may_end_with_the_moving_mean_of_its_weights() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    mean, last = MovingMean({"weight": weight}, decay=0.75), MovingMean({"weight": weight}, decay=0.0)
+    with torch.no_grad():
+        weight += 4
+    mean.update()
+    last.update()
+    last.apply()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 4.0))
+    mean.apply()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 1.0))
