@@ -65,6 +65,7 @@ JOINT = {
         num_flat_steps=280,
         has_muon=True,
         num_workers=1,
+        start_share=0.25,
         mean_decay=0.995,
     ),
 }
