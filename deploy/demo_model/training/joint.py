@@ -6,11 +6,11 @@ tokens that decide more weight, and drills the comparison on rows of text, which
 "converse", teaches how people ask, with the encoders as they are; stage E, "practise", does so in more
 wordings, with drills of copying names and with Muon; stage F, "polish", gives more room to what stage E
 learnt worst; stage G, "broaden", asks in wordings that vary more, with sentences beside the question; stage
-H, "vary", has more of them for text, JSON, tools and what the model cannot answer; stage I, "widen", for all
-kinds.
+H, "vary", has more of them for text, JSON, tools and what the model cannot answer; stage I, "widen",
+for all kinds.
 
-Worker processes with one thread each, two or from stage H on one, share every step: each draws its part of the
-rows, and the gradients are averaged over Gloo. `train` starts them; rank 0 writes the result, and a
+Worker processes with one thread each, two or from stage H on one, share every step: each draws its part of
+the rows, and the gradients are averaged over Gloo. `train` starts them; rank 0 writes the result, and a
 checkpoint with the optimizer's and the generators' state, from which a run that was killed goes on with the
 same bits.
 """
@@ -152,6 +152,11 @@ class Checkpoint:
         partial.replace(self._path)
 
 
+def means_of(history: dict[str, list[float]]) -> str:
+    """A report's part about losses."""
+    return " ".join(f"{name} {np.mean(values):.4f}" for name, values in history.items())
+
+
 def train_jointly(
     model: Model,
     processor: Processor,
@@ -206,10 +211,8 @@ def train_jointly(
         mean.update()
         model.zero_grad(set_to_none=True)
         if (step + 1) % REPORT_EVERY == 0 or step + 1 == schedule.num_steps:
-            means = " ".join(f"{name} {np.mean(values):.4f}" for name, values in history.items())
-            report(
-                f"step {step + 1}/{schedule.num_steps} after {time.monotonic() - started_at:.0f} s: {means}"
-            )
+            done = f"step {step + 1}/{schedule.num_steps} after {time.monotonic() - started_at:.0f} s"
+            report(f"{done}: {means_of(history)}")
             history.clear()
         if checkpoint is not None:
             checkpoint.save(model, optimizers, mean, step + 1)
