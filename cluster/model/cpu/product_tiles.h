@@ -252,7 +252,7 @@ class MatrixTiles {
   static int64_t first_row(int64_t t, int64_t, int64_t rows) { return std::min(t * kTileRows, rows); }
 
   // Weights are asked for a few lines before each multiplication: a burst would take all buffers for misses, which the tiles
-  // that come from the second-level cache need, too (5 to 30 % faster than as many lines at once; measured).
+  // that come from the second-level cache need, too (steps are 5 to 20 % faster than with as many lines at once; measured).
   template <class Op>
   void multiply(int64_t rows, const Operands& operands, Prefetch prefetch, typename Op::Accumulator* kept) {
     constexpr int64_t kLines = MatrixUnit::kWords * kStepBytes / 64;  // of 16 steps
