@@ -65,8 +65,8 @@ class PromptPlanner:
         whether it serves only long prompts: prompts longer than the largest step. A step of long prompts
         yields its CPU slot between layers, and each of its layers should last no longer than the time that
         the slot is held at once. The first step of a long prompt is as small as possible: it shows how long
-        that time is. Without answers (`limit_s` is infinite) a little text in front of an item that is still
-        encoded is left for a later step."""
+        that time is. Without answers (`limit_s` is infinite) a little text in front of an item that is
+        still encoded is left for a later step."""
         chunks = self._chunks.schedule(self.budget.max_tokens(self._context, limit_s))
         chosen = [self._sequences[chunk.request_id][1] for chunk in chunks]
         if not chunks or (limit_s == math.inf and not any(map(self._is_worth_a_step, chosen))):
@@ -82,9 +82,9 @@ class PromptPlanner:
         return works, is_long
 
     def _is_worth_a_step(self, sequence: TokenSequence) -> bool:
-        """Whether the tokens that can be computed now contain an item, are all that are missing, or take longer
-        than what every step costs (to read the weights). Less text costs less together with the item behind
-        it, which would wait for this step, too."""
+        """Whether the tokens that can be computed now contain an item, are all that are missing, or take
+        longer than what every step costs (to read the weights). Less text costs less together with the item
+        behind it, which would wait for this step, too."""
         num_ready, num_computed = sequence.num_ready_tokens, sequence.num_computed_tokens
         items = (sequence.prompt.media[i] for i in sequence.items_ready)
         curve = self.budget.fit.curve()

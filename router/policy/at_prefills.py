@@ -45,8 +45,8 @@ class PrefillEstimate:
     queue_s     until the first of the prompt's own tokens can run, with the messages to the worker and back
     text_s      until the first token, if all embeddings had arrived
     work_s      device time of the prompt alone
-    tail_s      [items, prefills]: to compute what is computed once an item is there: the tokens from its first
-                one on
+    tail_s      [items, prefills]: to compute what is computed once an item is there: the tokens from its
+                first one on, and a little text in front of it
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
     cost_s      delay of others: the prompt's work, for every request that waits there, for a part of the
                 answers that run there, and for a later request with the same prompt if nothing is cached
