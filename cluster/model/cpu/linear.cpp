@@ -23,7 +23,6 @@ using kernels::kSerialWork;
 
 constexpr int64_t kShortChunk = (16 << 10) / kStepBytes;  // steps that stay in the first-level cache over a few tiles
 constexpr int64_t kLongChunk = (256 << 10) / kStepBytes;  // steps that stay in the second-level cache over many
-constexpr int64_t kMatrixChunk = (16 << 10) / kStepBytes;  // steps of a panel that the matrix unit reads again and again
 constexpr int64_t kPreparedWords = 48 << 10;             // of a block of rows and a chunk of steps: 192 KiB
 constexpr int64_t kMemoryRows = 12;  // as many rows as can be multiplied while a weight arrives from memory
 
@@ -117,7 +116,7 @@ Operands operands_of(const Batch& batch, int64_t begin, int64_t rows, Chunk chun
 template <class Op>
 int64_t chunks_of(int64_t all, int64_t rows, int64_t tiles) {
   int64_t longest = tiles == 1 ? all : tiles < 4 ? kShortChunk : kLongChunk;
-  if (Op::Tiles::kDepth > 1 && rows > 16) longest = kMatrixChunk;
+  if (Op::Tiles::kDepth > 1 && rows > 16) longest = kShortChunk;  // what the matrix unit reads again and again
   if (Op::kIsPrepared) longest = std::min(longest, kPreparedWords / (rows * Op::kPasses));
   return std::max<int64_t>(1, ceil_div(all, longest));
 }
