@@ -85,4 +85,5 @@ class Member(msgspec.Struct, frozen=True):
     # of all its ranks: the processes that write into other workers' memory
     processes: tuple[ProcessId, ...] = ()
     row_bytes: int = 0  # of an embedding row; of a worker that encodes
+    device: str = ""  # workers with the same one take turns on it, step by step; empty: it has one alone
     process_name: str = ""  # `Hello.name` of the worker; empty: any process at the address is this member

@@ -59,6 +59,7 @@ class CpuSlots:
         self._clock = clock
         self._pause = pause
         self._on_progress = on_progress
+        self.only_slot = str(folder) if folder is not None and num_slots == 1 else ""  # empty: not just one
         self._queue_lock: _FileLock | None = None
         self._slots: list[_FileLock] = []
         if folder is not None:

@@ -131,8 +131,15 @@ class WorkerProcess:
             num_layers,
             self.processes,
             row_bytes,
+            self._device,
             self.shell.name,
         )
+
+    @property
+    def _device(self) -> str:
+        """Which slot of which host the steps of this worker take turns in; empty if others run beside it."""
+        slot = self.seat.cpu_slots.only_slot
+        return f"{self.processes[0].boot_id} {slot}" if slot and self.processes else ""
 
     @property
     def processes(self) -> tuple[ProcessId, ...]:

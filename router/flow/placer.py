@@ -55,6 +55,7 @@ class Placer:
                 member.num_blocks,
                 member.hardware,
                 member.modalities,
+                member.device,
             )
         )
 

@@ -24,7 +24,7 @@ from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
 from router.policy.pending import block_key
 from router.policy.pool import Floats, WorkerPool, running_step
-from router.policy.shared import ANSWER_WEIGHT, PromptSteps, encoding_beside
+from router.policy.shared import ANSWER_WEIGHT, PromptSteps, encoding_beside, prompts_beside
 from router.policy.views import RequestView
 
 
@@ -48,8 +48,9 @@ class PrefillEstimate:
     tail_s      [items, prefills]: to compute what is computed once an item is there: the tokens from its
                 first one on, and a little text in front of it
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      delay of others: the prompt's work, for every request that waits there, for a part of the
-                answers that run there, and for a later request with the same prompt if nothing is cached
+    cost_s      delay of others: the prompt's work, for every request that waits there or at a worker of the
+                same device, for a part of the answers that run there, and for a later request with the same
+                prompt if nothing is cached
     """
 
     def __init__(
@@ -92,6 +93,11 @@ class PrefillEstimate:
             delay_s = np.minimum(encoding.queue_s, self.text_s)
             self.queue_s, self.text_s = self.queue_s + delay_s, self.text_s + delay_s
             waiting = waiting + encoding.num_waiting
+        if cluster.shared.has_mates:
+            beside = prompts_beside(cluster, steps)
+            self.queue_s = self.queue_s + np.minimum(beside.queue_s, beside.step_s)
+            self.text_s = self.text_s + np.minimum(beside.queue_s, self._num_steps * beside.step_s)
+            waiting = waiting + cluster.shared.of_mates(waiting)
         self.cost_s = self.work_s * (waiting + ~pool.keeps_blocks)
         self._correct(request, cluster)
 
@@ -177,6 +183,7 @@ class PrefillEstimate:
         if not request.media:  # a share of every step is kept for text
             kept = np.maximum(1.0, text_share * self.max_tokens)
             num_steps = np.minimum(num_steps, np.ceil((queue.text_before + self.num_uncached) / kept))
+        self._num_steps = num_steps
         num_computed = np.minimum(num_steps * self.max_tokens, num_tokens + queue.behind)
         num_others = np.maximum(0.0, num_computed - self.num_uncached)
         own_s = self._tokens_s(self.num_uncached, self.num_cached)

@@ -175,6 +175,12 @@ class WorkerPool:
         others[[self.slots[replica_id] for replica_id in avoided if replica_id in self.slots]] = False
         return others
 
+    @property
+    def devices(self) -> list[str]:
+        """[slots]: what `Worker.device` says; a name of its own for a worker or slot that shares none."""
+        workers = map(self._workers.get, self.replica_ids)
+        return [(worker and worker.device) or f"slot {slot}" for slot, worker in enumerate(workers)]
+
     def hardware_of(self, replica_id: str) -> tuple[Role, str]:
         """With its role: what predictions are corrected by."""
         return self.hardware[self.classes[self.slots[replica_id]]]

@@ -1,4 +1,5 @@
-"""Workers that stand in several pools: what they do for one phase delays the others.
+"""Workers that stand in several pools, and workers that share a device: what they do for one phase delays the
+others.
 
 A step of a worker that computes prompts and decodes has tokens of prompts and a token of every running answer
 in it:
@@ -9,6 +10,11 @@ in it:
 
 A worker that encodes and computes prompts has an encoder and a language engine that take turns on its device.
 So each of the two queues lasts longer by the other, but by no more than its own length.
+
+Workers that share a device (`Member.device`: CPU workers on the same cores) take turns step by step. So a
+prompt at one of them waits before each of its steps for a step of every other one that computes prompts. A
+second worker on the same cores adds no speed, and its steps beside answers are small and cost more for each
+token. All are equally fast: what one has measured of prompts holds for the others, which may have had none.
 """
 
 from __future__ import annotations
@@ -29,6 +35,9 @@ if TYPE_CHECKING:
 # is at most 3 % above that of the best of these, with 1 up to 57 %. A worker that does not prefill computes
 # prompts between its steps, and all its answers wait meanwhile: there it is 1.
 ANSWER_WEIGHT = 0.25
+COMPARED_TOKENS = (
+    512  # the step by which workers of one device are compared: which has measured the faster one
+)
 
 
 class SharedWorkers:
@@ -46,6 +55,10 @@ class SharedWorkers:
         self._encoder_slots = _slots(self._prefills, self._encoders)  # [prefills]
         self._prompt_slots = _slots(self._encoders, self._prefills)  # [encoders]
         self.has_encoding = bool((self._encoder_slots >= 0).any())  # whether a worker encodes and prefills
+        devices = self._prefills.devices
+        ids = {device: i for i, device in enumerate(devices)}
+        self._devices = np.array([ids[device] for device in devices], np.intp)  # [prefills]
+        self.has_mates = len(ids) < len(devices)  # whether workers that compute prompts share a device
 
     def at_prefills(self, values: Floats, otherwise: float = 0.0) -> Floats:
         """[prefills], of [decodes]. `otherwise`: for workers that do not decode."""
@@ -58,6 +71,15 @@ class SharedWorkers:
     def of_encoders(self, values: Floats) -> Floats:
         """[prefills], of [encoders]."""
         return _spread(values, self._encoder_slots, 0.0)
+
+    def of_mates(self, values: Floats) -> Floats:
+        """[prefills], of [prefills]: the sum over the other workers of the same device."""
+        return np.maximum(0.0, np.bincount(self._devices, values)[self._devices] - values)
+
+    def least_mates(self, values: Floats) -> NDArray[np.intp]:
+        """[prefills]: the slot of least value among the workers of the same device."""
+        order = np.lexsort((values, self._devices))
+        return order[np.searchsorted(self._devices[order], self._devices)]
 
     def of_prompts(self, values: Floats, otherwise: float = 0.0) -> Floats:
         """[encoders], of [prefills]. `otherwise`: for workers that do not prefill."""
@@ -119,11 +141,27 @@ def encoding_beside(cluster: ClusterView) -> EncodingBeside | None:
     )
 
 
+class PromptsBeside(NamedTuple):
+    """[prefills] each: prompts at the other workers of the same device."""
+
+    queue_s: Floats
+    step_s: Floats  # one step of each that has prompts
+
+
+def prompts_beside(cluster: ClusterView, steps: PromptSteps) -> PromptsBeside:
+    pool, shared = cluster.prefills, cluster.shared
+    queued = pool.reported_units + pool.sent_units
+    return PromptsBeside(
+        shared.of_mates(queued * steps.queued_token_s),
+        shared.of_mates(np.where(queued > 0, steps.fixed_s + steps.queued_s, 0.0)),
+    )
+
+
 class PromptSteps:
     """[prefills] arrays, in seconds unless they say otherwise: steps with tokens of prompts.
 
     num_sequences   that are, or will be, generated at the worker
-    has_answers     whether answers run there
+    has_answers     whether answers run there when the prompt's turn comes
     fixed_s, per_token_s, per_pair_s    of prompts alone; the parts of `Curve`
     answers_s       longer for the tokens of answers
     decode_step_s   a step of the answers without prompts; zero without answers
@@ -133,14 +171,19 @@ class PromptSteps:
     def __init__(self, cluster: ClusterView, block_size: int):
         pool, decodes, shared = cluster.prefills, cluster.decodes, cluster.shared
         curve, factors = pool.curve("prefill"), cluster.factors(pool)
-        self.fixed_s = curve.fixed_s * factors
-        self.per_token_s, self.per_pair_s = curve.per_unit_s * factors, curve.per_pair_s * factors
+        parts = curve.fixed_s * factors, curve.per_unit_s * factors, curve.per_pair_s * factors
+        if shared.has_mates:
+            fastest = shared.least_mates(parts[0] + COMPARED_TOKENS * parts[1])
+            parts = tuple(part[fastest] for part in parts)
+        self.fixed_s, self.per_token_s, self.per_pair_s = parts
         self.queued_token_s = self.per_token_s + self.per_pair_s * cluster.context_tokens
         self._queued = pool.reported_units + pool.sent_units
         decode = decodes.curve("decode")
         num_running, answers_s = decodes.running_units, answers_step_s(decodes)
         self.num_sequences = shared.at_prefills(decodes.reported_units + decodes.sent_units)
-        self.has_answers = shared.at_prefills(num_running) > 0
+        # Where answers alone are generated, those before the prompt run by its turn.
+        is_own = (self.num_sequences > 0) & ~pool.takes_any
+        self.has_answers = (shared.at_prefills(num_running) > 0) | is_own
         self.answers_s = shared.at_prefills(answers_s)
         self.decode_step_s = shared.at_prefills((num_running > 0) * (decode.fixed_s + answers_s))
         room_s = np.maximum(0.0, cluster.scheduling.prompt_pause_s - self.fixed_s)

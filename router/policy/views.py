@@ -21,6 +21,7 @@ class Worker:
     num_blocks: int
     hardware: str = ""
     modalities: tuple[str, ...] = ()  # that it encodes, if it does; empty: all
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

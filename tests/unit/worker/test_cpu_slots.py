@@ -251,3 +251,5 @@ def test_workers_with_other_cores_share_no_slots(tmp_path, monkeypatch):
         ["cpu-slots-3", "cpu-slots-c", "cpu-slots-" + "f" * 16]
     )
     assert len(list((tmp_path / "new" / "private" / ("cpu-slots-" + "f" * 16)).glob("slot-*"))) == 4
+    names = [on_cores(cores, 2).only_slot for cores in ({0, 1}, {1, 0}, {2, 3}, {0, 1, 2, 3})]
+    assert names[0] == names[1] != names[2] and names[0] and names[3] == ""
