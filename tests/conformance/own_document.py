@@ -28,7 +28,8 @@ def ask(url: str, *phases: str, only_examples_of: str = "", limit_s: float = 300
         path.write_text(config)
         command = [
             str(COMMAND), "--config-file", str(path), "run", f"{url}/openapi.json", "--url", url,
-            "--no-color", "--phases", ",".join(phases), "--generation-deterministic", "--request-timeout", "60",
+            "--no-color", "--phases", ",".join(phases), "--generation-deterministic",
+            "--request-timeout", "60",
         ]  # fmt: skip
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s)
     return "" if done.returncode == 0 else f"{done.stdout}{done.stderr}"[-6000:]
