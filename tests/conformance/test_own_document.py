@@ -1,5 +1,9 @@
 """schemathesis asks the API what its own `/openapi.json` allows and forbids: no answer may be a server's
-error or of another form than the document says, and nothing that the document forbids may be accepted."""
+error or of another form than the document says, and nothing that the document forbids may be accepted.
+
+In every run the endpoints of conversations are asked the document's examples alone: `tests/unit/openai/
+test_extremes.py` holds each of their fields against the document. Their 5,500 requests about limits are
+slow."""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ import pytest
 from tests.conformance.own_document import LIMITS, ask
 from tests.unit.openai.conftest import serving
 from tests.unit.openai.fake_door import FakeDoor
+
+CONVERSATIONS = "^/v1/(chat/completions|completions|responses|messages.*)$"
 
 
 @pytest.fixture
@@ -34,5 +40,8 @@ def url() -> Iterator[str]:
         served.result(60)
 
 
-def test_the_api_does_what_its_document_says(url):
-    assert ask(url, LIMITS) == ""
+@pytest.mark.parametrize(
+    "only_examples_of", [CONVERSATIONS, pytest.param("", marks=pytest.mark.slow)], ids=["most", "all"]
+)
+def test_the_api_does_what_its_document_says(url, only_examples_of):
+    assert ask(url, LIMITS, only_examples_of=only_examples_of) == ""

@@ -31,8 +31,12 @@ from tests.flow.tiny_models import AE, AS, AUD, IMG, VE, VID, VS, TinyRequest
 # Markers before, around and without placeholders; placeholders without markers; ends before beginnings.
 FORCED = (VS, IMG, IMG, VE, 7, AS, AUD, AE, VS, VID, VID, VE, IMG, AUD, VID, AE, VE, 9, VS, AS, AS, VS)
 NUM_FREE = 6
-# Each way of placing positions and of marking media; the others are like one of them.
-ALWAYS = ("qwen2_5_omni", "qwen3_omni", "qwen2_5_vl", "gemma3", "llava_onevision")
+# Each way of placing positions and of marking media, and ids that are read as token 0; the others are like
+# one of them.
+ALWAYS = (
+    "qwen2_5_omni", "qwen3_omni", "qwen2_5_vl", "glm4v", "hunyuan_vl", "kimi_k25", "muse_glimmer", "gemma3",
+    "llava_onevision",
+)  # fmt: skip
 PREEMPTED = ("qwen2_5_omni", "gemma3")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 
@@ -99,7 +103,10 @@ class Halves:
             logits = self.language.decode([forced], [context], [placed.delta], [table], kv)
 
 
-@pytest.mark.parametrize("name", MEDIA_FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MEDIA_FAMILIES],
+)
 def test_generated_markers_of_media_are_text_as_for_generate(name: str) -> None:
     """Decoded one by one, and as the end of a prompt that was preempted behind each of some tokens."""
     case = MEDIA_FAMILIES[name]()

@@ -1,5 +1,6 @@
 """Tensor parallelism over Gloo: two processes read their shares of a checkpoint and answer like one process,
-in every family that transformers can share out."""
+in every family that transformers can share out. In every run all text models and a few families around
+them."""
 
 from __future__ import annotations
 
@@ -38,6 +39,11 @@ FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 REFUSED = dict.fromkeys(
     ("qwen3_vl_moe", "hunyuan_vl", "muse_glimmer", "muse_spark", "step3p7"), "cannot distribute model type"
 )
+# By positions, attention and where the text model lies; the others are like one of them, and `test_families`
+# has their arithmetic in one process.
+AROUND = ("qwen2_vl", "qwen2_5_omni", "qwen3_omni", "kimi_k25", "gemma3", "llava_next", "idefics3", "voxtral")
+OFTEN = tuple(name for name in FAMILIES if name in (*TEXT_FAMILIES, *AROUND, *REFUSED))
+RARELY = tuple(name for name in FAMILIES if name not in OFTEN)
 Answers = tuple[list[list[int]], torch.Tensor]
 
 
@@ -94,12 +100,12 @@ def run_rank(
     leave_group()
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture(scope="module", params=[OFTEN], ids=["often"])
+def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
-    for name, make in FAMILIES.items():
-        make().model.save_pretrained(folder / name)
-    return {name: folder / name for name in FAMILIES}
+    for name in request.param:
+        FAMILIES[name]().model.save_pretrained(folder / name)
+    return {name: folder / name for name in request.param}
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +142,15 @@ def shared(
             process.kill()
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in REFUSED])
+@pytest.mark.parametrize(
+    ("checkpoints", "name"),
+    [
+        *(pytest.param(OFTEN, name, id=name) for name in OFTEN if name not in REFUSED),
+        *(pytest.param(RARELY, name, id=name, marks=pytest.mark.slow) for name in RARELY),
+    ],
+    indirect=["checkpoints"],
+    scope="module",
+)
 def test_two_ranks_answer_like_one_process(name: str, shared, checkpoints: dict[str, Path]) -> None:
     tokens, verified, progress, weight_bytes, block_bytes = shared[name]
     model = LanguageModel.from_model(

@@ -1,12 +1,13 @@
 """Two clusters for all tests of this folder, each on a port of its own and ended by process id: the shipped
-one, of four processes behind HTTP, and a larger one. To start one costs half a minute of two cores: every
-test that runs by default takes one of these. They end with the last test of the folder, because an idle
-cluster takes a part of a core."""
+one, of four processes behind HTTP, and a larger one. To start one takes half a minute: every test that runs
+by default takes one of these, and the larger one starts while the tests of the other run. They end with the
+last test of the folder, both at once, because an idle cluster takes a part of a core."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,56 @@ from cluster.serving.ports import free_port
 from tests.flow.local_cluster import PATIENT_DOOR
 
 CLUSTER = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
-_clusters = ExitStack()
+_clusters: list[AbstractContextManager[LocalCluster]] = []
 
 
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path.parent != Path(__file__).parent:
-        _clusters.close()
+        ending, _clusters[:] = list(_clusters), []
+        with ThreadPoolExecutor(2) as threads:  # each waits for processes
+            list(threads.map(lambda each: each.__exit__(None, None, None), ending))
+
+
+def entered(cluster: AbstractContextManager[LocalCluster]) -> LocalCluster:
+    """Until the last test of the folder."""
+    local = cluster.__enter__()
+    _clusters.append(cluster)
+    return local
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
-    return _clusters.enter_context(running(tmp_path_factory.mktemp("cluster")))
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
+    local = entered(running(tmp_path_factory.mktemp("cluster")))
+    if any("parallel" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        request.getfixturevalue("_parallel")
+    return local
 
 
 @pytest.fixture(scope="session")
-def parallel(tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
-    """Two encoders, one prefill worker and two decode workers; prefill and decode workers have two processes
-    each, and decode guesses."""
+def _parallel(tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
     speculation = {"method": "ngram", "max_draft_tokens": 3}
     args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}, "door": PATIENT_DOOR}
-    return _clusters.enter_context(running(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2))
+    return entered(starting(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2))
+
+
+@pytest.fixture(scope="session")
+def parallel(_parallel: LocalCluster) -> LocalCluster:
+    """Two encoders, one prefill worker and two decode workers; prefill and decode workers have two processes
+    each, and decode guesses."""
+    _parallel.wait_ready()
+    return _parallel
 
 
 @contextmanager
 def running(folder: Path, args: dict[str, Any] | None = None, **num_replicas: int) -> Iterator[LocalCluster]:
+    """`starting`, and ready."""
+    with starting(folder, args, **num_replicas) as local:
+        local.wait_ready()
+        yield local
+
+
+@contextmanager
+def starting(folder: Path, args: dict[str, Any] | None = None, **num_replicas: int) -> Iterator[LocalCluster]:
     """The shipped cluster, with other arguments or numbers of replicas if they are given; audited at its
     end."""
     config = yaml.safe_load(CLUSTER.read_text())
@@ -55,8 +82,8 @@ def running(folder: Path, args: dict[str, Any] | None = None, **num_replicas: in
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(config))
     with LocalCluster(path) as local:
-        local.wait_ready()
         yield local
+        local.wait_ready()
         audit(local)
     assert processes_of(local.folder) == []
 

@@ -47,7 +47,15 @@ def bare(text: str) -> str:
     return text.lower().strip("?.! ")
 
 
-@pytest.mark.parametrize(("name", "rounds"), [("questions", 6000), ("elsewhere", 100_000)])
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [
+        ("questions", 1000),
+        ("elsewhere", 10_000),
+        pytest.param("questions", 6000, marks=pytest.mark.slow),
+        pytest.param("elsewhere", 100_000, marks=pytest.mark.slow),
+    ],
+)
 def test_evaluation_asks_in_wordings_that_training_does_not_have(name: str, rounds: int) -> None:
     rng, wordings = random.Random(0), Wordings.load(name)
     for kind in wordings.kinds(TRAINING):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.records import Record
-from bench.router import report
+from bench.router import report, run
 from bench.router.__main__ import main, make_parser
 from bench.router.cases import (
     POLICY_NAMES,
@@ -93,7 +93,10 @@ def test_a_scenario_is_busy_and_not_overloaded(scenario: str) -> None:
         OverloadCase(1.0, True, 0, 0.5),
     ],
 )
-def test_a_record_follows_from_its_case(case: PolicyCase | SplitCase | GroupCase | OverloadCase) -> None:
+def test_a_record_follows_from_its_case(
+    case: PolicyCase | SplitCase | GroupCase | OverloadCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "ARRIVALS", 3)  # of each step of a search
     first, again = record(case), record(case)
     assert {k: v for k, v in first.items() if k != "cpu_s"} == {
         k: v for k, v in again.items() if k != "cpu_s"
@@ -211,8 +214,8 @@ def test_every_division_of_the_devices_is_considered_once() -> None:
 def test_a_limit_for_each_token_decides_whether_decode_has_devices_of_its_own(
     tpot_s: float, num_decode: int
 ) -> None:
-    workload = Workload("long texts", fixed_text(4000, 20))
-    plans = plan(workload, Slo(2.0, tpot_s), {"h200": 2}, VL_7B, 30)
+    workload = Workload("long texts", fixed_text(4000, 10))
+    plans = plan(workload, Slo(2.0, tpot_s), {"h200": 2}, VL_7B, 20)
     best = plans[0].division[0][1]
     assert best.num_decode == num_decode
     assert plans[0].rate >= 0.97 * max(each.rate for each in plans) > 0
@@ -228,7 +231,7 @@ def test_devices_without_room_for_the_model_are_an_error() -> None:
 def test_the_planner_command_writes_a_table_and_a_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", "--workload", "text-400", "--gpus", "h200:2", "--requests", "60"]
+    command = ["plan", "--workload", "text-400", "--gpus", "h200:2", "--requests", "20"]
     assert simulate_main.main([*command, "--svg", str(tmp_path / "p.svg")]) == 0
     assert "1P+1D*" in capsys.readouterr().out
     assert (tmp_path / "p.svg").exists()
