@@ -107,10 +107,10 @@ class MovingMean:
             self.weights[name].lerp_(parameter, 1 - self._decay)
 
     @torch.no_grad()
-    def apply(self) -> None:
-        """The mean becomes the model's weights."""
+    def apply(self, share: float) -> None:
+        """The model's weights become the mean, or with a share below 1 something between both."""
         for name, parameter in self._trained.items():
-            parameter.copy_(self.weights[name])
+            parameter.lerp_(self.weights[name], share)
 
 
 class Checkpoint:
@@ -217,7 +217,7 @@ def train_jointly(
             history.clear()
         if checkpoint is not None:
             checkpoint.save(model, optimizers, mean, step + 1)
-    mean.apply()
+    mean.apply(schedule.mean_share)
 
 
 @torch.no_grad()
