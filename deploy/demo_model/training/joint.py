@@ -107,10 +107,10 @@ class MovingMean:
             self.weights[name].lerp_(parameter, 1 - self._decay)
 
     @torch.no_grad()
-    def apply(self, share: float) -> None:
-        """The model's weights become the mean, or with a share below 1 something between both."""
+    def apply(self) -> None:
+        """The mean becomes the model's weights."""
         for name, parameter in self._trained.items():
-            parameter.lerp_(self.weights[name], share)
+            parameter.copy_(self.weights[name])
 
 
 class Checkpoint:
@@ -217,7 +217,7 @@ def train_jointly(
             history.clear()
         if checkpoint is not None:
             checkpoint.save(model, optimizers, mean, step + 1)
-    mean.apply(schedule.mean_share)
+    mean.apply()
 
 
 @torch.no_grad()

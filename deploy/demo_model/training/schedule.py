@@ -19,7 +19,6 @@ class Schedule:
     inside layers and AdamW the rest, instead of AdamW alone. `num_workers`: processes that share a step.
     `start_share`: of the weights before the stage in the mean with those behind it, which is the result.
     `mean_decay`: of a moving mean of the weights over steps, which is the result; 0: that of the last step.
-    `mean_share`: of that moving mean in the mean with the weights of the last step.
     """
 
     num_steps: int
@@ -32,7 +31,6 @@ class Schedule:
     num_workers: int = 2
     start_share: float = 0.0
     mean_decay: float = 0.0
-    mean_share: float = 1.0
 
     def with_steps(self, num_steps: int) -> "Schedule":
         """The same schedule stretched to another length."""
@@ -77,8 +75,8 @@ JOINT = {
         num_flat_steps=350,
         has_muon=True,
         num_workers=1,
+        start_share=0.25,
         mean_decay=0.995,
-        mean_share=0.5,
     ),
 }
 ENCODER_SCALE = 0.2
