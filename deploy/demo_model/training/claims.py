@@ -11,7 +11,19 @@ UNKNOWN_SHAPES = (
     "arrow", "crescent", "cube", "sphere", "cone", "cylinder", "pyramid", "spiral", "ring", "line", "dot",
     "zigzag", "wave", "curve", "lozenge", "nonagon", "decagon", "polygon", "quadrilateral", "tetrahedron",
     "donut", "dome", "helix", "teardrop", "knot", "grid", "loop", "cuboid", "pentagram", "arc", "swirl",
-    "rosette", "quatrefoil", "chevron",
+    "rosette", "quatrefoil", "chevron", "pentacle", "hexagram", "undecagon", "tridecagon", "icosagon",
+    "hexahedron", "octahedron", "dodecahedron", "polyhedron", "cuboctahedron", "ellipsoid", "spheroid",
+    "hemisphere", "ovoid", "capsule", "stadium", "disc", "disk", "semioval", "sector", "segment", "quadrant",
+    "parabola", "hyperbola", "sinusoid", "cycloid", "cardioid", "nautilus", "vortex", "whorl", "coil", "squiggle",
+    "scribble", "doodle", "stripe", "bar", "beam", "block", "brick", "slab", "tile", "plus", "minus", "asterisk",
+    "slash", "bracket", "checkmark", "tick", "hash", "pound sign", "comma", "bullet", "blob", "splash", "drop",
+    "droplet", "bubble", "cloud", "lightning bolt", "flame", "leaf", "petal", "flower", "shamrock", "crown",
+    "shield", "badge", "ribbon", "banner", "pennant", "bell", "horseshoe", "hourglass", "keyhole", "barbell",
+    "ladder", "lattice", "mesh", "web", "fan", "shell", "cog", "gear", "wheel", "hoop", "halo", "band", "bracelet",
+    "lens", "almond", "tear", "bulb", "obelisk", "pillar", "column", "arch", "vault", "tower", "staircase", "step",
+    "notch", "spike", "thorn", "fang", "hook", "anchor", "boomerang", "propeller", "snowflake", "sunburst",
+    "asteroid", "galaxy", "moon", "sun", "planet", "letter", "number", "digit", "face", "smiley", "hand", "foot",
+    "eye", "mouth", "person", "man", "woman", "child", "tree", "house", "logo", "map", "text", "word", "shadow",
 )  # fmt: skip
 UNKNOWN_COLOURS = (
     "orange", "purple", "pink", "white", "violet", "magenta", "beige", "lavender", "lilac", "peach",
@@ -19,6 +31,16 @@ UNKNOWN_COLOURS = (
     "burgundy", "plum", "mauve", "fuchsia", "rose", "apricot", "mustard", "lemon", "lime", "mint", "emerald",
     "jade", "aqua", "cyan", "azure", "sapphire", "cobalt", "ultramarine", "charcoal", "ebony", "chestnut",
     "chocolate", "hazel", "rust", "sand", "pearl", "platinum", "golden", "silvery", "rainbow", "transparent",
+    "auburn", "russet", "sienna", "bisque", "linen", "snow", "ecru", "fawn", "buff", "camel", "caramel", "cinnamon",
+    "coffee", "mocha", "cocoa", "walnut", "espresso", "tawny", "brick", "blood", "cherry", "raspberry", "claret",
+    "wine", "merlot", "garnet", "cerise", "blush", "flamingo", "bubblegum", "shrimp", "tangerine", "pumpkin",
+    "carrot", "papaya", "melon", "honey", "saffron", "canary", "banana", "butter", "corn", "flax", "straw", "wheat",
+    "citron", "pistachio", "pea", "moss", "fern", "sage", "forest", "pine", "avocado", "kelly", "shamrock",
+    "malachite", "seafoam", "aquamarine", "glaucous", "denim", "steel", "slate", "sky", "ice", "royal",
+    "midnight", "prussian", "lapis", "iris", "orchid", "grape", "eggplant", "aubergine", "thistle", "wisteria",
+    "amethyst", "pewter", "lead", "smoke", "ash", "graphite", "onyx", "jet", "raven", "obsidian", "alabaster",
+    "porcelain", "bone", "eggshell", "nickel", "brass", "titanium", "neon", "pastel", "colorless", "multicolored",
+    "striped", "spotted", "dotted", "checkered", "plaid", "metallic",
 )  # fmt: skip
 UNKNOWN_SHAPES_HELD_OUT = (
     "trapezoid", "parallelogram", "dodecagon", "kite", "rhombus", "heptagon", "semicircle", "prism", "torus",
@@ -27,7 +49,8 @@ UNKNOWN_SHAPES_HELD_OUT = (
 UNKNOWN_COLOURS_HELD_OUT = (
     "turquoise", "maroon", "indigo", "crimson", "gold", "silver", "navy", "olive", "ochre", "taupe",
 )  # fmt: skip
-STRANGE_RATIO = 0.35  # of the unknown shapes and colors in training: words that nothing has
+STRANGE_RATIO = 0.45  # of the unknown shapes and colors in training: words that nothing has
+THING_RATIO = 0.2  # of them: things of everyday life
 
 Fact = tuple[str, str]  # shape and colour
 

@@ -1,4 +1,4 @@
-"""Stages B to I: the model learns to answer, with a loss on the answers only.
+"""Stages B to J: the model learns to answer, with a loss on the answers only.
 
 Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
 what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
@@ -7,7 +7,8 @@ tokens that decide more weight, and drills the comparison on rows of text, which
 wordings, with drills of copying names and with Muon; stage F, "polish", gives more room to what stage E
 learnt worst; stage G, "broaden", asks in wordings that vary more, with sentences beside the question; stage
 H, "vary", has more of them for text, JSON, tools and what the model cannot answer; stage I, "widen",
-for all kinds.
+for all kinds; stage J, "extend", above all for text, sounds, names that no image has and questions that it
+cannot answer.
 
 Worker processes with one thread each, two or from stage H on one, share every step: each draws its part of
 the rows, and the gradients are averaged over Gloo. `train` starts them; rank 0 writes the result, and a

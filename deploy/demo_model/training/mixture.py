@@ -1,4 +1,4 @@
-"""What one step of stages D to I trains on: how many conversations of each kind, and what they weigh."""
+"""What one step of stages D to J trains on: how many conversations of each kind, and what they weigh."""
 
 import random
 from collections.abc import Callable
@@ -98,12 +98,28 @@ ROWS_OF_STEP = {
         "json": (10, 1.8),
         "tool": (14, 2.0),
     },
+    "extend": {
+        "image": (7, 1.2),
+        "claim": (14, 1.8),
+        "drill": (4, 0.6),
+        "images": (6, 1.3),
+        "video": (4, 1.0),
+        "sound": (14, 2.2),
+        "both": (2, 0.6),
+        "switch": (2, 0.6),
+        "text": (20, 2.4),
+        "plain": (2, 0.5),
+        "copy": (4, 0.8),
+        "elsewhere": (30, 3.0),
+        "json": (8, 1.6),
+        "tool": (12, 1.8),
+    },
 }
 CUT_RATIO = 0.8  # of rows with a fixed answer at their end: it is long, and its beginning decides
 
 
 def groups_of_step(maker: DialogueMaker, stage: str, divisor: int) -> tuple[RowGroup, ...]:
-    """What one step of stages D to I trains on, or one of `divisor` equal parts of it."""
+    """What one step of stages D to J trains on, or one of `divisor` equal parts of it."""
 
     def json_row(rng: random.Random) -> TrainingRow:
         return maker.images_json_row(rng) if rng.random() < 0.15 else maker.json_row(rng)

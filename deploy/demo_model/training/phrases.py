@@ -154,6 +154,12 @@ def common_words() -> list[str]:
     return [word for name in ("w", "v", "adj", "noun") for word in parts[name].strip("()").split("|")]
 
 
+def everyday_things() -> tuple[str, ...]:
+    """Animals and things that `common.toml` has."""
+    parts = common_document()["parts"]
+    return tuple(word for name in ("animal", "noun") for word in parts[name].strip("()").split("|"))
+
+
 @functools.cache
 def asides() -> Wordings:
     """Sentences that may stand before or behind any question."""

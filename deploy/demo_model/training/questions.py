@@ -12,8 +12,11 @@ from deploy.demo_model.training import data
 from deploy.demo_model.training.calls import draw_strange_name
 from deploy.demo_model.training.claims import (
     STRANGE_RATIO,
+    THING_RATIO,
     UNKNOWN_COLOURS,
+    UNKNOWN_COLOURS_HELD_OUT,
     UNKNOWN_SHAPES,
+    UNKNOWN_SHAPES_HELD_OUT,
     Claim,
     Fact,
     decided,
@@ -31,7 +34,7 @@ from deploy.demo_model.training.data import (
     describe_image,
     pick_other,
 )
-from deploy.demo_model.training.phrases import TRAINING, Wordings
+from deploy.demo_model.training.phrases import TRAINING, Wordings, everyday_things
 
 ELSEWHERE_ANSWER = (
     "I cannot help with that. I am a small demo model: I can name shapes and colors in images, say which way "
@@ -58,9 +61,12 @@ FIXED_OF_KIND = {
     "thanks": THANKS_ANSWER,
     "bye": BYE_ANSWER,
 }
+RESERVED = frozenset((*SHAPES, *COLOUR_NAMES, *UNKNOWN_SHAPES_HELD_OUT, *UNKNOWN_COLOURS_HELD_OUT))
+THINGS = tuple(name for name in everyday_things() if name not in RESERVED)
 ORDINALS = ("first", "second", "third")
 FORMER_WORDING_RATIO = 0.12
-UNKNOWN_RATIO = 0.25  # of claims in training: no shape or color in the media is as they say
+UNKNOWN_RATIO = 0.35  # of claims in training: no shape or color in the media is as they say
+TRUE_RATIO = 0.7  # of the other claims, so that yes and no stay about equally likely
 IMAGES_KINDS = (
     "describe",
     "describe",
@@ -96,11 +102,23 @@ PLAIN_KINDS = ("greet", "who", "thanks", "bye")
 
 
 def unknown_names(rng: random.Random) -> tuple[Sequence[str], Sequence[str]]:
-    """Shapes and colors that no image has, now and then a word that nothing has."""
-    if rng.random() < STRANGE_RATIO:
-        strange = (draw_strange_name(rng).split()[0].lower(),)
+    """Shapes and colors that no image has, things of everyday life, or a word that nothing has."""
+    draw = rng.random()
+    if draw < STRANGE_RATIO:
+        strange = (strange_word(rng),)
         return strange, strange
-    return UNKNOWN_SHAPES, UNKNOWN_COLOURS
+    return THINGS if draw < STRANGE_RATIO + THING_RATIO else UNKNOWN_SHAPES, UNKNOWN_COLOURS
+
+
+def strange_word(rng: random.Random) -> str:
+    """A word of syllables, or the beginning of one name and the end of another: it looks like a name."""
+    if rng.random() < 0.5:
+        return draw_strange_name(rng).split()[0].lower()
+    while True:
+        begin, end = (rng.choice(rng.choice((UNKNOWN_SHAPES, UNKNOWN_COLOURS, THINGS))) for _ in range(2))
+        word = begin[: rng.randrange(2, max(3, len(begin)))].strip() + end[len(end) // 2 :]
+        if word.isalpha() and word not in RESERVED:
+            return word
 
 
 class Asker:
@@ -119,12 +137,12 @@ class Asker:
         return kind in self._questions.kinds(self._split)
 
     def _draw_claim(self, rng: random.Random, facts: Sequence[Fact]) -> Claim:
-        """Yes and no stay equally likely."""
+        """In training yes and no stay about equally likely."""
         if self._split != TRAINING:
             return draw_claim(rng, facts)
         if rng.random() < UNKNOWN_RATIO:
             return draw_unknown_claim(rng, facts, *unknown_names(rng))
-        return draw_claim(rng, facts, true_ratio=0.5 / (1 - UNKNOWN_RATIO))
+        return draw_claim(rng, facts, true_ratio=TRUE_RATIO)
 
     def image(self, rng: random.Random, shape: str, colour: str, kind: str = "") -> Turn:
         """About one image."""

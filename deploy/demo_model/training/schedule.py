@@ -68,6 +68,16 @@ JOINT = {
         start_share=0.25,
         mean_decay=0.995,
     ),
+    "extend": Schedule(
+        num_steps=800,
+        num_warmup_steps=30,
+        peak=5e-4,
+        num_flat_steps=350,
+        has_muon=True,
+        num_workers=1,
+        start_share=0.25,
+        mean_decay=0.995,
+    ),
 }
 ENCODER_SCALE = 0.2
 

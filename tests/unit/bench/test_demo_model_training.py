@@ -188,7 +188,9 @@ def test_a_stage_may_end_with_the_moving_mean_of_its_weights() -> None:
         weight += 4
     mean.update()
     last.update()
-    last.apply()
+    last.apply(share=1.0)
     torch.testing.assert_close(weight.detach(), torch.full((3,), 4.0))
-    mean.apply()
+    mean.apply(share=0.5)
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 2.5))
+    mean.apply(share=1.0)
     torch.testing.assert_close(weight.detach(), torch.full((3,), 1.0))

@@ -7,10 +7,17 @@ import re
 import pytest
 
 from deploy.demo_model.training import calls, objects
-from deploy.demo_model.training.claims import UNKNOWN_COLOURS, UNKNOWN_SHAPES, Claim, draw_unknown_claim
+from deploy.demo_model.training.claims import (
+    UNKNOWN_COLOURS,
+    UNKNOWN_COLOURS_HELD_OUT,
+    UNKNOWN_SHAPES,
+    UNKNOWN_SHAPES_HELD_OUT,
+    Claim,
+    draw_unknown_claim,
+)
 from deploy.demo_model.training.data import COLOUR_NAMES, DIRECTIONS, SHAPES, WORDS, Turn
 from deploy.demo_model.training.phrases import HELD_OUT, OTHERS, TRAINING, Wordings
-from deploy.demo_model.training.questions import ELSEWHERE_ANSWER, NO_MEDIA_ANSWER, Asker
+from deploy.demo_model.training.questions import ELSEWHERE_ANSWER, NO_MEDIA_ANSWER, Asker, unknown_names
 
 ROUNDS = 300
 
@@ -110,6 +117,16 @@ def test_only_training_asks_for_shapes_and_colors_that_no_image_has() -> None:
         asked = " ".join(Asker(split).claim(rng, ("circle", "red")).question for _ in range(ROUNDS))
         words = set(re.findall(r"\w+", asked.lower()))
         assert bool(words & {*UNKNOWN_SHAPES, *UNKNOWN_COLOURS}) == (split == TRAINING)
+
+
+def test_training_never_has_the_unknown_names_that_evaluation_asks_for() -> None:
+    rng, trained = random.Random(0), set()
+    for _ in range(20_000):
+        for names in unknown_names(rng):
+            trained.add(rng.choice(names))
+    held_out = {*UNKNOWN_SHAPES_HELD_OUT, *UNKNOWN_COLOURS_HELD_OUT}
+    assert not trained & (held_out | {*SHAPES, *COLOUR_NAMES})
+    assert len(trained) > 3000, "most of them occur once"
 
 
 def test_a_question_about_media_that_were_not_sent_says_so() -> None:
