@@ -188,9 +188,7 @@ def test_a_stage_may_end_with_the_moving_mean_of_its_weights() -> None:
         weight += 4
     mean.update()
     last.update()
-    last.apply(share=1.0)
+    last.apply()
     torch.testing.assert_close(weight.detach(), torch.full((3,), 4.0))
-    mean.apply(share=0.5)
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 2.5))
-    mean.apply(share=1.0)
+    mean.apply()
     torch.testing.assert_close(weight.detach(), torch.full((3,), 1.0))
