@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 # is at most 3 % above that of the best of these, with 1 up to 57 %. A worker that does not prefill computes
 # prompts between its steps, and all its answers wait meanwhile: there it is 1.
 ANSWER_WEIGHT = 0.25
-COMPARED_TOKENS = (
-    512  # the step by which workers of one device are compared: which has measured the faster one
-)
+# A step of so many tokens says which worker of a device has measured the faster one.
+COMPARED_TOKENS = 512
 
 
 class SharedWorkers:
