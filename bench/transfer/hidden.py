@@ -132,7 +132,10 @@ MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 @asynccontextmanager
 async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
-    """Prefill, decode and a door in this process. `times` receives the times of the request that runs."""
+    """Prefill, decode and a door in this process. `times` receives the times of the request that runs. The
+    door's policy never has a prompt computed where its answer is generated: its KV travels."""
+    door_args = args.door.model_copy(update={"policy": "router.policy.baselines:PerStagePolicy"})
+    args = args.model_copy(update={"door": door_args})
     network = InProcessNetwork()
     unique = secrets.token_hex(4)
     with patch(

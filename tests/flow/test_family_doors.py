@@ -44,6 +44,8 @@ ONE_SOUND = ("qwen3_asr", "audioflamingo3", "musicflamingo", "glmasr")
 
 # Perception LM's processor stacks the images of a prompt, Aria's counts the crops of the largest for each
 EQUAL_TILES = ("perception_lm", "aria")
+# transformers pads the sounds of a call to the longest one, and that changes the last rows of shorter ones
+EQUAL_SOUNDS = ("qwen3_omni", "qwen3_asr")
 NEVER_BOTH = ("smolvlm", "glm")  # transformers takes images or clips in a prompt of theirs
 
 
@@ -95,7 +97,8 @@ def cases(name: str, modalities: tuple[Modality, ...]) -> list[list[Part]]:
         if name in (*ONE_SOUND, "moss_transcribe_diarize"):
             found += [["hear", (AUDIO, sound(6, 70_001)), "this?"]]  # several windows
         if name not in ONE_SOUND:
-            found += [[(AUDIO, sound(6, 9_600)), "a", (AUDIO, sound(7, 31_040)), "same?"]]
+            length = 9_600 if name in EQUAL_SOUNDS else 31_040
+            found += [[(AUDIO, sound(6, 9_600)), "a", (AUDIO, sound(7, length)), "same?"]]
     if len(modalities) > 1 and not name.startswith(NEVER_BOTH):
         files = {IMAGE: small, VIDEO: clip(8, 7, 44, 66), AUDIO: sound(9, 12_345)}
         found += [["all", *((kind, files[kind]) for kind in reversed(modalities)), "say"]]

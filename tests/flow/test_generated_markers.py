@@ -126,7 +126,7 @@ def test_generated_markers_of_media_are_text_as_for_generate(name: str) -> None:
 NUM_TOKENS = 40
 LOUDNESS = 6.0
 PREEMPTED_AFTER = 9  # tokens of an attempt
-NUM_DRAWN = 16  # answers at least, so that they have enough of the special tokens
+NUM_DRAWN = 24  # answers at least, so that they have enough of the special tokens
 
 
 def special_ids(folder: FamilyFolder) -> list[int]:
