@@ -193,7 +193,7 @@ def train_jointly(
         for members in (members for optimizer in optimizers for members in optimizer.param_groups):
             members["lr"] = learning_rate(schedule, step) * members["scale"]
         drawn = [[group.draw(rng) for _ in range(group.num_rows)] for group in groups]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=schedule.has_bf16):
             if is_dialogue:
                 losses = losses_of_groups(model, drawn, maker.pad_id, features)
             else:

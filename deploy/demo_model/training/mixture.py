@@ -1,4 +1,4 @@
-"""What one step of stages D to J trains on: how many conversations of each kind, and what they weigh."""
+"""What one step of stages D to K trains on: how many conversations of each kind, and what they weigh."""
 
 import random
 from collections.abc import Callable
@@ -114,12 +114,28 @@ ROWS_OF_STEP = {
         "json": (8, 1.6),
         "tool": (12, 1.8),
     },
+    "gather": {
+        "image": (10, 1.5),
+        "claim": (12, 1.7),
+        "drill": (2, 0.5),
+        "images": (6, 1.3),
+        "video": (4, 1.0),
+        "sound": (14, 2.2),
+        "both": (2, 0.6),
+        "switch": (2, 0.6),
+        "text": (18, 2.2),
+        "plain": (2, 0.5),
+        "copy": (2, 0.6),
+        "elsewhere": (30, 3.0),
+        "json": (8, 1.7),
+        "tool": (12, 2.0),
+    },
 }
 CUT_RATIO = 0.8  # of rows with a fixed answer at their end: it is long, and its beginning decides
 
 
 def groups_of_step(maker: DialogueMaker, stage: str, divisor: int) -> tuple[RowGroup, ...]:
-    """What one step of stages D to J trains on, or one of `divisor` equal parts of it."""
+    """What one step of stages D to K trains on, or one of `divisor` equal parts of it."""
 
     def json_row(rng: random.Random) -> TrainingRow:
         return maker.images_json_row(rng) if rng.random() < 0.15 else maker.json_row(rng)

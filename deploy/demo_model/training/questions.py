@@ -66,6 +66,7 @@ THINGS = tuple(name for name in everyday_things() if name not in RESERVED)
 ORDINALS = ("first", "second", "third")
 FORMER_WORDING_RATIO = 0.12
 UNKNOWN_RATIO = 0.35  # of claims in training: no shape or color in the media is as they say
+WRITTEN_RATIO = 0.6  # of the questions that it cannot answer, in training: as one of the writers put it
 TRUE_RATIO = 0.7  # of the other claims, so that yes and no stay about equally likely
 IMAGES_KINDS = (
     "describe",
@@ -330,7 +331,8 @@ class Asker:
 
     def elsewhere(self, rng: random.Random) -> Turn:
         """A question that the model cannot answer."""
-        return Turn(self._elsewhere.ask(rng, "all", self._split, {}, self._has_noise), ELSEWHERE_ANSWER)
+        kind = "written" if self._split == TRAINING and rng.random() < WRITTEN_RATIO else "all"
+        return Turn(self._elsewhere.ask(rng, kind, self._split, {}, self._has_noise), ELSEWHERE_ANSWER)
 
     def without_media(self, rng: random.Random) -> Turn:
         """A question about media that were not sent."""

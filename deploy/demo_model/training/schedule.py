@@ -19,6 +19,7 @@ class Schedule:
     inside layers and AdamW the rest, instead of AdamW alone. `num_workers`: processes that share a step.
     `start_share`: of the weights before the stage in the mean with those behind it, which is the result.
     `mean_decay`: of a moving mean of the weights over steps, which is the result; 0: that of the last step.
+    `has_bf16`: products in bf16 (autocast), which is slower than float32 where there is no matrix unit.
     """
 
     num_steps: int
@@ -31,6 +32,7 @@ class Schedule:
     num_workers: int = 2
     start_share: float = 0.0
     mean_decay: float = 0.0
+    has_bf16: bool = True
 
     def with_steps(self, num_steps: int) -> "Schedule":
         """The same schedule stretched to another length."""
@@ -77,6 +79,15 @@ JOINT = {
         num_workers=1,
         start_share=0.25,
         mean_decay=0.995,
+    ),
+    "gather": Schedule(
+        num_steps=1300,
+        num_warmup_steps=30,
+        peak=5e-4,
+        num_flat_steps=550,
+        has_muon=True,
+        mean_decay=0.995,
+        has_bf16=False,
     ),
 }
 ENCODER_SCALE = 0.2
