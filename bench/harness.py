@@ -94,10 +94,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="deploy/demo_model", help="folder of the model that is served")
-    parser.add_argument("--model-id", default="demo")
+    parser.add_argument("--model-id", help="its name at the cluster; default: the folder's name")
     args = parser.parse_args()
+    model_id = args.model_id or Path(args.model).resolve().name
     served = (
-        f"model={args.model_id},base_url={args.url}/v1/completions,tokenizer={args.model},"
+        f"model={model_id},base_url={args.url}/v1/completions,tokenizer={args.model},"
         "tokenizer_backend=huggingface,num_concurrent=4,max_length=1024"
     )
     with tempfile.TemporaryDirectory() as name:
