@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import shutil
 from typing import Any
 
@@ -26,7 +27,9 @@ from tests.unit.deploy.charts import (
     RenderError,
     example,
     needs_helm,
+    needs_package,
     needs_schemas,
+    notes,
     one,
     pod_templates,
     render,
@@ -225,6 +228,33 @@ def test_pools_with_bounds_are_scaled_by_our_policy_and_their_pods_by_ray(render
     fixed = rendered["defaults"]
     assert "autoscaling_policy" not in application(fixed)
     assert "enableInTreeAutoscaling" not in one(fixed, "RayService")["spec"]["rayClusterConfig"]
+
+
+@needs_package
+@pytest.mark.parametrize("case", ["defaults", "shared", "scaled"])
+def test_the_notes_have_a_patch_that_gives_a_running_cluster_its_pods(
+    rendered: dict[str, Objects], case: str
+):
+    """KubeRay does not apply changed numbers. A patched cluster has those of the values, except for what the
+    autoscaler decides."""
+    text = notes(CASES[case])
+    patch = json.loads(text.partition("--patch '")[2].partition("'")[0])
+    wanted = one(rendered[case], "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    changed = {}
+    for operation in patch:
+        *path, place, field = operation["path"].split("/")
+        assert path == ["", "spec", "workerGroupSpecs"]
+        if operation["op"] == "test":
+            assert (field, operation["value"]) == ("groupName", wanted[int(place)]["groupName"])
+        else:
+            changed[int(place), field] = operation["value"]
+    expected = {
+        (place, field): group[field]
+        for place, group in enumerate(wanted)
+        for field in ("replicas", "minReplicas", "maxReplicas")
+        if field != "replicas" or group["minReplicas"] == group["maxReplicas"]
+    }
+    assert changed == expected
 
 
 def test_only_the_head_calls_the_api_server_and_only_where_pools_are_scaled(rendered: dict[str, Objects]):
