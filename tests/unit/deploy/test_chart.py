@@ -15,9 +15,10 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import Hosts, actor_options_of
+from cluster.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, actor_options_of
 from cluster.config.settings import ClusterArgs
 from cluster.scaling import ScalingSettings
+from cluster.serving.local_environment import FRONT
 from cluster.serving.scaling import ScalingPolicy
 from cluster.types.members import Role
 from tests.unit.deploy.charts import (
@@ -272,6 +273,22 @@ def test_only_the_head_calls_the_api_server_and_only_where_pools_are_scaled(rend
     }
     to_api = [name for name, spec in policies.items() if "10.0.0.1/32" in str(spec.get("egress"))]
     assert to_api == ["epdg-head"]
+
+
+def test_a_replaced_door_and_an_old_cluster_outlast_every_answer(rendered: dict[str, Objects]):
+    """A single door does not: nothing would answer while it goes on."""
+    doors = {name: deployments(objects)["Door"] for name, objects in rendered.items()}
+    limited = {name for name, door in doors.items() if "graceful_shutdown_timeout_s" in door}
+    assert (
+        limited
+        == {name for name, door in doors.items() if bounds(door) == (1, 1)}
+        == {"cpu-trial", "one-node"}
+    )
+    assert {doors[name]["graceful_shutdown_timeout_s"] for name in limited} == {DRAIN_TIMEOUT_S}
+    longest = ClusterArgs().door.request_timeout_s + DOOR_STOP_S
+    service = one(rendered["defaults"], "RayService")
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] > longest
+    assert int(FRONT["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > longest
 
 
 def test_kuberay_takes_the_service(objects: Objects):
