@@ -103,13 +103,21 @@ spec:
   {{- end }}
 {{- end }}
 
-{{/* RDMA registers memory, which needs to be locked. */}}
+{{/* RDMA locks the memory that it registers. An added capability counts for root alone: that of any other user is only in the
+     bounding set, and without privilege escalation stays there. */}}
+{{- define "epdg.locksAsRoot" -}}
+{{- $rdma := .root.Values.network.rdma -}}
+{{- if and .rdma $rdma.resources $rdma.asRoot }}true{{ end -}}
+{{- end }}
+
 {{- define "epdg.securityContext" -}}
 {{- $context := deepCopy .root.Values.securityContext -}}
-{{- if and .rdma .root.Values.network.rdma.resources -}}
+{{- if include "epdg.locksAsRoot" . -}}
 {{- $capabilities := default dict $context.capabilities -}}
 {{- $_ := set $capabilities "add" (append (default list $capabilities.add) "IPC_LOCK") -}}
 {{- $_ := set $context "capabilities" $capabilities -}}
+{{- $_ := set $context "runAsUser" 0 -}}
+{{- $_ := set $context "runAsNonRoot" false -}}
 {{- end -}}
 {{- toYaml $context -}}
 {{- end }}
@@ -131,6 +139,8 @@ spec:
 {{- define "epdg.env" -}}
 {{- $values := .root.Values -}}
 {{- $plain := mergeOverwrite (.root.Files.Get "files/environment.yaml" | fromYaml) (deepCopy $values.env) -}}
+{{- /* root's own folder is on the image, which is read-only */}}
+{{- if include "epdg.locksAsRoot" . }}{{ $_ := set $plain "HOME" "/home/epdg" }}{{ end -}}
 {{- if .rdma }}{{ $plain = mergeOverwrite $plain (deepCopy $values.network.rdma.env) }}{{ end -}}
 {{- $plain = mergeOverwrite $plain (deepCopy .pod.env) -}}
 - name: EPDG_CLUSTER_SECRET

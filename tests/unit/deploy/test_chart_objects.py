@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -62,6 +63,7 @@ def selects(policy: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def test_every_pod_is_confined(objects: Objects):
+    """Added capabilities count for root alone, so pods that lock memory for RDMA run as root."""
     for name, template in templates(objects).items():
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
@@ -70,7 +72,23 @@ def test_every_pod_is_confined(objects: Objects):
         assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
         assert context["capabilities"]["drop"] == ["ALL"]
         added = context["capabilities"].get("add", [])
-        assert added == ([] if name in ("head", "door") else ["IPC_LOCK"])
+        is_root = name not in ("head", "door")
+        assert added == (["IPC_LOCK"] if is_root else [])
+        assert (context.get("runAsUser"), context.get("runAsNonRoot")) == (
+            (0, False) if is_root else (None, None)
+        )
+        mounts = {mount["mountPath"] for mount in container(template)["volumeMounts"]}
+        assert not is_root or environment(template)["HOME"] in mounts
+
+
+def test_pods_lock_memory_as_another_user_where_the_nodes_allow_it():
+    values = copy.deepcopy(EVERYTHING)
+    values["network"]["rdma"]["asRoot"] = False
+    for name, template in templates(render(values)).items():
+        context = container(template)["securityContext"]
+        assert "runAsUser" not in context and context["capabilities"] == {"drop": ["ALL"]}
+        assert "HOME" not in environment(template)
+        assert ("rdma/ib" in container(template)["resources"]["limits"]) == (name not in ("head", "door"))
 
 
 def test_rdma_devices_go_to_the_pools(objects: Objects):
