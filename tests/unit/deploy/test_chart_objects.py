@@ -17,6 +17,7 @@ pytestmark = needs_helm
 
 INSTANCE = {"app.kubernetes.io/instance": "epdg", "app.kubernetes.io/part-of": "epdg"}
 METADATA_SERVICE = "169.254.0.0/16"
+LOCAL_DNS = "169.254.20.10/32"
 EVERYTHING: dict[str, Any] = {
     "apiKeys": {"existingSecret": "keys", "testKeySecret": {"name": "test-key"}},
     "ingress": {"enabled": True, "host": "models.example.com", "tlsSecret": "tls"},
@@ -172,7 +173,24 @@ def test_every_pod_of_the_cluster_is_denied_everything_else(objects: Objects):
     whole = [rule for rule in policy["spec"]["ingress"] if "ports" not in rule]
     assert whole == [{"from": inside}]
     out = {port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", [])}
-    assert out == {53, 6380}
+    assert out == {53, 5353, 6380}
+
+
+def test_pods_reach_dns_in_the_cluster_and_on_their_node(objects: Objects):
+    """NodeLocal DNSCache is on the node's network, where no label matches it; OpenShift's pods have a port of
+    their own."""
+    egress = one(objects, "NetworkPolicy", "epdg-cluster")["spec"]["egress"]
+    (rule,) = [rule for rule in egress if {"protocol": "UDP", "port": 53} in rule.get("ports", [])]
+    assert {(port["protocol"], port["port"]) for port in rule["ports"]} == {
+        (protocol, port) for protocol in ("UDP", "TCP") for port in (53, 5353)
+    }
+    names = [
+        peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        for peer in rule["to"]
+        if "namespaceSelector" in peer
+    ]
+    assert names == ["kube-system", "openshift-dns"]
+    assert {"ipBlock": {"cidr": LOCAL_DNS}} in rule["to"]
 
 
 def test_clients_reach_the_proxies_and_the_operator_the_head(objects: Objects):
@@ -211,7 +229,9 @@ def test_only_doors_reach_public_addresses_and_never_the_metadata_service(object
         )
 
     policies = {each["metadata"]["name"]: each for each in objects if each["kind"] == "NetworkPolicy"}
-    assert [name for name, policy in policies.items() if blocks(policy)] == ["epdg-doors"]
+    assert blocks(policies["epdg-cluster"]) == [{"cidr": LOCAL_DNS}]
+    others = [name for name, policy in policies.items() if blocks(policy) and name != "epdg-cluster"]
+    assert others == ["epdg-doors"]
     assert METADATA_SERVICE in blocks(policies["epdg-doors"])[0]["except"]
 
 
