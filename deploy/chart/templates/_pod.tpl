@@ -1,5 +1,5 @@
 {{/* One pod template of the Ray cluster.
-     Argument: dict "root" $ "component" "prefill" "pod" VALUES "gpus" 1 "rdma" true
+     Argument: dict "root" $ "component" "prefill" "role" "prefill" "pod" VALUES "gpus" 1 "rdma" true; `role`: with GPUs
      Nothing here may change with the chart's version: KubeRay starts a second cluster for a changed template. */}}
 {{- define "epdg.podTemplate" -}}
 {{- $root := .root -}}
@@ -76,7 +76,7 @@ spec:
   {{- if and .gpus (eq $values.gpu.allocation "dra") }}
   resourceClaims:
     - name: gpus
-      resourceClaimTemplateName: {{ include "epdg.fullname" $root }}-{{ .component }}
+      resourceClaimTemplateName: {{ include "epdg.claimName" (dict "root" $root "role" .role) }}
   {{- end }}
   {{- with .pod.nodeSelector }}
   nodeSelector:

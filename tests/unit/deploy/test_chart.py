@@ -187,6 +187,18 @@ def test_pods_ask_for_the_gpus_that_ray_is_told(objects: Objects):
     assert bool(claims) == any("resourceClaims" in walk_keys(template) for template in templates(objects))
 
 
+def test_another_claim_has_another_name_because_a_template_cannot_be_changed(rendered: dict[str, Objects]):
+    def claims(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        objects = render({**DRA, **values})
+        return {each["metadata"]["name"]: each for each in objects if each["kind"] == "ResourceClaimTemplate"}
+
+    before, after = claims({}), claims({"tensorParallelSize": 2})
+    assert len(before) == len(after) == 3
+    (same,) = before.keys() & after.keys()
+    assert same.startswith("epdg-encode-"), "encoders have one GPU each"
+    assert before[same]["spec"] == after[same]["spec"]
+
+
 def templates(objects: Objects) -> list[dict[str, Any]]:
     return list(pod_templates(one(objects, "RayService")).values())
 
