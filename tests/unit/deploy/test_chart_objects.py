@@ -108,6 +108,17 @@ def test_folders_that_are_written_to_are_volumes(objects: Objects):
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
+def test_rays_store_fits_the_shared_memory_of_every_pod(objects: Objects, large: Objects):
+    """Otherwise Ray puts it on the disk."""
+    units = {"Mi": 1 << 20, "Gi": 1 << 30}
+    for each in (objects, large, render(example("cpu-trial"))):
+        for template in templates(each).values():
+            volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+            limit = volumes["shm"]["emptyDir"]["sizeLimit"]
+            store_bytes = int(environment(template)["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"])
+            assert store_bytes < int(limit[:-2]) * units[limit[-2:]]
+
+
 def test_pods_get_the_cluster_secret_as_the_code_reads_it(objects: Objects, large: Objects):
     secret = one(objects, "Secret")
     reference = {"name": secret["metadata"]["name"], "key": "secret"}
