@@ -277,6 +277,14 @@ def test_a_budget_leaves_all_pods_of_a_pool_but_one(large: Objects):
         assert chosen == [name.removeprefix("epdg-")]
 
 
+def test_a_budget_leaves_a_pool_that_is_scaled_its_last_pod():
+    pools = {"encode": {"maxPods": 3}, "prefill": {"pods": 3, "maxPods": 5}}
+    objects = render({"pools": pools, "networkPolicy": {"enabled": False}})
+    budgets = [each for each in objects if each["kind"] == "PodDisruptionBudget"]
+    least = {each["metadata"]["name"]: each["spec"]["minAvailable"] for each in budgets}
+    assert least == {"epdg-door": 1, "epdg-encode": 1, "epdg-prefill": 2}
+
+
 def test_routes_lead_to_the_service_that_kuberay_makes(objects: Objects, large: Objects):
     (rule,) = one(objects, "Ingress")["spec"]["rules"]
     service = rule["http"]["paths"][0]["backend"]["service"]
