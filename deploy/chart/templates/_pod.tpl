@@ -16,6 +16,9 @@ spec:
   serviceAccountName: {{ include "epdg.serviceAccountName" $root }}
   automountServiceAccountToken: {{ and (eq .component "head") (not (empty (include "epdg.scaledGroups" $root))) }}
   enableServiceLinks: false
+  {{- if and .gpus $values.gpu.runtimeClassName }}
+  runtimeClassName: {{ $values.gpu.runtimeClassName }}
+  {{- end }}
   terminationGracePeriodSeconds: 60
   securityContext:
     {{- toYaml $values.podSecurityContext | nindent 4 }}

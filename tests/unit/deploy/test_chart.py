@@ -187,6 +187,16 @@ def test_pods_ask_for_the_gpus_that_ray_is_told(objects: Objects):
     assert bool(claims) == any("resourceClaims" in walk_keys(template) for template in templates(objects))
 
 
+def test_pods_with_gpus_get_the_runtime_class(rendered: dict[str, Objects]):
+    assert "runtimeClassName" not in walk_keys(rendered["defaults"])
+    objects = render({"gpu": {"runtimeClassName": "nvidia"}})
+    found = {
+        name: template["spec"].get("runtimeClassName")
+        for name, template in pod_templates(one(objects, "RayService")).items()
+    }
+    assert found == {"head": None, "door": None, "encode": "nvidia", "prefill": "nvidia", "decode": "nvidia"}
+
+
 def test_another_claim_has_another_name_because_a_template_cannot_be_changed(rendered: dict[str, Objects]):
     def claims(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
         objects = render({**DRA, **values})
