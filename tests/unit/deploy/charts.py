@@ -55,7 +55,7 @@ def render(values: dict[str, Any] | None = None, chart: Path = CHART) -> Objects
 
 
 def notes(values: dict[str, Any] | None = None) -> str:
-    """What Helm prints after an installation with these values. Only the package tells it without a cluster."""
+    """What Helm prints after an installation with these values. Only the package says it without a server."""
     (found,) = [text for path, text in _texts(values or {}, CHART).items() if path.endswith("NOTES.txt")]
     return found
 
