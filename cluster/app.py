@@ -60,7 +60,11 @@ MAX_ONGOING_REQUESTS = 1_000_000
 # A check stays open for HOLD_S, and the next one follows at once (`cluster.serving.held_check`).
 HEALTH_CHECK_PERIOD_S = HOLD_S / 2
 HEALTH_CHECK_TIMEOUT_S = HOLD_S + 4.0  # a replica that does not answer three in a row is replaced
-DRAIN_TIMEOUT_S = 20.0  # time for a replica that is being removed to finish its requests and stop
+# Time for a worker that is being removed to finish its requests and stop. Other workers take over the rest.
+DRAIN_TIMEOUT_S = 20.0
+# No door can take over another's answers: one that is being removed goes on with them for as long as a
+# request may last, and for this time more. It stops as soon as it has none.
+DOOR_STOP_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def compose(args: ClusterArgs, hosts: Hosts) -> serve.Application:
     if len(roles) < len(resolved.roles):
         logger.warning("model type '%s' takes no media: there is no encode pool", config["model_type"])
     pools = {role.value: _pool(role, resolved, hosts) for role in roles}
-    options = _options("Door")
+    options = _options("Door", graceful_shutdown_timeout_s=resolved.door.request_timeout_s + DOOR_STOP_S)
     return serve.deployment(name="Door", **options)(DoorReplica).bind(resolved, DOOR, API, pools)
 
 

@@ -24,6 +24,21 @@ from cluster.serving.membership import MEMBERSHIP
 from cluster.types.members import Member, Role
 
 
+def take_freed_port() -> None:
+    """Lets this door's HTTP server listen on a port whose last connections are still in TIME_WAIT, if Serve
+    gives a freed port away at once (RAY_SERVE_PORT_QUARANTINE_S=0). Without it the successor of a door could
+    not have its port, and Serve would never give that port away again. Call it while Serve builds the
+    replica, because Serve starts the server afterwards."""
+    from ray.serve._private import constants
+    from ray.serve._private import replica as serve_replica  # no public setting exists
+
+    start = serve_replica.start_asgi_http_server
+    if constants.RAY_SERVE_PORT_QUARANTINE_S == 0:
+        serve_replica.start_asgi_http_server = lambda *args, **options: start(
+            *args, **{**options, "enable_so_reuseport": True}
+        )
+
+
 @serve.ingress()
 class DoorReplica:
     async def __init__(self, args: ClusterArgs, door: str, api: str, pools: dict[str, DeploymentHandle]):
@@ -33,6 +48,7 @@ class DoorReplica:
         from cluster.serving.replicas import freeze_what_is_loaded, load
 
         bind_to_node_address()
+        take_freed_port()
         self._pools = {Role(name): handle.options(_by_reference=False) for name, handle in pools.items()}
         self._role_of: dict[str, Role] = {}  # of each replica that generates answers
         self._held_check, self._gauges = HeldCheck(), DoorGauges()

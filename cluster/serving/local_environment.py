@@ -82,7 +82,11 @@ HAPROXY_FILES = 10_300
 # HAProxy in front of the doors.
 FRONT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # the Python proxy would relay every chunk of every stream
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # otherwise every stop takes 30 s
+    # A door that ends refuses connections at once, and HAProxy takes another. Default: it first waits 30 s
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    # HAProxy starts a new process whenever the doors change. The old one keeps its streams for this long;
+    # default: 120. As long as a request may last (door.request_timeout_s), with a margin
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "620",
     # longest time for a client's headers, and without any read or write; default: an hour
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
     # Ray replaces a HAProxy that has failed three checks in a row; default: 10, half a minute without service

@@ -119,3 +119,52 @@ app.kubernetes.io/part-of: {{ include "epdg.fullname" . }}
 {{- define "epdg.groupName" -}}
 {{- . | replace "_" "-" -}}
 {{- end }}
+
+{{/* What a pod of this pool claims with DRA, and the name of the template for it. A ResourceClaimTemplate cannot be changed, so
+     another claim has another name. Old templates are not kept: `helm rollback` fails where an object of its target exists that
+     the last release has not. Argument: dict "root" $ "role" "encode" */}}
+{{- define "epdg.claimSpec" -}}
+spec:
+  devices:
+    requests:
+      - name: gpus
+        exactly:
+          deviceClassName: {{ .root.Values.gpu.deviceClassName }}
+          allocationMode: ExactCount
+          count: {{ include "epdg.podGpus" . }}
+{{- end }}
+
+{{- define "epdg.claimName" -}}
+{{ include "epdg.fullname" .root }}-{{ include "epdg.groupName" .role }}-{{ include "epdg.claimSpec" . | sha256sum | trunc 8 }}
+{{- end }}
+
+{{/* The pods of the worker groups as a JSON patch of the running RayCluster. KubeRay leaves the three numbers of a group out of
+     the hash by which it compares a RayService with its RayCluster, so it never applies a change of them. `test` refuses the
+     patch where a group has another place. `replicas` of a group that the load scales is the autoscaler's. */}}
+{{- define "epdg.countsPatch" -}}
+{{- $groups := list (dict "name" "door" "least" .Values.doors.pods "most" .Values.doors.pods) -}}
+{{- range include "epdg.roles" . | fromJsonArray -}}
+{{- $of := dict "root" $ "role" . -}}
+{{- if eq (include "epdg.hostRole" $of) . -}}
+{{- $pods := (include "epdg.pool" $of | fromJson).pods -}}
+{{- $groups = append $groups (dict "name" (include "epdg.groupName" .) "least" $pods "most" (include "epdg.maxPods" $of)) -}}
+{{- end -}}
+{{- end -}}
+{{- $operations := list -}}
+{{- range $place, $group := $groups -}}
+{{- $path := printf "/spec/workerGroupSpecs/%d" $place -}}
+{{- $least := int $group.least -}}
+{{- $most := int $group.most -}}
+{{- $operations = append $operations (dict "op" "test" "path" (printf "%s/groupName" $path) "value" $group.name) -}}
+{{- if eq $least $most -}}
+{{- $operations = append $operations (dict "op" "add" "path" (printf "%s/replicas" $path) "value" $least) -}}
+{{- end -}}
+{{- $operations = append $operations (dict "op" "add" "path" (printf "%s/minReplicas" $path) "value" $least) -}}
+{{- $operations = append $operations (dict "op" "add" "path" (printf "%s/maxReplicas" $path) "value" $most) -}}
+{{- end -}}
+[
+{{- range $place, $operation := $operations }}
+  {{ toJson $operation }}{{ if lt (add1 $place) (len $operations) }},{{ end }}
+{{- end }}
+]
+{{- end }}

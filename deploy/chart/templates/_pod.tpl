@@ -1,5 +1,5 @@
 {{/* One pod template of the Ray cluster.
-     Argument: dict "root" $ "component" "prefill" "pod" VALUES "gpus" 1 "rdma" true
+     Argument: dict "root" $ "component" "prefill" "role" "prefill" "pod" VALUES "gpus" 1 "rdma" true; `role`: with GPUs
      Nothing here may change with the chart's version: KubeRay starts a second cluster for a changed template. */}}
 {{- define "epdg.podTemplate" -}}
 {{- $root := .root -}}
@@ -16,6 +16,9 @@ spec:
   serviceAccountName: {{ include "epdg.serviceAccountName" $root }}
   automountServiceAccountToken: {{ and (eq .component "head") (not (empty (include "epdg.scaledGroups" $root))) }}
   enableServiceLinks: false
+  {{- if and .gpus $values.gpu.runtimeClassName }}
+  runtimeClassName: {{ $values.gpu.runtimeClassName }}
+  {{- end }}
   terminationGracePeriodSeconds: 60
   securityContext:
     {{- toYaml $values.podSecurityContext | nindent 4 }}
@@ -76,7 +79,7 @@ spec:
   {{- if and .gpus (eq $values.gpu.allocation "dra") }}
   resourceClaims:
     - name: gpus
-      resourceClaimTemplateName: {{ include "epdg.fullname" $root }}-{{ .component }}
+      resourceClaimTemplateName: {{ include "epdg.claimName" (dict "root" $root "role" .role) }}
   {{- end }}
   {{- with .pod.nodeSelector }}
   nodeSelector:
@@ -103,13 +106,21 @@ spec:
   {{- end }}
 {{- end }}
 
-{{/* RDMA registers memory, which needs to be locked. */}}
+{{/* RDMA locks the memory that it registers. An added capability counts for root alone: that of any other user is only in the
+     bounding set, and without privilege escalation stays there. */}}
+{{- define "epdg.locksAsRoot" -}}
+{{- $rdma := .root.Values.network.rdma -}}
+{{- if and .rdma $rdma.resources $rdma.asRoot }}true{{ end -}}
+{{- end }}
+
 {{- define "epdg.securityContext" -}}
 {{- $context := deepCopy .root.Values.securityContext -}}
-{{- if and .rdma .root.Values.network.rdma.resources -}}
+{{- if include "epdg.locksAsRoot" . -}}
 {{- $capabilities := default dict $context.capabilities -}}
 {{- $_ := set $capabilities "add" (append (default list $capabilities.add) "IPC_LOCK") -}}
 {{- $_ := set $context "capabilities" $capabilities -}}
+{{- $_ := set $context "runAsUser" 0 -}}
+{{- $_ := set $context "runAsNonRoot" false -}}
 {{- end -}}
 {{- toYaml $context -}}
 {{- end }}
@@ -131,6 +142,8 @@ spec:
 {{- define "epdg.env" -}}
 {{- $values := .root.Values -}}
 {{- $plain := mergeOverwrite (.root.Files.Get "files/environment.yaml" | fromYaml) (deepCopy $values.env) -}}
+{{- /* root's own folder is on the image, which is read-only */}}
+{{- if include "epdg.locksAsRoot" . }}{{ $_ := set $plain "HOME" "/home/epdg" }}{{ end -}}
 {{- if .rdma }}{{ $plain = mergeOverwrite $plain (deepCopy $values.network.rdma.env) }}{{ end -}}
 {{- $plain = mergeOverwrite $plain (deepCopy .pod.env) -}}
 - name: EPDG_CLUSTER_SECRET

@@ -51,6 +51,10 @@ applications:
         {{- else }}
         num_replicas: {{ .Values.doors.pods }}
         {{- end }}
+        {{- if eq (int .Values.doors.pods) 1 }}
+        {{- /* Its successor has no place before it has stopped, and no other door answers meanwhile. */}}
+        graceful_shutdown_timeout_s: 20
+        {{- end }}
         max_replicas_per_node: 1
         ray_actor_options:
           num_cpus: 1

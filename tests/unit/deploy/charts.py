@@ -34,6 +34,7 @@ HAS_COMMAND = shutil.which("helm") is not None
 HAS_PACKAGE = find_spec("helm_python") is not None
 WITHOUT = "neither the command helm nor the package helm-python-sdk is installed"
 needs_helm = pytest.mark.skipif(not (HAS_COMMAND or HAS_PACKAGE), reason=WITHOUT)
+needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="the package helm-python-sdk is not installed")
 needs_schemas = pytest.mark.skipif(
     find_spec("kubernetes_validate") is None, reason="the package kubernetes-validate is not installed"
 )
@@ -51,6 +52,12 @@ def render(values: dict[str, Any] | None = None, chart: Path = CHART) -> Objects
     """The objects of a release `epdg`. Raises RenderError."""
     render_text = _by_command if HAS_COMMAND else _by_package
     return [each for text in render_text(values or {}, chart) for each in yaml.load_all(text, LOADER) if each]
+
+
+def notes(values: dict[str, Any] | None = None) -> str:
+    """What Helm prints after an installation with these values. Only the package says it without a server."""
+    (found,) = [text for path, text in _texts(values or {}, CHART).items() if path.endswith("NOTES.txt")]
+    return found
 
 
 def one(objects: Objects, kind: str, name: str | None = None) -> dict[str, Any]:
@@ -75,14 +82,18 @@ def walk(node: Any, visit: Callable[[Any], Iterable[Any]]) -> list[Any]:
 
 
 def _by_package(values: dict[str, Any], chart: Path) -> Iterable[str]:
+    return [text for path, text in _texts(values, chart).items() if path.endswith(".yaml")]
+
+
+def _texts(values: dict[str, Any], chart: Path) -> dict[str, str]:
+    """By path, NOTES.txt too."""
     import helm_python
 
     try:
         loaded = helm_python.Chart.load(chart)  # a chart is changed by its first rendering
-        texts = loaded.render(values, name="epdg", namespace="serving")
+        return loaded.render(values, name="epdg", namespace="serving")
     except helm_python.HelmError as error:
         raise RenderError(str(error)) from error
-    return [text for path, text in texts.items() if path.endswith(".yaml")]
 
 
 def _by_command(values: dict[str, Any], chart: Path) -> Iterable[str]:

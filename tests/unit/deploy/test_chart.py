@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import shutil
 from typing import Any
 
@@ -14,9 +15,10 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import Hosts, actor_options_of
+from cluster.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, actor_options_of
 from cluster.config.settings import ClusterArgs
 from cluster.scaling import ScalingSettings
+from cluster.serving.local_environment import FRONT
 from cluster.serving.scaling import ScalingPolicy
 from cluster.types.members import Role
 from tests.unit.deploy.charts import (
@@ -26,7 +28,9 @@ from tests.unit.deploy.charts import (
     RenderError,
     example,
     needs_helm,
+    needs_package,
     needs_schemas,
+    notes,
     one,
     pod_templates,
     render,
@@ -183,6 +187,28 @@ def test_pods_ask_for_the_gpus_that_ray_is_told(objects: Objects):
     assert bool(claims) == any("resourceClaims" in walk_keys(template) for template in templates(objects))
 
 
+def test_pods_with_gpus_get_the_runtime_class(rendered: dict[str, Objects]):
+    assert "runtimeClassName" not in walk_keys(rendered["defaults"])
+    objects = render({"gpu": {"runtimeClassName": "nvidia"}})
+    found = {
+        name: template["spec"].get("runtimeClassName")
+        for name, template in pod_templates(one(objects, "RayService")).items()
+    }
+    assert found == {"head": None, "door": None, "encode": "nvidia", "prefill": "nvidia", "decode": "nvidia"}
+
+
+def test_another_claim_has_another_name_because_a_template_cannot_be_changed(rendered: dict[str, Objects]):
+    def claims(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        objects = render({**DRA, **values})
+        return {each["metadata"]["name"]: each for each in objects if each["kind"] == "ResourceClaimTemplate"}
+
+    before, after = claims({}), claims({"tensorParallelSize": 2})
+    assert len(before) == len(after) == 3
+    (same,) = before.keys() & after.keys()
+    assert same.startswith("epdg-encode-"), "encoders have one GPU each"
+    assert before[same]["spec"] == after[same]["spec"]
+
+
 def templates(objects: Objects) -> list[dict[str, Any]]:
     return list(pod_templates(one(objects, "RayService")).values())
 
@@ -227,6 +253,33 @@ def test_pools_with_bounds_are_scaled_by_our_policy_and_their_pods_by_ray(render
     assert "enableInTreeAutoscaling" not in one(fixed, "RayService")["spec"]["rayClusterConfig"]
 
 
+@needs_package
+@pytest.mark.parametrize("case", ["defaults", "shared", "scaled"])
+def test_the_notes_have_a_patch_that_gives_a_running_cluster_its_pods(
+    rendered: dict[str, Objects], case: str
+):
+    """KubeRay does not apply changed numbers. A patched cluster has those of the values, except for what the
+    autoscaler decides."""
+    text = notes(CASES[case])
+    patch = json.loads(text.partition("--patch '")[2].partition("'")[0])
+    wanted = one(rendered[case], "RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    changed = {}
+    for operation in patch:
+        *path, place, field = operation["path"].split("/")
+        assert path == ["", "spec", "workerGroupSpecs"]
+        if operation["op"] == "test":
+            assert (field, operation["value"]) == ("groupName", wanted[int(place)]["groupName"])
+        else:
+            changed[int(place), field] = operation["value"]
+    expected = {
+        (place, field): group[field]
+        for place, group in enumerate(wanted)
+        for field in ("replicas", "minReplicas", "maxReplicas")
+        if field != "replicas" or group["minReplicas"] == group["maxReplicas"]
+    }
+    assert changed == expected
+
+
 def test_only_the_head_calls_the_api_server_and_only_where_pools_are_scaled(rendered: dict[str, Objects]):
     for case, objects in rendered.items():
         with_token = {
@@ -242,6 +295,22 @@ def test_only_the_head_calls_the_api_server_and_only_where_pools_are_scaled(rend
     }
     to_api = [name for name, spec in policies.items() if "10.0.0.1/32" in str(spec.get("egress"))]
     assert to_api == ["epdg-head"]
+
+
+def test_a_replaced_door_and_an_old_cluster_outlast_every_answer(rendered: dict[str, Objects]):
+    """A single door does not: nothing would answer while it goes on."""
+    doors = {name: deployments(objects)["Door"] for name, objects in rendered.items()}
+    limited = {name for name, door in doors.items() if "graceful_shutdown_timeout_s" in door}
+    assert (
+        limited
+        == {name for name, door in doors.items() if bounds(door) == (1, 1)}
+        == {"cpu-trial", "one-node"}
+    )
+    assert {doors[name]["graceful_shutdown_timeout_s"] for name in limited} == {DRAIN_TIMEOUT_S}
+    longest = ClusterArgs().door.request_timeout_s + DOOR_STOP_S
+    service = one(rendered["defaults"], "RayService")
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] > longest
+    assert int(FRONT["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > longest
 
 
 def test_kuberay_takes_the_service(objects: Objects):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ pytestmark = needs_helm
 
 INSTANCE = {"app.kubernetes.io/instance": "epdg", "app.kubernetes.io/part-of": "epdg"}
 METADATA_SERVICE = "169.254.0.0/16"
+LOCAL_DNS = "169.254.20.10/32"
 EVERYTHING: dict[str, Any] = {
     "apiKeys": {"existingSecret": "keys", "testKeySecret": {"name": "test-key"}},
     "ingress": {"enabled": True, "host": "models.example.com", "tlsSecret": "tls"},
@@ -62,6 +64,7 @@ def selects(policy: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def test_every_pod_is_confined(objects: Objects):
+    """Added capabilities count for root alone, so pods that lock memory for RDMA run as root."""
     for name, template in templates(objects).items():
         spec = template["spec"]
         assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] > 0
@@ -70,7 +73,23 @@ def test_every_pod_is_confined(objects: Objects):
         assert context["readOnlyRootFilesystem"] and not context["allowPrivilegeEscalation"]
         assert context["capabilities"]["drop"] == ["ALL"]
         added = context["capabilities"].get("add", [])
-        assert added == ([] if name in ("head", "door") else ["IPC_LOCK"])
+        is_root = name not in ("head", "door")
+        assert added == (["IPC_LOCK"] if is_root else [])
+        assert (context.get("runAsUser"), context.get("runAsNonRoot")) == (
+            (0, False) if is_root else (None, None)
+        )
+        mounts = {mount["mountPath"] for mount in container(template)["volumeMounts"]}
+        assert not is_root or environment(template)["HOME"] in mounts
+
+
+def test_pods_lock_memory_as_another_user_where_the_nodes_allow_it():
+    values = copy.deepcopy(EVERYTHING)
+    values["network"]["rdma"]["asRoot"] = False
+    for name, template in templates(render(values)).items():
+        context = container(template)["securityContext"]
+        assert "runAsUser" not in context and context["capabilities"] == {"drop": ["ALL"]}
+        assert "HOME" not in environment(template)
+        assert ("rdma/ib" in container(template)["resources"]["limits"]) == (name not in ("head", "door"))
 
 
 def test_rdma_devices_go_to_the_pools(objects: Objects):
@@ -89,14 +108,24 @@ def test_folders_that_are_written_to_are_volumes(objects: Objects):
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
+def test_rays_store_fits_the_shared_memory_of_every_pod(objects: Objects, large: Objects):
+    """Otherwise Ray puts it on the disk."""
+    units = {"Mi": 1 << 20, "Gi": 1 << 30}
+    for each in (objects, large, render(example("cpu-trial"))):
+        for template in templates(each).values():
+            volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+            limit = volumes["shm"]["emptyDir"]["sizeLimit"]
+            store_bytes = int(environment(template)["RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES"])
+            assert store_bytes < int(limit[:-2]) * units[limit[-2:]]
+
+
 def test_pods_get_the_cluster_secret_as_the_code_reads_it(objects: Objects, large: Objects):
     secret = one(objects, "Secret")
     reference = {"name": secret["metadata"]["name"], "key": "secret"}
     for template in templates(objects).values():
         variables = environment(template)
         assert variables["EPDG_CLUSTER_SECRET"] == {"secretKeyRef": reference}
-        other = {name for name, value in FRONT.items() if variables.get(name) != value}
-        assert other == {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"}
+        assert FRONT.items() <= variables.items()
     assert read_environment({"EPDG_CLUSTER_SECRET": "x"}).cluster_secret == "x"
     assert len(secret["data"]["secret"]) >= 48
     assert not [each for each in large if each["kind"] == "Secret"], "the example names its Secret"
@@ -155,7 +184,24 @@ def test_every_pod_of_the_cluster_is_denied_everything_else(objects: Objects):
     whole = [rule for rule in policy["spec"]["ingress"] if "ports" not in rule]
     assert whole == [{"from": inside}]
     out = {port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", [])}
-    assert out == {53, 6380}
+    assert out == {53, 5353, 6380}
+
+
+def test_pods_reach_dns_in_the_cluster_and_on_their_node(objects: Objects):
+    """NodeLocal DNSCache is on the node's network, where no label matches it; OpenShift's pods have a port of
+    their own."""
+    egress = one(objects, "NetworkPolicy", "epdg-cluster")["spec"]["egress"]
+    (rule,) = [rule for rule in egress if {"protocol": "UDP", "port": 53} in rule.get("ports", [])]
+    assert {(port["protocol"], port["port"]) for port in rule["ports"]} == {
+        (protocol, port) for protocol in ("UDP", "TCP") for port in (53, 5353)
+    }
+    names = [
+        peer["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+        for peer in rule["to"]
+        if "namespaceSelector" in peer
+    ]
+    assert names == ["kube-system", "openshift-dns"]
+    assert {"ipBlock": {"cidr": LOCAL_DNS}} in rule["to"]
 
 
 def test_clients_reach_the_proxies_and_the_operator_the_head(objects: Objects):
@@ -194,7 +240,9 @@ def test_only_doors_reach_public_addresses_and_never_the_metadata_service(object
         )
 
     policies = {each["metadata"]["name"]: each for each in objects if each["kind"] == "NetworkPolicy"}
-    assert [name for name, policy in policies.items() if blocks(policy)] == ["epdg-doors"]
+    assert blocks(policies["epdg-cluster"]) == [{"cidr": LOCAL_DNS}]
+    others = [name for name, policy in policies.items() if blocks(policy) and name != "epdg-cluster"]
+    assert others == ["epdg-doors"]
     assert METADATA_SERVICE in blocks(policies["epdg-doors"])[0]["except"]
 
 
@@ -227,6 +275,14 @@ def test_a_budget_leaves_all_pods_of_a_pool_but_one(large: Objects):
             if spec["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         ]
         assert chosen == [name.removeprefix("epdg-")]
+
+
+def test_a_budget_leaves_a_pool_that_is_scaled_its_last_pod():
+    pools = {"encode": {"maxPods": 3}, "prefill": {"pods": 3, "maxPods": 5}}
+    objects = render({"pools": pools, "networkPolicy": {"enabled": False}})
+    budgets = [each for each in objects if each["kind"] == "PodDisruptionBudget"]
+    least = {each["metadata"]["name"]: each["spec"]["minAvailable"] for each in budgets}
+    assert least == {"epdg-door": 1, "epdg-encode": 1, "epdg-prefill": 2}
 
 
 def test_routes_lead_to_the_service_that_kuberay_makes(objects: Objects, large: Objects):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cluster.config import machine
 from tests.unit.deploy.charts import CHART, VALUES
 
 DEPLOY = CHART.parent
@@ -60,15 +61,30 @@ def test_both_targets_exist_and_the_default_is_for_cpus():
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_an_image_has_no_compiler_and_no_root(target: str):
+def test_an_image_has_no_packages_of_its_own_and_does_not_run_as_root(target: str):
     text = _text(target)
     assert "g++" not in text and "pip install" not in text
     users = [text for name, text in STAGES[target] if name == "USER"]
-    assert users == [
+    assert users[-1] == (
         f"{VALUES['podSecurityContext']['runAsUser']}:{VALUES['podSecurityContext']['runAsGroup']}"
-    ]
+    )
     copies = [text for name, text in STAGES[target] if name == "COPY"]
     assert copies == [f"--from=install-{target} /opt/epdg /opt/epdg"]
+
+
+def test_the_image_for_gpus_has_what_the_fast_attention_needs(monkeypatch: pytest.MonkeyPatch):
+    """flash-attn 4, and a C compiler with the C library's headers for the launchers of Triton's kernels."""
+    with (REPOSITORY / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    assert any(each.startswith("flash-attn-4[cu13]") for each in extras["gpu"])
+    assert '".[gpu]"' in _text("install-cuda") and "[gpu]" not in _text("install-cpu")
+    installed = re.findall(r"--no-install-recommends ([^&]+)", _text("cuda"))
+    assert [names.split() for names in installed] == [["libgomp1", "tini", "wget"], ["gcc", "libc6-dev"]]
+    assert not re.search(r"\bgcc\b", _text("cpu"))
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    for programs, has_triton in ((["gcc"], True), ([], False)):
+        monkeypatch.setattr(machine.shutil, "which", lambda name, programs=programs: name in programs)
+        assert machine.has_triton.__wrapped__() is has_triton
 
 
 def test_every_package_that_ships_is_copied():
@@ -100,7 +116,8 @@ def test_the_context_leaves_out_what_is_not_copied():
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 def test_versions_are_those_of_the_lock(target: str):
-    assert "--constraint requirements/cpu.lock ." in _text(f"install-{target}")
+    package = {"cpu": ".", "cuda": '".[gpu]"'}[target]
+    assert f"--constraint requirements/cpu.lock {package}" in _text(f"install-{target}")
     lock = (REPOSITORY / "requirements" / "cpu.lock").read_text()
     assert f"\nray=={VALUES['rayVersion']}\n" in lock
 

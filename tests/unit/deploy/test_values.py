@@ -119,10 +119,8 @@ def test_the_trial_serves_the_model_that_ships(monkeypatch):
 
 
 def test_the_front_of_the_pods_is_that_of_epdg_serve():
-    """But for the pause before a door ends, in which the proxies of other hosts hear of it."""
     environment = yaml.safe_load((CHART / "files" / "environment.yaml").read_text())
     expected = {**FRONT, **ONE_LOOP}
-    del expected["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"]
     assert {name: environment.get(name) for name in expected} == expected
     assert all(isinstance(value, str) for value in environment.values())
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from cluster.app import DRAIN_TIMEOUT_S
+from cluster.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, compose
+from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.serving.replicas import DRAIN_S, DecodeReplica, Replica
 from cluster.worker.process import STOP_TIMEOUT_S
+from tests.fakes.model_folders import DEMO_MODEL
 
 
 class Service:
@@ -34,6 +36,14 @@ async def test_a_replica_of_every_pool_drains_before_it_stops():
 
 def test_a_drained_replica_has_time_left_to_stop():
     assert DRAIN_S + STOP_TIMEOUT_S < DRAIN_TIMEOUT_S
+
+
+def test_a_door_may_go_on_for_longer_than_a_request_lasts():
+    args = ClusterArgs(model=str(DEMO_MODEL), door={"request_timeout_s": 40.0})
+    door: Any = compose(args, Hosts(frozenset(), frozenset()))._bound_deployment
+    assert door._deployment_config.graceful_shutdown_timeout_s == 40.0 + DOOR_STOP_S
+    for pool in door.init_args[3].values():
+        assert pool._bound_deployment._deployment_config.graceful_shutdown_timeout_s == DRAIN_TIMEOUT_S
 
 
 def test_a_replica_gets_the_phases_of_its_rank():
