@@ -23,7 +23,9 @@ MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than its timeout
 RETRY_AFTER_S = 5.0
 _JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 _PLAIN = bytes(set(range(256)) - set(b",[{\\"))
-_MEDIA = (b"base64,", b'"input_audio"')  # every body that contains media has one of them
+# Every body that contains media as data has one of them before the first data: a data URI, or the name of the
+# field around them
+_MEDIA = (b"base64,", b'"input_audio"', b'"source"', b'"file_data"')
 
 
 class BodyTooLargeError(RequestError):

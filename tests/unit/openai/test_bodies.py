@@ -180,6 +180,37 @@ def test_a_body_without_media_has_a_smaller_cap(door):
     assert response.status_code == 413 and "without media" in error_of(response)["message"]
 
 
+def media_part(name: str, data: str) -> tuple[str, dict]:
+    """The path, and a part in one of the forms in which it takes media as data."""
+    uri = "data:image/png;base64," + data
+    return {
+        "image_url": ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": uri}}),
+        "input_audio": (
+            "/v1/chat/completions",
+            {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        ),
+        "input_image": ("/v1/responses", {"type": "input_image", "image_url": uri}),
+        "file as a URI": ("/v1/responses", {"type": "input_file", "file_data": uri}),
+        "file as base64": ("/v1/responses", {"type": "input_file", "file_data": data, "filename": "a.png"}),
+        "source": (
+            "/v1/messages",
+            {"type": "image", "source": {"data": data, "media_type": "image/png", "type": "base64"}},
+        ),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["image_url", "input_audio", "input_image", "file as a URI", "file as base64", "source"]
+)
+def test_media_as_data_may_be_larger_than_text(door, name):
+    path, part = media_part(name, "A" * (door.limits.max_text_bytes + 1))
+    field = "input" if path == "/v1/responses" else "messages"
+    body = {"model": "org/demo", field: [{"role": "user", "content": [part]}]}
+    if path == "/v1/messages":
+        body["max_tokens"] = 8
+    assert call(door, "POST", path, json=body).status_code == 200 and len(door.calls[0].media) == 1
+
+
 def test_text_beyond_the_context_is_refused_before_it_is_tokenised(door):
     words = "x" * (door.limits.max_text_chars // 2)
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
