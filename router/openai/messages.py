@@ -55,10 +55,7 @@ def messages_of(
     for idx, message in enumerate(messages):
         param = f"messages[{idx}]"
         _check_kind(message, param)
-        calls = tuple(
-            call_in_history(call, f"{param}.tool_calls[{i}]")
-            for i, call in enumerate(message.tool_calls or ())
-        )
+        calls = tuple(call_in_history(call) for call in message.tool_calls or ())
         names |= {call.call_id: call.name for call in calls}
         call_id = message.tool_call_id or ""
         found.append(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 
 from cluster.errors import RequestError
 from cluster.text.chat import ChatOptions, ToolCall
-from router.calls import ToolFunction, ToolRules
+from router.calls import MAX_CALL_NAME_CHARS, ToolFunction, ToolRules
 from router.openai.fields import StrictModel
 
 MAX_TOOLS = 128
@@ -19,6 +19,8 @@ MAX_VARIABLES = 64
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+# In a conversation: a model may have called a function that it was never given
+CalledName = Annotated[str, Field(min_length=1, max_length=MAX_CALL_NAME_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
@@ -45,7 +47,7 @@ class NamedTool(StrictModel):
 
 
 class _Called(StrictModel):
-    name: ToolName
+    name: CalledName
     arguments: str
     parsed_arguments: Any = None  # what the openai clients' helpers add
 
@@ -153,13 +155,21 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             raise RequestError(f"{param}: arguments are an object", param=param)
 
 
-def call_in_history(call: InputToolCall, param: str) -> ToolCall:
-    """Templates get the arguments as an object. Raises RequestError if they are none."""
-    param = f"{param}.function.arguments"
+def call_in_history(call: InputToolCall) -> ToolCall:
+    """Templates get the arguments as an object. A call that was cut, or that a model wrote wrongly, stays in
+    its conversation: what is no object comes as one that has the text as it is."""
+    text = call.function.arguments or "{}"
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{param}: is not JSON", param=param) from error
+        arguments = _object(text)
+    except (ValueError, RecursionError):
+        arguments = json.dumps({"invalid_arguments": text}, ensure_ascii=False)
+    return ToolCall(call.id, call.function.name, arguments)
+
+
+def _object(text: str) -> str:
+    """The same JSON without half surrogate pairs, which no tokenizer takes. Raises ValueError or
+    RecursionError."""
+    arguments = json.loads(text)
     if not isinstance(arguments, dict):
-        raise RequestError(f"{param}: is not an object", param=param)
-    return ToolCall(call.id, call.function.name, _json(arguments, param))
+        raise ValueError("not an object")
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode()

@@ -214,7 +214,8 @@ def _check_messages(messages: Sequence[InputMessage], options: ChatOptions, limi
     num_chars = num_parts = 0
     for message in messages:
         num_chars += len(message.reasoning_content or message.reasoning or "")
-        num_chars += sum(len(call.function.arguments) for call in message.tool_calls or ())
+        called = [call.function for call in message.tool_calls or ()]
+        num_chars += sum(len(function.name) + len(function.arguments) for function in called)
         if isinstance(message.content, str):
             num_chars += len(message.content)
         elif message.content is not None:

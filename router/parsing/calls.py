@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 
 from cluster.errors import InternalError
-from router.calls import ToolCallDelta
+from router.calls import MAX_CALL_NAME_CHARS, ToolCallDelta
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
@@ -85,8 +85,8 @@ class CallRegion:
         calls = []
         for call in value if isinstance(value, list) else [value]:
             name, arguments = call["function"]["name"], call["function"].get("arguments")
-            if not isinstance(name, str) or not name.strip():
-                raise ValueError("a call without a name")
+            if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_CALL_NAME_CHARS:
+                raise ValueError("a call without a name, or with too long a one")
             calls.append((name.strip(), arguments))
         return calls
 

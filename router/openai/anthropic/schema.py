@@ -15,7 +15,7 @@ from router.openai.schema import (
     Harmless,
     RequestBody,
 )
-from router.openai.tools import MAX_TOOLS, CallId, ToolName
+from router.openai.tools import MAX_TOOLS, CalledName, CallId, ToolName
 
 
 class TextBlock(StrictModel):
@@ -55,7 +55,7 @@ class ToolUseBlock(StrictModel):
 
     type: Literal["tool_use"]
     id: CallId
-    name: ToolName
+    name: CalledName
     input: dict[str, Any]
     cache_control: Harmless = None
     caller: Harmless = None

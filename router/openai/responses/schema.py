@@ -18,7 +18,7 @@ from router.openai.schema import (
     RequestBody,
 )
 from router.openai.structure import NamedSchema, StructuredOutputs
-from router.openai.tools import MAX_TOOLS, CallId, Effort, ToolName, Variables
+from router.openai.tools import MAX_TOOLS, CalledName, CallId, Effort, ToolName, Variables
 
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
 
@@ -110,7 +110,7 @@ class CallItem(StrictModel):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: ToolName
+    name: CalledName
     arguments: str
     parsed_arguments: Harmless = None  # what the openai client's helpers add
     id: Harmless = None
@@ -125,7 +125,7 @@ class CallOutputItem(StrictModel):
     type: Literal["function_call_output"]
     call_id: CallId
     output: Content
-    name: ToolName | None = None
+    name: CalledName | None = None
     id: Harmless = None
     status: Harmless = None
     namespace: None = None

@@ -251,6 +251,13 @@ def test_images_stand_in_messages_and_in_results_under_their_own_names():
     ]  # fmt: skip
 
 
+def test_a_call_of_a_function_that_was_never_given_stays_in_its_conversation():
+    name = "functions.see:0 (é)"
+    used = {"role": "assistant", "content": [USE | {"name": name}]}
+    made = of_messages(messages=[HELLO, used, {"role": "user", "content": [RESULT]}])
+    assert [each.name for each in made.messages[1].tool_calls] == [name] == [made.messages[2].name]
+
+
 def test_a_schema_for_the_output_is_held():
     made = of_messages(messages=[HELLO], output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
     assert made.structure is not None and json.loads(made.structure.text) == SCHEMA

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.text.chat import ChatMedia, ChatText, ToolCall
 from cluster.types.media import Modality
-from tests.unit.openai.test_app import chat, error_of
+from tests.unit.openai.test_app import call, chat, error_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 HELLO = {"role": "user", "content": "hi"}
@@ -106,8 +106,8 @@ def calling(**changes: Any) -> dict[str, Any]:
         ({"reasoning_effort": "heroic"}, "reasoning_effort"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         (calling(type="custom"), "messages[1].tool_calls[0].type"),
-        (calling(function={"name": "f", "arguments": "{"}), "messages[1].tool_calls[0].function.arguments"),
-        (calling(function={"name": "f", "arguments": "[]"}), "messages[1].tool_calls[0].function.arguments"),
+        (calling(function={"name": "", "arguments": "{}"}), "messages[1].tool_calls[0].function.name"),
+        (calling(function={"name": "f" * 257, "arguments": "{}"}), "messages[1].tool_calls[0].function.name"),
         (
             {"messages": [HELLO | {"tool_calls": calling()["messages"][1]["tool_calls"]}]},
             "messages[0].tool_calls",
@@ -121,3 +121,30 @@ def test_what_cannot_be_meant_is_refused_by_name(door, fields, param):
     response = chat(door, **fields)
     assert response.status_code == 400 and error_of(response)["param"] == param
     assert not door.calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("", {}),
+        ('{"a": "\\ud83d"}', {"a": "?"}),
+        ('{"a": "bc', {"invalid_arguments": '{"a": "bc'}),
+        ("[1]", {"invalid_arguments": "[1]"}),
+        ('{"a": NaN}', {"invalid_arguments": '{"a": NaN}'}),
+        ("[" * 9999, {"invalid_arguments": "[" * 9999}),
+    ],
+)
+def test_a_call_that_the_model_wrote_wrongly_does_not_end_its_conversation(door, arguments, shown):
+    """At the chat's endpoint and at /v1/responses; the template gets an object."""
+    name = "functions.f:0 (é)" + "x" * 239
+    called = calling(function={"name": name, "arguments": arguments})
+    item = {"type": "function_call", "call_id": "x", "name": name, "arguments": arguments}
+    output = {"type": "function_call_output", "call_id": "x", "output": "no such tool", "name": name}
+    answers = [
+        chat(door, **called),
+        call(door, "POST", "/v1/responses", json={"model": "org/demo", "input": [HELLO, item, output]}),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    for each in door.calls:
+        (made,) = each.messages[1].tool_calls
+        assert made.name == name and json.loads(made.arguments) == shown

@@ -22,6 +22,7 @@ SCHEMA = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}},
 }
 TOOLS = [{"type": "function", "function": {"name": "f.g-1", "parameters": SCHEMA}}]
+LONG_NAME = "f" * 257  # no request would take it back
 THOUGHT = "I think\n\nso"
 # What a grammar cannot say: arguments as text
 XML = {
@@ -133,6 +134,7 @@ def test_the_prompt_may_have_begun_or_ended_the_reasoning():
     [
         ("<tool_call>\nnot json\n</tool_call>\nso", "not json\nso", []),
         ('<tool_call>\n{"arguments": {}}\n</tool_call>', '{"arguments": {}}', []),
+        (f'<tool_call>{{"name": "{LONG_NAME}"}}</tool_call>', f'{{"name": "{LONG_NAME}"}}', []),
         ('<tool_call>\n{"name": "f", "arguments": "[1]"}\n</tool_call>', "", ["[1]"]),
         ('<tool_call>\n{"name": "f"}\n</tool_call>', "", ["{}"]),
         ('<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>', "", ['{"a": 1}']),
