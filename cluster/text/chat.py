@@ -54,6 +54,7 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
     tools: tuple[str, ...] = ()  # in the API's form, as JSON
     variables: tuple[tuple[str, str], ...] = ()  # the client's `chat_template_kwargs`: names, values as JSON
+    hints: tuple[tuple[str, str], ...] = ()  # the same, where the template has them and none is set above
 
 
 NO_OPTIONS = ChatOptions()

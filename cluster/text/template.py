@@ -75,7 +75,8 @@ class ChatTemplate:
 
     def _render(self, conversation: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
         tools = [json.loads(tool) for tool in options.tools] or None
-        variables = {name: json.loads(value) for name, value in options.variables}
+        hints = [hint for hint in options.hints if self.has_variable(hint[0])]
+        variables = {name: json.loads(value) for name, value in (*hints, *options.variables)}
         source = self._source(has_tools=tools is not None)
         mark = _marker(self._tokenizer._get_control_tokens(source))
         text = self._owner.apply_chat_template(

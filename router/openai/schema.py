@@ -333,7 +333,7 @@ def _limit(details: Any) -> str:
 
 _BRANCHES = {"text", "parts", "image_url", "video_url", "audio_url", "input_audio"} | {
     "input_text", "output_text", "input_image", "input_video", "input_file",
-    "image", "thinking", "tool_use", "tool_result", "base64", "url",
+    "image", "thinking", "redacted_thinking", "tool_reference", "tool_use", "tool_result", "base64", "url",
 }  # fmt: skip
 _UNIONS = ("content", "source")  # fields of several shapes
 
