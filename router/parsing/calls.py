@@ -5,8 +5,8 @@ A region becomes calls when it is complete, by the parser that its field of the 
 Before that, JSON that is not complete yet is completed and parsed in the same way: what is certain of the
 arguments goes out. Certain is what every continuation begins with; a number at the end may still grow.
 
-Text that is no call goes out as content. What has gone out of a call stays: if its rest cannot be parsed,
-or the answer ends within it, its arguments end there.
+Text that is no call goes out as content. What has gone out of a call stays: if its rest cannot be parsed, its
+arguments end there. If the answer is cut within a call, they do so, too.
 """
 
 from __future__ import annotations
@@ -65,13 +65,15 @@ class CallRegion:
             return ()
         return tuple(self._pieces(calls[: len(named)], is_complete=False))
 
-    def close(self, captures: dict[str, str]) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Text that is no call, and the rest of the calls."""
+    def close(self, captures: dict[str, str], *, is_cut: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """Text that is no call, and the rest of the calls. `is_cut`: the answer was cut within the region."""
         try:
             calls = self._calls(self._body, captures)
         except _UNPARSABLE:
-            self._parse_from = 0
-            rest = self.progress(captures)
+            rest: tuple[ToolCallDelta, ...] = ()
+            if is_cut or self._sent:
+                self._parse_from = 0
+                rest = self.progress(captures)
             return ("" if self._sent else self._body), rest
         return "", tuple(self._pieces(calls, is_complete=True))
 

@@ -46,7 +46,7 @@ def parser_of(name: str, prefix: str = "", **more: Any) -> AnswerParser:
 
 def read(parser: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, names and arguments."""
-    parts = [*(parser.push(piece) for piece in pieces), parser.finish()]
+    parts = [*(parser.push(piece) for piece in pieces), parser.finish(is_cut=True)]
     ids: list[str] = []
     calls: list[list[str]] = []
     for piece in (piece for part in parts for piece in part.calls):
@@ -148,6 +148,37 @@ def test_broken_calls_lose_nothing(written, content, arguments):
         found, _, calls = read(parser_of("hermes"), pieces)
         assert (found, [text for _, text in calls]) == (content, arguments)
         json.dumps(calls).encode()
+
+
+UNCLOSED = '{"name": "f", "arguments": {"a": "bc"}'
+
+
+@pytest.mark.parametrize("end", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_complete_call_that_cannot_be_parsed_is_content(size, end):
+    for behind in ("", "\nDone."):
+        written = f"<tool_call>\n{UNCLOSED}\n</tool_call>{behind}"
+        deltas = said(written, size, end, streams=False)
+        assert "".join(delta.text for delta in deltas) == UNCLOSED + behind
+        assert not any(delta.calls for delta in deltas)
+        assert deltas[-1].finish_reason == ("stop" if end is FinishReason.STOP else "length")
+        streamed = said(written, size, end)
+        if size < 1000:  # what has gone out of the call stays, and what follows the call is not lost
+            assert "".join(call.arguments for delta in streamed for call in delta.calls) == '{"a": "bc'
+            assert "".join(delta.text for delta in streamed) == behind.lstrip()
+
+
+def test_a_call_that_the_model_does_not_end_is_content_unless_the_answer_was_cut():
+    for name, written in (
+        ("hermes", f"<tool_call>{UNCLOSED}"),
+        ("llama3", '{"name": "f", "parameters": {"a": "b'),
+    ):
+        answers = [parser_of(name, streams=False) for _ in range(2)]
+        for answer in answers:
+            answer.push(written)
+        ended, cut = answers[0].finish(is_cut=False), answers[1].finish(is_cut=True)
+        assert ended.content == written.removeprefix("<tool_call>") and not ended.calls
+        assert [call.name for call in cut.calls] == ["f"] and not cut.content
 
 
 def test_without_tools_what_looks_like_a_call_is_content():
