@@ -48,9 +48,10 @@ class ChatTemplate:
                 param="tools",
             )
         for name, _ in options.variables:
-            if not self.has_variable(name):  # reasoning_effort is a field of its own, too
-                param = name if name == "reasoning_effort" else f"chat_template_kwargs.{name[:64]}"
-                raise RequestError(f"{param}: this model's chat template has no such variable", param=param)
+            if not self.has_variable(name):
+                raise _no_variable(f"chat_template_kwargs.{name[:64]}")
+        if options.hint_param and not any(self.has_variable(name) for name, _ in options.hints):
+            raise _no_variable(options.hint_param)
 
     @property
     def takes_tools(self) -> bool:
@@ -150,6 +151,10 @@ class ChatTemplate:
             else {"type": part.modality.value}
             for part in message.content
         ]
+
+
+def _no_variable(param: str) -> RequestError:
+    return RequestError(f"{param}: this model's chat template has no such variable", param=param)
 
 
 def _marker(control_tokens: tuple[str, ...]) -> Callable[[Any], Any]:

@@ -85,14 +85,23 @@ class ToolFields(BaseModel):
 
 def options_of(request: ToolFields) -> ChatOptions:
     """What the chat template gets. A model that must not call a tool does not see any."""
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort not in (None, "none"):
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    variables, hints = request.chat_template_kwargs or {}, _effort(request.reasoning_effort)
     tools = () if request.tool_choice == "none" else request.tools or ()
     return ChatOptions(
         tuple(_json(_shown(tool), f"tools[{idx}]") for idx, tool in enumerate(tools)),
         tuple((name, _json(value, "chat_template_kwargs")) for name, value in variables.items()),
+        tuple((name, json.dumps(value)) for name, value in hints.items()),
+        "reasoning_effort" if "reasoning_effort" in hints else "",
     )
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """What templates know: how much reasoning is wanted, or only whether some is."""
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "reasoning_effort": effort}
 
 
 def rules_of(request: ToolFields) -> ToolRules | None:

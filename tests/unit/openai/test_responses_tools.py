@@ -245,4 +245,4 @@ def test_what_the_door_refuses_about_tools_is_named_as_this_endpoint_names_it(do
     door.fail_at = None
     error = error_of(respond(door, reasoning={"effort": "high"}))
     assert (error["param"], error["message"]) == ("reasoning.effort", "reasoning.effort: no such variable")
-    assert json.loads(dict(door.calls[0].options.variables)["reasoning_effort"]) == "high"
+    assert json.loads(dict(door.calls[0].options.hints)["reasoning_effort"]) == "high"

@@ -55,9 +55,20 @@ def test_a_model_that_must_not_call_sees_no_tools(door):
 def test_variables_of_the_template_and_the_wish_for_reasoning_reach_the_door(door):
     fields = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
     assert chat(door, include_reasoning=False, **fields).status_code == 200
-    call = door.calls[0]
-    assert dict(call.options.variables) == {"enable_thinking": "false", "reasoning_effort": '"low"'}
-    assert not call.shows_reasoning
+    options = door.calls[0].options
+    assert dict(options.variables) == {"enable_thinking": "false"}
+    assert dict(options.hints) == {"enable_thinking": "true", "reasoning_effort": '"low"'}
+    assert options.hint_param == "reasoning_effort" and not door.calls[0].shows_reasoning
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_without_effort_nothing_is_thought(door, path):
+    asked = {"messages": [HELLO], "reasoning_effort": "none"}
+    if path == "/v1/responses":
+        asked = {"input": "hi", "reasoning": {"effort": "none"}}
+    assert call(door, "POST", path, json={"model": "org/demo", **asked}).status_code == 200
+    options = door.calls[0].options
+    assert dict(options.hints) == {"enable_thinking": "false"} and not options.hint_param
 
 
 def test_a_conversation_with_calls_and_their_results_is_taken_over(door):

@@ -76,6 +76,10 @@ def test_hints_are_variables_where_the_template_has_them(model):
     model.template.check(ChatOptions(hints=hints))
     usual, hinted = model.template.render(HELLO), model.template.render(HELLO, ChatOptions(hints=hints))
     assert "please" in hinted and hinted.replace("please", "") == usual
+    model.template.check(ChatOptions(hints=hints, hint_param="manners"))  # one of them is enough
+    with pytest.raises(RequestError) as raised:
+        model.template.check(ChatOptions(hints=hints[:1], hint_param="manners"))
+    assert raised.value.param == "manners"
     said = ChatOptions(variables=(("polite", '"now"'),), hints=hints)
     assert model.template.render(HELLO, said) == hinted.replace("please", "now")
 
