@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.errors import RequestError
+from cluster.errors import RequestError, UnsupportedError
 from router.calls import ChatCall
 from router.openai.anthropic.schema import (
     Base64Source,
@@ -57,6 +57,7 @@ def messages_call(request: CountRequest, context: CallContext) -> ChatCall:
         "response_format": _output_format(request.output_config),
     }
     if isinstance(request, MessagesRequest):
+        _check_last(request.messages)
         asked |= {
             "max_completion_tokens": request.max_tokens,
             "temperature": request.temperature,
@@ -87,6 +88,17 @@ def _conversation(request: CountRequest, names: dict[str, str]) -> list[dict[str
     for idx, (_, param) in enumerate(found):
         names[f"messages[{idx}]"] = param
     return [message for message, _ in found]
+
+
+def _check_last(messages: Sequence[Message]) -> None:
+    """A template would begin a new answer behind the assistant's message."""
+    if messages[-1].role == "assistant":
+        param = f"messages[{len(messages) - 1}]"
+        raise UnsupportedError(
+            f"{param}: this server does not continue an assistant's message (prefill); a conversation must end "
+            "with a user's",
+            param=param,
+        )
 
 
 def _messages(

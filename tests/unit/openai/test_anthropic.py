@@ -317,6 +317,7 @@ def test_a_schema_for_the_output_is_held():
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"temperature": 1.5}, "temperature"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"messages": [HELLO, {"role": "assistant", "content": "{"}]}, "messages[1]: this server does not continue"),
         ({"container": "x"}, "container"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"messages": [{"role": "user", "content": [REDACTED]}]}, "messages[0].content[0]"),
@@ -362,6 +363,8 @@ def test_the_tokens_of_a_conversation_are_counted(door):
     assert isinstance(asked, TokenizeCall) and isinstance(asked.what, ChatCall)
     assert [each.role for each in asked.what.messages] == ["system", "user"] and asked.what.options.tools
     assert message_error_of(ask(door, "/v1/messages/count_tokens", max_tokens=5))["type"]
+    said = [HELLO, {"role": "assistant", "content": "Oh"}]  # counts, too, though it is not answered
+    assert ask(door, "/v1/messages/count_tokens", messages=said).status_code == 200
     assert message_error_of(call(door, "GET", "/v1/messages"))["type"] == "invalid_request_error"
 
 
