@@ -14,7 +14,6 @@ from cluster.text.defaults import GenerationDefaults
 from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure, StructureKind
 from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules, ToolRules
-from router.openai import schema
 from router.openai.fields import MAX_PRIORITY
 from router.openai.limits import Limits
 from router.openai.messages import media_options, messages_of, negative_of
@@ -24,7 +23,9 @@ from router.openai.schema import (
     CompletionRequest,
     EndpointRequest,
     InputMessage,
+    RefusalPart,
     StreamOptions,
+    TextPart,
 )
 from router.openai.structure import structure_of
 from router.openai.tools import options_of, rules_of
@@ -205,14 +206,15 @@ def _check_text(num_chars: int, param: str, limits: Limits) -> None:
 def _check_messages(messages: Sequence[InputMessage], options: ChatOptions, limits: Limits) -> None:
     num_chars = num_parts = 0
     for message in messages:
-        num_chars += len(message.reasoning_content or message.reasoning or "")
+        num_chars += len(message.reasoning_content or message.reasoning or "") + len(message.refusal or "")
         called = [call.function for call in message.tool_calls or ()]
         num_chars += sum(len(function.name) + len(function.arguments) for function in called)
         if isinstance(message.content, str):
             num_chars += len(message.content)
         elif message.content is not None:
             num_parts += len(message.content)
-            num_chars += sum(len(part.text) for part in message.content if isinstance(part, schema.TextPart))
+            texts = [part for part in message.content if isinstance(part, TextPart | RefusalPart)]
+            num_chars += sum(len(part.text) for part in texts)
     if num_parts > MAX_PARTS:
         raise RequestError(f"messages: at most {MAX_PARTS} content parts are accepted", param="messages")
     _check_text(num_chars, "messages", limits)

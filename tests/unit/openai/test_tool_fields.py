@@ -47,6 +47,52 @@ def test_a_choice_says_which_tools_may_and_must_be_called(door, fields, names, m
     assert "strict" not in shown[1]["function"] and shown[1]["function"]["description"] == "does b"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_allowed_tools_are_as_if_there_were_no_others(door, path, mode):
+    tools, choice = BOTH, {"allowed_tools": {"mode": mode, "tools": [named("b")]}}
+    asked: dict[str, Any] = {"messages": [HELLO]}
+    if path == "/v1/responses":
+        tools = [{"type": "function", **each["function"]} for each in BOTH]
+        asked, choice = {"input": "hi"}, {"mode": mode, "tools": [{"type": "function", "name": "b"}]}
+    choice["type"] = "allowed_tools"
+    body = {"model": "org/demo", **asked, "tools": tools, "tool_choice": choice}
+    answer = call(door, "POST", path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert path != "/v1/responses" or answer.json()["tool_choice"] == choice
+    rules, (shown,) = door.calls[0].tools, door.calls[0].options.tools
+    assert [function.name for function in rules.functions] == ["b"]
+    assert rules.must_call == (mode == "required") and rules.is_parallel
+    assert rules.functions[0].param.startswith("tools[1].") and json.loads(shown)["function"]["name"] == "b"
+
+
+def test_the_strongest_effort_is_xhigh(door):
+    assert chat(door, reasoning_effort="max").status_code == 200
+    assert dict(door.calls[0].options.hints)["reasoning_effort"] == '"xhigh"'
+
+
+def test_refusals_of_other_servers_are_text_in_a_conversation(door):
+    part = {"type": "text", "text": "Well. ", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    image = IMAGE | {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    messages = [
+        {"role": "user", "content": [part, image]},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "content": [part, {"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": [part], "refusal": "No."},
+    ]
+    assert chat(door, messages=messages).status_code == 200
+    _, alone, among, beside = door.calls[0].messages
+    assert alone.content == "No."
+    assert (
+        [each.text for each in among.content] == ["Well. ", "No."] == [each.text for each in beside.content]
+    )
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    assert (
+        call(door, "POST", "/v1/responses", json={"model": "org/demo", "input": [refused]}).status_code == 200
+    )
+    assert door.calls[1].messages[0].content == "No."
+
+
 def test_a_model_that_must_not_call_sees_no_tools(door):
     assert chat(door, tools=BOTH, tool_choice="none").status_code == 200
     assert door.calls[0].tools is None and not door.calls[0].options.tools
@@ -112,6 +158,18 @@ def calling(**changes: Any) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes", "tools": BOTH}, "tool_choice"),
         ({"tool_choice": named("c"), "tools": BOTH}, "tool_choice.function.name"),
+        (
+            {
+                "tools": BOTH,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [named("c")]},
+                },
+            },
+            "tool_choice.allowed_tools",
+        ),
+        ({"messages": [HELLO | {"refusal": "No."}]}, "messages[0]"),
+        ({"messages": [HELLO | {"content": [{"type": "refusal", "refusal": "No."}]}]}, "messages[0]"),
         ({"tools": BOTH, "guided_regex": "a"}, "guided_regex"),
         ({"tools": BOTH, "min_tokens": 3}, "min_tokens"),
         ({"reasoning_effort": "heroic"}, "reasoning_effort"),
