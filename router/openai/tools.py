@@ -18,7 +18,7 @@ MAX_CHARS = 200_000  # of a schema, or of another value
 MAX_VARIABLES = 64
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 # In a conversation: a model may have called a function that it was never given
 CalledName = Annotated[str, Field(min_length=1, max_length=MAX_CALL_NAME_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]

@@ -93,6 +93,18 @@ def test_refusals_of_other_servers_are_text_in_a_conversation(door):
     assert door.calls[1].messages[0].content == "No."
 
 
+@pytest.mark.parametrize(("num_chars", "status"), [(128, 200), (129, 400)])
+def test_tools_have_names_of_up_to_128_letters(door, num_chars, status):
+    name = "mcp__server__" + "x" * (num_chars - 13)
+    for path, said, offered in (
+        ("/v1/chat/completions", {"messages": [HELLO]}, tool(name)),
+        ("/v1/responses", {"input": "hi"}, {"type": "function", "name": name}),
+        ("/v1/messages", {"messages": [HELLO], "max_tokens": 5}, {"name": name, "input_schema": SCHEMA}),
+    ):
+        body = {"model": "org/demo", **said, "tools": [offered]}
+        assert call(door, "POST", path, json=body).status_code == status
+
+
 def test_a_model_that_must_not_call_sees_no_tools(door):
     assert chat(door, tools=BOTH, tool_choice="none").status_code == 200
     assert door.calls[0].tools is None and not door.calls[0].options.tools
