@@ -126,7 +126,10 @@ class _Scan:
         self._num_escapes += num_escapes
         self._num_marks += len(marks) - num_escapes
         if self._num_marks > limits.max_marks:
-            raise BodyTooLargeError(f"the body has more than {limits.max_marks} values")
+            raise BodyTooLargeError(
+                f"the body has more than {limits.max_marks} values (token ids, entries of log-probabilities and "
+                "others); send fewer at once"
+            )
         if self._num_escapes > limits.max_escapes + self.num_bytes // 32:
             raise BodyTooLargeError(f"the body has more than {limits.max_escapes} escaped characters")
         if self.num_bytes > limits.max_text_bytes and not self._has_media:

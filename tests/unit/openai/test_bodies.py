@@ -127,6 +127,34 @@ def test_what_may_be_parsed_is_parsed_fast(door, body):
     assert response.status_code in (200, 400, 413)
 
 
+def chains(num_objects: int) -> bytes:
+    """What costs most to parse: objects within objects."""
+    chain = '{"a":' * 180 + "0" + "}" * 180
+    return filled(HEAD + f'"messages":[{MESSAGE}],"metadata":[', chain, "]}", num_objects // 181 * 1082)
+
+
+def test_the_costliest_values_are_bounded(door):
+    door.limits = LARGE
+    started_s = time.process_time()
+    body = b'{"user":"base64,",' + chains(LARGE.max_marks)[1:]
+    assert call(door, "POST", "/v1/chat/completions", content=body).status_code in (200, 400)
+    assert time.process_time() - started_s < 1.0
+    response = call(door, "POST", "/v1/chat/completions", content=b'{"user":"base64,",' + chains(300_000)[1:])
+    assert response.status_code == 413 and "values" in error_of(response)["message"]
+
+
+def test_64_prompts_of_token_ids_and_log_probabilities_of_an_answer_are_taken(door):
+    door.limits = LARGE
+    body = {"model": "org/demo", "prompt": [[7] * 4000] * 64}
+    assert call(door, "POST", "/v1/completions", json=body).status_code == 200
+    entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    text = {
+        "type": "output_text", "text": "a" * 600, "logprobs": [{**entry, "top_logprobs": [entry] * 20}] * 600
+    }  # fmt: skip
+    said = [{"role": "assistant", "content": [text]}, {"role": "user", "content": "b"}]
+    assert call(door, "POST", "/v1/responses", json={"model": "org/demo", "input": said}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "rest",
     ["word " * (12 * MIB), "A" * (60 * MIB), r"\/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA" * MIB],
