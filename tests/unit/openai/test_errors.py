@@ -21,7 +21,7 @@ from router.openai.app import build_api
 from router.openai.limits import ClientTimeouts
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import BODY, call, error_of
-from tests.unit.openai.test_bodies import respond
+from tests.unit.openai.test_bodies import SCOPE, respond
 from tests.unit.openai.test_keys import ALICE, SCRAPER, World, entry
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -138,6 +138,33 @@ def test_a_responses_input_has_its_own_name_too(door, stream, fail_at):
     body = {"model": "org/demo", "input": "hi", "stream": stream}
     response = call(door, "POST", "/v1/responses", json=body)
     assert (response.status_code, error_of(response)["param"]) == (422, "input")
+
+
+class SlowDoor(FakeDoor):
+    async def tokenize(self, call_):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages/count_tokens", "/tokenize"])
+async def test_a_client_that_leaves_is_no_error_of_the_server(caplog, path):
+    door = SlowDoor()
+    door.pause_s = 60.0
+    text = {"input": "hi"} if path == "/v1/responses" else {"messages": BODY["messages"]}
+    received = iter([
+        {"type": "http.request", "body": json.dumps({"model": "org/demo", **text}).encode(), "more_body": False},
+        {"type": "http.disconnect"},
+    ])  # fmt: skip
+    sent: list[dict] = []
+
+    async def receive() -> dict[str, object]:
+        return next(received)
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(20):
+        await build_api(door)({**SCOPE, "path": path}, receive, send)
+    assert sent[0]["status"] == 499 and not caplog.records
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])
