@@ -1,7 +1,7 @@
 """Prompts and answers that are longer than the model's context, in the words by which clients recognise it.
 
-Agents shorten their conversation, or ask for fewer tokens, if a refusal says so in the API's own words. OpenAI's
-begin with "This model's maximum context length is"; at /v1/messages they are `of_messages`. Pure.
+Agents shorten their conversation, or ask for fewer tokens, if a refusal says so in the API's own words.
+OpenAI's begin with "This model's maximum context length is"; at /v1/messages they are `of_messages`. Pure.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def too_long_text(num_chars: int, max_chars: int, max_model_len: int, *, param: 
 def too_long_answer(num_tokens: int, num_wanted: int, max_model_len: int, *, param: str) -> OverlongError:
     """`num_tokens`: of the prompt; `num_wanted`: of the answer, at most."""
     return OverlongError(
-        f"{_beginning(max_model_len)} the request has {num_tokens} tokens of prompt and asks for {num_wanted} "
-        f"of answer ({param})",
+        f"{_beginning(max_model_len)} the request has {num_tokens} tokens of prompt and asks for "
+        f"{num_wanted} of answer ({param})",
         param=param,
         of_messages=f"input length and `max_tokens` exceed context limit: {num_tokens} + {num_wanted} > "
         f"{max_model_len}",

@@ -127,8 +127,8 @@ class _Scan:
         self._num_marks += len(marks) - num_escapes
         if self._num_marks > limits.max_marks:
             raise BodyTooLargeError(
-                f"the body has more than {limits.max_marks} values (token ids, entries of log-probabilities and "
-                "others); send fewer at once"
+                f"the body has more than {limits.max_marks} values (token ids, entries of log-probabilities "
+                "and others); send fewer at once"
             )
         if self._num_escapes > limits.max_escapes + self.num_bytes // 32:
             raise BodyTooLargeError(f"the body has more than {limits.max_escapes} escaped characters")

@@ -15,7 +15,8 @@ MAX_INT = 2**31 - 1  # of counts: the engines keep them in 32 bits
 MAX_TOKEN_CHARS = 32  # longer tokens are runs of spaces or dashes, which no text consists of
 MIN_TEXT_BYTES = 256 << 10
 # 64 prompts of 4,096 token ids. The costliest body (objects within objects: `chains` in
-# tests/unit/openai/test_bodies.py) takes 0.15 s and 74 MiB to parse, four times as many values 0.8 s and 300 MiB
+# tests/unit/openai/test_bodies.py) takes 0.15 s and 74 MiB to parse, four times as many values take 0.8 s and
+# 300 MiB
 MIN_MARKS = 1 << 18
 MIN_ESCAPES = 1 << 16
 

@@ -95,8 +95,8 @@ def _check_last(messages: Sequence[Message]) -> None:
     if messages[-1].role == "assistant":
         param = f"messages[{len(messages) - 1}]"
         raise UnsupportedError(
-            f"{param}: this server does not continue an assistant's message (prefill); a conversation must end "
-            "with a user's",
+            f"{param}: this server does not continue an assistant's message (prefill); a conversation must "
+            "end with a user's",
             param=param,
         )
 

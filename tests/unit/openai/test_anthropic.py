@@ -217,13 +217,20 @@ def test_an_answer_without_text_has_no_block(door):
             {
                 "messages": [HELLO],
                 "tools": [
-                    {"type": "function", "function": {"name": "see", "description": "looks", "parameters": SCHEMA}}
+                    {
+                        "type": "function",
+                        "function": {"name": "see", "description": "looks", "parameters": SCHEMA},
+                    }
                 ],
             },
         ),
         (
             {"messages": [HELLO, {"role": "assistant", "content": [REDACTED, THOUGHT, TEXT]}, HELLO]},
-            {"messages": [HELLO, {"role": "assistant", "content": "Wait.", "reasoning_content": "hm"}, HELLO]},
+            {
+                "messages": [
+                    HELLO, {"role": "assistant", "content": "Wait.", "reasoning_content": "hm"}, HELLO
+                ]
+            },
         ),
     ],
 )  # fmt: skip
@@ -317,7 +324,7 @@ def test_a_schema_for_the_output_is_held():
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"temperature": 1.5}, "temperature"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
-        ({"messages": [HELLO, {"role": "assistant", "content": "{"}]}, "messages[1]: this server does not continue"),
+        ({"messages": [HELLO, {"role": "assistant", "content": "{"}]}, "messages[1]: this server does not"),
         ({"container": "x"}, "container"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"messages": [{"role": "user", "content": [REDACTED]}]}, "messages[0].content[0]"),

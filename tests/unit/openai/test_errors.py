@@ -150,10 +150,9 @@ async def test_a_client_that_leaves_is_no_error_of_the_server(caplog, path):
     door = SlowDoor()
     door.pause_s = 60.0
     text = {"input": "hi"} if path == "/v1/responses" else {"messages": BODY["messages"]}
-    received = iter([
-        {"type": "http.request", "body": json.dumps({"model": "org/demo", **text}).encode(), "more_body": False},
-        {"type": "http.disconnect"},
-    ])  # fmt: skip
+    body = json.dumps({"model": "org/demo", **text}).encode()
+    request = {"type": "http.request", "body": body, "more_body": False}
+    received = iter([request, {"type": "http.disconnect"}])
     sent: list[dict] = []
 
     async def receive() -> dict[str, object]:
