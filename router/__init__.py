@@ -7,6 +7,7 @@ policy       pure: where a request goes, by predicted time to first token
 flow         pure: what a request does from its submission to its end
 dispatcher   drives the flow on the event loop; members: the connections to workers
 generation   tokens become text, stop strings, usage
+overlong     refusals of what is longer than the model's context
 telemetry    metrics, traces, timelines
 door         composes all of it
 """

@@ -16,6 +16,8 @@ from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions
 from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure
 
+MAX_CALL_NAME_CHARS = 256  # of the function in a call that an answer has, and that a conversation repeats
+
 
 class StopRules(msgspec.Struct, frozen=True):
     """When a choice ends."""

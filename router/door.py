@@ -21,7 +21,6 @@ import msgspec
 from cluster.clock import Clock, SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, DoorArgs
-from cluster.errors import ContextLengthError
 from cluster.ids import new_request_id
 from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
@@ -48,6 +47,7 @@ from router.generation import Choice
 from router.members import Peer
 from router.openai.keys import Access
 from router.openai.limits import Limits
+from router.overlong import too_long_answer
 from router.page.pools import pool_fields
 from router.parsing.formats import AnswerFormats, needs_structure
 from router.parsing.parser import ParsedAnswer
@@ -346,11 +346,7 @@ class Door:
         if rules.max_tokens is None:
             return min(self.defaults.max_tokens or room, room)
         if rules.max_tokens > room:
-            raise ContextLengthError(
-                f"{prompt.num_tokens} prompt tokens and {rules.max_tokens} answer tokens exceed this model's "
-                f"context of {self._max_model_len}",
-                param="max_tokens",
-            )
+            raise too_long_answer(longest, rules.max_tokens, self._max_model_len, param="max_tokens")
         return rules.max_tokens
 
     async def _off_loop(self, function: Callable[..., T], *args: object) -> T:

@@ -54,6 +54,8 @@ class ChatOptions(msgspec.Struct, frozen=True):
 
     tools: tuple[str, ...] = ()  # in the API's form, as JSON
     variables: tuple[tuple[str, str], ...] = ()  # the client's `chat_template_kwargs`: names, values as JSON
+    hints: tuple[tuple[str, str], ...] = ()  # the same, where the template has them and none is set above
+    hint_param: str = ""  # a field of the request that is refused if the template has none of the hints
 
 
 NO_OPTIONS = ChatOptions()

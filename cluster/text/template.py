@@ -48,9 +48,10 @@ class ChatTemplate:
                 param="tools",
             )
         for name, _ in options.variables:
-            if not self.has_variable(name):  # reasoning_effort is a field of its own, too
-                param = name if name == "reasoning_effort" else f"chat_template_kwargs.{name[:64]}"
-                raise RequestError(f"{param}: this model's chat template has no such variable", param=param)
+            if not self.has_variable(name):
+                raise _no_variable(f"chat_template_kwargs.{name[:64]}")
+        if options.hint_param and not any(self.has_variable(name) for name, _ in options.hints):
+            raise _no_variable(options.hint_param)
 
     @property
     def takes_tools(self) -> bool:
@@ -75,7 +76,8 @@ class ChatTemplate:
 
     def _render(self, conversation: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
         tools = [json.loads(tool) for tool in options.tools] or None
-        variables = {name: json.loads(value) for name, value in options.variables}
+        hints = [hint for hint in options.hints if self.has_variable(hint[0])]
+        variables = {name: json.loads(value) for name, value in (*hints, *options.variables)}
         source = self._source(has_tools=tools is not None)
         mark = _marker(self._tokenizer._get_control_tokens(source))
         text = self._owner.apply_chat_template(
@@ -149,6 +151,10 @@ class ChatTemplate:
             else {"type": part.modality.value}
             for part in message.content
         ]
+
+
+def _no_variable(param: str) -> RequestError:
+    return RequestError(f"{param}: this model's chat template has no such variable", param=param)
 
 
 def _marker(control_tokens: tuple[str, ...]) -> Callable[[Any], Any]:

@@ -36,6 +36,7 @@ from router.openai.anthropic.translate import messages_call, messages_name
 from router.openai.bodies import BodyBudget, check_json_type, read_body
 from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, take_held, tenant_of
 from router.openai.errors import (
+    answer_client_gone,
     answer_error,
     answer_http_exception,
     answer_wrong_parameter,
@@ -80,7 +81,6 @@ from router.page.site import Site
 
 log = logging.getLogger(__name__)
 BIG_BODY_BYTES = 64 * 2**10  # from this size on a body is parsed in a thread, so that other streams continue
-CLIENT_GONE_STATUS = 499  # for the access log, as nginx does; the client is gone
 # Header. In a request it asks for the timeline; in the answer it has the durations until the first token
 LEDGER = "x-epdg-ledger"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -106,6 +106,7 @@ def build_api(
     mount_absent(api)
     Site(door.pools).mount(api)
     api.add_exception_handler(ClusterError, answer_error)
+    api.add_exception_handler(ClientGoneError, answer_client_gone)
     api.add_exception_handler(HTTPException, answer_http_exception)
     api.add_exception_handler(RequestValidationError, answer_wrong_parameter)
     api.add_middleware(
@@ -292,12 +293,9 @@ class _Routes:
         if call.stream:
             events = stream(begin, answer, num_choices, call.include_usage, report)
             return EventStream(events, headers, answer.error_event, name_of)
-        try:
-            with naming(name_of):
-                body = await until_disconnect(request, whole(begin, answer, num_choices, report))
-            return Response(body, headers=headers, media_type=answer.media_type)
-        except ClientGoneError:
-            return Response(status_code=CLIENT_GONE_STATUS)
+        with naming(name_of):
+            body = await until_disconnect(request, whole(begin, answer, num_choices, report))
+        return Response(body, headers=headers, media_type=answer.media_type)
 
     def _report(self, request: Request, headers: dict[str, str]) -> TimelineReport | None:
         if LEDGER not in request.headers:

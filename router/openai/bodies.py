@@ -23,7 +23,9 @@ MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than its timeout
 RETRY_AFTER_S = 5.0
 _JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 _PLAIN = bytes(set(range(256)) - set(b",[{\\"))
-_MEDIA = (b"base64,", b'"input_audio"')  # every body that contains media has one of them
+# Every body that contains media as data has one of them before the first data: a data URI, or the name of the
+# field around them
+_MEDIA = (b"base64,", b'"input_audio"', b'"source"', b'"file_data"')
 
 
 class BodyTooLargeError(RequestError):
@@ -124,7 +126,10 @@ class _Scan:
         self._num_escapes += num_escapes
         self._num_marks += len(marks) - num_escapes
         if self._num_marks > limits.max_marks:
-            raise BodyTooLargeError(f"the body has more than {limits.max_marks} values")
+            raise BodyTooLargeError(
+                f"the body has more than {limits.max_marks} values (token ids, entries of log-probabilities "
+                "and others); send fewer at once"
+            )
         if self._num_escapes > limits.max_escapes + self.num_bytes // 32:
             raise BodyTooLargeError(f"the body has more than {limits.max_escapes} escaped characters")
         if self.num_bytes > limits.max_text_bytes and not self._has_media:

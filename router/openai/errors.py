@@ -22,6 +22,7 @@ from router.openai.edge import request_id_of
 from router.openai.keys import InvalidKeyError
 
 log = logging.getLogger(__name__)
+CLIENT_GONE_STATUS = 499  # for the access log, as nginx does; the client is gone
 ANTHROPIC_PATH = "/v1/messages"
 
 
@@ -54,6 +55,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
         # lose the answer
         headers["connection"] = "close"
     return json_answer(_body(request, known), known.status, headers)
+
+
+async def answer_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE_STATUS)
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:

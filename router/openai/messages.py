@@ -55,16 +55,13 @@ def messages_of(
     for idx, message in enumerate(messages):
         param = f"messages[{idx}]"
         _check_kind(message, param)
-        calls = tuple(
-            call_in_history(call, f"{param}.tool_calls[{i}]")
-            for i, call in enumerate(message.tool_calls or ())
-        )
+        calls = tuple(call_in_history(call) for call in message.tool_calls or ())
         names |= {call.call_id: call.name for call in calls}
         call_id = message.tool_call_id or ""
         found.append(
             ChatMessage(
                 "system" if message.role == "developer" else message.role,
-                _content("" if message.content is None else message.content, param, options, media),
+                _content(message, param, options, media),
                 calls,
                 call_id,
                 str(message.name or names.get(call_id, "")) if message.role == "tool" else "",
@@ -81,27 +78,35 @@ def _check_kind(message: schema.InputMessage, param: str) -> None:
     if (message.tool_call_id is not None) != (message.role == "tool"):
         param = f"{param}.tool_call_id"
         raise RequestError(f"{param}: belongs to a tool's message, and to no other", param=param)
-    if message.content is None and not message.tool_calls:
+    if message.role != "assistant" and _has_refusal(message):
+        raise RequestError(f"{param}: only an assistant refuses", param=param)
+    if message.content is None and not (message.tool_calls or message.refusal):
         raise RequestError(f"{param}.content: is missing", param=f"{param}.content")
 
 
+def _has_refusal(message: schema.InputMessage) -> bool:
+    parts = () if isinstance(message.content, str) else message.content or ()
+    return bool(message.refusal) or any(isinstance(part, schema.RefusalPart) for part in parts)
+
+
 def _content(
-    content: str | Sequence[schema.ContentPart],
+    message: schema.InputMessage,
     param: str,
     options: Mapping[Modality, MediaOptions],
     media: list[MediaSource],
 ) -> str | tuple[ChatText | ChatMedia, ...]:
+    content, refusal = message.content or "", message.refusal or ""
     if isinstance(content, str):
-        return content
+        return content + refusal
     parts: list[ChatText | ChatMedia] = []
     for part_idx, part in enumerate(content):
-        if isinstance(part, schema.TextPart):
+        if isinstance(part, schema.TextPart | schema.RefusalPart):
             parts.append(ChatText(part.text))
             continue
         source = _source(part, f"{param}.content[{part_idx}]", options)
         media.append(source)
         parts.append(ChatMedia(source.modality))
-    return tuple(parts)
+    return (*parts, ChatText(refusal)) if refusal else tuple(parts)
 
 
 def _source(

@@ -65,7 +65,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 HARMLESS = (
     "user", "metadata", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prediction", "request_id", "session_id",
+    "prompt_cache_options", "prompt_cache_retention", "prediction", "request_id", "session_id",
     "spaces_between_special_tokens",
 )  # fmt: skip
 
@@ -78,6 +78,18 @@ class RequestBody(StrictModel):
 class TextPart(StrictModel):
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: Harmless = None  # here every prefix is cached
+
+
+class RefusalPart(StrictModel):
+    """A part of an earlier answer, as another server wrote it."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class _Url(StrictModel):
@@ -89,6 +101,7 @@ class ImagePart(StrictModel):
     type: Literal["image_url"]
     image_url: _Url
     uuid: Harmless = None
+    prompt_cache_breakpoint: Harmless = None
 
 
 class VideoPart(StrictModel):
@@ -112,10 +125,12 @@ class InputAudioPart(StrictModel):
     type: Literal["input_audio"]
     input_audio: _InputAudio
     uuid: Harmless = None
+    prompt_cache_breakpoint: Harmless = None
 
 
 ContentPart = Annotated[
-    TextPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart, Field(discriminator="type")
+    TextPart | RefusalPart | ImagePart | VideoPart | AudioUrlPart | InputAudioPart,
+    Field(discriminator="type"),
 ]
 
 
@@ -138,8 +153,8 @@ class InputMessage(StrictModel):
     tool_call_id: CallId | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None  # of an assistant: text
     # Fields of the API's assistant messages, which clients send back; they must be empty
-    refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Harmless = None
@@ -331,9 +346,9 @@ def _limit(details: Any) -> str:
             return ""
 
 
-_BRANCHES = {"text", "parts", "image_url", "video_url", "audio_url", "input_audio"} | {
+_BRANCHES = {"text", "parts", "refusal", "image_url", "video_url", "audio_url", "input_audio"} | {
     "input_text", "output_text", "input_image", "input_video", "input_file",
-    "image", "thinking", "tool_use", "tool_result", "base64", "url",
+    "image", "thinking", "redacted_thinking", "tool_reference", "tool_use", "tool_result", "base64", "url",
 }  # fmt: skip
 _UNIONS = ("content", "source")  # fields of several shapes
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
 from cluster.errors import RequestError
 from cluster.text.chat import ChatOptions, ToolCall
-from router.calls import ToolFunction, ToolRules
+from router.calls import MAX_CALL_NAME_CHARS, ToolFunction, ToolRules
 from router.openai.fields import StrictModel
 
 MAX_TOOLS = 128
@@ -18,9 +18,11 @@ MAX_CHARS = 200_000  # of a schema, or of another value
 MAX_VARIABLES = 64
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+# In a conversation: a model may have called a function that it was never given
+CalledName = Annotated[str, Field(min_length=1, max_length=MAX_CALL_NAME_CHARS)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _Function(StrictModel):
@@ -44,8 +46,20 @@ class NamedTool(StrictModel):
     function: _Named
 
 
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(StrictModel):
+    """As if the request had no other tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class _Called(StrictModel):
-    name: ToolName
+    name: CalledName
     arguments: str
     parsed_arguments: Any = None  # what the openai clients' helpers add
 
@@ -63,6 +77,13 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Variables = Annotated[dict[str, Any], Field(max_length=MAX_VARIABLES)]
 
 
+def choice_kind(value: Any) -> str:
+    if isinstance(value, str):
+        return "<word>"
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "<tools>" if kind == "allowed_tools" else "<tool>"
+
+
 class ToolFields(BaseModel):
     """The fields of chats."""
 
@@ -70,8 +91,9 @@ class ToolFields(BaseModel):
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-            | Annotated[NamedTool, Tag("<tool>")],
-            Discriminator(lambda value: "<word>" if isinstance(value, str) else "<tool>"),
+            | Annotated[NamedTool, Tag("<tool>")]
+            | Annotated[AllowedChoice, Tag("<tools>")],
+            Discriminator(choice_kind),
         ]
         | None
     ) = None
@@ -83,25 +105,37 @@ class ToolFields(BaseModel):
 
 def options_of(request: ToolFields) -> ChatOptions:
     """What the chat template gets. A model that must not call a tool does not see any."""
-    variables = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort not in (None, "none"):
-        variables.setdefault("reasoning_effort", request.reasoning_effort)
-    tools = () if request.tool_choice == "none" else request.tools or ()
+    variables, hints = request.chat_template_kwargs or {}, _effort(request.reasoning_effort)
+    tools = {} if request.tool_choice == "none" else _offered(request)
     return ChatOptions(
-        tuple(_json(_shown(tool), f"tools[{idx}]") for idx, tool in enumerate(tools)),
+        tuple(_json(_shown(tool), f"tools[{idx}]") for idx, tool in tools.items()),
         tuple((name, _json(value, "chat_template_kwargs")) for name, value in variables.items()),
+        tuple((name, json.dumps(value)) for name, value in hints.items()),
+        "reasoning_effort" if "reasoning_effort" in hints else "",
     )
+
+
+def _effort(effort: str | None) -> dict[str, Any]:
+    """What templates know: how much reasoning is wanted, or only whether some is."""
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"enable_thinking": True, "reasoning_effort": "xhigh" if effort == "max" else effort}
 
 
 def rules_of(request: ToolFields) -> ToolRules | None:
     """Raises RequestError for tools that cannot be meant."""
-    choice, tools = request.tool_choice, request.tools or []
-    _check_tools(tools)
+    choice, tools = request.tool_choice, _offered(request)
+    _check_tools(request.tools or ())
+    if isinstance(choice, AllowedChoice):
+        _check_allowed(choice.allowed_tools, tools.values())
+        choice = choice.allowed_tools.mode
     if not tools and choice not in (None, "none", "auto"):
         raise RequestError("tool_choice: there are no tools to choose from", param="tool_choice")
     if not tools or choice == "none":
         return None
-    functions = [_function(tool.function, f"tools[{idx}].function") for idx, tool in enumerate(tools)]
+    functions = [_function(tool.function, f"tools[{idx}].function") for idx, tool in tools.items()]
     is_parallel = request.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
         functions = [function for function in functions if function.name == choice.function.name]
@@ -110,6 +144,24 @@ def rules_of(request: ToolFields) -> ToolRules | None:
             param = "tool_choice.function.name"
             raise RequestError(f"{param}: no tool has the name {choice.function.name[:64]!r}", param=param)
     return ToolRules(tuple(functions), choice not in (None, "auto"), is_parallel)
+
+
+def _offered(request: ToolFields) -> dict[int, Tool]:
+    """The tools that the model may see, by their place in the request."""
+    choice = request.tool_choice
+    tools = dict(enumerate(request.tools or ()))
+    if not isinstance(choice, AllowedChoice):
+        return tools
+    names = {tool.function.name for tool in choice.allowed_tools.tools}
+    return {idx: tool for idx, tool in tools.items() if tool.function.name in names}
+
+
+def _check_allowed(allowed: AllowedTools, offered: Iterable[Tool]) -> None:
+    names = {tool.function.name for tool in offered}
+    for name in (tool.function.name for tool in allowed.tools):
+        if name not in names:
+            param = "tool_choice.allowed_tools"
+            raise RequestError(f"{param}: no tool has the name {name[:64]!r}", param=param)
 
 
 def _function(function: _Function, param: str) -> ToolFunction:
@@ -153,13 +205,21 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             raise RequestError(f"{param}: arguments are an object", param=param)
 
 
-def call_in_history(call: InputToolCall, param: str) -> ToolCall:
-    """Templates get the arguments as an object. Raises RequestError if they are none."""
-    param = f"{param}.function.arguments"
+def call_in_history(call: InputToolCall) -> ToolCall:
+    """Templates get the arguments as an object. A call that was cut, or that a model wrote wrongly, stays in
+    its conversation: what is no object comes as one that has the text as it is."""
+    text = call.function.arguments or "{}"
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"{param}: is not JSON", param=param) from error
+        arguments = _object(text)
+    except (ValueError, RecursionError):
+        arguments = json.dumps({"invalid_arguments": text}, ensure_ascii=False)
+    return ToolCall(call.id, call.function.name, arguments)
+
+
+def _object(text: str) -> str:
+    """The same JSON without half surrogate pairs, which no tokenizer takes. Raises ValueError or
+    RecursionError."""
+    arguments = json.loads(text)
     if not isinstance(arguments, dict):
-        raise RequestError(f"{param}: is not an object", param=param)
-    return ToolCall(call.id, call.function.name, _json(arguments, param))
+        raise ValueError("not an object")
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode()

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import ContextLengthError, ModelNotFoundError, RequestError, UnsupportedError
+from cluster.errors import ModelNotFoundError, RequestError, UnsupportedError
 from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage, ChatOptions
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure, StructureKind
 from router.calls import ChatCall, CompletionCall, GuidanceRules, MediaRules, StopRules, ToolRules
-from router.openai import schema
 from router.openai.fields import MAX_PRIORITY
 from router.openai.limits import Limits
 from router.openai.messages import media_options, messages_of, negative_of
@@ -24,10 +23,13 @@ from router.openai.schema import (
     CompletionRequest,
     EndpointRequest,
     InputMessage,
+    RefusalPart,
     StreamOptions,
+    TextPart,
 )
 from router.openai.structure import structure_of
 from router.openai.tools import options_of, rules_of
+from router.overlong import too_long_list, too_long_text, too_many_tokens
 
 SEED_MASK = 2**64 - 1
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
@@ -173,9 +175,7 @@ def _check(request: EndpointRequest, context: CallContext) -> None:
     }
     for name, count in counts.items():
         if count is not None and count > limits.max_model_len:
-            raise ContextLengthError(
-                f"{name}: this model's context has {limits.max_model_len} tokens", param=name
-            )
+            raise too_many_tokens(count, limits.max_model_len, param=name)
 
 
 def check_model(name: str, model_id: str) -> None:
@@ -195,31 +195,26 @@ def check_prompt(prompt: str | Sequence[int], param: str, limits: Limits) -> Non
         return _check_text(len(prompt), param, limits)
     _check_ids(prompt, param, limits)
     if len(prompt) > limits.max_model_len:
-        raise ContextLengthError(
-            f"{param}: {len(prompt)} tokens do not fit this model's context of {limits.max_model_len}",
-            param=param,
-        )
+        raise too_long_list(len(prompt), limits.max_model_len, param=param)
 
 
 def _check_text(num_chars: int, param: str, limits: Limits) -> None:
     if num_chars > limits.max_text_chars:
-        raise ContextLengthError(
-            f"{param}: {num_chars} characters do not fit this model's context of {limits.max_model_len} "
-            "tokens",
-            param=param,
-        )
+        raise too_long_text(num_chars, limits.max_text_chars, limits.max_model_len, param=param)
 
 
 def _check_messages(messages: Sequence[InputMessage], options: ChatOptions, limits: Limits) -> None:
     num_chars = num_parts = 0
     for message in messages:
-        num_chars += len(message.reasoning_content or message.reasoning or "")
-        num_chars += sum(len(call.function.arguments) for call in message.tool_calls or ())
+        num_chars += len(message.reasoning_content or message.reasoning or "") + len(message.refusal or "")
+        called = [call.function for call in message.tool_calls or ()]
+        num_chars += sum(len(function.name) + len(function.arguments) for function in called)
         if isinstance(message.content, str):
             num_chars += len(message.content)
         elif message.content is not None:
             num_parts += len(message.content)
-            num_chars += sum(len(part.text) for part in message.content if isinstance(part, schema.TextPart))
+            texts = [part for part in message.content if isinstance(part, TextPart | RefusalPart)]
+            num_chars += sum(len(part.text) for part in texts)
     if num_parts > MAX_PARTS:
         raise RequestError(f"messages: at most {MAX_PARTS} content parts are accepted", param="messages")
     _check_text(num_chars, "messages", limits)

@@ -5,8 +5,9 @@ A region becomes calls when it is complete, by the parser that its field of the 
 Before that, JSON that is not complete yet is completed and parsed in the same way: what is certain of the
 arguments goes out. Certain is what every continuation begins with; a number at the end may still grow.
 
-Text that is no call goes out as content. What has gone out of a call stays: if its rest cannot be parsed,
-or the answer ends within it, its arguments end there.
+Text that is no call goes out as content. What has gone out of a call stays: if its rest cannot be parsed, its
+arguments end there. If the answer is cut within a call, they do so, too, and if the model changes an argument
+that has gone out (a name that JSON has twice).
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json
 
-from cluster.errors import InternalError
-from router.calls import ToolCallDelta
+from router.calls import MAX_CALL_NAME_CHARS, ToolCallDelta
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
@@ -65,13 +65,15 @@ class CallRegion:
             return ()
         return tuple(self._pieces(calls[: len(named)], is_complete=False))
 
-    def close(self, captures: dict[str, str]) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Text that is no call, and the rest of the calls."""
+    def close(self, captures: dict[str, str], *, is_cut: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """Text that is no call, and the rest of the calls. `is_cut`: the answer was cut within the region."""
         try:
             calls = self._calls(self._body, captures)
         except _UNPARSABLE:
-            self._parse_from = 0
-            rest = self.progress(captures)
+            rest: tuple[ToolCallDelta, ...] = ()
+            if is_cut or self._sent:
+                self._parse_from = 0
+                rest = self.progress(captures)
             return ("" if self._sent else self._body), rest
         return "", tuple(self._pieces(calls, is_complete=True))
 
@@ -85,8 +87,8 @@ class CallRegion:
         calls = []
         for call in value if isinstance(value, list) else [value]:
             name, arguments = call["function"]["name"], call["function"].get("arguments")
-            if not isinstance(name, str) or not name.strip():
-                raise ValueError("a call without a name")
+            if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_CALL_NAME_CHARS:
+                raise ValueError("a call without a name, or with too long a one")
             calls.append((name.strip(), arguments))
         return calls
 
@@ -98,11 +100,7 @@ class CallRegion:
                 yield ToolCallDelta(self._first_index + i, text, self._new_id(), name)
                 continue
             sent = self._sent[i]
-            if not text.startswith(sent):
-                if is_complete or not sent.startswith(text):
-                    raise InternalError("the model changed an argument of a call that had been sent")
-                continue
-            if len(text) > len(sent):
+            if text.startswith(sent) and len(text) > len(sent):
                 self._sent[i] = text
                 yield ToolCallDelta(self._first_index + i, text[len(sent) :])
 

@@ -55,6 +55,7 @@ class AnswerParser:
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._region: CallRegion | None = None
         self._num_calls = 0  # of closed regions
+        self._is_cut = False
         self.initial_events: Sequence[dict[str, Any]] = self._parser.initial_events  # what the prefix has
         self.in_reasoning = is_in_reasoning(self.initial_events)
         self.has_call = False
@@ -67,9 +68,17 @@ class AnswerParser:
     def push(self, text: str) -> Parts:
         return self._parts(self._parser.feed(text)) if text and not self.is_over else Parts()
 
-    def finish(self) -> Parts:
-        """The end of the answer."""
-        return Parts() if self.is_over else self._parts(self._parser.finalize()[1])
+    def finish(self, *, is_cut: bool) -> Parts:
+        """The end of the answer. `is_cut`: the model would have gone on."""
+        if self.is_over:
+            return Parts()
+        self._is_cut = is_cut and not self._has_end_of_calls()
+        return self._parts(self._parser.finalize()[1])
+
+    def _has_end_of_calls(self) -> bool:
+        """Whether the last text, which waits because it could still grow, ends a region with calls."""
+        end = self._parser._spec.fields[CALLS].close_re if self._region is not None else None
+        return end is not None and end.search(self._parser._buffer, self._parser._pos) is not None
 
     def _parts(self, events: Sequence[dict[str, Any]]) -> Parts:
         parts = Parts()
@@ -102,7 +111,7 @@ class AnswerParser:
         elif self._region is not None and kind == "region_chunk":
             self._region.push(event["text"])
         elif self._region is not None:
-            text, calls = self._region.close(event["value"]["captures"])
+            text, calls = self._region.close(event["value"]["captures"], is_cut=self._is_cut)
             parts.content += self._content.push(text)
             parts.calls += calls
             self._num_calls += self._region.num_calls
@@ -130,7 +139,7 @@ class ParsedAnswer:
         num_reasoning = delta.num_tokens if was_reasoning or self._parser.in_reasoning else 0
         reason = delta.finish_reason
         if reason is not None:
-            rest = self._parser.finish()
+            rest = self._parser.finish(is_cut=reason == "length" or delta.stop_string is not None)
             parts.content += rest.content
             parts.reasoning += rest.reasoning
             parts.calls += rest.calls

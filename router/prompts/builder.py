@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from cluster.errors import ContextLengthError, MediaError, RequestError
+from cluster.errors import MediaError, RequestError
 from cluster.kvcache.hashing import block_hashes
 from cluster.text.chat import NO_OPTIONS, ChatMedia, ChatMessage, ChatOptions, LaidOutMedia
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import MediaItem, Modality
 from cluster.types.request import Guidance, Prompt
 from router.calls import ChatCall, GuidanceRules, MediaNote
+from router.overlong import too_long_prompt
 from router.prompts.media import Content, MeasuredItem, MediaPlanner
 from router.prompts.media_budget import ReductionReason
 
@@ -169,11 +170,7 @@ class PromptBuilder:
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:
-            raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens; this model's context is {self._max_model_len}, "
-                "including the answer",
-                param="messages",
-            )
+            raise too_long_prompt(num_tokens, self._max_model_len, param="messages")
 
 
 def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) -> tuple[ChatMessage, ...]:

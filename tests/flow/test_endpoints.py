@@ -4,6 +4,7 @@ answers in other forms."""
 from __future__ import annotations
 
 import io
+import re
 import wave
 from pathlib import Path
 
@@ -68,6 +69,29 @@ async def test_other_forms_of_a_chat_request_have_its_answer():
         files = {"file": ("notes.txt", b"no sound")}
         refused = await client.post("/v1/audio/transcriptions", data={"model": "demo"}, files=files)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "file"
+
+
+async def test_what_does_not_fit_is_told_in_the_words_that_clients_know():
+    """litellm looks for the first ones, agents over /v1/messages for the others."""
+    long = {"model": "demo", "messages": [{"role": "user", "content": "one two three " * 200}]}
+    short = {"model": "demo", "messages": [{"role": "user", "content": "one two three"}]}
+    async with serving(max_model_len=400) as (_, client):
+        counted = await client.post("/v1/messages/count_tokens", json=short)
+        num_tokens = counted.json()["input_tokens"]
+        for body, max_tokens in ((long, 8), (short, 399), (short, 1000)):
+            body = {**body, "max_tokens": max_tokens}
+            chat = (await client.post("/v1/chat/completions", json=body)).json()["error"]
+            assert chat["code"] == "context_length_exceeded"
+            assert chat["message"].startswith("This model's maximum context length is 400 tokens. However, ")
+        told = [
+            (await client.post("/v1/messages", json={**body, "max_tokens": max_tokens})).json()["error"]
+            for body, max_tokens in ((long, 8), (short, 399), (short, 1000))
+        ]
+        assert [each["type"] for each in told] == ["invalid_request_error"] * 3
+        limit = "input length and `max_tokens` exceed context limit:"
+        assert re.fullmatch(r"prompt is too long: \d{3,} tokens > 399 maximum", told[0]["message"])
+        assert told[1]["message"] == f"{limit} {num_tokens} + 399 > 400"
+        assert told[2]["message"].startswith(f"{limit} 1 + 1000 > 400")
 
 
 def _seconds(data: bytes) -> float:

@@ -16,6 +16,7 @@ import msgspec
 from cluster.errors import ClusterError
 from router.calls import TextDelta, Usage
 from router.openai.protocol import Generation
+from router.overlong import OverlongError
 
 _encode = msgspec.json.Encoder().encode
 # Type of a block → type of its deltas, and the field that grows
@@ -37,7 +38,8 @@ _ERROR_TYPES = {
 
 def error_body(error: ClusterError, request_id: str | None = None) -> bytes:
     kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    told = {"type": kind, "message": error.message}
+    text = error.of_messages if isinstance(error, OverlongError) else ""
+    told = {"type": kind, "message": text or error.message}
     return _encode({"type": "error", "error": told, "request_id": request_id})
 
 

@@ -15,7 +15,7 @@ from router.openai.schema import (
     Harmless,
     RequestBody,
 )
-from router.openai.tools import MAX_TOOLS, CallId, ToolName
+from router.openai.tools import MAX_TOOLS, CalledName, CallId, ToolName
 
 
 class TextBlock(StrictModel):
@@ -50,12 +50,19 @@ class ThinkingBlock(StrictModel):
     signature: Harmless = None
 
 
+class RedactedThinkingBlock(StrictModel):
+    """Reasoning that another server has encrypted. It is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: Harmless = None
+
+
 class ToolUseBlock(StrictModel):
     """A call in an earlier answer."""
 
     type: Literal["tool_use"]
     id: CallId
-    name: ToolName
+    name: CalledName
     input: dict[str, Any]
     cache_control: Harmless = None
     caller: Harmless = None
@@ -65,7 +72,15 @@ def _content_kind(value: Any) -> str:
     return "<text>" if isinstance(value, str) else "<parts>"
 
 
-ResultBlock = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
+class ToolReferenceBlock(StrictModel):
+    """A tool that a client's search for tools has found."""
+
+    type: Literal["tool_reference"]
+    tool_name: CalledName
+    cache_control: Harmless = None
+
+
+ResultBlock = Annotated[TextBlock | ImageBlock | ToolReferenceBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(StrictModel):
@@ -86,7 +101,8 @@ class ToolResultBlock(StrictModel):
 
 
 Block = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -107,6 +123,7 @@ class CustomTool(StrictModel):
     strict: bool | None = None
     cache_control: Harmless = None
     eager_input_streaming: Harmless = None  # arguments are always streamed as they come
+    defer_loading: Harmless = None  # the model sees all tools
 
 
 class ToolChoice(StrictModel):
@@ -134,7 +151,11 @@ class OutputConfig(StrictModel):
 class CountRequest(RequestBody):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
-        "context_management": ({}, {"edits": []}),
+        "context_management": (
+            {},
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},  # which clears nothing
+        ),
         "mcp_servers": ([],),
         "diagnostics": (),
         "inference_geo": (),

@@ -10,7 +10,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cluster.errors import RequestError
+import msgspec
+
+from cluster.errors import RequestError, UnsupportedError
 from router.calls import ChatCall
 from router.openai.anthropic.schema import (
     Base64Source,
@@ -20,10 +22,11 @@ from router.openai.anthropic.schema import (
     Message,
     MessagesRequest,
     OutputConfig,
+    RedactedThinkingBlock,
     TextBlock,
-    Thinking,
     ThinkingBlock,
     ToolChoice,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -38,8 +41,6 @@ _NAMES = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
     "tool_choice.function": "tool_choice",
-    "chat_template_kwargs": "thinking",
-    "reasoning_effort": "output_config.effort",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -52,10 +53,11 @@ def messages_call(request: CountRequest, context: CallContext) -> ChatCall:
         "messages": _conversation(request, names),
         "tools": _tools(request, names),
         **_choice(request.tool_choice),
-        **_thinking(request.thinking),
-        **_output(request.output_config),
+        "include_reasoning": request.thinking is None or request.thinking.display != "omitted",
+        "response_format": _output_format(request.output_config),
     }
     if isinstance(request, MessagesRequest):
+        _check_last(request.messages)
         asked |= {
             "max_completion_tokens": request.max_tokens,
             "temperature": request.temperature,
@@ -67,7 +69,8 @@ def messages_call(request: CountRequest, context: CallContext) -> ChatCall:
     with naming(lambda param: renamed(param, names)):
         chat = validated(ChatRequest, asked, ChatRequest.model_validate)
         call = chat_call(chat, context)
-    return with_names(call, names)
+    options = msgspec.structs.replace(call.options, hints=_hints(request))
+    return with_names(msgspec.structs.replace(call, options=options), names)
 
 
 def messages_name(param: str) -> str:
@@ -85,6 +88,17 @@ def _conversation(request: CountRequest, names: dict[str, str]) -> list[dict[str
     for idx, (_, param) in enumerate(found):
         names[f"messages[{idx}]"] = param
     return [message for message, _ in found]
+
+
+def _check_last(messages: Sequence[Message]) -> None:
+    """A template would begin a new answer behind the assistant's message."""
+    if messages[-1].role == "assistant":
+        param = f"messages[{len(messages) - 1}]"
+        raise UnsupportedError(
+            f"{param}: this server does not continue an assistant's message (prefill); a conversation must "
+            "end with a user's",
+            param=param,
+        )
 
 
 def _messages(
@@ -128,6 +142,8 @@ def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
                 message["content"] = (message["content"] or "") + block.text
             case ThinkingBlock():
                 message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+            case RedactedThinkingBlock():
+                pass
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": json.dumps(block.input)}
                 call = {"id": block.id, "type": "function", "function": function}
@@ -142,7 +158,7 @@ def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
     return message
 
 
-def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> Any:
+def _parts(content: str | Sequence[TextBlock | ImageBlock | ToolReferenceBlock]) -> Any:
     """A single text becomes a string, as at /v1/responses."""
     if isinstance(content, str):
         return content
@@ -151,9 +167,11 @@ def _parts(content: str | Sequence[TextBlock | ImageBlock]) -> Any:
     return [_part(block) for block in content]
 
 
-def _part(block: TextBlock | ImageBlock) -> dict[str, Any]:
+def _part(block: TextBlock | ImageBlock | ToolReferenceBlock) -> dict[str, Any]:
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
+    if isinstance(block, ToolReferenceBlock):
+        return {"type": "text", "text": f"<tool_reference>{block.tool_name}</tool_reference>"}
     source = block.source
     is_data = isinstance(source, Base64Source)
     url = f"data:{source.media_type};base64,{source.data}" if is_data else source.url
@@ -182,19 +200,20 @@ def _choice(choice: ToolChoice | None) -> dict[str, Any]:
     }
 
 
-def _thinking(thinking: Thinking | None) -> dict[str, Any]:
-    """Templates of models that can answer with and without reasoning know this variable."""
-    if thinking is None:
-        return {}
-    wanted = {"enable_thinking": thinking.type != "disabled"}
-    return {"chat_template_kwargs": wanted, "include_reasoning": thinking.display != "omitted"}
+def _hints(request: CountRequest) -> tuple[tuple[str, str], ...]:
+    """Clients ask for reasoning and for effort whatever the model is, so a template without these variables
+    is no error."""
+    hints: dict[str, Any] = {}
+    if request.thinking is not None:
+        hints["enable_thinking"] = request.thinking.type != "disabled"
+    effort = request.output_config and request.output_config.effort
+    if effort is not None:
+        hints["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    return tuple((name, json.dumps(value)) for name, value in hints.items())
 
 
-def _output(config: OutputConfig | None) -> dict[str, Any]:
-    if config is None:
-        return {}
-    asked: dict[str, Any] = {"reasoning_effort": "xhigh" if config.effort == "max" else config.effort}
-    if config.format is not None:
-        schema = {"name": "output", "schema": config.format.json_schema, "strict": True}
-        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return asked
+def _output_format(config: OutputConfig | None) -> dict[str, Any] | None:
+    if config is None or config.format is None:
+        return None
+    schema = {"name": "output", "schema": config.format.json_schema, "strict": True}
+    return {"type": "json_schema", "json_schema": schema}

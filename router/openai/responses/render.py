@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from cluster.errors import ClusterError, OverloadedError, RequestError
 from router.calls import ChatCall, TextDelta, Usage
 from router.openai.protocol import Generation
 from router.openai.render import DONE
 from router.openai.responses.items import Event, OutputItems
-from router.openai.responses.schema import NamedFunction, ResponsesRequest
+from router.openai.responses.schema import ResponsesRequest
 
 _encode = msgspec.json.Encoder().encode
 
@@ -151,7 +152,7 @@ def _fields(response_id: str, created: int, request: ResponsesRequest, call: Cha
         "top_logprobs": request.top_logprobs or 0,
         "text": {"format": text, "verbosity": "medium"},
         "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in request.tools or ()],
-        "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
+        "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "max_tool_calls": None,
         "reasoning": {"effort": request.reasoning and request.reasoning.effort, "summary": None},

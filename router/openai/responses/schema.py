@@ -18,7 +18,7 @@ from router.openai.schema import (
     RequestBody,
 )
 from router.openai.structure import NamedSchema, StructuredOutputs
-from router.openai.tools import MAX_TOOLS, CallId, Effort, ToolName, Variables
+from router.openai.tools import MAX_TOOLS, CalledName, CallId, Effort, ToolName, Variables, choice_kind
 
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
 
@@ -51,6 +51,13 @@ class OutputText(StrictModel):
     parsed: Harmless = None  # what the openai client's helpers add
 
 
+class OutputRefusal(StrictModel):
+    """The same, of another server."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class InputImage(StrictModel):
     type: Literal["input_image"]
     file_id: None = None  # before the fields that are missed if it is sent
@@ -76,7 +83,7 @@ class InputFile(StrictModel):
     prompt_cache_breakpoint: Harmless = None
 
 
-Part = InputText | OutputText | InputImage | InputVideo | InputFile | InputAudioPart
+Part = InputText | OutputText | OutputRefusal | InputImage | InputVideo | InputFile | InputAudioPart
 
 
 def _content_kind(value: Any) -> str:
@@ -110,7 +117,7 @@ class CallItem(StrictModel):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: ToolName
+    name: CalledName
     arguments: str
     parsed_arguments: Harmless = None  # what the openai client's helpers add
     id: Harmless = None
@@ -125,7 +132,7 @@ class CallOutputItem(StrictModel):
     type: Literal["function_call_output"]
     call_id: CallId
     output: Content
-    name: ToolName | None = None
+    name: CalledName | None = None
     id: Harmless = None
     status: Harmless = None
     namespace: None = None
@@ -178,6 +185,12 @@ class NamedFunction(StrictModel):
     name: str
 
 
+class AllowedFunctions(StrictModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class ReasoningOptions(StrictModel):
     effort: Effort | None = None
     summary: Literal["auto"] | None = None  # there is none: the reasoning itself is in the answer
@@ -224,12 +237,11 @@ class ResponsesRequest(RequestBody, SamplingFields, MediaFields):
         "service_tier": ("auto", "default"),
         "moderation": (),
         "context_management": ([],),
-        "prompt_cache_options": ({},),
         "image": ({}, {"context_compression": "auto"}, {"context_compression": "disabled"}),
         "access_programs": (),
     }
     # The first one is about tools that a server calls itself
-    harmless: ClassVar[tuple[str, ...]] = ("max_tool_calls", "prompt_cache_retention")
+    harmless: ClassVar[tuple[str, ...]] = ("max_tool_calls", "prompt_cache_options", "prompt_cache_retention")
 
     model: str
     input: Annotated[
@@ -243,8 +255,9 @@ class ResponsesRequest(RequestBody, SamplingFields, MediaFields):
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-            | Annotated[NamedFunction, Tag("<tool>")],
-            Discriminator(lambda value: "<word>" if isinstance(value, str) else "<tool>"),
+            | Annotated[NamedFunction, Tag("<tool>")]
+            | Annotated[AllowedFunctions, Tag("<tools>")],
+            Discriminator(choice_kind),
         ]
         | None
     ) = None

@@ -18,6 +18,7 @@ from router.openai.limits import Limits
 from router.openai.names import naming, renamed, with_names
 from router.openai.responses.schema import (
     LOGPROBS,
+    AllowedFunctions,
     CallItem,
     CallOutputItem,
     InputFile,
@@ -27,6 +28,7 @@ from router.openai.responses.schema import (
     Item,
     MessageItem,
     NamedFunction,
+    OutputRefusal,
     OutputText,
     Part,
     ReasoningItem,
@@ -47,6 +49,7 @@ _NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
     "reasoning_effort": "reasoning.effort",
 }
 _SAME = (*SamplingFields.model_fields, *MediaFields.model_fields)
@@ -61,16 +64,13 @@ def responses_call(request: ResponsesRequest, context: CallContext) -> ChatCall:
     for idx, tool in enumerate(request.tools or ()):
         names[f"tools[{idx}].function"] = f"tools[{idx}]"
         tools.append({"type": "function", "function": tool.model_dump(exclude={"type"})})
-    choice = request.tool_choice
-    if isinstance(choice, NamedFunction):
-        choice = {"type": "function", "function": {"name": choice.name}}
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
     asked = {
         "model": request.model,
         "messages": conversation.messages,
         "max_completion_tokens": request.max_output_tokens,
         "tools": tools,
-        "tool_choice": choice,
+        "tool_choice": _choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
         "reasoning_effort": request.reasoning and request.reasoning.effort,
         "response_format": _asked_format(request),
@@ -95,6 +95,15 @@ def _check_kept(request: ResponsesRequest, limits: Limits) -> None:
         raise RequestError("a background response is kept; store cannot be false", param="store")
     if request.store and not request.background:
         raise UnsupportedError("only responses with background: true are kept", param="store")
+
+
+def _choice(choice: str | NamedFunction | AllowedFunctions | None) -> Any:
+    if isinstance(choice, NamedFunction):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedFunctions):
+        allowed = {"mode": choice.mode, "tools": [_choice(each) for each in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
 
 
 class _Conversation:
@@ -172,10 +181,10 @@ def _part(part: Part, role: str, param: str) -> Any:
     match part:
         case InputText():
             return {"type": "text", "text": part.text}
-        case OutputText():
+        case OutputText() | OutputRefusal():
             if role != "assistant":
-                raise RequestError(f"{param}: output_text belongs to the assistant", param=param)
-            return {"type": "text", "text": part.text}
+                raise RequestError(f"{param}: {part.type} belongs to the assistant", param=param)
+            return {"type": "text", "text": part.text if isinstance(part, OutputText) else part.refusal}
         case InputImage():
             return _media("image", part.image_url, part.detail)
         case InputVideo():

@@ -29,6 +29,9 @@ TOOL = {"name": "see", "description": "looks", "input_schema": SCHEMA}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "see", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1"}
 TEXT = {"type": "text", "text": "Wait.", "cache_control": {"type": "ephemeral"}}
+DEFERRED = TOOL | {"defer_loading": True}
+KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+REDACTED = {"type": "redacted_thinking", "data": "x"}
 THOUGHT = {"type": "thinking", "thinking": "hm", "signature": "x"}
 
 
@@ -210,20 +213,24 @@ def test_an_answer_without_text_has_no_block(door):
             {"messages": [HELLO], "stop": ["x"], "top_p": 0.5, "temperature": 0.0, "top_k": 4},
         ),
         (
-            {"messages": [HELLO], "thinking": {"type": "disabled"}},
-            {"messages": [HELLO], "chat_template_kwargs": {"enable_thinking": False}},
-        ),
-        (
-            {"messages": [HELLO], "thinking": {"type": "adaptive", "display": "omitted"}},
+            {"messages": [HELLO], "context_management": {"edits": [KEEP_ALL]}, "tools": [DEFERRED]},
             {
                 "messages": [HELLO],
-                "chat_template_kwargs": {"enable_thinking": True},
-                "include_reasoning": False,
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "see", "description": "looks", "parameters": SCHEMA},
+                    }
+                ],
             },
         ),
         (
-            {"messages": [HELLO], "output_config": {"effort": "max"}},
-            {"messages": [HELLO], "reasoning_effort": "xhigh"},
+            {"messages": [HELLO, {"role": "assistant", "content": [REDACTED, THOUGHT, TEXT]}, HELLO]},
+            {
+                "messages": [
+                    HELLO, {"role": "assistant", "content": "Wait.", "reasoning_content": "hm"}, HELLO
+                ]
+            },
         ),
     ],
 )  # fmt: skip
@@ -235,6 +242,37 @@ def test_a_request_means_what_the_chat_request_with_these_fields_means(fields, s
     if theirs.tools is not None and ours.tools is not None:
         assert theirs.tools.is_constrained == ours.tools.is_constrained
         assert [f.parameters for f in theirs.tools.functions] == [f.parameters for f in ours.tools.functions]
+
+
+@pytest.mark.parametrize(
+    ("fields", "hints", "is_told"),
+    [
+        ({}, {}, True),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"enable_thinking": True}, True),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, {"enable_thinking": True}, False),
+        ({"output_config": {"effort": "max"}}, {"reasoning_effort": "xhigh"}, True),
+        (
+            {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
+            {"enable_thinking": False, "reasoning_effort": "high"},
+            True,
+        ),
+    ],
+)
+def test_thinking_and_effort_are_hints_to_the_template(fields, hints, is_told):
+    made = of_messages(messages=[HELLO], **fields)
+    assert {name: json.loads(value) for name, value in made.options.hints} == hints
+    assert not made.options.variables and made.shows_reasoning == is_told
+
+
+def test_what_a_search_for_tools_has_found_is_text():
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("see", "hear")]
+    used = {"role": "assistant", "content": [USE]}
+    answers = {"role": "user", "content": [RESULT | {"content": found}]}
+    *_, result = of_messages(messages=[HELLO, used, answers]).messages
+    assert [part.text for part in result.content] == [
+        "<tool_reference>see</tool_reference>", "<tool_reference>hear</tool_reference>",
+    ]  # fmt: skip
 
 
 def test_images_stand_in_messages_and_in_results_under_their_own_names():
@@ -249,6 +287,13 @@ def test_images_stand_in_messages_and_in_results_under_their_own_names():
     assert [source.param for source in made.media] == [
         "messages[0].content[1]", "messages[2].content[0].content[0]", "messages[2].content[2]",
     ]  # fmt: skip
+
+
+def test_a_call_of_a_function_that_was_never_given_stays_in_its_conversation():
+    name = "functions.see:0 (é)"
+    used = {"role": "assistant", "content": [USE | {"name": name}]}
+    made = of_messages(messages=[HELLO, used, {"role": "user", "content": [RESULT]}])
+    assert [each.name for each in made.messages[1].tool_calls] == [name] == [made.messages[2].name]
 
 
 def test_a_schema_for_the_output_is_held():
@@ -279,7 +324,10 @@ def test_a_schema_for_the_output_is_held():
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
         ({"temperature": 1.5}, "temperature"),
         ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"messages": [HELLO, {"role": "assistant", "content": "{"}]}, "messages[1]: this server does not"),
         ({"container": "x"}, "container"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"messages": [{"role": "user", "content": [REDACTED]}]}, "messages[0].content[0]"),
         ({"stop_sequence": ["x"]}, "stop_sequences"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
@@ -322,6 +370,8 @@ def test_the_tokens_of_a_conversation_are_counted(door):
     assert isinstance(asked, TokenizeCall) and isinstance(asked.what, ChatCall)
     assert [each.role for each in asked.what.messages] == ["system", "user"] and asked.what.options.tools
     assert message_error_of(ask(door, "/v1/messages/count_tokens", max_tokens=5))["type"]
+    said = [HELLO, {"role": "assistant", "content": "Oh"}]  # counts, too, though it is not answered
+    assert ask(door, "/v1/messages/count_tokens", messages=said).status_code == 200
     assert message_error_of(call(door, "GET", "/v1/messages"))["type"] == "invalid_request_error"
 
 

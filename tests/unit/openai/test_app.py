@@ -181,6 +181,7 @@ def test_values_that_change_nothing_are_accepted(door):
         "service_tier": "auto",
     }
     harmless = {"user": "x", "metadata": {"a": "b"}, "vllm_xargs": None, "truncation_side": None}
+    harmless |= {"prompt_cache_options": {"mode": "explicit"}, "prompt_cache_retention": "24h"}
     assert chat(door, frequency_penalty=0.0, presence_penalty=0, **neutral | harmless).status_code == 200
     assert door.calls[0].changes is None and door.calls[0].num_logprobs is None
 

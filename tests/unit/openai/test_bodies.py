@@ -127,6 +127,34 @@ def test_what_may_be_parsed_is_parsed_fast(door, body):
     assert response.status_code in (200, 400, 413)
 
 
+def chains(num_objects: int) -> bytes:
+    """What costs most to parse: objects within objects."""
+    chain = '{"a":' * 180 + "0" + "}" * 180
+    return filled(HEAD + f'"messages":[{MESSAGE}],"metadata":[', chain, "]}", num_objects // 181 * 1082)
+
+
+def test_the_costliest_values_are_bounded(door):
+    door.limits = LARGE
+    started_s = time.process_time()
+    body = b'{"user":"base64,",' + chains(LARGE.max_marks)[1:]
+    assert call(door, "POST", "/v1/chat/completions", content=body).status_code in (200, 400)
+    assert time.process_time() - started_s < 1.0
+    response = call(door, "POST", "/v1/chat/completions", content=b'{"user":"base64,",' + chains(300_000)[1:])
+    assert response.status_code == 413 and "values" in error_of(response)["message"]
+
+
+def test_64_prompts_of_token_ids_and_log_probabilities_of_an_answer_are_taken(door):
+    door.limits = LARGE
+    body = {"model": "org/demo", "prompt": [[7] * 4000] * 64}
+    assert call(door, "POST", "/v1/completions", json=body).status_code == 200
+    entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    text = {
+        "type": "output_text", "text": "a" * 600, "logprobs": [{**entry, "top_logprobs": [entry] * 20}] * 600
+    }  # fmt: skip
+    said = [{"role": "assistant", "content": [text]}, {"role": "user", "content": "b"}]
+    assert call(door, "POST", "/v1/responses", json={"model": "org/demo", "input": said}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "rest",
     ["word " * (12 * MIB), "A" * (60 * MIB), r"\/AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA" * MIB],
@@ -178,6 +206,37 @@ def test_a_body_without_media_has_a_smaller_cap(door):
     text = {"model": "org/demo", "messages": [{"role": "user", "content": "x" * door.limits.max_text_bytes}]}
     response = call(door, "POST", "/v1/chat/completions", json=text)
     assert response.status_code == 413 and "without media" in error_of(response)["message"]
+
+
+def media_part(name: str, data: str) -> tuple[str, dict]:
+    """The path, and a part in one of the forms in which it takes media as data."""
+    uri = "data:image/png;base64," + data
+    return {
+        "image_url": ("/v1/chat/completions", {"type": "image_url", "image_url": {"url": uri}}),
+        "input_audio": (
+            "/v1/chat/completions",
+            {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        ),
+        "input_image": ("/v1/responses", {"type": "input_image", "image_url": uri}),
+        "file as a URI": ("/v1/responses", {"type": "input_file", "file_data": uri}),
+        "file as base64": ("/v1/responses", {"type": "input_file", "file_data": data, "filename": "a.png"}),
+        "source": (
+            "/v1/messages",
+            {"type": "image", "source": {"data": data, "media_type": "image/png", "type": "base64"}},
+        ),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["image_url", "input_audio", "input_image", "file as a URI", "file as base64", "source"]
+)
+def test_media_as_data_may_be_larger_than_text(door, name):
+    path, part = media_part(name, "A" * (door.limits.max_text_bytes + 1))
+    field = "input" if path == "/v1/responses" else "messages"
+    body = {"model": "org/demo", field: [{"role": "user", "content": [part]}]}
+    if path == "/v1/messages":
+        body["max_tokens"] = 8
+    assert call(door, "POST", path, json=body).status_code == 200 and len(door.calls[0].media) == 1
 
 
 def test_text_beyond_the_context_is_refused_before_it_is_tokenised(door):

@@ -21,7 +21,7 @@ from router.openai.app import build_api
 from router.openai.limits import ClientTimeouts
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import BODY, call, error_of
-from tests.unit.openai.test_bodies import respond
+from tests.unit.openai.test_bodies import SCOPE, respond
 from tests.unit.openai.test_keys import ALICE, SCRAPER, World, entry
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -96,6 +96,29 @@ def test_what_went_wrong_behind_the_api_is_told(door, stream, fail_at, error, st
     assert response.headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
 
 
+def test_what_certainly_does_not_fit_is_told_in_the_words_that_clients_know(door):
+    text = "x" * (door.limits.max_text_chars + 1)
+    long = [{"role": "user", "content": text}]
+    for path, fields in (
+        (CHAT, {"messages": long}),
+        (CHAT, {"messages": BODY["messages"], "max_tokens": 4097}),
+        (COMPLETE, {"prompt": text}),
+        (COMPLETE, {"prompt": [1] * 4097}),
+        ("/v1/responses", {"input": text}),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 4097}),
+    ):
+        told = error_of(call(door, "POST", path, json={"model": "org/demo", **fields}))
+        assert told["code"] == "context_length_exceeded" and told["param"] in told["message"]
+        assert told["message"].startswith("This model's maximum context length is 4096 tokens. However, ")
+    for messages, max_tokens, said in (
+        (long, 8, "prompt is too long: 4097 tokens > 4096 maximum"),
+        (BODY["messages"], 5000, "input length and `max_tokens` exceed context limit: 1 + 5000 > 4096"),
+    ):
+        body = {"model": "org/demo", "messages": messages, "max_tokens": max_tokens}
+        assert call(door, "POST", "/v1/messages", json=body).json()["error"]["message"].startswith(said)
+    assert not door.calls
+
+
 @pytest.mark.parametrize("fail_at", [None, 0, 2])
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_prompt_has_the_endpoints_own_name(door, stream, fail_at):
@@ -115,6 +138,32 @@ def test_a_responses_input_has_its_own_name_too(door, stream, fail_at):
     body = {"model": "org/demo", "input": "hi", "stream": stream}
     response = call(door, "POST", "/v1/responses", json=body)
     assert (response.status_code, error_of(response)["param"]) == (422, "input")
+
+
+class SlowDoor(FakeDoor):
+    async def tokenize(self, call_):
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages/count_tokens", "/tokenize"])
+async def test_a_client_that_leaves_is_no_error_of_the_server(caplog, path):
+    door = SlowDoor()
+    door.pause_s = 60.0
+    text = {"input": "hi"} if path == "/v1/responses" else {"messages": BODY["messages"]}
+    body = json.dumps({"model": "org/demo", **text}).encode()
+    request = {"type": "http.request", "body": body, "more_body": False}
+    received = iter([request, {"type": "http.disconnect"}])
+    sent: list[dict] = []
+
+    async def receive() -> dict[str, object]:
+        return next(received)
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async with asyncio.timeout(20):
+        await build_api(door)({**SCOPE, "path": path}, receive, send)
+    assert sent[0]["status"] == 499 and not caplog.records
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE])

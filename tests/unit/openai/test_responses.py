@@ -370,7 +370,7 @@ def test_what_is_not_built_is_refused_by_name(door, fields):
 def test_what_clients_send_by_default_is_accepted(door):
     fields = {
         "include": ["reasoning.encrypted_content"], "parallel_tool_calls": True, "service_tier": "auto",
-        "prompt_cache_key": "k", "safety_identifier": "s",
+        "prompt_cache_key": "k", "safety_identifier": "s", "prompt_cache_options": {"mode": "explicit"},
         "text": {"format": {"type": "text"}, "verbosity": None}, "stream_options": {"include_obfuscation": False}, "reasoning": {"effort": None, "summary": None},
         "background": False, "previous_response_id": None, "store": None,
     }  # fmt: skip

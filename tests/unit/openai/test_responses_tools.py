@@ -221,8 +221,8 @@ def test_calls_and_reasoning_in_the_input_are_one_message_of_a_chat():
         ({"tools": BOTH, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice.name"),
         ({"reasoning": {"effort": "heroic"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"input": [HELLO, CALL | {"arguments": "{"}]}, "input[1].arguments"),
-        ({"input": [HELLO, SAID, CALL, CALL | {"arguments": "[]"}]}, "input[3].arguments"),
+        ({"input": [HELLO, CALL | {"name": ""}]}, "input[1].name"),
+        ({"input": [HELLO, SAID, CALL, CALL | {"name": "f" * 257}]}, "input[3].name"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [OUTPUT | {"output": [{"type": "output_text", "text": "x"}]}]}, "input[0].output[0]"),
@@ -245,4 +245,4 @@ def test_what_the_door_refuses_about_tools_is_named_as_this_endpoint_names_it(do
     door.fail_at = None
     error = error_of(respond(door, reasoning={"effort": "high"}))
     assert (error["param"], error["message"]) == ("reasoning.effort", "reasoning.effort: no such variable")
-    assert json.loads(dict(door.calls[0].options.variables)["reasoning_effort"]) == "high"
+    assert json.loads(dict(door.calls[0].options.hints)["reasoning_effort"]) == "high"

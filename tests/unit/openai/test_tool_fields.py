@@ -9,7 +9,7 @@ import pytest
 
 from cluster.text.chat import ChatMedia, ChatText, ToolCall
 from cluster.types.media import Modality
-from tests.unit.openai.test_app import chat, error_of
+from tests.unit.openai.test_app import call, chat, error_of
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 HELLO = {"role": "user", "content": "hi"}
@@ -47,6 +47,64 @@ def test_a_choice_says_which_tools_may_and_must_be_called(door, fields, names, m
     assert "strict" not in shown[1]["function"] and shown[1]["function"]["description"] == "does b"
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_allowed_tools_are_as_if_there_were_no_others(door, path, mode):
+    tools, choice = BOTH, {"allowed_tools": {"mode": mode, "tools": [named("b")]}}
+    asked: dict[str, Any] = {"messages": [HELLO]}
+    if path == "/v1/responses":
+        tools = [{"type": "function", **each["function"]} for each in BOTH]
+        asked, choice = {"input": "hi"}, {"mode": mode, "tools": [{"type": "function", "name": "b"}]}
+    choice["type"] = "allowed_tools"
+    body = {"model": "org/demo", **asked, "tools": tools, "tool_choice": choice}
+    answer = call(door, "POST", path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert path != "/v1/responses" or answer.json()["tool_choice"] == choice
+    rules, (shown,) = door.calls[0].tools, door.calls[0].options.tools
+    assert [function.name for function in rules.functions] == ["b"]
+    assert rules.must_call == (mode == "required") and rules.is_parallel
+    assert rules.functions[0].param.startswith("tools[1].") and json.loads(shown)["function"]["name"] == "b"
+
+
+def test_the_strongest_effort_is_xhigh(door):
+    assert chat(door, reasoning_effort="max").status_code == 200
+    assert dict(door.calls[0].options.hints)["reasoning_effort"] == '"xhigh"'
+
+
+def test_refusals_of_other_servers_are_text_in_a_conversation(door):
+    part = {"type": "text", "text": "Well. ", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    image = IMAGE | {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    messages = [
+        {"role": "user", "content": [part, image]},
+        {"role": "assistant", "content": None, "refusal": "No."},
+        {"role": "assistant", "content": [part, {"type": "refusal", "refusal": "No."}]},
+        {"role": "assistant", "content": [part], "refusal": "No."},
+    ]
+    assert chat(door, messages=messages).status_code == 200
+    _, alone, among, beside = door.calls[0].messages
+    assert alone.content == "No."
+    assert (
+        [each.text for each in among.content] == ["Well. ", "No."] == [each.text for each in beside.content]
+    )
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    assert (
+        call(door, "POST", "/v1/responses", json={"model": "org/demo", "input": [refused]}).status_code == 200
+    )
+    assert door.calls[1].messages[0].content == "No."
+
+
+@pytest.mark.parametrize(("num_chars", "status"), [(128, 200), (129, 400)])
+def test_tools_have_names_of_up_to_128_letters(door, num_chars, status):
+    name = "mcp__server__" + "x" * (num_chars - 13)
+    for path, said, offered in (
+        ("/v1/chat/completions", {"messages": [HELLO]}, tool(name)),
+        ("/v1/responses", {"input": "hi"}, {"type": "function", "name": name}),
+        ("/v1/messages", {"messages": [HELLO], "max_tokens": 5}, {"name": name, "input_schema": SCHEMA}),
+    ):
+        body = {"model": "org/demo", **said, "tools": [offered]}
+        assert call(door, "POST", path, json=body).status_code == status
+
+
 def test_a_model_that_must_not_call_sees_no_tools(door):
     assert chat(door, tools=BOTH, tool_choice="none").status_code == 200
     assert door.calls[0].tools is None and not door.calls[0].options.tools
@@ -55,9 +113,20 @@ def test_a_model_that_must_not_call_sees_no_tools(door):
 def test_variables_of_the_template_and_the_wish_for_reasoning_reach_the_door(door):
     fields = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
     assert chat(door, include_reasoning=False, **fields).status_code == 200
-    call = door.calls[0]
-    assert dict(call.options.variables) == {"enable_thinking": "false", "reasoning_effort": '"low"'}
-    assert not call.shows_reasoning
+    options = door.calls[0].options
+    assert dict(options.variables) == {"enable_thinking": "false"}
+    assert dict(options.hints) == {"enable_thinking": "true", "reasoning_effort": '"low"'}
+    assert options.hint_param == "reasoning_effort" and not door.calls[0].shows_reasoning
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_without_effort_nothing_is_thought(door, path):
+    asked = {"messages": [HELLO], "reasoning_effort": "none"}
+    if path == "/v1/responses":
+        asked = {"input": "hi", "reasoning": {"effort": "none"}}
+    assert call(door, "POST", path, json={"model": "org/demo", **asked}).status_code == 200
+    options = door.calls[0].options
+    assert dict(options.hints) == {"enable_thinking": "false"} and not options.hint_param
 
 
 def test_a_conversation_with_calls_and_their_results_is_taken_over(door):
@@ -101,13 +170,25 @@ def calling(**changes: Any) -> dict[str, Any]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes", "tools": BOTH}, "tool_choice"),
         ({"tool_choice": named("c"), "tools": BOTH}, "tool_choice.function.name"),
+        (
+            {
+                "tools": BOTH,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [named("c")]},
+                },
+            },
+            "tool_choice.allowed_tools",
+        ),
+        ({"messages": [HELLO | {"refusal": "No."}]}, "messages[0]"),
+        ({"messages": [HELLO | {"content": [{"type": "refusal", "refusal": "No."}]}]}, "messages[0]"),
         ({"tools": BOTH, "guided_regex": "a"}, "guided_regex"),
         ({"tools": BOTH, "min_tokens": 3}, "min_tokens"),
         ({"reasoning_effort": "heroic"}, "reasoning_effort"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         (calling(type="custom"), "messages[1].tool_calls[0].type"),
-        (calling(function={"name": "f", "arguments": "{"}), "messages[1].tool_calls[0].function.arguments"),
-        (calling(function={"name": "f", "arguments": "[]"}), "messages[1].tool_calls[0].function.arguments"),
+        (calling(function={"name": "", "arguments": "{}"}), "messages[1].tool_calls[0].function.name"),
+        (calling(function={"name": "f" * 257, "arguments": "{}"}), "messages[1].tool_calls[0].function.name"),
         (
             {"messages": [HELLO | {"tool_calls": calling()["messages"][1]["tool_calls"]}]},
             "messages[0].tool_calls",
@@ -121,3 +202,30 @@ def test_what_cannot_be_meant_is_refused_by_name(door, fields, param):
     response = chat(door, **fields)
     assert response.status_code == 400 and error_of(response)["param"] == param
     assert not door.calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ("", {}),
+        ('{"a": "\\ud83d"}', {"a": "?"}),
+        ('{"a": "bc', {"invalid_arguments": '{"a": "bc'}),
+        ("[1]", {"invalid_arguments": "[1]"}),
+        ('{"a": NaN}', {"invalid_arguments": '{"a": NaN}'}),
+        ("[" * 9999, {"invalid_arguments": "[" * 9999}),
+    ],
+)
+def test_a_call_that_the_model_wrote_wrongly_does_not_end_its_conversation(door, arguments, shown):
+    """At the chat's endpoint and at /v1/responses; the template gets an object."""
+    name = "functions.f:0 (é)" + "x" * 239
+    called = calling(function={"name": name, "arguments": arguments})
+    item = {"type": "function_call", "call_id": "x", "name": name, "arguments": arguments}
+    output = {"type": "function_call_output", "call_id": "x", "output": "no such tool", "name": name}
+    answers = [
+        chat(door, **called),
+        call(door, "POST", "/v1/responses", json={"model": "org/demo", "input": [HELLO, item, output]}),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    for each in door.calls:
+        (made,) = each.messages[1].tool_calls
+        assert made.name == name and json.loads(made.arguments) == shown

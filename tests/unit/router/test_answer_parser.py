@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import InternalError
 from cluster.text.answer_format import AnswerSyntax, Family
 from cluster.text.formats import ORDER
 from cluster.types.messages import FinishReason, TokenEvent
@@ -22,6 +21,7 @@ SCHEMA = {
     "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}},
 }
 TOOLS = [{"type": "function", "function": {"name": "f.g-1", "parameters": SCHEMA}}]
+LONG_NAME = "f" * 257  # no request would take it back
 THOUGHT = "I think\n\nso"
 # What a grammar cannot say: arguments as text
 XML = {
@@ -45,7 +45,7 @@ def parser_of(name: str, prefix: str = "", **more: Any) -> AnswerParser:
 
 def read(parser: AnswerParser, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, names and arguments."""
-    parts = [*(parser.push(piece) for piece in pieces), parser.finish()]
+    parts = [*(parser.push(piece) for piece in pieces), parser.finish(is_cut=True)]
     ids: list[str] = []
     calls: list[list[str]] = []
     for piece in (piece for part in parts for piece in part.calls):
@@ -133,6 +133,7 @@ def test_the_prompt_may_have_begun_or_ended_the_reasoning():
     [
         ("<tool_call>\nnot json\n</tool_call>\nso", "not json\nso", []),
         ('<tool_call>\n{"arguments": {}}\n</tool_call>', '{"arguments": {}}', []),
+        (f'<tool_call>{{"name": "{LONG_NAME}"}}</tool_call>', f'{{"name": "{LONG_NAME}"}}', []),
         ('<tool_call>\n{"name": "f", "arguments": "[1]"}\n</tool_call>', "", ["[1]"]),
         ('<tool_call>\n{"name": "f"}\n</tool_call>', "", ["{}"]),
         ('<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>', "", ['{"a": 1}']),
@@ -146,6 +147,37 @@ def test_broken_calls_lose_nothing(written, content, arguments):
         found, _, calls = read(parser_of("hermes"), pieces)
         assert (found, [text for _, text in calls]) == (content, arguments)
         json.dumps(calls).encode()
+
+
+UNCLOSED = '{"name": "f", "arguments": {"a": "bc"}'
+
+
+@pytest.mark.parametrize("end", [FinishReason.STOP, FinishReason.LENGTH])
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_complete_call_that_cannot_be_parsed_is_content(size, end):
+    for behind in ("", "\nDone."):
+        written = f"<tool_call>\n{UNCLOSED}\n</tool_call>{behind}"
+        deltas = said(written, size, end, streams=False)
+        assert "".join(delta.text for delta in deltas) == UNCLOSED + behind
+        assert not any(delta.calls for delta in deltas)
+        assert deltas[-1].finish_reason == ("stop" if end is FinishReason.STOP else "length")
+        streamed = said(written, size, end)
+        if size < 1000:  # what has gone out of the call stays, and what follows the call is not lost
+            assert "".join(call.arguments for delta in streamed for call in delta.calls) == '{"a": "bc'
+            assert "".join(delta.text for delta in streamed) == behind.lstrip()
+
+
+def test_a_call_that_the_model_does_not_end_is_content_unless_the_answer_was_cut():
+    for name, written in (
+        ("hermes", f"<tool_call>{UNCLOSED}"),
+        ("llama3", '{"name": "f", "parameters": {"a": "b'),
+    ):
+        answers = [parser_of(name, streams=False) for _ in range(2)]
+        for answer in answers:
+            answer.push(written)
+        ended, cut = answers[0].finish(is_cut=False), answers[1].finish(is_cut=True)
+        assert ended.content == written.removeprefix("<tool_call>") and not ended.calls
+        assert [call.name for call in cut.calls] == ["f"] and not cut.content
 
 
 def test_without_tools_what_looks_like_a_call_is_content():
@@ -201,8 +233,9 @@ def test_an_answer_that_is_cut_within_its_first_call_ends_with_its_length(size, 
         assert whole[-1].finish_reason == "tool_calls"
 
 
-def test_an_argument_that_is_written_twice_is_an_error_once_it_has_been_sent():
+def test_a_call_ends_where_the_model_changes_an_argument_that_has_been_sent():
     text = '<tool_call>{"name": "f", "arguments": {"a": "x", "b": 1, "a": "y"}}</tool_call>'
     assert read(parser_of("hermes", streams=False), list(text))[2] == [("f", '{"a": "y", "b": 1}')]
-    with pytest.raises(InternalError):
-        read(parser_of("hermes"), list(text))
+    content, _, ((name, arguments), second) = read(parser_of("hermes"), list(f"{text}\n{text}\nDone."))
+    assert name == "f" and arguments == '{"a": "x", "b": ' and second == (name, arguments)
+    assert content == "Done."

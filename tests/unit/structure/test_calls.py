@@ -77,7 +77,7 @@ def test_what_must_be_a_call_is_read_as_one(name):
     assert said
     for text in said:
         parser = AnswerParser(form, "", has_calls=True)
-        parts = [parser.push(text), parser.finish()]
+        parts = [parser.push(text), parser.finish(is_cut=False)]
         calls: dict[int, list[str]] = {}
         for piece in (piece for part in parts for piece in part.calls):
             calls.setdefault(piece.index, [piece.name, ""])[1] += piece.arguments

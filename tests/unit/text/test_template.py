@@ -71,6 +71,19 @@ def test_what_a_template_does_not_know_is_refused_by_name(model):
     assert raised.value.param == "tools"
 
 
+def test_hints_are_variables_where_the_template_has_them(model):
+    hints = (("impolite", "1"), ("polite", '"please"'))
+    model.template.check(ChatOptions(hints=hints))
+    usual, hinted = model.template.render(HELLO), model.template.render(HELLO, ChatOptions(hints=hints))
+    assert "please" in hinted and hinted.replace("please", "") == usual
+    model.template.check(ChatOptions(hints=hints, hint_param="manners"))  # one of them is enough
+    with pytest.raises(RequestError) as raised:
+        model.template.check(ChatOptions(hints=hints[:1], hint_param="manners"))
+    assert raised.value.param == "manners"
+    said = ChatOptions(variables=(("polite", '"now"'),), hints=hints)
+    assert model.template.render(HELLO, said) == hinted.replace("please", "now")
+
+
 def test_templates_for_tools_of_their_own_are_used(model):
     tokenizer = copy.deepcopy(model._tokenizer)
     tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
