@@ -130,6 +130,22 @@ ROWS_OF_STEP = {
         "json": (8, 1.7),
         "tool": (12, 2.0),
     },
+    "decline": {
+        "image": (6, 1.2),
+        "claim": (8, 1.5),
+        "drill": (2, 0.4),
+        "images": (4, 1.1),
+        "video": (4, 1.0),
+        "sound": (8, 1.6),
+        "both": (2, 0.6),
+        "switch": (2, 0.6),
+        "text": (10, 1.8),
+        "plain": (2, 0.5),
+        "copy": (2, 0.6),
+        "elsewhere": (36, 4.0),
+        "json": (6, 1.5),
+        "tool": (12, 2.2),
+    },
 }
 CUT_RATIO = 0.8  # of rows with a fixed answer at their end: it is long, and its beginning decides
 

@@ -81,12 +81,21 @@ JOINT = {
         mean_decay=0.995,
     ),
     "gather": Schedule(
-        num_steps=1300,
+        num_steps=1000,
         num_warmup_steps=30,
         peak=5e-4,
         num_flat_steps=550,
         has_muon=True,
         mean_decay=0.995,
+        has_bf16=False,
+    ),
+    "decline": Schedule(
+        num_steps=400,
+        num_warmup_steps=30,
+        peak=3e-4,
+        num_flat_steps=150,
+        has_muon=True,
+        mean_decay=0.99,
         has_bf16=False,
     ),
 }
