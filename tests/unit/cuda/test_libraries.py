@@ -88,10 +88,21 @@ def test_every_argument_exists_in_the_library(library, names, max_query: int) ->
     check_calls(library(strict_module(names, (out, None) if library in PAIR else out)), out, max_query)
 
 
-def test_every_argument_exists_in_torchs_own_function() -> None:
-    out, signature = torch.zeros(2, 4, 8), inspect.signature(varlen_attn)
-    bound = SimpleNamespace(varlen_attn=lambda *args, **kwargs: signature.bind(*args, **kwargs) and out)
-    check_calls(TorchVarlen(bound), out, 2)
+@pytest.mark.parametrize("missing", [(), ("enable_gqa",)], ids=["installed", "2.11"])
+def test_every_argument_exists_in_torchs_own_function(missing: tuple[str, ...]) -> None:
+    """torch 2.11's function has no `enable_gqa`; without the keyword, later ones refuse fewer KV heads."""
+    installed_one, out, given = inspect.signature(varlen_attn), torch.zeros(2, 4, 8), []
+    signature = installed_one.replace(
+        parameters=[each for name, each in installed_one.parameters.items() if name not in missing]
+    )
+
+    def call(*args, **kwargs):
+        given.append(signature.bind(*args, **kwargs).arguments)
+        return out
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    check_calls(TorchVarlen(SimpleNamespace(varlen_attn=call)), out, 2)
+    assert [each.get("enable_gqa") for each in given] == [None if missing else True]
 
 
 def test_flash_attn_4_alone_makes_no_flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
