@@ -25,7 +25,7 @@ from cluster.types.request import SamplingParams
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
-from tests.gpu.cases import dense
+from tests.gpu.cases import check_recorded_steps, dense
 
 PROMPTS = [list(range(5, 45)), list(range(50, 53)), list(range(60, 81))]
 TABLES = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
@@ -160,6 +160,11 @@ def test_our_kernels_serve_decode_steps_recorded_or_not(kv_cache_dtype, device, 
     check_equal(computed(model, "cuda"), expected, 0.1)
     assert kernels.num_decodes == 2 * (NUM_STEPS + 1)  # two layers; the mixed step has one answer
     check_equal(computed(model, "cuda", graphed), expected, 0.1)
+
+
+def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device, kernels: Kernels) -> None:
+    model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
+    check_recorded_steps(model, num_steps=2, tolerance=0.1)
 
 
 def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: Kernels) -> None:
