@@ -120,7 +120,10 @@ def test_a_gpu_and_a_cpu_find_the_same_checksum_for_the_same_bytes() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "llava_onevision", "qwen3_vl"])
 def test_an_encoder_on_the_gpu_gives_the_rows_of_one_on_the_cpu(name) -> None:
-    """Tensors are uploaded by other threads, on a stream of their own, while the encoder computes."""
+    """Tensors are uploaded by other threads, on a stream of their own, while the encoder computes. Without
+    TF32, as in a worker with float32 (`cluster.worker.setup`)."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
     case = MEDIA_FAMILIES[name]()
     items = [one for request in case.requests for one in request.items]
     on_cpu = EncoderModel.from_model(case.model)
