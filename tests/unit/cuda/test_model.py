@@ -21,7 +21,9 @@ from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import LayerCache, QuantizedRows
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
+from cluster.types.media import MediaOptions
 from cluster.types.request import SamplingParams
+from encoder_service.runner import EncoderRunner, Piece, Prepared
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
@@ -223,13 +225,36 @@ def test_an_encoder_gives_the_cpus_rows(name: str, device: SimulatedCuda) -> Non
     on_cpu = EncoderModel.from_model(copy.deepcopy(case.model))
     on_gpu = EncoderModel.from_model(device.put(case.model))
 
-    def upload(item):
-        with device.on_thread():
-            return on_gpu.upload(item)
-
     for modality, item in items:
         with ThreadPoolExecutor(1) as thread:
-            uploaded = thread.submit(upload, item).result()
+            uploaded = thread.submit(in_context, device, on_gpu.upload, item).result()
         assert {tensor.device.type for tensor in uploaded.values()} == {"cuda"}
         (rows,), (expected,) = on_gpu.encode(modality, [uploaded]), on_cpu.encode(modality, [item])
         torch.testing.assert_close(rows.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llava_onevision", "qwen2_5_vl"])
+def test_an_encoder_call_ends_when_the_device_has_computed_it(name: str, device: SimulatedCuda) -> None:
+    """Else the call's time is that of its launches, and estimates of calls follow it."""
+    case = MEDIA_FAMILIES[name]()
+    encoder = EncoderModel.from_model(device.put(case.model))
+    runner = EncoderRunner(encoder, processor=None)  # type: ignore[arg-type]  # nothing is prepared here
+    modality, item = case.requests[0].items[0]
+    with ThreadPoolExecutor(1) as thread:
+        prepared = Prepared(thread.submit(in_context, device, encoder.upload, item).result(), 1)
+    launched = torch.cuda.Event()
+    encode = encoder.encode
+
+    def then_marked(*args):
+        rows = encode(*args)
+        launched.record()
+        return rows
+
+    encoder.encode = then_marked  # type: ignore[method-assign]
+    runner.encode(modality, [Piece(prepared, MediaOptions(), 0, 1)])
+    assert launched.query()
+
+
+def in_context(device: SimulatedCuda, function, *args):
+    with device.on_thread():
+        return function(*args)
