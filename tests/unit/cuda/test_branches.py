@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 REHEARSED = {  # test file: places
     "test_model.py": """
         cluster/model/cuda/copies.py:StepMatrix.fill cluster/model/cuda/graphs.py:capture_cuda
-        cluster/model/cuda/graphs.py:capture_cuda.capture cluster/model/attention_flash.py:_lengths
+        cluster/model/cuda/graphs.py:capture_cuda.capture
+        cluster/model/cuda/graphs.py:refusing_reads cluster/model/attention_flash.py:_lengths
         cluster/model/attention.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         encoder_service/runner.py:EncoderRunner.encode
     """,

@@ -181,7 +181,8 @@ def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: Kern
 
 
 def test_steps_that_cannot_be_recorded_after_all_run_unrecorded(device, kernels, monkeypatch, caplog) -> None:
-    """A kernel that asks the host is found while the first steps are recorded."""
+    """A kernel that asks the host is found before the first recording begins: torch does not recover from one
+    that fails."""
 
     def asks(query, cache, tables, contexts, layer, num_splits) -> Tensor:
         contexts.tolist()
@@ -190,8 +191,10 @@ def test_steps_that_cannot_be_recorded_after_all_run_unrecorded(device, kernels,
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
     expected = computed(model, "cuda")
     monkeypatch.setattr(decode_attention, "paged_decode", asks)
+    monkeypatch.setattr(torch.cuda, "graph", None)
     found = computed(model, "cuda", lambda model, kv: with_graphs(model, kv, 4))
-    assert "decode steps cannot be recorded: CUDA error" in caplog.text
+    assert "decode steps cannot be recorded: called a synchronizing CUDA operation" in caplog.text
+    assert torch.cuda.get_sync_debug_mode() == 0
     check_equal(found, expected, 0.1)
 
 
@@ -258,3 +261,23 @@ def test_an_encoder_call_ends_when_the_device_has_computed_it(name: str, device:
 def in_context(device: SimulatedCuda, function, *args):
     with device.on_thread():
         return function(*args)
+
+
+def test_a_recording_that_fails_leaves_the_stream_as_it_was(device: SimulatedCuda, monkeypatch) -> None:
+    """torch's context manager does not, where ending the recording fails."""
+
+    class Failing:
+        def __init__(self, graph, **_):
+            pass
+
+        def __enter__(self) -> None:
+            torch.cuda.set_stream(torch.cuda.Stream())
+
+        def __exit__(self, *_) -> None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", Failing)
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="during capture"):
+        capture_cuda()(lambda: torch.zeros(1, device="cuda"))
+    assert torch.cuda.current_stream() is before
