@@ -47,7 +47,7 @@ def test_every_library_equals_dense_attention(
         sizes, layer, heads, block_size=block_size, kv_cache_dtype=kv_cache_dtype, dtype=torch.bfloat16,
         device=DEVICE,
     )  # fmt: skip
-    backend = FlashAttention(TorchAttention(), library, decode_attention.is_available(), 100)
+    backend = FlashAttention(TorchAttention(), library, library, decode_attention.is_available(), 100)
     out = backend.attend(case.batch, layer, case.query, case.new_key, case.new_value, case.cache)
     torch.testing.assert_close(out.float(), case.expected, rtol=2e-2, atol=2e-2)
 

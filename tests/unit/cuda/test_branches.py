@@ -41,7 +41,7 @@ REHEARSED = {  # test file: places
     """,
     "test_libraries.py": """
         cluster/model/cuda/choice.py:_Step.seconds cluster/model/cuda/choice.py:choose
-        cluster/model/cuda/choice.py:choose.tried
+        cluster/model/cuda/choice.py:_Candidates._add
     """,
     "test_transfer.py": """
         kv_transfer/agents/collective_agent.py:CollectiveAgent.connect

@@ -139,7 +139,7 @@ def _gathered(codes: Tensor, scales: Tensor, slots: Tensor, dtype: torch.dtype) 
 def kernels(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels(device)
     monkeypatch.setattr(decode_attention, "is_available", lambda: True)
-    monkeypatch.setattr(choice, "DECODE", ((30, 1), (7, 1)))
+    monkeypatch.setattr(choice, "DECODES", (((30, 1), (7, 1)),))
     monkeypatch.setattr(choice, "CHUNK", ((20, 9), (0, 5)))
     for name in ("paged_decode", "write_quantised", "gather_quantised"):
         monkeypatch.setattr(decode_attention, name, getattr(made, name))
