@@ -23,7 +23,7 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/graphs.py:capture_cuda.capture
         cluster/model/cuda/graphs.py:refusing_reads cluster/model/attention_flash.py:_lengths
         cluster/model/attention.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
-        encoder_service/runner.py:EncoderRunner.encode
+        cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize

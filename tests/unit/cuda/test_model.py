@@ -13,6 +13,7 @@ import transformers as hf
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
+from cluster.model import attention_torch
 from cluster.model.attention import LayerAttention
 from cluster.model.attention_flash import FlashAttention
 from cluster.model.cuda import choice, decode_attention
@@ -76,6 +77,14 @@ def test_a_language_model_gives_the_cpus_logits(name: str, device: SimulatedCuda
     model = LanguageModel.from_model(device.put(whole))
     assert model.device == torch.device("cuda", 0)
     check_equal(computed(model, "cuda"), expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_sinks_window", "gemma3_window"])
+def test_prompts_in_slices_give_the_cpus_logits(name: str, device: SimulatedCuda, monkeypatch) -> None:
+    whole = MODELS[name]().model
+    expected = computed(LanguageModel.from_model(copy.deepcopy(whole)), "cpu")
+    monkeypatch.setattr(attention_torch, "SCORE_BYTES", 5_000)
+    check_equal(computed(LanguageModel.from_model(device.put(whole)), "cuda"), expected, 1e-4)
 
 
 def qwen2(dtype: torch.dtype = torch.float32) -> hf.Qwen2ForCausalLM:
