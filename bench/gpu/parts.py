@@ -44,8 +44,8 @@ def machine(rehearse: bool) -> Measurements:
 
 
 def unit_tests(rehearse: bool) -> Measurements:
-    """tests/gpu. Without a GPU all of them are skipped. `says`: the last lines, with a line for each test that
-    failed."""
+    """tests/gpu. Without a GPU all of them are skipped. `says`: the last lines, one for each test that failed
+    among them."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "tests/gpu"]
     done = subprocess.run(command, capture_output=True, text=True)
     says = done.stdout.strip().splitlines()[-SAID_LINES:]

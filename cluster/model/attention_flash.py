@@ -1,8 +1,8 @@
 """Attention over block memory on CUDA, with a library of attention kernels or our own decode kernel. Letters
 as in `attention`.
 
-Prompts and answers may be served by different libraries (`cluster.model.cuda.libraries`), answers by none of them.
-`route` decides:
+Prompts and answers may be served by different libraries (`cluster.model.cuda.libraries`), answers by none of
+them. `route` decides:
 
 * Pages are read by a library that can.
 * Other blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows
@@ -74,8 +74,8 @@ def reads_pages(library: FlashLibrary | None, block_size: int) -> bool:
 
 
 class FlashAttention:
-    """The attention backend on CUDA, for float16 and bfloat16. `prompts`, `answers`: what serves them; None: our
-    kernels where they can, else the fallback. `num_processors`: the device's multiprocessors."""
+    """The attention backend on CUDA, for float16 and bfloat16. `prompts`, `answers`: what serves them; None:
+    our kernels where they can, else the fallback. `num_processors`: the device's multiprocessors."""
 
     def __init__(
         self,

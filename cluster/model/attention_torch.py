@@ -4,8 +4,8 @@
 * Decode gathers all sequences' blocks into one padded batch. It folds the query heads that share a KV head
   into the query length, which keeps torch's fused kernel on its fast path.
 * Prefill runs one kernel per sequence, or several if the scores of a chunk or its mask would take more than
-  SCORE_BYTES: a kernel for each slice of its queries. In a mixed step, sequences with one new token are decoded together:
-  they get the bits that they get in a step without prompts.
+  SCORE_BYTES: a kernel for each slice of its queries. In a mixed step, sequences with one new token are
+  decoded together: they get the bits that they get in a step without prompts.
 * Soft-capped scores and attention sinks use an explicit softmax instead of the fused kernel.
 
 Masks are made once per step and window.
@@ -144,8 +144,8 @@ def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool
 def _slices(
     layer: LayerAttention, query: Tensor, num_queries: int, kv_heads: int, num_keys: int
 ) -> list[range]:
-    """Ranges of a chunk's queries whose scores may be in memory at once; the fused kernels hold none, but their
-    mask, on a GPU once for each query head that shares a KV head."""
+    """Ranges of a chunk's queries whose scores may be in memory at once; the fused kernels hold none, but
+    their mask, on a GPU once for each query head that shares a KV head."""
     num_heads = query.shape[1]
     copies = num_heads if _is_explicit(layer) else num_heads // kv_heads if _is_on_gpu(query) else 1
     size = max(1, SCORE_BYTES // (copies * num_keys * _BYTES_PER_SCORE))
@@ -172,8 +172,8 @@ def _prefill_keys(batch: PagedBatch, window: int | None, seq: int) -> Tensor:
 def _prefill_mask(
     batch: PagedBatch, window: int | None, seq: int, rows: range, dtype: torch.dtype
 ) -> Tensor | None:
-    """The additive mask [n, S] of these queries of a chunk (None: all keys are visible). That of a whole chunk
-    is made once per step."""
+    """The additive mask [n, S] of these queries of a chunk (None: all keys are visible). That of a whole
+    chunk is made once per step."""
     if batch.query_lens[seq] == 1:
         return None
     memo_key = ("prefill mask", window, seq)
@@ -202,9 +202,10 @@ def _fused(
 ) -> Tensor:
     """query [n, Hq, D], key [S, Hk, D], value [S, Hk, Dv], mask [n, S] → [n, Hq, Dv].
 
-    On a GPU `enable_gqa` with a mask or in float32 takes the kernel that holds all scores. With a mask the query
-    heads that share a KV head become more queries of one head; a view of the KV head for each of them would
-    give wrong numbers (pytorch/pytorch#191937). Without one, K and V of the prompt's own tokens are copied."""
+    On a GPU `enable_gqa` with a mask or in float32 takes the kernel that holds all scores. With a mask the
+    query heads that share a KV head become more queries of one head; a view of the KV head for each of them
+    would give wrong numbers (pytorch/pytorch#191937). Without one, K and V, which are those of the prompt
+    itself, are copied."""
     (num_queries, num_heads, width), kv_heads = query.shape, key.shape[1]
     group = num_heads // kv_heads
     query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
@@ -249,8 +250,8 @@ def _explicit(
     mask: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [b, h, n, D], key [b, hk, S, D], value [b, hk, S, Dv], where h is a multiple of hk; mask broadcasts
-    to [b, h, n, S], sinks to [b, h, n, 1]."""
+    """query [b, h, n, D], key [b, hk, S, D], value [b, hk, S, Dv], where h is a multiple of hk; mask
+    broadcasts to [b, h, n, S], sinks to [b, h, n, 1]."""
     folded = (*key.shape[:2], -1)  # the query heads that share a KV head, and their queries, as one dimension
     shape = query.shape[:-1]
     scores = (query.reshape(*folded, query.shape[-1]) @ key.transpose(-1, -2)).view(

@@ -256,8 +256,8 @@ class LanguageModel:
         kv.copy_blocks(sources, targets)
 
     def score_bytes(self, num_tokens: int) -> int:
-        """The most memory that attention takes for scores in a step with so many tokens of prompts. Native CPU
-        kernels hold none."""
+        """The most memory that attention takes for scores in a step with so many tokens of prompts. Native
+        CPU kernels hold none."""
         widths = (max(shape.key[1], shape.value[1]) for shape in self.shapes)
         if isinstance(self._backend, CpuAttention) and max(widths) <= NATIVE_WIDTH:
             return 0

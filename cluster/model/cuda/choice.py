@@ -1,8 +1,8 @@
 """Which attention serves a model on this GPU: each library that can be imported, and our Triton kernels,
 computes decode steps and a chunk of a prompt of the model's shape. What fails, or gives other numbers than
-plain softmax, is left out; of the others the fastest is taken, for prompts and for answers apart: a library may
-be the fastest for prompts and decode long contexts slowly, as it does not split them. The log says all that
-was found.
+plain softmax, is left out; of the others the fastest is taken, for prompts and for answers apart: a library
+may be the fastest for prompts and decode long contexts slowly, as it does not split them. The log says all
+that was found.
 
 Runs once, when the model is loaded, on the loading thread. Takes seconds, most of it for compiling.
 """
@@ -68,13 +68,13 @@ def choose(
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _Timed:
     seconds: float
     name: str
     library: FlashLibrary | None  # None: our kernels
 
 
-def _fastest(candidates: Sequence[_Candidate], what: str) -> FlashLibrary | None:
+def _fastest(candidates: Sequence[_Timed], what: str) -> FlashLibrary | None:
     if not candidates:
         logger.warning("attention: plain torch computes %s, several times slower than a kernel would", what)
         return None
@@ -87,8 +87,8 @@ class _Candidates:
     """What has given the right numbers, and how long it takes."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, shape: AttentionShape):
-        self.prompts: list[_Candidate] = []
-        self.answers: list[_Candidate] = []
+        self.prompts: list[_Timed] = []
+        self.answers: list[_Timed] = []
         self._device, self._block_size = device, shape.block_size
         exact = TorchAttention()  # not the worker's own, which would keep scratch for the long decode
         steps = {sizes: _Step(device, dtype, shape, sizes) for sizes in (*DECODES, CHUNK)}
@@ -106,7 +106,7 @@ class _Candidates:
         self._add(self.answers, "answers", self._decodes, name, library, backend)
 
     def _add(
-        self, found: list[_Candidate], what: str, steps: Sequence[tuple[_Step, Tensor]], name: str,
+        self, found: list[_Timed], what: str, steps: Sequence[tuple[_Step, Tensor]], name: str,
         library: FlashLibrary | None, backend: AttentionBackend,
     ) -> None:  # fmt: skip
         try:
@@ -117,7 +117,7 @@ class _Candidates:
             return
         times = " and ".join(f"{1e6 * each:.1f}" for each in seconds)
         logger.info("attention: %s takes %s us for %s", name, times, what)
-        found.append(_Candidate(sum(seconds), name, library))
+        found.append(_Timed(sum(seconds), name, library))
 
 
 class _Step:

@@ -190,8 +190,8 @@ def capture_cuda() -> Capture:
 def refusing_reads() -> Iterator[None]:
     """Inside, work that reads the device on the host raises RuntimeError. In a recording such a read leaves
     the process unusable: torch 2.11 goes on allocating from the recording's memory afterwards
-    (pytorch/pytorch#180395). The switch is the process's: no other thread may wait for a stream meanwhile. Workers
-    record while they load, when no other thread does."""
+    (pytorch/pytorch#180395). The switch is the process's: no other thread may wait for a stream meanwhile.
+    Workers record while they load, when no other thread does."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -82,7 +82,7 @@ def test_a_chunk_whose_scores_take_too_much_memory_runs_in_slices(layer, spans: 
     out = run(TorchAttention(), step, layer)
     torch.testing.assert_close(out, dense(shape, step, layer), rtol=1e-4, atol=1e-5)
     is_explicit = layer.softcap is not None or layer.sinks is not None
-    # the full slices of the first chunk, whose keys are 73, or 48 with the window; a fused kernel holds one mask for all heads
+    # full slices of the first chunk: 73 keys, or 48 in the window, where one mask serves all heads
     assert largest.count((5, 73) if is_explicit else (30, 48)) == (6 if is_explicit else 1)
 
 
