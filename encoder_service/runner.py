@@ -86,10 +86,13 @@ class EncoderRunner:
     def encode(self, modality: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """[num_rows, feature_width] for each piece, pooled as the options of its item say. Consecutive pieces
         of one item give the rows of the whole item, if each piece but the last holds a multiple of the
-        temporal pooling. Blocks; synchronises the device."""
+        temporal pooling. Blocks until they are computed: the time of a call is that of the device, too."""
         items = [self._tensors(modality, piece) for piece in pieces]
         outputs = self._model.encode(modality, items)
-        return [self._finish(modality, *each) for each in zip(pieces, items, outputs, strict=True)]
+        rows = [self._finish(modality, *each) for each in zip(pieces, items, outputs, strict=True)]
+        if self._model.device.type == "cuda":
+            torch.cuda.current_stream(self._model.device).synchronize()
+        return rows
 
     def _tensors(self, modality: Modality, piece: Piece) -> Mapping[str, torch.Tensor]:
         cut = self._model.splitter(modality)

@@ -18,13 +18,12 @@ from bench.gpu.steps import SHAPES, DeviceSpeed, TableLine, attention_row, measu
 from cluster.config.settings import REPOSITORY
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import KvCacheDtype, kv_segments
-from cluster.serving.launch import LocalCluster
-from cluster.serving.ports import free_port
 from kv_transfer.agents.transport_probe import probe_transport
 from kv_transfer.codecs.quantisation import CODECS
 from kv_transfer.codecs.wire_memory import Wire
 
 READY_TIMEOUT_S = 150.0
+SAID_LINES = 40  # of what pytest says
 BATCHES, CONTEXT = (1, 8, 32, 64, 128, 256), 2048
 FORMATS: tuple[tuple[KvCacheDtype, int], ...] = (("int8", 16), ("auto", 16), ("auto", 256))
 Measurements = Iterator[Mapping[str, object]]
@@ -45,10 +44,11 @@ def machine(rehearse: bool) -> Measurements:
 
 
 def unit_tests(rehearse: bool) -> Measurements:
-    """tests/gpu. Without a GPU all of them are skipped."""
-    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]
+    """tests/gpu. Without a GPU all of them are skipped. `says`: the last lines, one for each test that failed
+    among them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "tests/gpu"]
     done = subprocess.run(command, capture_output=True, text=True)
-    says = done.stdout.strip().rpartition("\n")[2]
+    says = done.stdout.strip().splitlines()[-SAID_LINES:]
     yield {"what": "tests/gpu", "ok": done.returncode in (0, 5), "says": says}
 
 
@@ -96,6 +96,9 @@ def transfer(rehearse: bool) -> Measurements:
 
 def served(roles: tuple[str, ...], shares: tuple[float, ...], rehearse: bool) -> Measurements:
     """A whole cluster in float32 on one device, whose greedy answers are compared with `generate`."""
+    from cluster.serving.launch import LocalCluster  # Ray and HAProxy, which only these parts need
+    from cluster.serving.ports import free_port
+
     config = yaml.safe_load((REPOSITORY / "deploy" / "cluster-one-gpu.yaml").read_text())
     port = config["http_options"]["port"] = free_port()
     application = config["applications"][0]

@@ -1,13 +1,14 @@
 """Attention over block memory on CUDA, with a library of attention kernels or our own decode kernel. Letters
 as in `attention`.
 
-`route` decides:
+Prompts and answers may be served by different libraries (`cluster.model.cuda.libraries`), answers by none of
+them. `route` decides:
 
-* Pages are read by a library that can (`cluster.model.cuda.libraries`).
+* Pages are read by a library that can.
 * Other blocks and INT8 blocks are decoded by `cluster.model.cuda.decode_attention`, and prefilled from rows
   that are gathered into one tensor.
-* Where pages cannot be read, the sequences of a mixed step with one new token are decoded apart from the
-  others: to gather their rows would copy their whole contexts in every layer.
+* Where pages cannot be read, or are read for prompts alone, the sequences of a mixed step with one new token
+  are decoded apart from the others: to gather their rows would copy their whole contexts in every layer.
 * Bidirectional spans use the fallback. In prefill, sinks and different widths of K and V use it as well.
 
 Untried on a GPU. Routing and arguments are tested on the CPU with stand-ins for the libraries.
@@ -44,8 +45,13 @@ def route(
     cache: LayerCache,
     library: FlashLibrary | None,
     has_kernels: bool,
+    prefers_kernel: bool = False,
 ) -> Route:
-    """has_kernels: whether our Triton kernels work here."""
+    """has_kernels: whether our Triton kernels work here. prefers_kernel: they decode what the library could,
+    too."""
+    kernel_can = batch.is_decode and has_kernels and decode_attention.can_decode(cache)
+    if kernel_can and prefers_kernel:
+        return Route.DECODE_KERNEL
     flash_can = (
         library is not None
         and (library.has_softcap or layer.softcap is None)
@@ -57,7 +63,7 @@ def route(
     )
     if flash_can and isinstance(cache.key, PlainRows) and reads_pages(library, batch.block_size):
         return Route.PAGES
-    if batch.is_decode and has_kernels and decode_attention.can_decode(cache):
+    if kernel_can:
         return Route.DECODE_KERNEL
     return Route.ROWS if flash_can else Route.FALLBACK
 
@@ -68,18 +74,20 @@ def reads_pages(library: FlashLibrary | None, block_size: int) -> bool:
 
 
 class FlashAttention:
-    """The attention backend on CUDA, for float16 and bfloat16. `num_processors`: the device's
-    multiprocessors."""
+    """The attention backend on CUDA, for float16 and bfloat16. `prompts`, `answers`: what serves them; None:
+    our kernels where they can, else the fallback. `num_processors`: the device's multiprocessors."""
 
     def __init__(
         self,
         fallback: AttentionBackend,
-        library: FlashLibrary | None,
+        prompts: FlashLibrary | None,
+        answers: FlashLibrary | None,
         has_kernels: bool,
         num_processors: int,
     ):
         self._fallback = fallback
-        self._library = library
+        self._prompts = prompts
+        self._answers = answers
         self._has_kernels = has_kernels
         self._num_processors = num_processors
 
@@ -87,7 +95,7 @@ class FlashAttention:
         """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the
         contexts."""
         kernel = self._has_kernels and decode_attention.can_decode(cache)
-        return kernel or (reads_pages(self._library, block_size) and isinstance(cache.key, PlainRows))
+        return kernel or (reads_pages(self._answers, block_size) and isinstance(cache.key, PlainRows))
 
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         for store, rows in ((cache.key, key), (cache.value, value)):
@@ -100,25 +108,25 @@ class FlashAttention:
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
         cache: LayerCache,
     ) -> Tensor:  # fmt: skip
-        chosen = route(batch, layer, cache, self._library, self._has_kernels)
-        if chosen is not Route.PAGES and (parts := mixed_parts(batch)):
+        library = self._answers if batch.is_decode else self._prompts
+        chosen = route(batch, layer, cache, library, self._has_kernels, self._answers is None)
+        is_one_call = chosen is Route.PAGES and self._answers is self._prompts
+        if not is_one_call and (parts := mixed_parts(batch)):
             return attend_parts(parts, self, layer, query, new_key, new_value, cache)
         if chosen is Route.DECODE_KERNEL:
             return self._decode(batch, layer, query, cache)
-        if chosen is Route.FALLBACK or self._library is None:
+        if chosen is Route.FALLBACK or library is None:
             return self._fallback.attend(batch, layer, query, new_key, new_value, cache)
         lengths = _lengths(batch)
         if isinstance(cache.key, PlainRows) and isinstance(cache.value, PlainRows):
             if chosen is Route.PAGES:
-                return self._library.paged(
-                    query.contiguous(), cache.key.data, cache.value.data, lengths, layer
-                )
+                return library.paged(query.contiguous(), cache.key.data, cache.value.data, lengths, layer)
             if list(batch.query_lens) == list(batch.context_lens):
-                return self._library.rows(query.contiguous(), new_key, new_value, lengths, layer)
+                return library.rows(query.contiguous(), new_key, new_value, lengths, layer)
         slots = _context_slots(batch, lengths)
         key = self._gather(cache.key, slots, query.dtype)
         value = self._gather(cache.value, slots, query.dtype)
-        return self._library.rows(query.contiguous(), key, value, lengths, layer)
+        return library.rows(query.contiguous(), key, value, lengths, layer)
 
     def _gather(self, store: RowStore, slots: Tensor, dtype: torch.dtype) -> Tensor:
         if self._has_kernels and isinstance(store, QuantizedRows):

@@ -3,8 +3,9 @@
 
 * Decode gathers all sequences' blocks into one padded batch. It folds the query heads that share a KV head
   into the query length, which keeps torch's fused kernel on its fast path.
-* Prefill runs one kernel per sequence. In a mixed step, sequences with one new token are decoded together:
-  they get the bits that they get in a step without prompts.
+* Prefill runs one kernel per sequence, or several if the scores of a chunk or its mask would take more than
+  SCORE_BYTES: a kernel for each slice of its queries. In a mixed step, sequences with one new token are
+  decoded together: they get the bits that they get in a step without prompts.
 * Soft-capped scores and attention sinks use an explicit softmax instead of the fused kernel.
 
 Masks are made once per step and window.
@@ -20,6 +21,14 @@ from torch import Tensor
 
 from cluster.model.attention import LayerAttention, PagedBatch, attend_parts, mixed_parts
 from cluster.model.kv_format import LayerCache, PlainRows, RowStore
+
+SCORE_BYTES = 512 << 20  # of scores, probabilities and mask of one prefill kernel at once
+_BYTES_PER_SCORE = 13  # at most three of them in float32 exist at once, and a byte of the mask's bits
+
+
+def score_bytes(num_heads: int, num_tokens: int, max_context: int) -> int:
+    """The most that prefill of `num_tokens` tokens takes for scores at once."""
+    return min(SCORE_BYTES, num_heads * num_tokens * max_context * _BYTES_PER_SCORE)
 
 
 class TorchAttention:
@@ -48,11 +57,15 @@ class TorchAttention:
             end = start + query_len
             if isinstance(cache.key, PlainRows) and _is_plain_prompt(batch, layer, seq):
                 key, value = new_key[start:end], new_value[start:end]
-                out[start:end] = _fused_causal(layer, query[start:end], key, value)
+                out[start:end] = _fused(layer, query[start:end], key, value, None, query_len > 1)
             else:
-                slots, mask = _prefill_view(batch, layer.sliding_window, seq, query.dtype)
+                slots = _prefill_slots(batch, layer.sliding_window, seq)
                 key, value = cache.key.rows(slots, query.dtype), cache.value.rows(slots, query.dtype)
-                out[start:end] = _one_sequence(layer, query[start:end], key, value, mask)
+                for rows in _slices(layer, query, query_len, key.shape[1], len(slots)):
+                    is_whole = len(rows) == query_len
+                    mask = _prefill_mask(batch, layer.sliding_window, seq, rows, query.dtype)
+                    own = slice(start + rows.start, start + rows.stop)
+                    out[own] = _one_sequence(layer, query[own], key, value, mask, is_whole)
             start = end
         return out
 
@@ -68,7 +81,7 @@ class TorchAttention:
         value = self._gather("value", cache.value, flat_table, size, query)
         value = value.view(num_seqs, -1, *cache.value.row_shape)
         folded = query.view(num_seqs, kv_heads, num_heads // kv_heads, width)
-        if layer.softcap is None and layer.sinks is None:
+        if not _is_explicit(layer):
             out = F.scaled_dot_product_attention(
                 folded, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=layer.scaling
             )
@@ -128,58 +141,105 @@ def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool
     )
 
 
-def _prefill_view(
-    batch: PagedBatch, window: int | None, seq: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Flat slots [S] of the keys that the chunk's queries may see, and the additive mask [n, S] (None: all
-    are visible)."""
-    memo_key = ("prefill", window, seq)
+def _slices(
+    layer: LayerAttention, query: Tensor, num_queries: int, kv_heads: int, num_keys: int
+) -> list[range]:
+    """Ranges of a chunk's queries whose scores may be in memory at once; the fused kernels hold none, but
+    their mask, on a GPU once for each query head that shares a KV head."""
+    num_heads = query.shape[1]
+    copies = num_heads if _is_explicit(layer) else num_heads // kv_heads if _is_on_gpu(query) else 1
+    size = max(1, SCORE_BYTES // (copies * num_keys * _BYTES_PER_SCORE))
+    return [range(first, min(first + size, num_queries)) for first in range(0, num_queries, size)]
+
+
+def _prefill_slots(batch: PagedBatch, window: int | None, seq: int) -> Tensor:
+    """Flat slots [S] of the keys that the chunk's queries may see."""
+    memo_key = ("prefill slots", window, seq)
     if memo_key not in batch.memo:
-        query_len, context_len, size = batch.query_lens[seq], batch.context_lens[seq], batch.block_size
-        first_query = context_len - query_len
-        first_key = 0 if window is None else max(0, first_query - window + 1)
-        keys = torch.arange(first_key, context_len, device=batch.slots.device)
-        slots = batch.block_tables[seq][keys // size] * size + keys % size
-        mask = None
-        if query_len > 1:
-            queries = torch.arange(first_query, context_len, device=keys.device)[:, None]
-            visible = keys <= queries
-            for start, end in batch.bidirectional_spans[seq]:
-                visible |= (queries >= start) & (queries < end) & (keys >= start) & (keys < end)
-            if window is not None:
-                visible &= keys > queries - window
-            mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device).masked_fill_(
-                ~visible, float("-inf")
-            )
-        batch.memo[memo_key] = (slots, mask)
+        size = batch.block_size
+        keys = _prefill_keys(batch, window, seq)
+        batch.memo[memo_key] = batch.block_tables[seq][keys // size] * size + keys % size
     return batch.memo[memo_key]
 
 
-def _fused_causal(layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _prefill_keys(batch: PagedBatch, window: int | None, seq: int) -> Tensor:
+    """Their positions [S]."""
+    first_query = batch.context_lens[seq] - batch.query_lens[seq]
+    first_key = 0 if window is None else max(0, first_query - window + 1)
+    return torch.arange(first_key, batch.context_lens[seq], device=batch.slots.device)
+
+
+def _prefill_mask(
+    batch: PagedBatch, window: int | None, seq: int, rows: range, dtype: torch.dtype
+) -> Tensor | None:
+    """The additive mask [n, S] of these queries of a chunk (None: all keys are visible). That of a whole
+    chunk is made once per step."""
+    if batch.query_lens[seq] == 1:
+        return None
+    memo_key = ("prefill mask", window, seq)
+    if memo_key in batch.memo:
+        return batch.memo[memo_key]
+    keys = _prefill_keys(batch, window, seq)
+    first_query = batch.context_lens[seq] - batch.query_lens[seq]
+    queries = torch.arange(first_query + rows.start, first_query + rows.stop, device=keys.device)[:, None]
+    visible = keys <= queries
+    for start, end in batch.bidirectional_spans[seq]:
+        visible |= (queries >= start) & (queries < end) & (keys >= start) & (keys < end)
+    if window is not None:
+        visible &= keys > queries - window
+    mask = torch.zeros(visible.shape, dtype=dtype, device=keys.device).masked_fill_(~visible, float("-inf"))
+    if len(rows) == batch.query_lens[seq]:
+        batch.memo[memo_key] = mask
+    return mask
+
+
+def _is_explicit(layer: LayerAttention) -> bool:
+    return layer.softcap is not None or layer.sinks is not None
+
+
+def _fused(
+    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """query [n, Hq, D], key [S, Hk, D], value [S, Hk, Dv], mask [n, S] → [n, Hq, Dv].
+
+    On a GPU `enable_gqa` with a mask or in float32 takes the kernel that holds all scores. With a mask the
+    query heads that share a KV head become more queries of one head; a view of the KV head for each of them
+    would give wrong numbers (pytorch/pytorch#191937). Without one, K and V, which are those of the prompt
+    itself, are copied."""
+    (num_queries, num_heads, width), kv_heads = query.shape, key.shape[1]
+    group = num_heads // kv_heads
+    query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
+    if _is_on_gpu(query) and group > 1:
+        if mask is not None:
+            query, mask = query.reshape(kv_heads, group * num_queries, width), mask.repeat(group, 1)
+        elif query.dtype == torch.float32:
+            key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
     out = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
-        is_causal=len(query) > 1, scale=layer.scaling, enable_gqa=query.shape[1] != key.shape[1],
+        query[None], key[None], value[None], attn_mask=mask, is_causal=is_causal, scale=layer.scaling,
+        enable_gqa=len(query) != len(key),
     )  # fmt: skip
-    return out[0].transpose(0, 1)
+    return out[0].reshape(num_heads, num_queries, -1).transpose(0, 1)
+
+
+def _is_on_gpu(query: Tensor) -> bool:
+    return query.device.type == "cuda"
 
 
 def _one_sequence(
-    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_whole: bool
 ) -> Tensor:
-    """query [n, Hq, D], key [S, Hk, D], value [S, Hk, Dv], mask [n, S] → [n, Hq, Dv]."""
-    num_heads, kv_heads = query.shape[1], key.shape[1]
-    if layer.softcap is None and layer.sinks is None:
-        out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
-            attn_mask=mask, scale=layer.scaling, enable_gqa=num_heads != kv_heads,
-        )  # fmt: skip
-    else:
-        group = num_heads // kv_heads
-        key = key.transpose(0, 1).repeat_interleave(group, 0)[None]
-        value = value.transpose(0, 1).repeat_interleave(group, 0)[None]
-        sinks = None if layer.sinks is None else layer.sinks.view(1, -1, 1, 1)
-        out = _explicit(layer, query.transpose(0, 1)[None], key, value, mask, sinks)
-    return out[0].transpose(0, 1)
+    """query [n, Hq, D], key [S, Hk, D], value [S, Hk, Dv], mask [n, S] → [n, Hq, Dv]. is_whole: these are all
+    queries of a chunk."""
+    if not _is_explicit(layer):
+        return _fused(layer, query, key, value, mask, is_causal=False)
+    group = query.shape[1] // key.shape[1]
+    key, value = key.transpose(0, 1), value.transpose(0, 1)
+    if is_whole and not _is_on_gpu(query):
+        key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    sinks = None if layer.sinks is None else layer.sinks.view(1, -1, 1, 1)
+    return _explicit(layer, query.transpose(0, 1)[None], key[None], value[None], mask, sinks)[0].transpose(
+        0, 1
+    )
 
 
 def _explicit(
@@ -190,9 +250,13 @@ def _explicit(
     mask: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [b, h, n, D], key [b, h, S, D], value [b, h, S, Dv]; mask broadcasts to [b, h, n, S], sinks to
-    [b, h, n, 1]."""
-    scores = query @ key.transpose(-1, -2) * layer.scaling
+    """query [b, h, n, D], key [b, hk, S, D], value [b, hk, S, Dv], where h is a multiple of hk; mask
+    broadcasts to [b, h, n, S], sinks to [b, h, n, 1]."""
+    folded = (*key.shape[:2], -1)  # the query heads that share a KV head, and their queries, as one dimension
+    shape = query.shape[:-1]
+    scores = (query.reshape(*folded, query.shape[-1]) @ key.transpose(-1, -2)).view(
+        *shape, -1
+    ) * layer.scaling
     if layer.softcap is not None:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
     if mask is not None:
@@ -202,4 +266,5 @@ def _explicit(
         probs = torch.cat([scores, column], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]
     else:
         probs = scores.softmax(dim=-1, dtype=torch.float32)
-    return probs.to(value.dtype) @ value
+    out = probs.to(value.dtype).reshape(*folded, probs.shape[-1]) @ value
+    return out.view(*shape, -1)

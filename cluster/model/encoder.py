@@ -1,7 +1,8 @@
 """The encoder half: media tensors in, embedding rows out.
 
 Wraps transformers' unmodified encoders and projectors. Owns the weights and nothing else. Runs on the
-engine's thread, one call at a time. Calls block and synchronise the device.
+engine's thread, one call at a time. Calls block; on a GPU some families' calls return before the device has
+computed them.
 """
 
 from __future__ import annotations

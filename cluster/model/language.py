@@ -29,7 +29,10 @@ from cluster.model.attention import (
     PagedBatch,
     make_backend,
 )
+from cluster.model.attention_cpu import MAX_WIDTH as NATIVE_WIDTH
+from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_flash import FlashAttention
+from cluster.model.attention_torch import score_bytes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, optimise_layers, whole_decoder
 from cluster.model.cpu.library import load as load_kernels
@@ -251,6 +254,16 @@ class LanguageModel:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         """Block targets[i] becomes a copy of block sources[i]. On CUDA: enqueued."""
         kv.copy_blocks(sources, targets)
+
+    def score_bytes(self, num_tokens: int) -> int:
+        """The most memory that attention takes for scores in a step with so many tokens of prompts. Native
+        CPU kernels hold none."""
+        widths = (max(shape.key[1], shape.value[1]) for shape in self.shapes)
+        if isinstance(self._backend, CpuAttention) and max(widths) <= NATIVE_WIDTH:
+            return 0
+        layers = self._model.config.get_text_config().per_layer_config
+        num_heads = max(layer.num_attention_heads for layer in layers)
+        return score_bytes(num_heads, num_tokens, self.max_model_len)
 
     @property
     def kernels_s(self) -> float | None:

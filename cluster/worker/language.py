@@ -87,7 +87,8 @@ def load_language(
             model.vocab_size,
             sizes.max_step_sequences,
             setup.dtype.itemsize,
-        ),
+        )
+        + model.score_bytes(sizes.max_step_tokens),
     )
     with setup.late_memory.granting() as promised:
         available = available_bytes(setup.device, model.evictable_bytes) - promised

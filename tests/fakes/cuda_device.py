@@ -288,7 +288,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         if self.capture is not None:
             raise RuntimeError("CUDA error: a copy between host and device while a graph is recorded")
         if not asynchronous or _is_on_cuda(source):
-            self.num_syncs += 1
+            self.sync("a copy between host and device")
 
     def _pin(self, tensor: Tensor) -> Tensor:
         self.pinned.add(tensor.data_ptr())
@@ -326,7 +326,9 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             ),
             "get_device_name": lambda device=None: "simulated",
             "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
-            "memory_reserved": lambda device=None: 0,
+            "memory_reserved": lambda device=None: 0, "empty_cache": lambda: None,
+            "get_sync_debug_mode": lambda: self.sync_debug_mode,
+            "set_sync_debug_mode": self._set_sync_debug_mode,
         }  # fmt: skip
         self._patches = [mock.patch.object(torch.cuda, name, value) for name, value in names.items()]
         for patch in self._patches:

@@ -92,6 +92,7 @@ class CurrentPlace:
 
     def __init__(self, num_devices: int) -> None:
         self.num_syncs = 0  # reads of a tensor by the host, and waits for a stream or an event
+        self.sync_debug_mode = 0
         self.capture: Graph | None = None
         self.handler = _sanitizer.EventHandler()
         self._local = threading.local()
@@ -104,7 +105,12 @@ class CurrentPlace:
     def sync(self, why: str) -> None:
         if self.capture is not None:
             raise RuntimeError(f"CUDA error: {why} while a graph is recorded")
+        if self.sync_debug_mode == 2:
+            raise RuntimeError("called a synchronizing CUDA operation")
         self.num_syncs += 1
+
+    def _set_sync_debug_mode(self, mode: int | str) -> None:
+        self.sync_debug_mode = {"default": 0, "warn": 1, "error": 2}[mode] if isinstance(mode, str) else mode
 
     def current_device(self) -> int:
         return getattr(self._local, "device", 0)

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.cuda.copies import StepMatrix
+from cluster.model.cuda.graphs import GraphedModel, capture_cuda
 from cluster.model.kv_format import KvCacheDtype, LayerCache, kv_segments, layer_cache
+from cluster.model.language import LanguageModel, SequenceChunk
 
 
 @dataclass(frozen=True)
@@ -114,3 +117,32 @@ def paged_case(
     return PagedCase(
         batch, cache, torch.cat(queries), torch.cat(keys), torch.cat(values), torch.cat(expected)
     )
+
+
+@torch.inference_mode()
+def check_recorded_steps(model: LanguageModel, num_steps: int, tolerance: float) -> None:
+    """On CUDA. A replayed step gives the bits of the same `decode_step` unrecorded. `decode` takes its tables
+    only as wide as the contexts: its kernel may split the keys into other shares, so its logits are compared
+    by `tolerance`, relative to their norm. Every way of computing has KV of its own."""
+    num_blocks, size = 40, model.block_size
+    replayed, unrecorded, plain = (BlockMemory(model.kv_layout, num_blocks, model.device) for _ in range(3))
+    graphed = GraphedModel(model, replayed, 8, capture_cuda())
+    graphed.warm_up()
+    matrix = StepMatrix(8, -(-model.max_model_len // size), size, num_blocks - 1, model.device)
+    tables = [list(range(12 * i, 12 * i + 12)) for i in range(3)]
+    prompts = [list(range(5, 45)), list(range(50, 53)), list(range(60, 100))]
+    tokens, contexts = [], [len(prompt) for prompt in prompts]
+    for kv in (replayed, unrecorded, plain):
+        chunks = [
+            SequenceChunk(prompt, torch.arange(len(prompt)), 0, table)
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
+        tokens = model.forward(chunks, kv).argmax(-1).tolist()
+    for step in range(num_steps):
+        arguments = (tokens, [context + step for context in contexts], [0] * 3, tables)
+        logits = graphed.decode(*arguments, replayed)
+        inputs = matrix.fill(*arguments, batch_size=4)  # the recorded size
+        assert torch.equal(logits, model.decode_step(inputs, unrecorded)[:3]), f"step {step}"
+        expected = model.decode(*arguments, plain)
+        assert float((logits - expected).norm() / expected.norm()) < tolerance, f"step {step}"
+        tokens = logits.argmax(-1).tolist()

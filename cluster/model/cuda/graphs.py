@@ -14,7 +14,8 @@ Tried on the CPU with a stand-in for the capture; `capture_cuda` itself is untri
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -163,13 +164,18 @@ def capture_cuda() -> Capture:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):  # compiles kernels and initialises libraries outside the recording
+            work()  # compiles kernels and initialises libraries outside the recording
+            with refusing_reads():
                 work()
-        torch.cuda.current_stream().wait_stream(side)
+        before = torch.cuda.current_stream()
+        before.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads of a worker, NCCL's among them, may use the device meanwhile
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            out = work()
+        try:
+            # thread_local: other threads of a worker, NCCL's among them, may use the device meanwhile
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                out = work()
+        finally:
+            torch.cuda.set_stream(before)  # which a recording that failed may not have done
 
         def replay() -> Tensor:
             graph.replay()
@@ -178,3 +184,17 @@ def capture_cuda() -> Capture:
         return replay
 
     return capture
+
+
+@contextmanager
+def refusing_reads() -> Iterator[None]:
+    """Inside, work that reads the device on the host raises RuntimeError. In a recording such a read leaves
+    the process unusable: torch 2.11 goes on allocating from the recording's memory afterwards
+    (pytorch/pytorch#180395). The switch is the process's: no other thread may wait for a stream meanwhile.
+    Workers record while they load, when no other thread does."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -15,6 +15,7 @@ against plain softmax when a worker starts (`choice`).
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,14 +138,18 @@ class Flash4:
 
 
 class TorchVarlen:
-    """`module` is torch.nn.attention.varlen. Its pages need flash-attn 3 or 4, which then serves by
-    itself."""
+    """`module` is torch.nn.attention.varlen. Its pages need flash-attn 3 or 4, which then serves by itself.
+
+    `enable_gqa` lets the function accept fewer KV heads than query heads. torch 2.11 does not know the
+    keyword: its function checks no heads and gives them to the same kernel, which reads shared KV heads."""
 
     page_multiple = None
     has_softcap = False
 
     def __init__(self, module: Any):
         self._varlen = module.varlen_attn
+        knows_gqa = "enable_gqa" in inspect.signature(module.varlen_attn).parameters
+        self._shared_heads = {"enable_gqa": True} if knows_gqa else {}
 
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
@@ -156,7 +161,7 @@ class TorchVarlen:
     ) -> Tensor:
         return self._varlen(
             query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
-            lengths.max_context, scale=layer.scaling, window_size=(_left(layer), 0), enable_gqa=True,
+            lengths.max_context, scale=layer.scaling, window_size=(_left(layer), 0), **self._shared_heads,
         )  # fmt: skip
 
 

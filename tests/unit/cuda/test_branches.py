@@ -20,8 +20,10 @@ HERE = Path(__file__).parent
 REHEARSED = {  # test file: places
     "test_model.py": """
         cluster/model/cuda/copies.py:StepMatrix.fill cluster/model/cuda/graphs.py:capture_cuda
-        cluster/model/cuda/graphs.py:capture_cuda.capture cluster/model/attention_flash.py:_lengths
+        cluster/model/cuda/graphs.py:capture_cuda.capture
+        cluster/model/cuda/graphs.py:refusing_reads cluster/model/attention_flash.py:_lengths
         cluster/model/attention.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
+        cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
@@ -39,7 +41,7 @@ REHEARSED = {  # test file: places
     """,
     "test_libraries.py": """
         cluster/model/cuda/choice.py:_Step.seconds cluster/model/cuda/choice.py:choose
-        cluster/model/cuda/choice.py:choose.tried
+        cluster/model/cuda/choice.py:_Candidates._add
     """,
     "test_transfer.py": """
         kv_transfer/agents/collective_agent.py:CollectiveAgent.connect

@@ -88,10 +88,21 @@ def test_every_argument_exists_in_the_library(library, names, max_query: int) ->
     check_calls(library(strict_module(names, (out, None) if library in PAIR else out)), out, max_query)
 
 
-def test_every_argument_exists_in_torchs_own_function() -> None:
-    out, signature = torch.zeros(2, 4, 8), inspect.signature(varlen_attn)
-    bound = SimpleNamespace(varlen_attn=lambda *args, **kwargs: signature.bind(*args, **kwargs) and out)
-    check_calls(TorchVarlen(bound), out, 2)
+@pytest.mark.parametrize("missing", [(), ("enable_gqa",)], ids=["installed", "2.11"])
+def test_every_argument_exists_in_torchs_own_function(missing: tuple[str, ...]) -> None:
+    """torch 2.11's function has no `enable_gqa`; without the keyword, later ones refuse fewer KV heads."""
+    installed_one, out, given = inspect.signature(varlen_attn), torch.zeros(2, 4, 8), []
+    signature = installed_one.replace(
+        parameters=[each for name, each in installed_one.parameters.items() if name not in missing]
+    )
+
+    def call(*args, **kwargs):
+        given.append(signature.bind(*args, **kwargs).arguments)
+        return out
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    check_calls(TorchVarlen(SimpleNamespace(varlen_attn=call)), out, 2)
+    assert [each.get("enable_gqa") for each in given] == [None if missing else True]
 
 
 def test_flash_attn_4_alone_makes_no_flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,22 +149,75 @@ def _plain(query, key, value, query_starts, context_starts, layer):
     return torch.cat(parts).to(query.dtype)
 
 
-def test_a_library_is_taken_only_if_it_computes_the_right_numbers(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(decode_attention, "is_available", lambda: False)
-    monkeypatch.setattr(choice, "DECODE", ((30, 1), (7, 1)))
+SHAPE = AttentionShape(
+    MemoryLayout(kv_segments([(2, 16)] * 2, 16, torch.bfloat16)), 16, 4, LayerAttention(0.25)
+)
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "DECODES", (((30, 1), (7, 1)), ((60, 1),)))
     monkeypatch.setattr(choice, "CHUNK", ((20, 9), (0, 5)))
-    shape = AttentionShape(
-        MemoryLayout(kv_segments([(2, 16)] * 2, 16, torch.bfloat16)), 16, 4, LayerAttention(0.25)
-    )
+
+
+def test_a_library_is_taken_only_if_it_computes_the_right_numbers(small_steps, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(decode_attention, "is_available", lambda: False)
     fallback = TorchAttention()
     with SimulatedCuda(), caplog.at_level(logging.INFO):
         given = [("wrong", Wrong()), ("broken", Broken()), ("right", Plain())]
-        backend = choice.choose(torch.device("cuda"), torch.bfloat16, shape, fallback, lambda: given)
-        assert isinstance(backend, FlashAttention) and isinstance(backend._library, Plain)
+        backend = choice.choose(torch.device("cuda"), torch.bfloat16, SHAPE, fallback, lambda: given)
+        assert isinstance(backend, FlashAttention)
+        assert isinstance(backend._prompts, Plain) and backend._answers is backend._prompts
         assert (
-            choice.choose(torch.device("cuda"), torch.bfloat16, shape, fallback, lambda: given[:2])
+            choice.choose(torch.device("cuda"), torch.bfloat16, SHAPE, fallback, lambda: given[:2])
             is fallback
         )
-    assert "wrong is left out: its results are wrong by 100.0%" in caplog.text
-    assert "broken is left out: no kernel image is available" in caplog.text
-    assert "right is the fastest of 1" in caplog.text
+    for what in ("prompts", "answers"):
+        assert f"wrong is left out for {what}: its results are wrong by 100.0%" in caplog.text
+        assert f"broken is left out for {what}: no kernel image is available" in caplog.text
+        assert f"right is the fastest of 1 for {what}" in caplog.text
+        assert f"plain torch computes {what}" in caplog.text
+
+
+class Slow(Plain):
+    """Reads pages."""
+
+    page_multiple = 1
+
+    def __init__(self, decode_s: float, prompt_s: float):
+        self.decode_s, self.prompt_s = decode_s, prompt_s
+
+    def paged(self, query, key, value, lengths, layer):
+        rows = [
+            torch.cat(
+                [blocks[table.long()].flatten(0, 1)[:count] for table, count in self._sequences(lengths)]
+            )
+            for blocks in (key, value)
+        ]
+        return self.rows(query, *rows, lengths, layer)
+
+    @staticmethod
+    def _sequences(lengths):
+        return zip(lengths.tables, lengths.contexts.tolist(), strict=True)
+
+
+@pytest.mark.parametrize("decode_s", [0.0, 1.0])
+def test_prompts_and_answers_are_chosen_apart(decode_s: float, small_steps, monkeypatch) -> None:
+    """Here the times are given: a library that decodes slowly still serves prompts."""
+    slow = Slow(decode_s, prompt_s=0.1)
+
+    def seconds(step, backend, expected) -> float:
+        step.attend(backend)
+        is_prompt = len(step._query) > 2
+        serves = backend._prompts if is_prompt else backend._answers
+        return 0.5 if serves is None else serves.prompt_s if is_prompt else serves.decode_s
+
+    monkeypatch.setattr(choice._Step, "seconds", seconds)
+    monkeypatch.setattr(decode_attention, "is_available", lambda: True)
+    monkeypatch.setattr(decode_attention, "paged_decode", lambda query, *_: query)
+    with SimulatedCuda():
+        backend = choice.choose(
+            torch.device("cuda"), torch.bfloat16, SHAPE, TorchAttention(), lambda: [("slow", slow)]
+        )
+    assert isinstance(backend, FlashAttention) and backend._prompts is slow
+    assert backend._answers is (None if decode_s else slow)

@@ -13,6 +13,7 @@ import transformers as hf
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
+from cluster.model import attention_torch
 from cluster.model.attention import LayerAttention
 from cluster.model.attention_flash import FlashAttention
 from cluster.model.cuda import choice, decode_attention
@@ -21,11 +22,13 @@ from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import LayerCache, QuantizedRows
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
+from cluster.types.media import MediaOptions
 from cluster.types.request import SamplingParams
+from encoder_service.runner import EncoderRunner, Piece, Prepared
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
-from tests.gpu.cases import dense
+from tests.gpu.cases import check_recorded_steps, dense
 
 PROMPTS = [list(range(5, 45)), list(range(50, 53)), list(range(60, 81))]
 TABLES = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
@@ -74,6 +77,14 @@ def test_a_language_model_gives_the_cpus_logits(name: str, device: SimulatedCuda
     model = LanguageModel.from_model(device.put(whole))
     assert model.device == torch.device("cuda", 0)
     check_equal(computed(model, "cuda"), expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss_sinks_window", "gemma3_window"])
+def test_prompts_in_slices_give_the_cpus_logits(name: str, device: SimulatedCuda, monkeypatch) -> None:
+    whole = MODELS[name]().model
+    expected = computed(LanguageModel.from_model(copy.deepcopy(whole)), "cpu")
+    monkeypatch.setattr(attention_torch, "SCORE_BYTES", 5_000)
+    check_equal(computed(LanguageModel.from_model(device.put(whole)), "cuda"), expected, 1e-4)
 
 
 def qwen2(dtype: torch.dtype = torch.float32) -> hf.Qwen2ForCausalLM:
@@ -137,7 +148,7 @@ def _gathered(codes: Tensor, scales: Tensor, slots: Tensor, dtype: torch.dtype) 
 def kernels(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels(device)
     monkeypatch.setattr(decode_attention, "is_available", lambda: True)
-    monkeypatch.setattr(choice, "DECODE", ((30, 1), (7, 1)))
+    monkeypatch.setattr(choice, "DECODES", (((30, 1), (7, 1)),))
     monkeypatch.setattr(choice, "CHUNK", ((20, 9), (0, 5)))
     for name in ("paged_decode", "write_quantised", "gather_quantised"):
         monkeypatch.setattr(decode_attention, name, getattr(made, name))
@@ -162,6 +173,11 @@ def test_our_kernels_serve_decode_steps_recorded_or_not(kv_cache_dtype, device, 
     check_equal(computed(model, "cuda", graphed), expected, 0.1)
 
 
+def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device, kernels: Kernels) -> None:
+    model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
+    check_recorded_steps(model, num_steps=2, tolerance=0.1)
+
+
 def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: Kernels) -> None:
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
 
@@ -174,7 +190,8 @@ def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: Kern
 
 
 def test_steps_that_cannot_be_recorded_after_all_run_unrecorded(device, kernels, monkeypatch, caplog) -> None:
-    """A kernel that asks the host is found while the first steps are recorded."""
+    """A kernel that asks the host is found before the first recording begins: torch does not recover from one
+    that fails."""
 
     def asks(query, cache, tables, contexts, layer, num_splits) -> Tensor:
         contexts.tolist()
@@ -183,8 +200,10 @@ def test_steps_that_cannot_be_recorded_after_all_run_unrecorded(device, kernels,
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
     expected = computed(model, "cuda")
     monkeypatch.setattr(decode_attention, "paged_decode", asks)
+    monkeypatch.setattr(torch.cuda, "graph", None)
     found = computed(model, "cuda", lambda model, kv: with_graphs(model, kv, 4))
-    assert "decode steps cannot be recorded: CUDA error" in caplog.text
+    assert "decode steps cannot be recorded: called a synchronizing CUDA operation" in caplog.text
+    assert torch.cuda.get_sync_debug_mode() == 0
     check_equal(found, expected, 0.1)
 
 
@@ -218,13 +237,56 @@ def test_an_encoder_gives_the_cpus_rows(name: str, device: SimulatedCuda) -> Non
     on_cpu = EncoderModel.from_model(copy.deepcopy(case.model))
     on_gpu = EncoderModel.from_model(device.put(case.model))
 
-    def upload(item):
-        with device.on_thread():
-            return on_gpu.upload(item)
-
     for modality, item in items:
         with ThreadPoolExecutor(1) as thread:
-            uploaded = thread.submit(upload, item).result()
+            uploaded = thread.submit(in_context, device, on_gpu.upload, item).result()
         assert {tensor.device.type for tensor in uploaded.values()} == {"cuda"}
         (rows,), (expected,) = on_gpu.encode(modality, [uploaded]), on_cpu.encode(modality, [item])
         torch.testing.assert_close(rows.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llava_onevision", "qwen2_5_vl"])
+def test_an_encoder_call_ends_when_the_device_has_computed_it(name: str, device: SimulatedCuda) -> None:
+    """Else the call's time is that of its launches, and estimates of calls follow it."""
+    case = MEDIA_FAMILIES[name]()
+    encoder = EncoderModel.from_model(device.put(case.model))
+    runner = EncoderRunner(encoder, processor=None)  # type: ignore[arg-type]  # nothing is prepared here
+    modality, item = case.requests[0].items[0]
+    with ThreadPoolExecutor(1) as thread:
+        prepared = Prepared(thread.submit(in_context, device, encoder.upload, item).result(), 1)
+    launched = torch.cuda.Event()
+    encode = encoder.encode
+
+    def then_marked(*args):
+        rows = encode(*args)
+        launched.record()
+        return rows
+
+    encoder.encode = then_marked  # type: ignore[method-assign]
+    runner.encode(modality, [Piece(prepared, MediaOptions(), 0, 1)])
+    assert launched.query()
+
+
+def in_context(device: SimulatedCuda, function, *args):
+    with device.on_thread():
+        return function(*args)
+
+
+def test_a_recording_that_fails_leaves_the_stream_as_it_was(device: SimulatedCuda, monkeypatch) -> None:
+    """torch's context manager does not, where ending the recording fails."""
+
+    class Failing:
+        def __init__(self, graph, **_):
+            pass
+
+        def __enter__(self) -> None:
+            torch.cuda.set_stream(torch.cuda.Stream())
+
+        def __exit__(self, *_) -> None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", Failing)
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="during capture"):
+        capture_cuda()(lambda: torch.zeros(1, device="cuda"))
+    assert torch.cuda.current_stream() is before

@@ -112,6 +112,20 @@ def test_a_worker_that_asks_for_cuda_does_not_start_without(folder: Path) -> Non
         setup_of(ClusterArgs(model=str(folder), device="cuda"))
 
 
+@pytest.mark.parametrize(("dtype", "allows"), [("float32", False), ("bfloat16", True)])
+def test_float32_on_a_gpu_is_not_tf32(dtype: str, allows: bool, folder: Path, device: SimulatedCuda) -> None:
+    switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = True
+        setup_of(ClusterArgs(model=str(folder), device="cuda", dtype=dtype))
+        assert [switch.allow_tf32 for switch in switches] == [allows, allows]
+    finally:
+        for switch, allowed in zip(switches, before, strict=True):
+            switch.allow_tf32 = allowed
+
+
 def test_auto_takes_bfloat16_on_a_gpu(folder: Path, device: SimulatedCuda) -> None:
     setup = setup_of(ClusterArgs(model=str(folder)))
     assert (setup.device.type, setup.dtype) == ("cuda", torch.bfloat16)

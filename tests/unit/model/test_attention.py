@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.model import attention_torch
 from cluster.model.attention import LayerAttention, PagedBatch, paged_attention
-from cluster.model.attention_torch import TorchAttention
+from cluster.model.attention_torch import TorchAttention, score_bytes
 from cluster.model.kv_format import KvCacheDtype, LayerCache
 from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
 
@@ -63,6 +64,42 @@ def test_a_prompt_in_chunks_gets_what_the_whole_prompt_gets(kv_cache_dtype: KvCa
     torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-5, atol=1e-6)
     for here, there in zip(whole.batch.kv.segments, chunked.batch.kv.segments, strict=True):
         assert torch.equal(here, there)
+
+
+@pytest.mark.parametrize("layer", [
+    LayerAttention(0.3, 16), LayerAttention(0.3, softcap=2.0),
+    LayerAttention(0.3, sinks=torch.linspace(-1, 1, HEADS)),
+])  # fmt: skip
+@pytest.mark.parametrize("spans", [False, True])
+def test_a_chunk_whose_scores_take_too_much_memory_runs_in_slices(layer, spans: bool, monkeypatch) -> None:
+    shape, sizes = Shape(HEADS), [(40, 33), (0, 20), (7, 1)]
+    largest = []
+    kernels = ("_explicit", "_fused")
+    for name in kernels:
+        monkeypatch.setattr(attention_torch, name, _noting(getattr(attention_torch, name), largest))
+    step = make_step(shape, sizes, spans)
+    monkeypatch.setattr(attention_torch, "SCORE_BYTES", HEADS * 13 * 73 * 5)
+    out = run(TorchAttention(), step, layer)
+    torch.testing.assert_close(out, dense(shape, step, layer), rtol=1e-4, atol=1e-5)
+    is_explicit = layer.softcap is not None or layer.sinks is not None
+    # full slices of the first chunk: 73 keys, or 48 in the window, where one mask serves all heads
+    assert largest.count((5, 73) if is_explicit else (30, 48)) == (6 if is_explicit else 1)
+
+
+def _noting(kernel, sizes: list[tuple[int, int]]):
+    """Notes the shape of every mask of a chunk."""
+
+    def call(layer, query, key, value, mask, *rest, **named):
+        if mask is not None and mask.dim() == 2:
+            sizes.append(tuple(mask.shape))
+        return kernel(layer, query, key, value, mask, *rest, **named)
+
+    return call
+
+
+def test_the_memory_plan_counts_scores_up_to_a_limit() -> None:
+    assert score_bytes(4, 10, 100) == 4 * 10 * 100 * 13
+    assert score_bytes(64, 2048, 131_072) == attention_torch.SCORE_BYTES
 
 
 def _piece(step: Step, start: int, end: int) -> Step:

@@ -124,7 +124,7 @@ def library(generation, calls: list[str]) -> FlashLibrary:
 
 
 def backend(library: FlashLibrary | None, *, has_kernels: bool = False) -> FlashAttention:
-    return FlashAttention(TorchAttention(), library, has_kernels, num_processors=4)
+    return FlashAttention(TorchAttention(), library, library, has_kernels, num_processors=4)
 
 
 def attend(subject: FlashAttention, layer: LayerAttention, case) -> Tensor:
@@ -201,6 +201,8 @@ def test_the_rule_sends_everything_somewhere_that_can_do_it() -> None:
         return route(case.batch, layer, case.cache, library_of(page_multiple), has_kernels)
 
     assert chosen(decode, 1, True) is Route.PAGES
+    assert route(decode.batch, PLAIN, decode.cache, library_of(1), True, True) is Route.DECODE_KERNEL
+    assert route(chunk.batch, PLAIN, chunk.cache, library_of(1), True, True) is Route.PAGES
     assert chosen(decode, 256, True) is Route.DECODE_KERNEL
     assert chosen(decode, 256, False) is Route.ROWS
     assert chosen(decode, None, True) is Route.DECODE_KERNEL
@@ -219,6 +221,28 @@ def test_the_rule_sends_everything_somewhere_that_can_do_it() -> None:
     assert route(chunk.batch, PLAIN, chunk.cache, varlen, True) is Route.ROWS
     assert route(chunk.batch, capped, chunk.cache, varlen, True) is Route.FALLBACK
     assert route(decode.batch, PLAIN, decode.cache, varlen, True) is Route.DECODE_KERNEL
+
+
+@pytest.mark.parametrize("sizes", [[(3, 1), (300, 1)], [(7, 4), (0, 2), (290, 1)], [(7, 4), (0, 2)]])
+def test_our_kernels_decode_beside_a_library_that_reads_pages(sizes, monkeypatch) -> None:
+    """Prompts by the library, answers by the kernels: in a mixed step, too."""
+    calls: list[str] = []
+
+    def decode(query, cache, tables, contexts, layer, num_splits) -> Tensor:
+        calls.append("kernel")
+        rows = []
+        for own, table, count in zip(query, tables, contexts.tolist(), strict=True):
+            key, value = (store.data[table].flatten(0, 1)[:count] for store in (cache.key, cache.value))
+            rows.append(dense(layer, own[None], key, value))
+        return torch.cat(rows)
+
+    monkeypatch.setattr(decode_attention, "paged_decode", decode)
+    case = paged_case(sizes, PLAIN, Heads(), block_size=16)
+    subject = FlashAttention(TorchAttention(), library(Flash4, calls), None, True, num_processors=4)
+    torch.testing.assert_close(attend(subject, PLAIN, case), case.expected, rtol=1e-4, atol=1e-5)
+    kinds = {new == 1 for _, new in sizes}
+    assert calls == ["kernel"] * (True in kinds) + ["kvcache"] * (False in kinds)
+    assert subject.can_capture(16, case.cache)
 
 
 def test_only_steps_that_ignore_the_contexts_may_be_captured() -> None:
