@@ -1,4 +1,4 @@
-"""Conversations of stages D to K, as people have them: many wordings, follow-up turns with or without new
+"""Conversations of stages D to L, as people have them: many wordings, follow-up turns with or without new
 media, questions that the model cannot answer, JSON, and calls of tools.
 
 Each method of `DialogueMaker` draws one conversation and takes everything random from the generator.

@@ -1,4 +1,4 @@
-"""Stages B to K: the model learns to answer, with a loss on the answers only.
+"""Stages B to L: the model learns to answer, with a loss on the answers only.
 
 Stage B, "learn", counts every answer token equally and gets the media tasks right. Stage C, "refine", teaches
 what stage B does not: to decide between yes and no after naming the fact, and to stop counting. It gives the
@@ -8,7 +8,8 @@ wordings, with drills of copying names and with Muon; stage F, "polish", gives m
 learnt worst; stage G, "broaden", asks in wordings that vary more, with sentences beside the question; stage
 H, "vary", has more of them for text, JSON, tools and what the model cannot answer; stage I, "widen",
 for all kinds; stage J, "extend", above all for text, sounds, names that no image has and questions that it
-cannot answer; stage K, "gather", has what many writers asked in words of their own.
+cannot answer; stage K, "gather", has what many writers asked in words of their own; stage L, "decline", has
+more of what the model cannot answer.
 
 Worker processes with one thread each (`Schedule.num_workers`) share every step: each draws its part of the
 rows, and the gradients are averaged over Gloo. `train` starts them; rank 0 writes the result, and a

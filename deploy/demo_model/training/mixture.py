@@ -1,4 +1,4 @@
-"""What one step of stages D to K trains on: how many conversations of each kind, and what they weigh."""
+"""What one step of stages D to L trains on: how many conversations of each kind, and what they weigh."""
 
 import random
 from collections.abc import Callable
@@ -151,7 +151,7 @@ CUT_RATIO = 0.8  # of rows with a fixed answer at their end: it is long, and its
 
 
 def groups_of_step(maker: DialogueMaker, stage: str, divisor: int) -> tuple[RowGroup, ...]:
-    """What one step of stages D to K trains on, or one of `divisor` equal parts of it."""
+    """What one step of stages D to L trains on, or one of `divisor` equal parts of it."""
 
     def json_row(rng: random.Random) -> TrainingRow:
         return maker.images_json_row(rng) if rng.random() < 0.15 else maker.json_row(rng)

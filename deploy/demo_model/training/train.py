@@ -3,10 +3,10 @@
     python -m deploy.demo_model.training.train --out deploy/demo_model
 
 Stage A pretrains the vision and the audio encoder side by side, stages B and C train the whole model and
-stages D to K the language model, each with one or two workers of one thread. The result is written in bf16
+stages D to L the language model, each with one or two workers of one thread. The result is written in bf16
 and measured on fresh samples. All of it follows from the seed.
 
-The same command again goes on with a run that was killed: finished stages are kept, stages B to K go
+The same command again goes on with a run that was killed: finished stages are kept, stages B to L go
 on from their last checkpoint, stage A begins again.
 """
 
