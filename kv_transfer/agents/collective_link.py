@@ -64,13 +64,11 @@ class CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(eq=False)
 class PostedWrite:
-    """The handle of one post. The link's lock guards `is_started` and `is_cancelled`."""
+    """The handle of one post."""
 
     link: OutgoingLink
     runs: list[torch.Tensor]
     header: PostHeader
-    is_started: bool = False  # its header is out, or about to be
-    is_cancelled: bool = False
     is_sent: bool = False  # its bytes have left; set by the link's thread
     is_acknowledged: bool = False  # its bytes are in the peer's memory; set by the agent's thread
     state: TransferState = TransferState.PENDING
@@ -136,16 +134,6 @@ class OutgoingLink:
                 write.state = TransferState.FAILED
                 raise self.error
         return write.state
-
-    def cancel(self, write: PostedWrite) -> None:
-        """Forget a write. Raises TransferError if it is in flight."""
-        with self._lock:
-            if write.state is TransferState.PENDING and write.is_started and self.error is None:
-                raise TransferError(f"a write to {self.owner.name} is in flight and cannot be cancelled")
-            write.is_cancelled = True
-        self._unfinished.pop(write.header.number, None)
-        if write.state is TransferState.PENDING:
-            write.state = TransferState.FAILED
 
     def close(self, error: TransferError) -> None:
         """End the link: all its writes fail with `error`. May be repeated."""
@@ -215,10 +203,8 @@ class OutgoingLink:
         if isinstance(item, Notification):
             frames.write(item, WRITE_TIMEOUT_S)
             return
-        with self._lock:
-            if item.is_cancelled or self.error is not None:
-                return
-            item.is_started = True
+        if self.error is not None:
+            return
         frames.write(item.header, WRITE_TIMEOUT_S)
         channel.send(item.runs)
         item.is_sent = True

@@ -234,7 +234,7 @@ class World(WorkerHost):
 
     def check_landing(self, write: SimulatedWrite) -> None:
         """A write lands in blocks under a lease of this writer; or late because its process was stopped or
-        the grant was on its way for longer than the margin."""
+        parted from the owner's, or the grant was on its way for longer than the margin."""
         target = next(worker for worker in self.live_workers if worker.process is write.target.thread.process)
         receiver = target.transfer_engines[write.target.name]._receiver
         assert receiver is not None
@@ -243,7 +243,8 @@ class World(WorkerHost):
         for lease in receiver._leases.values():
             if lease.lease_id in granted:
                 covered.update(lease.grant.block_ids)
-        may_be_late = write.source.thread.process.num_stops > write.num_stops or any(granted.values())
+        was_held_up = write.was_parted or write.source.thread.process.num_stops > write.num_stops
+        may_be_late = was_held_up or any(granted.values())
         for memory, block_ids in write.target.blocks_of(write).items():
             if covered.issuperset(block_ids):
                 continue
