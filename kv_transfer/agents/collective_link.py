@@ -6,6 +6,8 @@ block on it.
     IncomingLink  thread: check the token, make the group; then read headers, check every target, receive the
                   bytes into registered memory, put the notification into the inbox and acknowledge
 
+On a GPU each thread has a stream of its own, so that no copy waits for a step of the model.
+
 A link that breaks, at either end and for any reason, ends for good, with all its posts. The next `connect`
 dials a new one.
 """
@@ -163,6 +165,7 @@ class OutgoingLink:
 
     def _run(self) -> None:
         try:
+            self._table.use_own_stream()
             self._wire_up()
             while (item := self._waiting.get()) is not None:
                 self._carry(item)
@@ -251,6 +254,7 @@ class IncomingLink:
 
     def _run(self) -> None:
         try:
+            self._table.use_own_stream()
             channel = self._welcome()
             while True:
                 self._serve(channel, self._frames.read(None))
