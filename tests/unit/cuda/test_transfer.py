@@ -126,6 +126,23 @@ def test_a_writer_closes_while_its_write_is_under_way(strict: None) -> None:
     check_blocks(target, [])
 
 
+def test_a_write_in_flight_is_not_released(strict: None) -> None:
+    source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
+    writer, owner = NixlAgent("writer"), NixlAgent("owner")
+    writer.register(source)
+    owner.register(target)
+    peer = writer.connect(owner.metadata())
+    handle = writer.post(peer, source.descriptors([1]), target.descriptors([1]))
+    with pytest.raises(TransferError, match="cannot be cancelled"):
+        writer.release(handle)
+    check_blocks(target, [])
+    while writer.poll(handle) is TransferState.PENDING:
+        pass
+    writer.release(handle)
+    check_blocks(target, [1])
+    close(writer, owner)
+
+
 def test_writes_that_end_late_are_no_warning_between_gpus(strict: None, caplog) -> None:
     """Of CPU memory they would say that the copy between processes is not in use."""
     source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
