@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from cluster.kvcache.memory import BlockMemory, block_descriptors
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferHandle, TransferState
@@ -29,6 +30,9 @@ from kv_transfer.lease.events import Finished, SendAborted, SendEvent, SendFaile
 from kv_transfer.lease.group_coding import BlockWrite
 from kv_transfer.lease.outgoing import Outgoing, QueuedWrite, expired
 from kv_transfer.lease.peer_links import PeerLinks
+
+# Of one write. Every descriptor takes 16 bytes in a message of the collective transport, which has a limit.
+MAX_DESCRIPTORS = 1 << 16
 
 
 @dataclass
@@ -123,11 +127,18 @@ class LeaseWriter:
     def _post(
         self, peer: str, memory: BlockMemory, write: BlockWrite, base_address: int, num_blocks: int
     ) -> int:
-        """From one memory to the owner's memory of the same layout. Returns the number of bytes."""
+        """From one memory to the owner's memory of the same layout, as writes of a bounded number of
+        descriptors. Returns the number of bytes."""
         local = memory.descriptors(write.local_ids, write.segment_ids)
         remote = block_descriptors(
             memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids
         )
+        for start in range(0, len(local), MAX_DESCRIPTORS):
+            part = slice(start, start + MAX_DESCRIPTORS)
+            self._post_rows(peer, local[part], remote[part])
+        return int(local[:, 1].sum())
+
+    def _post_rows(self, peer: str, local: np.ndarray, remote: np.ndarray) -> None:
         posted_at = self._now()
         if posted_at >= self.outgoing.expires_at:
             raise expired(self.outgoing.grant)
@@ -137,7 +148,6 @@ class LeaseWriter:
         except TransferError:
             self._is_silent = True  # a part may have been posted
             raise
-        return int(local[:, 1].sum())
 
     def _connect(self) -> str:
         if self.peer is None:

@@ -20,6 +20,7 @@ from kv_transfer.agents import collective_agent
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.agents.collective_agent import CollectiveAgent
 from kv_transfer.agents.collective_frames import (
+    MAX_FRAME_BYTES,
     MAX_GREETING_BYTES,
     FrameSocket,
     Greeting,
@@ -30,6 +31,7 @@ from kv_transfer.agents.collective_frames import (
 from kv_transfer.agents.collective_group import Channel, PairStore
 from kv_transfer.agents.collective_link import CollectiveMetadata
 from kv_transfer.agents.regions import Region, RegionTable, locate, pieces
+from kv_transfer.lease.lease_writer import MAX_DESCRIPTORS
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (8,), torch.float32), SegmentSpec(4, (4,), torch.float32)))
 NUM_BLOCKS = 16
@@ -241,6 +243,10 @@ def test_no_verb_waits_for_an_owner_that_never_answers(make):
         expect_loss(writer, handle)
     assert write(writer, owner, [7]) is TransferState.DONE
     assert (owner.memory.segments[0].view(torch.uint8)[:3] == 2).all()
+
+
+def test_the_longest_write_of_a_lease_fits_into_a_frame():
+    assert 16 * MAX_DESCRIPTORS < MAX_FRAME_BYTES - 64
 
 
 def test_an_owner_whose_port_is_closed_is_lost_at_once(make):

@@ -8,6 +8,7 @@ import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agents.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
+from kv_transfer.lease import lease_writer
 from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, LateWrite, SendAborted, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
@@ -46,6 +47,19 @@ def test_bytes_and_payload_arrive(pair):
     send(pair, grant)
     pair.step(2)
     assert pair.sent == [Finished("lease")]
+    assert pair.received == [Completed("lease", b"payload")]
+    assert_arrived(pair, grant)
+
+
+def test_a_write_of_many_descriptors_is_posted_in_parts(pair, monkeypatch):
+    """Four blocks of two segments each."""
+    monkeypatch.setattr(lease_writer, "MAX_DESCRIPTORS", 3)
+    grant = pair.grant()
+    outgoing = pair.open(grant)
+    outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
+    outgoing.finish(b"payload")
+    pair.step(2)
+    assert pair.network.faults._counts["post"] == 3
     assert pair.received == [Completed("lease", b"payload")]
     assert_arrived(pair, grant)
 
@@ -189,8 +203,10 @@ def test_a_write_in_flight_at_the_deadline_keeps_the_lease_and_its_sources(pair)
 
 def test_the_owner_is_told_of_a_write_that_lands_in_blocks_which_others_hold_by_then(pair):
     grant = begin_write_that_stands_still(pair)
+    others = pair.pool.allocate(4)
     pair.clock.at = TTL_S + MARGIN_S
     pair.step()
+    pair.pool.free(others)
     assert pair.received == [Expired("lease")] and not pair.sent
     other = pair.grant("other")
     assert set(other.block_ids) == set(grant.block_ids)
