@@ -66,6 +66,7 @@ class World(WorkerHost):
         self.hangs: dict[SimulatedProcess, float] = {}  # how long the next step of an engine takes
         self._granted: dict[SimulatedProcess, dict[str, bool]] = {}  # leases that a process was given; late?
         self._made_at: dict[str, float] = {}  # of leases
+        self._late: list[tuple[SimulatedProcess, SimulatedWorker, BlockMemory, frozenset[int]]] = []
         self._num_incarnations = 0
         self._num_leases = 0
         for idx in range(shape.num_doors):
@@ -254,6 +255,14 @@ class World(WorkerHost):
             self.num_late_writes += 1
             self.scheduler.note(target.name, f"was written late: blocks {block_ids}")
             target.late_blocks.setdefault(memory, set()).update(block_ids)
+            self._late.append((write.source.thread.process, target, memory, frozenset(block_ids)))
+
+    def check_late_words(self) -> None:
+        """If no word was lost, the owner of blocks that were written late has been told of it."""
+        for writer, target, memory, block_ids in self._late:
+            untold = target.late_blocks[memory].intersection(block_ids)
+            is_known = writer.is_dead or target.process.is_dead or not untold
+            assert is_known, f"{target.name} was not told that {writer} wrote late: blocks {sorted(untold)}"
 
     def _clock(self) -> SkewedClock:
         if not self.shape.skew:
