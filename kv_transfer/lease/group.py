@@ -80,8 +80,8 @@ class RankLink:
         self._answer(timeout_s)
 
     def wait_granted(self, lease_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Grant:
-        """The grant that was ordered for this lease. Raises TransferError if it does not come in time. A grant
-        of an earlier lease, which came too late for that one, is discarded."""
+        """The grant that was ordered for this lease. Raises TransferError if it does not come in time. A
+        grant of an earlier lease, which came too late for that one, is discarded."""
         deadline = time.monotonic() + timeout_s
         while True:
             answer = self._answer(max(0.0, deadline - time.monotonic()))

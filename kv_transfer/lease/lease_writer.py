@@ -4,11 +4,11 @@
     open, draining --abort--> draining --no write in flight, abort notified--> SendAborted
     open, draining --write, peer or clock fails--> draining --no write in flight, abort tried--> SendFailed
 
-Nothing is posted after the grant's deadline, which is checked before each post. A write that was posted cannot
-be called off: the transport reads its source and writes its target until it is DONE or FAILED. So the lease
-stays open until then, also after its deadline, and its source blocks stay out of use. Then an abort tells the
-owner that bytes were written, perhaps after the owner gave the blocks away. If the peer stays unreachable,
-the lease waits until the transport gives the connection up (PeerLostError).
+Nothing is posted after the grant's deadline, which is checked before each post. A write that was posted
+cannot be called off: the transport reads its source and writes its target until it is DONE or FAILED. So the
+lease stays open until then, also after its deadline, and its source blocks stay out of use. Then an abort
+tells the owner that bytes were written, perhaps after the owner gave the blocks away. If the peer stays
+unreachable, the lease waits until the transport gives the connection up (PeerLostError).
 
 No abort is sent if a write failed, a post raised, or the peer is lost: what was posted may still land, so
 only the owner's timer may end the lease.
@@ -88,7 +88,7 @@ class LeaseWriter:
         return self._conclude(payload, abort_reason)
 
     def lose_peer(self, error: TransferError) -> None:
-        """The peer is gone: the lease fails without a word to the owner, once the writes in flight are over."""
+        """The peer is gone: the lease fails, once its writes are over, without a word to the owner."""
         self._error = self._error or error
         self._is_silent = True
 

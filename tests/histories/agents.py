@@ -11,8 +11,8 @@ drives.
               inside `post` and by a partition can a write land late
 
 Every landing is checked (`LandingCheck`): the block must be under an open lease that this writer was granted,
-or the write must be late because its process was stopped or parted. The blocks of late writes are remembered until the
-owner's engine has been told (`late_blocks`).
+or the write must be late because its process was stopped or parted. The blocks of late writes are remembered
+until the owner's engine has been told (`late_blocks`).
 """
 
 from __future__ import annotations

@@ -285,8 +285,8 @@ def outbox_forgets_doors() -> Change:
 
 ALL = (
     fence_removed, generation_not_bumped, lease_time_from_open, no_margin, done_before_the_bytes,
-    write_called_off, late_write_ignored, late_embeddings_ignored, late_word_unnoticed, dead_writer_waited_for,
-    lost_grants_kept, read_grants_lost, former_connection_heard,
+    write_called_off, late_write_ignored, late_embeddings_ignored, late_word_unnoticed,
+    dead_writer_waited_for, lost_grants_kept, read_grants_lost, former_connection_heard,
     cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
     partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
     last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,
