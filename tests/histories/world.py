@@ -262,7 +262,9 @@ class World(WorkerHost):
         for writer, target, memory, block_ids in self._late:
             untold = target.late_blocks[memory].intersection(block_ids)
             is_known = writer.is_dead or target.process.is_dead or not untold
-            assert is_known, f"{target.name} was not told that {writer.name} wrote late: blocks {sorted(untold)}"
+            assert is_known, (
+                f"{target.name} was not told that {writer.name} wrote late: blocks {sorted(untold)}"
+            )
 
     def _clock(self) -> SkewedClock:
         if not self.shape.skew:
