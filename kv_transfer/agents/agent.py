@@ -7,7 +7,7 @@ Call order:
     connect(metadata) -> peer    any number of times; cheap if the bytes are known
     post(peer, local, remote)    one-sided write; may copy inside the call (NIXL on one host does)
     poll(handle)                 until it is DONE or FAILED
-    release(handle)              exactly once per handle
+    release(handle)              once per handle, when its write is over
     notify(peer, payload)        any time after connect; arrives after writes that were DONE before the call
     notifications()              often, while anything is open: it also drives connecting and progress
     disconnect(peer)             the peer is gone; a later connect makes a new connection
@@ -76,13 +76,16 @@ class Agent(Protocol):
     ) -> TransferHandle:
         """Start writing `local[i]` to `remote[i]`; both are [n, 2] uint64 (address, bytes), n >= 1.
 
-        The source must not change until the handle is DONE or FAILED. A notification that is not empty
+        The source must not change until the handle is DONE or FAILED. If it raises, a part may have been
+        posted, unless the peer or the memory was unknown. A notification that is not empty
         reaches the peer after the bytes. On a GPU the caller has synchronised with the kernels that filled
         the source.
         """
         ...
 
-    def poll(self, handle: TransferHandle) -> TransferState: ...
+    def poll(self, handle: TransferHandle) -> TransferState:
+        """If it raises, the write has FAILED."""
+        ...
 
     def notify(self, peer: str, payload: bytes) -> None: ...
 
@@ -91,13 +94,14 @@ class Agent(Protocol):
         ...
 
     def release(self, handle: TransferHandle) -> None:
-        """Forget a handle. A pending transfer is cancelled; if it cannot be, raises TransferError: then
-        disconnect the peer."""
+        """Forget a handle whose write is over. No transport can call a write off: if this one is still
+        PENDING after one more look, raises TransferError, and the handle is kept."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Drop the peer, known or not. Never raises for a peer that is already gone. Writes to it are over:
-        the next poll says DONE if the peer had answered by then, FAILED (or raises) if not."""
+        """Drop the peer, known or not. Never raises for a peer that is already gone. The next poll of a write
+        to it says DONE if the peer had answered by then, FAILED (or raises) if not. If the connection was
+        still whole, bytes of a FAILED write may land later, so disconnect only after PeerLostError."""
         ...
 
     def close(self) -> None: ...

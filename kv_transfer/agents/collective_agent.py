@@ -26,6 +26,7 @@ import queue
 import secrets
 import socket
 import time
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -127,8 +128,11 @@ class CollectiveAgent:
                 return received
 
     def release(self, handle: PostedWrite) -> None:
+        with suppress(TransferError):
+            self.poll(handle)
+        if handle.state is TransferState.PENDING:
+            raise TransferError(f"a write to {handle.link.owner.name} is in flight and cannot be cancelled")
         self._handles.pop(id(handle), None)
-        handle.link.cancel(handle)
 
     def disconnect(self, peer: str) -> None:
         self._drop_link(peer)

@@ -6,6 +6,8 @@ block on it.
     IncomingLink  thread: check the token, make the group; then read headers, check every target, receive the
                   bytes into registered memory, put the notification into the inbox and acknowledge
 
+On a GPU each thread has a stream of its own, so that no copy waits for a step of the model.
+
 A link that breaks, at either end and for any reason, ends for good, with all its posts. The next `connect`
 dials a new one.
 """
@@ -64,13 +66,11 @@ class CollectiveMetadata(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(eq=False)
 class PostedWrite:
-    """The handle of one post. The link's lock guards `is_started` and `is_cancelled`."""
+    """The handle of one post."""
 
     link: OutgoingLink
     runs: list[torch.Tensor]
     header: PostHeader
-    is_started: bool = False  # its header is out, or about to be
-    is_cancelled: bool = False
     is_sent: bool = False  # its bytes have left; set by the link's thread
     is_acknowledged: bool = False  # its bytes are in the peer's memory; set by the agent's thread
     state: TransferState = TransferState.PENDING
@@ -137,16 +137,6 @@ class OutgoingLink:
                 raise self.error
         return write.state
 
-    def cancel(self, write: PostedWrite) -> None:
-        """Forget a write. Raises TransferError if it is in flight."""
-        with self._lock:
-            if write.state is TransferState.PENDING and write.is_started and self.error is None:
-                raise TransferError(f"a write to {self.owner.name} is in flight and cannot be cancelled")
-            write.is_cancelled = True
-        self._unfinished.pop(write.header.number, None)
-        if write.state is TransferState.PENDING:
-            write.state = TransferState.FAILED
-
     def close(self, error: TransferError) -> None:
         """End the link: all its writes fail with `error`. May be repeated."""
         with self._lock:
@@ -175,6 +165,7 @@ class OutgoingLink:
 
     def _run(self) -> None:
         try:
+            self._table.use_own_stream()
             self._wire_up()
             while (item := self._waiting.get()) is not None:
                 self._carry(item)
@@ -215,10 +206,8 @@ class OutgoingLink:
         if isinstance(item, Notification):
             frames.write(item, WRITE_TIMEOUT_S)
             return
-        with self._lock:
-            if item.is_cancelled or self.error is not None:
-                return
-            item.is_started = True
+        if self.error is not None:
+            return
         frames.write(item.header, WRITE_TIMEOUT_S)
         channel.send(item.runs)
         item.is_sent = True
@@ -265,6 +254,7 @@ class IncomingLink:
 
     def _run(self) -> None:
         try:
+            self._table.use_own_stream()
             channel = self._welcome()
             while True:
                 self._serve(channel, self._frames.read(None))

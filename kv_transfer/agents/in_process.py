@@ -9,6 +9,7 @@ Faults are scripted before they happen and are counted over the whole network, f
     network.faults.fail("post", 2)             the 2nd post fails
     network.faults.drop(1); .duplicate(2); .delay(3, polls=5)    by number of the notification
     network.faults.post_polls = 3              every post stays PENDING for 3 polls and copies only then
+    network.faults.is_parted = True            no write in flight moves a byte until it is False again
     network.kill("decode-0")                   the process of that agent is gone
 
 A failing `poll` answers FAILED with half of the bytes written; every other verb raises. Operations are the
@@ -38,6 +39,7 @@ class InProcessMetadata(msgspec.Struct, frozen=True):
 @dataclass
 class FaultScript:
     post_polls: int = 0  # polls that a post stays PENDING
+    is_parted: bool = False
     num_operations: int = 0  # seen so far
     num_notifications: int = 0
     _counts: Counter[str] = field(default_factory=Counter)
@@ -115,7 +117,7 @@ class InProcessAgent:
     def __init__(self, name: str, network: InProcessNetwork):
         self.name = name
         self.is_closed = False
-        self.num_handles = 0  # posted and not released; 0 if no handle leaks
+        self._handles: dict[int, InProcessWrite] = {}  # posted and not released
         self._network = network
         self._table = RegionTable()
         self._peers: dict[str, tuple[bytes, InProcessAgent | None]] = {}
@@ -151,8 +153,8 @@ class InProcessAgent:
         write = InProcessWrite(
             target, local.copy(), remote.copy(), notification, self._network.faults.post_polls
         )
-        self.num_handles += 1
-        if write.num_polls_left == 0:
+        self._handles[id(write)] = write
+        if write.num_polls_left == 0 and not self._network.faults.is_parted:
             self._complete(write)
         return write
 
@@ -162,12 +164,13 @@ class InProcessAgent:
             if handle.peer.is_closed:
                 handle.state = TransferState.FAILED
                 raise PeerLostError(f"peer {handle.peer.name} is gone")
-            handle.num_polls_left -= 1
             if error is not None:
                 _move(handle.local[: len(handle.local) // 2], handle.remote)
                 handle.state = TransferState.FAILED
-            elif handle.num_polls_left <= 0:
-                self._complete(handle)
+            elif not self._network.faults.is_parted:
+                handle.num_polls_left -= 1
+                if handle.num_polls_left <= 0:
+                    self._complete(handle)
         elif error is not None:
             handle.state = TransferState.FAILED
         if isinstance(error, PeerLostError):
@@ -190,12 +193,15 @@ class InProcessAgent:
         return ready
 
     def release(self, handle: InProcessWrite) -> None:
-        self.num_handles -= 1
-        if handle.state is TransferState.PENDING:
-            handle.state = TransferState.FAILED
+        if handle.state is TransferState.PENDING and not self.is_closed:
+            raise TransferError(f"a write to {handle.peer.name} is in flight and cannot be cancelled")
+        self._handles.pop(id(handle), None)
 
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
+        for write in self._handles.values():
+            if write.peer.name == peer and write.state is TransferState.PENDING:
+                write.state = TransferState.FAILED
 
     def close(self) -> None:
         self.is_closed = True

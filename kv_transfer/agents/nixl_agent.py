@@ -27,7 +27,7 @@ import importlib
 import logging
 import logging.config
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -229,9 +229,14 @@ class NixlAgent:
         return [(peer, payload) for peer, payloads in by_peer.items() for payload in payloads]
 
     def release(self, handle: NixlWrite) -> None:
-        self._handles.pop(id(handle), None)
-        with self._mapped():
-            handle.nixl.release()
+        """NIXL itself would say yes to a write in flight, but UCX cannot cancel one: it goes on reading the
+        source and writing the target (NIXL's issue 2067)."""
+        with suppress(TransferError):
+            self.poll(handle)
+        if handle.state is TransferState.PENDING:
+            raise TransferError(f"a write to {handle.peer} is in flight and cannot be cancelled")
+        if self._handles.pop(id(handle), None) is not None:
+            self._forget(handle.nixl)
 
     def disconnect(self, peer: str) -> None:
         known = self._peers.pop(peer, None)
@@ -239,7 +244,10 @@ class NixlAgent:
             return
         self._name_of.pop(known.metadata, None)
         for handle in [h for h in self._handles.values() if h.peer == peer]:
-            handle.state = TransferState.FAILED
+            with suppress(TransferError):
+                self.poll(handle)
+            if handle.state is TransferState.PENDING:
+                handle.state = TransferState.FAILED
         try:
             with self._mapped():
                 self._agent.remove_remote_agent(peer)

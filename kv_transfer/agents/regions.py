@@ -42,6 +42,11 @@ class RegionTable:
         self._memories += (memory,)
         self.regions += (Region(memory.base_address, memory.buffer.numel()),)
 
+    def use_own_stream(self) -> None:
+        """`BlockMemory.use_own_stream`, for a thread that moves bytes of these memories."""
+        for memory in self._memories[:1]:
+            memory.use_own_stream()
+
     def runs(self, rows: np.ndarray) -> list[torch.Tensor]:
         """Views [bytes] uint8 of the descriptors' memory, in order, adjacent rows as one.
 

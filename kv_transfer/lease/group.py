@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -78,11 +79,15 @@ class RankLink:
         """Raises TransferError if the rank does not get ready in time."""
         self._answer(timeout_s)
 
-    def wait_granted(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Grant:
-        """The grant that was ordered. Raises TransferError if it does not come in time."""
-        answer = self._answer(timeout_s)
-        assert isinstance(answer, Granted)
-        return answer.grant
+    def wait_granted(self, lease_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> Grant:
+        """The grant that was ordered for this lease. Raises TransferError if it does not come in time. A
+        grant of an earlier lease, which came too late for that one, is discarded."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            answer = self._answer(max(0.0, deadline - time.monotonic()))
+            assert isinstance(answer, Granted)
+            if answer.grant.lease_id == lease_id:
+                return answer.grant
 
     def listen(self, on_event: Callable[[TransferEvent], None]) -> None:
         """Blocks until the pipe ends; for a thread of its own."""
@@ -104,7 +109,7 @@ class RankLink:
         try:
             answer = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise TransferError(f"a rank of this worker did not answer in {timeout_s:.0f} s") from None
+            raise TransferError("a rank of this worker did not answer in time") from None
         if answer is None:
             raise TransferError("a rank of this worker has ended; its log says why")
         return answer
@@ -178,13 +183,21 @@ class GroupTransferEngine:
         run_lengths: Sequence[int] = (),
         first_blocks: Sequence[int] = (),
     ) -> Grant:
-        """`Receiver.grant`. Waits for the other ranks; raises TransferError if one does not answer."""
+        """`Receiver.grant`. Waits for the other ranks; raises TransferError if one does not answer. Then the
+        lease is revoked on all ranks; only rank 0's end of it is delivered."""
         with self._lock:
             self._leases[lease_id] = _GroupLease()
         lengths, firsts = tuple(run_lengths), tuple(first_blocks)
         self._order(OrderGrant(lease_id, tuple(block_ids), tuple(generations), ttl_s, lengths, firsts))
         own = self._transfer_engine.grant(lease_id, block_ids, generations, ttl_s, lengths, firsts)
-        return msgspec.structs.replace(own, shards=tuple(link.wait_granted() for link in self._links))
+        try:
+            shards = tuple(link.wait_granted(lease_id) for link in self._links)
+        except TransferError as error:
+            with self._lock:
+                del self._leases[lease_id]
+            self.revoke(lease_id, error.message)
+            raise
+        return msgspec.structs.replace(own, shards=shards)
 
     def cancel(self, lease_id: str) -> None:
         self._transfer_engine.cancel(lease_id)

@@ -4,10 +4,14 @@
     open, draining --abort--> draining --no write in flight, abort notified--> SendAborted
     open, draining --write, peer or clock fails--> draining --no write in flight, abort tried--> SendFailed
 
-Nothing is posted after the grant's deadline, which is checked before each post. At the deadline a write that
-is still in flight is cancelled; if it cannot be, its peer is disconnected. Then no abort is sent, because
-bytes might still land: the owner's timer ends the lease. A process that is stopped between the check and the
-post may still write later; its last notification, done or abort, then tells the owner where.
+Nothing is posted after the grant's deadline, which is checked before each post. A write that was posted
+cannot be called off: the transport reads its source and writes its target until it is DONE or FAILED. So the
+lease stays open until then, also after its deadline, and its source blocks stay out of use. Then an abort
+tells the owner that bytes were written, perhaps after the owner gave the blocks away. If the peer stays
+unreachable, the lease waits until the transport gives the connection up (PeerLostError).
+
+No abort is sent if a write failed, a post raised, or the peer is lost: what was posted may still land, so
+only the owner's timer may end the lease.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from cluster.kvcache.memory import BlockMemory, block_descriptors
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferHandle, TransferState
@@ -25,6 +30,9 @@ from kv_transfer.lease.events import Finished, SendAborted, SendEvent, SendFaile
 from kv_transfer.lease.group_coding import BlockWrite
 from kv_transfer.lease.outgoing import Outgoing, QueuedWrite, expired
 from kv_transfer.lease.peer_links import PeerLinks
+
+# Of one write. Every descriptor takes 16 bytes in a message of the collective transport, which has a limit.
+MAX_DESCRIPTORS = 1 << 16
 
 
 @dataclass
@@ -51,12 +59,10 @@ class LeaseWriter:
         self._sent = sent
         self._now = now
         self._in_flight: list[TransferHandle] = []
-        self._was_posted_late = False
         self._has_posted = False
         self._error: TransferError | None = None
-        self._is_silent = (
-            False  # bytes may still land: the owner must not be told that the writer has stopped
-        )
+        # Bytes may still land: the owner must not be told that the writer has stopped.
+        self._is_silent = False
 
     @property
     def is_writing(self) -> bool:
@@ -72,39 +78,26 @@ class LeaseWriter:
             self._post_queued(is_aborted=abort_reason is not None)
         except TransferError as error:
             self._fail(error)
-        try:
-            self._settle()  # also after a failed post: the owner is told only if nothing is in flight
-        except TransferError as error:
-            self._fail(error)
-        is_over = self._now() >= outgoing.expires_at
-        if self._in_flight:
-            if not is_over:
-                return None
-            self.stop(expired(outgoing.grant))
-        if self._error is None and abort_reason is None and (payload is None or outgoing.queued):
-            if not is_over:
-                return None
+        self._settle()
+        is_sent = payload is not None and not outgoing.queued and not self._in_flight
+        if not is_sent and abort_reason is None and self._now() >= outgoing.expires_at:
             self._fail(expired(outgoing.grant))
+        is_ending = self._error is not None or abort_reason is not None
+        if self._in_flight or not (is_sent or is_ending):
+            return None
         return self._conclude(payload, abort_reason)
 
-    def stop_if_over(self) -> None:
-        """If the lease's time is over, its writes in flight are called off without a look at them, which may
-        be what moves their bytes: after a stop of this process the blocks may be another lease's by now. A
-        write whose post itself took until then may have landed: it is looked at, and the owner told."""
-        if self._in_flight and not self._was_posted_late and self._now() >= self.outgoing.expires_at:
-            self.stop(expired(self.outgoing.grant))
-
-    def stop(self, error: TransferError) -> None:
-        """Ends the writes that are in flight, without a word to the owner: bytes may still land."""
+    def lose_peer(self, error: TransferError) -> None:
+        """The peer is gone: the lease fails, once its writes are over, without a word to the owner."""
         self._error = self._error or error
         self._is_silent = True
-        self.release_all()
 
-    def release_all(self) -> None:
-        handles, self._in_flight = self._in_flight, []
-        for handle in handles:
-            if not self._links.cancel(self.peer or "", handle):
-                self._is_silent = True
+    def fail_by_bug(self, error: TransferError) -> SendEvent | None:
+        """`advance` raised. The lease fails once its writes are over; if it failed before, it ends now."""
+        if self._error is not None:
+            return SendFailed(self.outgoing.lease_id, error)
+        self._fail(error)
+        return None
 
     def _post_queued(self, is_aborted: bool) -> None:
         queued = self.outgoing.queued
@@ -134,18 +127,27 @@ class LeaseWriter:
     def _post(
         self, peer: str, memory: BlockMemory, write: BlockWrite, base_address: int, num_blocks: int
     ) -> int:
-        """From one memory to the owner's memory of the same layout. Returns the number of bytes."""
+        """From one memory to the owner's memory of the same layout, as writes of a bounded number of
+        descriptors. Returns the number of bytes."""
         local = memory.descriptors(write.local_ids, write.segment_ids)
         remote = block_descriptors(
             memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids
         )
+        for start in range(0, len(local), MAX_DESCRIPTORS):
+            part = slice(start, start + MAX_DESCRIPTORS)
+            self._post_rows(peer, local[part], remote[part])
+        return int(local[:, 1].sum())
+
+    def _post_rows(self, peer: str, local: np.ndarray, remote: np.ndarray) -> None:
         posted_at = self._now()
         if posted_at >= self.outgoing.expires_at:
             raise expired(self.outgoing.grant)
         self._has_posted = True
-        self._in_flight.append(self._links.post(peer, local, remote, posted_at))
-        self._was_posted_late |= self._now() >= self.outgoing.expires_at
-        return int(local[:, 1].sum())
+        try:
+            self._in_flight.append(self._links.post(peer, local, remote, posted_at))
+        except TransferError:
+            self._is_silent = True  # a part may have been posted
+            raise
 
     def _connect(self) -> str:
         if self.peer is None:
@@ -153,24 +155,23 @@ class LeaseWriter:
         return self.peer
 
     def _settle(self) -> None:
-        """Releases the writes that are over. Raises if one of them failed; the others stay in flight."""
-        num_failed = 0
-        still_in_flight: list[TransferHandle] = []
-        handles, self._in_flight = self._in_flight, still_in_flight
-        for position, handle in enumerate(handles):
-            try:
-                state = self._links.poll(self.peer or "", handle)
-            except TransferError:
-                still_in_flight.extend(handles[position:])
-                raise
-            if state is TransferState.PENDING:
-                still_in_flight.append(handle)
-                continue
-            num_failed += state is TransferState.FAILED
-            if not self._links.release(self.peer or "", handle):
-                self._is_silent = True
-        if num_failed:
-            raise TransferError(f"lease {self.outgoing.lease_id}: {num_failed} writes failed")
+        """Releases the writes that are over."""
+        self._in_flight = [handle for handle in self._in_flight if self._is_pending(handle)]
+
+    def _is_pending(self, handle: TransferHandle) -> bool:
+        """If not, the handle is released. A write that failed fails the lease."""
+        error = TransferError(f"lease {self.outgoing.lease_id}: a write failed")
+        try:
+            state = self._links.poll(self.peer or "", handle)
+        except TransferError as raised:
+            state, error = TransferState.FAILED, raised
+        if state is TransferState.PENDING:
+            return True
+        self._links.release(handle)
+        if state is TransferState.FAILED:
+            self._is_silent = True
+            self._fail(error)
+        return False
 
     def _fail(self, error: TransferError) -> None:
         self._error = self._error or error

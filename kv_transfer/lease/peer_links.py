@@ -16,8 +16,7 @@ class PeerLinks:
     """The writing verbs of the agent, measured."""
 
     def __init__(self, agent: Agent, now: Callable[[], float], on_lost: Callable[[str, TransferError], None]):
-        """`on_lost(peer, error)` is called while the peer is still connected, so that its writes can be
-        released."""
+        """`on_lost(peer, error)`: all leases to the peer fail."""
         self._agent = agent
         self._now = now
         self._on_lost = on_lost
@@ -51,37 +50,26 @@ class PeerLinks:
 
     def poll(self, peer: str, handle: TransferHandle) -> TransferState:
         """`Agent.poll`, until it is no longer PENDING; not after that."""
-        state = self._agent.poll(handle)
-        if (meter := self._meters.get(peer)) is not None:
-            if state is TransferState.DONE:
-                meter.arrived(self._now())
-            elif state is TransferState.FAILED:
-                meter.cancelled()
+        state = TransferState.FAILED
+        try:
+            state = self._agent.poll(handle)
+        finally:
+            if (meter := self._meters.get(peer)) is not None:
+                if state is TransferState.DONE:
+                    meter.arrived(self._now())
+                elif state is TransferState.FAILED:
+                    meter.cancelled()
         return state
 
-    def release(self, peer: str, handle: TransferHandle) -> bool:
-        """Whether no byte of the write can land any more. If not, the peer is disconnected, which ends the
-        write in time."""
-        try:
-            self._agent.release(handle)
-        except TransferError:
-            self._agent.disconnect(peer)
-            return False
-        return True
-
-    def cancel(self, peer: str, handle: TransferHandle) -> bool:
-        """`release` of a write that is in flight."""
-        is_released = self.release(peer, handle)
-        if (meter := self._meters.get(peer)) is not None:
-            meter.cancelled()
-        return is_released
+    def release(self, handle: TransferHandle) -> None:
+        """`Agent.release`, of a write that is over."""
+        self._agent.release(handle)
 
     def notify(self, peer: str, payload: bytes) -> None:
         self._agent.notify(peer, payload)
 
     def lose(self, peer: str, error: TransferError) -> None:
-        """The peer is gone, for all leases at once: writes that are in flight to it never end by
-        themselves."""
+        """The peer is gone, for all leases at once. After the disconnect no write to it is PENDING."""
         self._on_lost(peer, error)
         self._meters.pop(peer, None)
         self._peers = {metadata: name for metadata, name in self._peers.items() if name != peer}

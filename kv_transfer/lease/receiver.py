@@ -33,9 +33,9 @@ and registered memory stays writable. So blocks are fenced, out of use, until on
    they had handed to a socket or a network arrives within IN_FLIGHT_S, or not at all. A broken connection is
    no such proof.
 4. ttl + margin are over. The writer posts nothing later than `ttl_s` after receipt and checks that before
-   each post. A later write is possible only if a process was stopped between check and write, or a grant was
-   on its way, for longer than the margin. The margin is longer than Serve lets a replica live that does not
-   answer.
+   each post. A write can land later only if a process was stopped between check and write, a grant was on
+   its way, or a write in flight stood still, for longer than the margin. The margin is longer than Serve lets
+   a replica live that does not answer.
 
 Only the fourth is a bound on time and not a fact. Such a lease is remembered as taken back. If its writer
 runs again after all, its word comes behind its last write and says that it has written. Then leases that are

@@ -8,7 +8,8 @@ In call order:
     sender.poll()                                        again and again while `num_open` > 0
 
 Every `open` that returned ends in exactly one event, also without finish or abort: the grant's time runs out.
-Until that event the local blocks belong to the transport and must not be freed. A lease is written once: its
+The event waits for the writes that are in flight, which no transport can call off. Until that event the local
+blocks belong to the transport and must not be freed. A lease is written once: its
 grant is refused if it comes again. `lease_writer` holds the states of one lease.
 
 Whole groups of blocks travel coded if the grant and this side have room for them
@@ -120,11 +121,6 @@ class Sender:
         for writer in self._writers():
             writer.outgoing.abort(reason)
 
-    def stop_overdue(self) -> None:
-        """To be called before anything that moves bytes: see `LeaseWriter.stop_if_over`."""
-        for writer in self._writers():
-            writer.stop_if_over()
-
     def poll(self) -> list[SendEvent]:
         """Posts what was asked for, looks at the writes in flight, and returns the ends of leases."""
         events: list[SendEvent] = []
@@ -133,8 +129,7 @@ class Sender:
                 event = writer.advance()
             except Exception as error:  # a bug; it must not cost the other leases their progress
                 logger.exception("lease %s cannot be sent", writer.outgoing.lease_id)
-                writer.release_all()
-                event = SendFailed(writer.outgoing.lease_id, TransferError(f"internal error: {error!r}"))
+                event = writer.fail_by_bug(TransferError(f"internal error: {error!r}"))
             if event is not None:
                 self._close(writer)
                 events.append(event)
@@ -162,7 +157,7 @@ class Sender:
     def _on_lost(self, peer: str, error: TransferError) -> None:
         for writer in list(self._open.values()):
             if writer.peer == peer:
-                writer.stop(error)
+                writer.lose_peer(error)
 
     def _close(self, writer: LeaseWriter) -> None:
         """Forget a lease except for its name, which is kept while its grant could come again and look

@@ -170,8 +170,6 @@ class TransferEngine:
         """One round. True: call it again soon."""
         has_moved, was_open = False, self.num_open > 0
         try:
-            if self._sender is not None:
-                self._sender.stop_overdue()
             has_moved = self._step_in()
             if self._sender is not None:
                 self._deliver(self._sender.poll())

@@ -6,7 +6,9 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,15 @@ import torch
 from cluster.clock import SystemClock
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from kv_transfer.agents.agent import Agent, TransferState
+from kv_transfer.agents.agent import Agent, TransferError, TransferState
 from kv_transfer.agents.collective_agent import CollectiveAgent
 from kv_transfer.agents.factory import Transport
 from kv_transfer.agents.factory import make_agent as make_cluster_agent
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.agents.nixl_agent import NixlAgent, load_nixl
+from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.transfer_engine import TransferEngine
+from tests.fakes.clock import ManualClock
 from tests.fakes.sockets import listeners_of
 
 LAYOUT = MemoryLayout((SegmentSpec(16, (4, 16), torch.float32),) * 2)
@@ -102,6 +106,68 @@ def write_without_cma(pipe: Connection) -> None:
         states.append(writer.poll(handle))
         writer.release(handle)
     pipe.send((states, bool((target.buffer == 7).all()), messages))
+    writer.close()
+    owner.close()
+
+
+def write_late_without_cma(pipe: Connection) -> None:
+    """A process in which UCX may use TCP only. A write of 16 MiB is posted; its owner stands still until its
+    lease is over and its blocks are others'. Sends what was seen."""
+    os.environ["UCX_TLS"] = "tcp"
+    source, target = (BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS) for _ in range(2))
+    sent: list[object] = []
+    received: list[object] = []
+    clock, blocks = ManualClock(), list(range(NUM_BIG_BLOCKS // 2))
+
+    def on_sent(event: Any) -> None:
+        sent.append(event)
+        if event.lease_id == "late":
+            source.buffer.fill_(9)  # its blocks are others' from now on
+
+    writer = TransferEngine(NixlAgent(unique_name("writer")), clock, on_sent, outgoing=source)
+    owner = TransferEngine(
+        NixlAgent(unique_name("owner")), clock, received.append, incoming=target, margin_s=1.0
+    )
+
+    def drive(until: Callable[[], object], at_most_s: float = HANG_S) -> None:
+        deadline = time.monotonic() + at_most_s
+        while not until() and time.monotonic() < deadline:
+            writer.step()
+            owner.step()
+
+    def open_lease(lease_id: str, block_ids: list[int]) -> Outgoing:
+        grant = owner.grant(lease_id, block_ids, [0] * len(block_ids), 1.0)
+        outgoing = writer.open(grant.received(clock.at))
+        outgoing.write(block_ids, range(len(block_ids)))
+        return outgoing
+
+    source.buffer.fill_(7)
+    open_lease("connects", [NUM_BIG_BLOCKS - 1]).finish(b"")
+    drive(lambda: sent and received)
+    open_lease("late", blocks)
+    for _ in range(200):
+        writer.step()
+    clock.at = 1.0
+    for _ in range(200):
+        writer.step()
+    agent: Any = writer.agent
+    (handle,) = agent._handles.values()
+    try:
+        agent.release(handle)
+        refusal = ""
+    except TransferError as error:
+        refusal = error.message
+    num_sent = len(sent)
+    clock.at = 2.0
+    owner._receiver._expire()
+    owner.step()
+    target.buffer.fill_(5)
+    drive(lambda: len(sent) > 1 and len(received) > 2)
+    drive(lambda: False, 0.2)
+    bytes_there = {
+        int(byte) for segment in target.segments for byte in segment[blocks].view(torch.uint8).unique()
+    }
+    pipe.send((refusal, num_sent, sent[1:], received[1:], bytes_there))
     writer.close()
     owner.close()
 

@@ -13,8 +13,8 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
-from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
-from kv_transfer.lease.events import Finished, SendFailed
+from kv_transfer.agents.agent import LeaseExpiredError, PeerLostError, TransferError, TransferState
+from kv_transfer.lease.events import Expired, Finished, LateWrite, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.contract.agents import (
     BETWEEN_PROCESSES,
@@ -25,6 +25,7 @@ from tests.contract.agents import (
     needs_nixl,
     serve_leases,
     unique_name,
+    write_late_without_cma,
     write_without_cma,
 )
 from tests.fakes.processes import call_with, fork_server
@@ -112,3 +113,16 @@ def test_a_host_that_forbids_cma_is_slower_says_so_and_works():
         states, are_bytes_there, warnings = receive(pipe)
     assert set(states) == {TransferState.DONE} and are_bytes_there
     assert len(warnings) == 1 and "CMA" in warnings[0]
+
+
+@needs_nixl
+def test_a_write_that_stands_still_until_its_blocks_are_others_is_told_to_the_owner():
+    """UCX cannot cancel it: the writer holds its sources and says when the bytes have landed."""
+    with process_of(write_late_without_cma) as (pipe, _):
+        refusal, num_sent, sent, received, bytes_there = receive(pipe)
+    assert "cannot be cancelled" in refusal and num_sent == 1
+    (failed,) = sent
+    assert isinstance(failed, SendFailed) and isinstance(failed.error, LeaseExpiredError)
+    expired, late = received
+    assert expired == Expired("late") and isinstance(late, LateWrite) and len(late.block_ids) == 512
+    assert bytes_there == {5, 7}, "the new holder's, and what the lease was to send; nothing that came after"

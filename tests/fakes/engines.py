@@ -347,7 +347,7 @@ class Rig:
             assert load.is_idle, load
             for transfer_engine in worker.transfer_engines:
                 assert transfer_engine.num_open == 0
-                assert transfer_engine.agent.num_handles == 0
+                assert not transfer_engine.agent._handles
         for name, pool in self.pools.items():
             pool.check_integrity()
             if name != "encoder":  # its cache holds references while it keeps rows

@@ -1,7 +1,7 @@
 """NIXL's API and bindings over a simulated GPU's memory. They refuse what NIXL over UCX refuses: descriptors
 outside of registered memory, of another kind or another device; memory that is registered twice; memory that
 is deregistered while a transfer reads or writes it. A transfer is under way for some polls and moves its
-bytes at the end."""
+bytes at the end, also if it is released before: UCX cannot cancel a write."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ class Transfer:
 
     def release(self) -> None:
         self.is_released = True
+
+    def advance(self) -> None:
+        if self.polls_left:
+            self.polls_left -= 1
+            if self.polls_left == 0:
+                self.finish()
 
     def finish(self) -> None:
         for (source, size, _), (target, _, _) in zip(
@@ -157,16 +163,16 @@ class StrictNixl:
         return "PROC"
 
     def check_xfer_state(self, handle: Transfer) -> str:
-        if handle.polls_left:
-            handle.polls_left -= 1
-            if handle.polls_left == 0:
-                handle.finish()
+        handle.advance()
         return "PROC" if handle.polls_left else "DONE"
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
         self.peers[remote_agent_name][0].inbox[self.name].append(notif_msg)
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
+        for transfer in self.transfers:
+            if transfer.is_released:
+                transfer.advance()
         taken, self.inbox = dict(self.inbox), defaultdict(list)
         return taken
 

@@ -3,15 +3,16 @@ drives.
 
     post      the bytes land inside the call, or later, in order with what else is between the two agents
     notify    arrives behind the writes that were posted before
-    release   a write that has not landed never lands
+    release   only of a write that is over: none can be called off, whatever its lease's time is
+    failure   of a write, or of the connection to its peer: what was posted lands soon all the same, or never
     death     of the writer: what it had posted lands at once, or never. Of the owner: posts raise
     partition writes and notifications wait until it heals; meanwhile polls may lose the peer
-    stop      of the writer: its writes land when it continues (its own threads copy). Only so, and by a stop
-              inside `post`, can a write land late
+    stop      of the writer: its writes land when it continues (its own threads copy). Only so, by a stop
+              inside `post` and by a partition can a write land late
 
 Every landing is checked (`LandingCheck`): the block must be under an open lease that this writer was granted,
-or the write must be late because its process was stopped. The blocks of late writes are remembered until the
-owner's engine has been told (`late_blocks`).
+or the write must be late because its process was stopped or parted. The blocks of late writes are remembered
+until the owner's engine has been told (`late_blocks`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class SimulatedWrite:
     remote: np.ndarray
     num_stops: int  # of the writer's process, when its time was checked
     state: TransferState = TransferState.PENDING
+    was_parted: bool = False  # from its target, since it was posted
+    is_adrift: bool = False  # it has failed, and may land soon
 
 
 @dataclass
@@ -91,6 +94,10 @@ class TransferNetwork:
         at = self.arrival(write.source, write.target)
         self.scheduler.at(at, write.source.nic, "", self._land_if_connected, write)
 
+    def fail(self, write: SimulatedWrite) -> None:
+        if write.state is TransferState.PENDING:
+            write.state, write.is_adrift = TransferState.FAILED, self.rng.random() < 0.5
+
     def notify(self, source: SimulatedAgent, target: SimulatedAgent, payload: bytes) -> None:
         fate = self.faults.notifications.pop() if self.faults.notifications else ""
         for _ in range({"lost": 0, "doubled": 2}.get(fate, 1)):
@@ -99,21 +106,26 @@ class TransferNetwork:
 
     def _land_if_connected(self, write: SimulatedWrite) -> None:
         if self.is_parted(write.source.thread.process, write.target.thread.process):
+            write.was_parted, write.is_adrift = True, False
             self.scheduler.after(0.05, write.source.nic, "", self._land_if_connected, write)
+        elif write.is_adrift and write.source.thread.process.num_stops == write.num_stops:
+            self._land(write)
         elif write.state is TransferState.PENDING:
             self.scheduler.step(write.source.thread.process)
             self._land(write)
 
     def _land(self, write: SimulatedWrite) -> None:
-        if write.state is not TransferState.PENDING or write.target.is_closed:
+        is_over = write.state is not TransferState.PENDING and not write.is_adrift
+        if is_over or write.target.is_closed:
             return
         self.check_landing(write)
         self.scheduler.note(
             str(write.source.thread), f"=> {write.target.name} {list(write.target.blocks_of(write).values())}"
         )
         _move(write.local, write.remote)
-        write.state = TransferState.DONE
-        write.source.wake()
+        if write.state is TransferState.PENDING:
+            write.state = TransferState.DONE
+            write.source.wake()
 
     def _arrive(self, source: SimulatedAgent, target: SimulatedAgent, payload: bytes) -> None:
         if self.is_parted(source.thread.process, target.thread.process):
@@ -174,9 +186,9 @@ class SimulatedAgent:
                 half = len(handle.local) // 2
                 self._network.check_landing(handle)
                 _move(handle.local[:half], handle.remote[:half])
-                handle.state = TransferState.FAILED
+                self._network.fail(handle)
             if handle.target.is_closed or error is PeerLostError:
-                handle.state = TransferState.FAILED
+                self._network.fail(handle)
                 raise PeerLostError(f"peer {handle.target.name} is gone")
         return handle.state
 
@@ -190,12 +202,15 @@ class SimulatedAgent:
         return ready
 
     def release(self, handle: SimulatedWrite) -> None:
-        self.pending.remove(handle)
         if handle.state is TransferState.PENDING:
-            handle.state = TransferState.FAILED
+            raise TransferError("a write in flight cannot be called off")
+        self.pending.remove(handle)
 
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
+        for write in self.pending:
+            if write.target.name == peer:
+                self._network.fail(write)
 
     def close(self) -> None:
         self.is_closed = True

@@ -175,14 +175,13 @@ class Faults:
 
     def break_transport(self) -> None:
         """The writer can say that it has stopped, so that its lease ends."""
-        self.world.transfers.faults.failing[self.rng.choice(["post", "poll", "notifications"])] = (
-            TransferError
-        )
+        self.world.transfers.faults.failing[self.rng.choice(["connect", "notifications"])] = TransferError
 
     def break_transport_silently(self) -> None:
-        """It cannot, or does not know: the lease ends by its time."""
+        """It cannot, or bytes may still land: the lease ends by its time."""
         verb = self.rng.choice(["connect", "post", "poll", "notify"])
-        error = TransferError if verb == "notify" else PeerLostError
+        errors = {"notify": [TransferError], "connect": [PeerLostError]}
+        error = self.rng.choice(errors.get(verb, [TransferError, PeerLostError]))
         self.world.transfers.faults.failing[verb] = error
 
     def lose_notification(self) -> None:

@@ -169,6 +169,8 @@ class History:
         counts = check_answers(world, self._allowed_errors())
         scheduler.run_until(healed_at + LEDGER_S)
         assert not (world.num_expired and self._all_is_known()), "a lease waited for its time"
+        if not self.faults.counts["lost notifications"] and not self.faults.counts["silent transport faults"]:
+            world.check_late_words()
         self.lookout.is_over = True
         scheduler.run_until(healed_at + FORGET_S)
         world.wake_all()

@@ -31,6 +31,7 @@ FOCUS = {
     "lost_worker_unnoticed": "kills",
     "needs_no_worker": "kills",
     "stale_tier": "slow disks",
+    "write_called_off": "worker partitions",
     "late_write_ignored": "late writes",
     "late_embeddings_ignored": "late writes",
     "late_word_unnoticed": "late writes",

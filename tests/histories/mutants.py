@@ -82,6 +82,20 @@ def done_before_the_bytes() -> Change:
     return lease_writer.LeaseWriter, "_settle", forgets
 
 
+def write_called_off() -> Change:
+    """At its deadline a writer forgets what is in flight, frees the sources and says nothing."""
+    settle = lease_writer.LeaseWriter._settle
+
+    def forgets(self: Any) -> None:
+        if self._in_flight and self._now() >= self.outgoing.expires_at:
+            for handle in self._in_flight:
+                self._links._agent.pending.remove(handle)
+            self._in_flight, self._is_silent = [], True
+        settle(self)
+
+    return lease_writer.LeaseWriter, "_settle", forgets
+
+
 def late_write_ignored() -> Change:
     return Lifecycle, "fail_holders", nothing
 
@@ -271,8 +285,8 @@ def outbox_forgets_doors() -> Change:
 
 ALL = (
     fence_removed, generation_not_bumped, lease_time_from_open, no_margin, done_before_the_bytes,
-    late_write_ignored, late_embeddings_ignored, late_word_unnoticed, dead_writer_waited_for,
-    lost_grants_kept, read_grants_lost, former_connection_heard,
+    write_called_off, late_write_ignored, late_embeddings_ignored, late_word_unnoticed,
+    dead_writer_waited_for, lost_grants_kept, read_grants_lost, former_connection_heard,
     cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
     partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
     last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,

@@ -66,6 +66,7 @@ class World(WorkerHost):
         self.hangs: dict[SimulatedProcess, float] = {}  # how long the next step of an engine takes
         self._granted: dict[SimulatedProcess, dict[str, bool]] = {}  # leases that a process was given; late?
         self._made_at: dict[str, float] = {}  # of leases
+        self._late: list[tuple[SimulatedProcess, SimulatedWorker, BlockMemory, frozenset[int]]] = []
         self._num_incarnations = 0
         self._num_leases = 0
         for idx in range(shape.num_doors):
@@ -234,7 +235,7 @@ class World(WorkerHost):
 
     def check_landing(self, write: SimulatedWrite) -> None:
         """A write lands in blocks under a lease of this writer; or late because its process was stopped or
-        the grant was on its way for longer than the margin."""
+        parted from the owner's, or the grant was on its way for longer than the margin."""
         target = next(worker for worker in self.live_workers if worker.process is write.target.thread.process)
         receiver = target.transfer_engines[write.target.name]._receiver
         assert receiver is not None
@@ -243,7 +244,8 @@ class World(WorkerHost):
         for lease in receiver._leases.values():
             if lease.lease_id in granted:
                 covered.update(lease.grant.block_ids)
-        may_be_late = write.source.thread.process.num_stops > write.num_stops or any(granted.values())
+        was_held_up = write.was_parted or write.source.thread.process.num_stops > write.num_stops
+        may_be_late = was_held_up or any(granted.values())
         for memory, block_ids in write.target.blocks_of(write).items():
             if covered.issuperset(block_ids):
                 continue
@@ -253,6 +255,16 @@ class World(WorkerHost):
             self.num_late_writes += 1
             self.scheduler.note(target.name, f"was written late: blocks {block_ids}")
             target.late_blocks.setdefault(memory, set()).update(block_ids)
+            self._late.append((write.source.thread.process, target, memory, frozenset(block_ids)))
+
+    def check_late_words(self) -> None:
+        """If no word was lost, the owner of blocks that were written late has been told of it."""
+        for writer, target, memory, block_ids in self._late:
+            untold = target.late_blocks[memory].intersection(block_ids)
+            is_known = writer.is_dead or target.process.is_dead or not untold
+            assert is_known, (
+                f"{target.name} was not told that {writer.name} wrote late: blocks {sorted(untold)}"
+            )
 
     def _clock(self) -> SkewedClock:
         if not self.shape.skew:

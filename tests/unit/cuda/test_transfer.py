@@ -126,6 +126,23 @@ def test_a_writer_closes_while_its_write_is_under_way(strict: None) -> None:
     check_blocks(target, [])
 
 
+def test_a_write_in_flight_is_not_released(strict: None) -> None:
+    source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
+    writer, owner = NixlAgent("writer"), NixlAgent("owner")
+    writer.register(source)
+    owner.register(target)
+    peer = writer.connect(owner.metadata())
+    handle = writer.post(peer, source.descriptors([1]), target.descriptors([1]))
+    with pytest.raises(TransferError, match="cannot be cancelled"):
+        writer.release(handle)
+    check_blocks(target, [])
+    while writer.poll(handle) is TransferState.PENDING:
+        pass
+    writer.release(handle)
+    check_blocks(target, [1])
+    close(writer, owner)
+
+
 def test_writes_that_end_late_are_no_warning_between_gpus(strict: None, caplog) -> None:
     """Of CPU memory they would say that the copy between processes is not in use."""
     source, target = memory("cuda:0", 1.0), memory("cuda:1", 0.0)
@@ -195,6 +212,33 @@ def test_nccl_carries_blocks_between_two_gpus(strict: None) -> None:
     finally:
         close(writer, owner)
     assert all(group.is_aborted for group in strict_nccl.MADE)
+
+
+@pytest.mark.parametrize("backends", [{"gloo", "nccl"}, {"gloo"}])
+def test_the_threads_of_a_link_use_their_memorys_device_and_a_stream_of_their_own(
+    strict: None, monkeypatch, backends
+) -> None:
+    """The default stream is the model's, and the process's first device may be another worker's."""
+    seen: set[tuple[int, bool]] = set()
+    for verb in ("send", "receive"):
+        carry = getattr(collective_group.Channel, verb)
+
+        def watched(self, runs, carry=carry):
+            stream = torch.cuda.current_stream()
+            seen.add((torch.cuda.current_device(), stream.number > 0))
+            carry(self, runs)
+
+        monkeypatch.setattr(collective_group.Channel, verb, watched)
+    source, target = memory("cuda:1", 1.0), memory("cuda:0", 0.0)
+    writer, owner = (CollectiveAgent(name, backends=frozenset(backends)) for name in ("writer", "owner"))
+    writer.register(source)
+    owner.register(target)
+    try:
+        write(writer, owner, source, target, [1, 2, 7])
+        check_blocks(target, [1, 2, 7])
+    finally:
+        close(writer, owner)
+    assert seen == {(1, True), (0, True)}
 
 
 @pytest.mark.parametrize("end", ["close", "deadline"])

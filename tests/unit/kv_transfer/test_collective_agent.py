@@ -20,6 +20,7 @@ from kv_transfer.agents import collective_agent
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.agents.collective_agent import CollectiveAgent
 from kv_transfer.agents.collective_frames import (
+    MAX_FRAME_BYTES,
     MAX_GREETING_BYTES,
     FrameSocket,
     Greeting,
@@ -30,6 +31,7 @@ from kv_transfer.agents.collective_frames import (
 from kv_transfer.agents.collective_group import Channel, PairStore
 from kv_transfer.agents.collective_link import CollectiveMetadata
 from kv_transfer.agents.regions import Region, RegionTable, locate, pieces
+from kv_transfer.lease.lease_writer import MAX_DESCRIPTORS
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (8,), torch.float32), SegmentSpec(4, (4,), torch.float32)))
 NUM_BLOCKS = 16
@@ -233,14 +235,18 @@ def test_no_verb_waits_for_an_owner_that_never_answers(make):
     writer.notify("owner", b"hello")
     assert [writer.poll(handle) for handle in handles] == [TransferState.PENDING] * 3
     assert writer.notifications() == []
-    writer.release(handles[0])  # no byte of it has left: it is forgotten
-    assert writer.poll(handles[0]) is TransferState.FAILED
+    with pytest.raises(TransferError, match="in flight"):
+        writer.release(handles[0])
     writer.disconnect("owner")
     assert time.monotonic() - began_at < PROMPT_S
-    for handle in handles[1:]:
+    for handle in handles:
         expect_loss(writer, handle)
     assert write(writer, owner, [7]) is TransferState.DONE
     assert (owner.memory.segments[0].view(torch.uint8)[:3] == 2).all()
+
+
+def test_the_longest_write_of_a_lease_fits_into_a_frame():
+    assert 16 * MAX_DESCRIPTORS < MAX_FRAME_BYTES - 64
 
 
 def test_an_owner_whose_port_is_closed_is_lost_at_once(make):

@@ -178,6 +178,26 @@ def test_a_worker_with_another_number_of_ranks_is_refused(pair):
     pair.owner.events.clear()
 
 
+def test_a_rank_that_answers_too_late_shifts_no_later_grant(pair):
+    """Its answer is of a lease that has been given up; the next lease needs its own."""
+    owner, orders = pair.owner, []
+    follow, wait_granted = owner.rank_follower.follow, owner.link.wait_granted
+    owner.link._connection = Instant(orders.append)
+    owner.link.wait_granted = lambda lease_id: wait_granted(lease_id, 0.0)
+    with pytest.raises(TransferError, match="in time"):
+        owner.group.grant("first", pair.blocks, pair.pool.generations(pair.blocks), TTL_S)
+    assert not owner.group._leases
+    for order in orders:
+        follow(order)
+    owner.link._connection = Instant(follow)
+    pair.send()
+    pair.step(3)
+    revoked = owner.events.pop(0)
+    assert isinstance(revoked, Aborted) and revoked.lease_id == "first"
+    assert owner.events == [Completed("lease", b"payload")]
+    pair.check_bytes()
+
+
 def test_a_rank_that_cannot_open_its_part_fails_the_lease(pair):
     grant = pair.grant()
     pair.writer.engines[1].open(grant.shards[0].received(pair.clock.at)).abort("taken by a test")
@@ -199,7 +219,7 @@ def test_a_rank_that_ends_is_known_at_once():
     link.wait_ready(5)
     theirs.close()
     with pytest.raises(TransferError, match="has ended"):
-        link.wait_granted(5)
+        link.wait_granted("lease", 5)
     listening.join(5)
     assert not listening.is_alive()
     link.order(OrderCancel("lease"))  # not an error
@@ -217,7 +237,7 @@ def test_a_link_whose_listener_fails_is_given_up_by_name():
     with pytest.raises(OSError, match="the owner's"):
         link.listen(broken)
     with pytest.raises(TransferError, match="has ended"):
-        link.wait_granted(5)
+        link.wait_granted("lease", 5)
 
 
 def test_orders_and_events_survive_a_real_pipe():
@@ -231,11 +251,11 @@ def test_orders_and_events_survive_a_real_pipe():
     for run, *arguments in ((rank_follower.run,), (link.listen, events.put)):
         threading.Thread(target=run, args=arguments, daemon=True).start()
     link.order(OrderGrant("lease", (1, 2), (7, 8), 5.0, (), (4, 0)))
-    grant = link.wait_granted(5)
+    grant = link.wait_granted("lease", 5)
     assert (grant.block_ids, grant.generations, grant.first_blocks) == ((1, 2), (7, 8), (4, 0))
     link.order(OrderRevoke("lease", "why not"))
     link.order(OrderGrant("next", (3,), (9,), 5.0, (), ()))
-    link.wait_granted(5)  # orders keep their order: the lease is revoked
+    link.wait_granted("next", 5)  # orders keep their order: the lease is revoked
     transfer_engine.step()
     assert events.get(timeout=60) == Aborted("lease", "why not")
     rank_follower.on_event(SendFailed("lease", TransferError("because")))

@@ -90,17 +90,6 @@ def test_a_lost_peer_is_forgotten_under_all_that_was_known_of_it(pair, monkeypat
     pair.owner._receiver.revoke_all("its process is gone")
 
 
-def test_a_failed_post_does_not_keep_the_owner_from_hearing_that_the_writer_stopped(pair):
-    """What was posted before is over: nothing can land any more."""
-    outgoing = pair.open(pair.grant())
-    outgoing.write([7], [0])
-    outgoing.write([6], [1])
-    pair.network.faults.fail("post", 2)
-    pair.step(2)
-    assert isinstance(pair.sent[0], SendFailed)
-    assert [type(event) for event in pair.received] == [Aborted]
-
-
 def test_a_right_that_is_never_used_ends_with_its_time_and_the_owner_hears_of_it(pair):
     pair.open(pair.grant())
     pair.clock.at = TTL_S - 0.1
