@@ -294,6 +294,7 @@ class RequestFlow:
                 continue
             if work.has_begun:
                 self.continuation.start(work.client, work.request, work.choice_idxs, now)
+                self._close_unread(work.client, work.choice_idxs, now)
             else:
                 self._offer(work.client, now)
 
@@ -308,7 +309,11 @@ class RequestFlow:
         client.num_attempts = 1
         self._attempts.start(client, client.request, range(len(client.choices)), view, decision, now)
         self._set_first_deadline(client)
-        for choice in client.choices:
+        self._close_unread(client, range(len(client.choices)), now)
+
+    def _close_unread(self, client: ClientRequest, choice_idxs: Sequence[int], now: float) -> None:
+        """An attempt has begun for these choices. Those that were closed before are not read there either."""
+        for choice in (client.choices[idx] for idx in choice_idxs):
             if not choice.is_open and choice.attempt is not None:
                 self._attempts.close(choice.attempt, choice.idx, now)
 
@@ -353,7 +358,8 @@ class RequestFlow:
             if choice.is_open and not choice.is_over and not has_time:
                 self._deliver(client, choice_idx, reason)
                 self.close(client.request_id, choice_idx, now)
-        self._set_deadline(client, self._timeouts.request_s)
+        if now < client.started_at + self._timeouts.request_s:
+            self._set_deadline(client, self._timeouts.request_s)
 
     def _deliver(self, client: ClientRequest, choice_idx: int, event: TokenEvent | ClusterError) -> None:
         choice: ClientChoice = client.choices[choice_idx]
