@@ -5,6 +5,10 @@ here, or its blocks are leased to the worker that computes them. One block is le
 answer that has blocks already: without it, a request could be preempted as soon as it is admitted. A request
 that waits for embeddings holds its blocks and delays no other request.
 
+A request with media has its place in the order from its arrival on, also while it waits for its grammar or
+for a prefix from the second tier. It holds room for embeddings meanwhile. A younger request that got blocks
+before it could wait for that room, and keep it from its blocks.
+
 Used on the engine's thread.
 """
 
@@ -120,6 +124,8 @@ class Intake:
         self._lifecycle.count_missing(request)
         self._check_size(request)
         self._held.requests.deadlines.add(request.request_id, request.timeout_s)
+        if request.computes:
+            self._held.admission.keep_place(self._prompt_ticket(request))
         if (structure := request.request.structure) is None:
             return self._load(request)
         if self._held.constraints is None:
@@ -155,8 +161,8 @@ class Intake:
             self._blame.run(request_id, self._queue, request)
 
     def _queue(self, request: LanguageRequest) -> None:
-        ticket = self._ticket(request, request.request_id, request.num_prompt_tokens)
-        (self._held.admission if request.computes else self._held.arrivals).push(ticket)
+        queue = self._held.admission if request.computes else self._held.arrivals
+        queue.push(self._prompt_ticket(request))
 
     def _check_role(self, request: LanguageRequest) -> None:
         """Doors know what a worker can do."""
@@ -177,6 +183,9 @@ class Intake:
             raise RequestError(
                 f"the request needs {num_wanted * size} tokens of KV cache; a decode worker holds {capacity}"
             )
+
+    def _prompt_ticket(self, request: LanguageRequest) -> Ticket:
+        return self._ticket(request, request.request_id, request.num_prompt_tokens)
 
     def _ticket(self, request: LanguageRequest, name: str, num_tokens: int) -> Ticket:
         is_text = not request.needs_embeddings

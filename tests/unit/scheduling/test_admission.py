@@ -37,6 +37,25 @@ def test_media_keeps_its_order_of_arrival_whatever_its_size():
     assert names(admission) == ["long"]
 
 
+def test_media_that_is_not_ready_keeps_its_place_and_text_may_pass():
+    admission = PromptAdmission(POLICY, NUM_BLOCKS)
+    first = ticket("first", 0.0, 1, is_text=False)
+    admission.keep_place(first)
+    assert names(admission) == []
+    admission.push(ticket("second", 0.1, 1, is_text=False))
+    assert names(admission) == []
+    admission.push(ticket("text", 1.0))
+    assert names(admission) == ["text"]
+    admission.push(first)
+    assert names(admission) == ["first", "text"]
+    admission.keep_place(ticket("third", 0.2, 1, is_text=False))
+    admission.remove("first")
+    admission.remove("second")
+    assert names(admission) == ["text"]
+    admission.remove("third")
+    assert not admission._unready
+
+
 def test_behind_waiting_media_text_takes_no_more_than_its_share():
     admission = PromptAdmission(POLICY, NUM_BLOCKS)
     admission.push(ticket("video", 0.0, 1, is_text=False))
