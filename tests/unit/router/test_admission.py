@@ -75,6 +75,18 @@ def test_text_may_pass_media_that_waits_for_memory_until_text_has_its_share():
     ]
 
 
+def test_text_that_passes_media_leaves_the_blocks_that_the_media_needs():
+    admission = queue(text_share=0.3, capacity=Capacity(8, 8, 100))
+    for name in ("a", "b"):
+        assert admission.offer(ticket(name, num_blocks=5), 0.0) == Admitted()
+    assert admission.offer(ticket("video", is_text=False, encode_s=0.5, num_blocks=96), 0.0) == Queued()
+    assert admission.offer(ticket("c", num_blocks=5), 0.0) == Queued()  # text's share are 30
+    admission.leave("a")
+    assert names(admission.freed(1.0)) == []
+    admission.leave("b")
+    assert names(admission.freed(2.0)) == ["video"]
+
+
 def test_media_that_leaves_before_it_is_encoded_makes_room_at_the_encoders():
     admission = queue(capacity=Capacity(1, 8, 1000))
     fields = {"is_text": False, "encode_s": 0.9, "work_s": 0.95}
