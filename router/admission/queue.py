@@ -51,10 +51,10 @@ class _QueueRate:
 
     def advance(self, now: float, *, is_waiting: bool) -> None:
         """`is_waiting`: whether requests have waited since the last call."""
-        passed_s = now - self._advanced_at
-        kept = exp(-passed_s / SPEED_WINDOW_S)
+        kept = exp(-(now - self._advanced_at) / SPEED_WINDOW_S)
         self._started_s *= kept
-        self._waited_s = self._waited_s * kept + passed_s * is_waiting
+        # Time fades while it passes: the longest wait counts as SPEED_WINDOW_S.
+        self._waited_s = self._waited_s * kept + SPEED_WINDOW_S * (1 - kept) * is_waiting
         self._advanced_at = now
 
     def started(self, cost_s: float) -> None:
