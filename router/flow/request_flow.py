@@ -20,7 +20,7 @@ An error in here concerns one request: that request ends with an internal error,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 
@@ -264,7 +264,7 @@ class RequestFlow:
         try:
             self._attempts.check_barred(client, now)
             self._report()
-            view = self._placer.view(client.request, client.items, client.hashes)
+            view = self._placer.view(client.request_at(now), client.items, client.hashes)
             decision = self._placer.decide(view, now)
             ticket = self._placer.ticket(client, decision.prediction, self._admission.class_name)
             self._waiting[client.request_id] = view
@@ -294,7 +294,6 @@ class RequestFlow:
                 continue
             if work.has_begun:
                 self.continuation.start(work.client, work.request, work.choice_idxs, now)
-                self._close_unread(work.client, work.choice_idxs, now)
             else:
                 self._offer(work.client, now)
 
@@ -304,18 +303,14 @@ class RequestFlow:
         view = self._waiting.pop(client.request_id)
         self._attempts.check_barred(client, now)
         client.started_at = now
+        request = client.request_at(now)
+        view = replace(view, waited_s=request.waited_s)
         decision = decision or self._placer.decide(view, now)
         self._watch.begin(now)
         client.num_attempts = 1
-        self._attempts.start(client, client.request, range(len(client.choices)), view, decision, now)
+        self._attempts.start(client, request, range(len(client.choices)), view, decision, now)
         self._set_first_deadline(client)
-        self._close_unread(client, range(len(client.choices)), now)
-
-    def _close_unread(self, client: ClientRequest, choice_idxs: Sequence[int], now: float) -> None:
-        """An attempt has begun for these choices. Those that were closed before are not read there either."""
-        for choice in (client.choices[idx] for idx in choice_idxs):
-            if not choice.is_open and choice.attempt is not None:
-                self._attempts.close(choice.attempt, choice.idx, now)
+        self._attempts.close_unread(client, range(len(client.choices)), now)
 
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""
