@@ -233,8 +233,7 @@ class RequestFlow:
 
     def _on_load(self, worker: WorkerState, load: LoadReport, now: float) -> None:
         self._cluster.reported(worker.replica_id, load, now)
-        if self._admission.num_waiting:
-            self._report()
+        self._admission.load_changed()
 
     def _report(self) -> None:
         self._admission.report(self._placer.capacity(), self._placer.reported())
@@ -314,6 +313,8 @@ class RequestFlow:
 
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""
+        if self._admission.takes_load(now):
+            logged(self._report)
         while settled := self._admission.settle(now):
             for request_id, error in settled:
                 client = self._clients[request_id]

@@ -19,6 +19,7 @@ from cluster.types.messages import (
     FeatureShared,
     FinishReason,
     GrantPassed,
+    LoadReport,
     Measured,
     Preempted,
     PrefillAdmitted,
@@ -26,8 +27,10 @@ from cluster.types.messages import (
     StartDecode,
     StartEncode,
     StartPrefill,
+    Tokens,
 )  # fmt: skip
 from cluster.types.request import SamplingParams, StopParams
+from router.admission.controller import REPORT_EVERY_S
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.placement import EPD
 from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, ScriptedFlow, grant
@@ -299,6 +302,22 @@ def test_a_waiting_request_is_refused_when_its_class_allows_no_more():
     door.wait(0.001)
     readers[2].check_error(OverloadedError, "busy")
     door.audit()
+
+
+def test_reports_that_come_fast_are_taken_together_and_the_last_one_admits(door):
+    """Other doors' requests leave the decode worker."""
+    first, second = (msgspec.structs.replace(REQUEST, request_id=name) for name in ("first", "second"))
+    full, empty = (Tokens((), LoadReport(num_used_blocks=number)) for number in (8, 0))
+    door.submit(first, [ITEM])
+    door.tell(Role.DECODE, full)
+    door.submit(second, [ITEM])
+    door.tell(Role.DECODE, full)
+    assert door.flow.num_waiting == 1
+    door.wait(0.4 * REPORT_EVERY_S)
+    door.tell(Role.DECODE, empty)
+    assert door.flow.num_waiting == 1
+    door.wait(0.6 * REPORT_EVERY_S)
+    assert door.flow.num_waiting == 0
 
 
 def test_the_first_token_has_a_deadline_of_its_own(door):
