@@ -7,7 +7,7 @@ There are two class queues:
   cannot be tried yet has its place all the same (`keep_place`).
 
 Of the two heads, the more urgent one goes first. No request overtakes it, with one exception: behind a media
-request that must wait, text requests may go on as long as text holds less than `text_share` of the blocks, and
+request that must wait, text requests may go on as long as text holds less than `text_share` of the blocks and
 leaves as many blocks as the media request needs. On the other side, media never holds more than the rest of
 the blocks, unless a single request is larger. So a pool full of videos that are still being encoded does not
 keep text out. And what text may take while a video waits is bounded, so the video gets its blocks.

@@ -112,7 +112,7 @@ class AdmittedWork:
         return overload.lacks_blocks(ticket.num_blocks, num_free, limit)
 
     def may_pass(self, text: AdmissionTicket, media: AdmissionTicket) -> bool:
-        """Whether text may take blocks while media waits for some. Text holds less than its share of them, and
+        """Whether text may take blocks while media waits for some. Text holds less than its share of them and
         leaves as many as the media needs, so that it gets them however much text comes."""
         num_text, limit = self._num_text_blocks, self._blocks_limit
         leaves_enough = num_text + text.num_blocks + media.num_blocks <= limit
