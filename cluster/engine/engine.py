@@ -297,6 +297,8 @@ class LanguageEngine:
                 self._blame.run(request.request_id, self._on_prompt, request, first)
         for request in complete:
             if request not in undrawn:  # the sender of the KV has drawn the tokens, and told them
+                for sequence in request.sequences:
+                    sequence.last_logits = None  # the row would keep the logits of a whole step
                 self._blame.run(request.request_id, self._answers.begin, request)
 
     def _on_prompt(self, request: LanguageRequest, first: FirstTokens) -> None:

@@ -10,8 +10,8 @@ embeddings go (`FeatureGranted`) and owns the lease. The others are told that no
 An owner may release the copy early:
 * If the owner only does not need the item any more, its lease serves the other consumers.
 * If the owner has failed or was cancelled, its encoder is about to stop. The other consumers move to other
-  room if there is some; otherwise they take this room over when the lease ends. The owner itself does the
-  same when its encoder is lost (`renew`).
+  room as soon as there is some; until then they wait for that, or for the end of the lease, and then take
+  this room over. The owner itself does the same when its encoder is lost (`renew`).
 
 If the door expects that the prefix cache has an item's tokens, the item has its place in the order and its
 room like any other, but no encoder is asked: only when the prompt's prefix has been looked up and the tokens
@@ -87,6 +87,8 @@ class FeatureStore:
         self._transfer_engine = transfer_engine
         self._lock = threading.Lock()
         self._queued: deque[_FeatureCopy] = deque()
+        # Copies whose writer was given up while there was no other room, by lease.
+        self._given_up: dict[str, _FeatureCopy] = {}
         self._items: dict[ItemKey, _FeatureCopy] = {}
         # Copies that have consumers, oldest first.
         self._by_name: dict[tuple[str, int], list[_FeatureCopy]] = {}
@@ -162,6 +164,7 @@ class FeatureStore:
             copy = self._by_lease.pop(lease_id, None)
             if copy is None:
                 return []
+            self._given_up.pop(lease_id, None)
             copy.lease_id = ""
             if completed and copy.consumers:
                 copy.move(MediaPhase.STAGED)
@@ -197,6 +200,7 @@ class FeatureStore:
                 return
             if copy.consumers and copy.owner is not None:  # else the end of the lease frees the room
                 del self._by_lease[lease_id]
+                self._given_up.pop(lease_id, None)
                 copy.lease_id = ""
                 self._filled_here[copy.owner] = copy
             self._transfer_engine.revoke(lease_id, "the embeddings are made in this process")
@@ -278,6 +282,7 @@ class FeatureStore:
                     self._grant_elsewhere(key)
                 return
             if copy.lease_id:
+                self._given_up.pop(copy.lease_id, None)
                 self._transfer_engine.cancel(copy.lease_id)  # the room is freed when the lease has ended
             else:
                 if copy.owner is not None:
@@ -297,15 +302,29 @@ class FeatureStore:
                 del self._by_name[copy.name]
 
     def _move_on(self, copy: _FeatureCopy) -> None:
-        """Moves the copy out of room whose writer was given up, if there is free room. All items that wait
-        for room are younger."""
+        """Moves the copy out of room whose writer was given up, as soon as there is free room. All items that
+        wait for room are younger."""
         block_ids = self._blocks.try_allocate(len(copy.block_ids))
-        if block_ids is not None:
-            self._by_lease[copy.lease_id] = _FeatureCopy(
-                copy.name, {}, copy.block_ids, copy.lease_id, phase=MediaPhase.STAGING
-            )
-            self._transfer_engine.cancel(copy.lease_id)
-            self._grant(copy, block_ids)
+        if block_ids is None:
+            self._given_up[copy.lease_id] = copy
+            return
+        self._given_up.pop(copy.lease_id, None)
+        self._by_lease[copy.lease_id] = _FeatureCopy(
+            copy.name, {}, copy.block_ids, copy.lease_id, phase=MediaPhase.STAGING
+        )
+        self._transfer_engine.cancel(copy.lease_id)
+        self._grant(copy, block_ids)
+
+    def _can_move_later(self) -> bool:
+        """Whether a copy whose writer was given up gets other room when younger items are released. False if
+        all of them are too large for what is not held by such writers: then they wait for a lease to end."""
+        if not self._given_up:
+            return False
+        fenced = (
+            copy for name, copy in self._by_lease.items() if not copy.consumers or name in self._given_up
+        )
+        num_usable = self._blocks.num_blocks - sum(len(copy.block_ids) for copy in fenced)
+        return any(len(copy.block_ids) <= num_usable for copy in self._given_up.values())
 
     def _grant_elsewhere(self, key: ItemKey) -> None:
         """If the room that belongs to this item was to be filled in this process, another encoder gets it."""
@@ -314,6 +333,12 @@ class FeatureStore:
             self._grant(copy, copy.block_ids)
 
     def _grant_queued(self) -> None:
+        """Gives free room to the items that wait for it: first to those whose writer was given up, because
+        they are older than all that have no room."""
+        for copy in list(self._given_up.values()):
+            self._move_on(copy)
+        if self._can_move_later():
+            return
         while self._queued:
             _, num_rows = self._queued[0].name
             block_ids = self._blocks.try_allocate(-(-num_rows // self._blocks.block_size))

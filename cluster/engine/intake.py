@@ -5,6 +5,10 @@ here, or its blocks are leased to the worker that computes them. One block is le
 answer that has blocks already: without it, a request could be preempted as soon as it is admitted. A request
 that waits for embeddings holds its blocks and delays no other request.
 
+A request with media has its place in the order from its arrival on, also while it waits for its grammar or
+for a prefix from the second tier. It holds room for embeddings meanwhile. A younger request that got blocks
+before it could wait for that room, and keep it from its blocks.
+
 Used on the engine's thread.
 """
 
@@ -79,8 +83,7 @@ class Intake:
         request, held = self._held.requests[request_id], self._held.counts.num_sending_blocks
         if not request.sends or self._limits.max_sequences == 0 or held == 0:
             return True
-        num_blocks = request.request.num_prompt_blocks(self._held.blocks.block_size)
-        return held + num_blocks <= self._held.blocks.num_blocks // 2
+        return held + self._num_blocks(request) <= self._held.blocks.num_blocks // 2
 
     def compute(self, request: LanguageRequest) -> None:
         """The prompts of the request are computed from now on, as far as they are not here."""
@@ -120,6 +123,8 @@ class Intake:
         self._lifecycle.count_missing(request)
         self._check_size(request)
         self._held.requests.deadlines.add(request.request_id, request.timeout_s)
+        if request.computes:
+            self._held.admission.keep_place(self._prompt_ticket(request), self._num_blocks(request))
         if (structure := request.request.structure) is None:
             return self._load(request)
         if self._held.constraints is None:
@@ -155,8 +160,11 @@ class Intake:
             self._blame.run(request_id, self._queue, request)
 
     def _queue(self, request: LanguageRequest) -> None:
-        ticket = self._ticket(request, request.request_id, request.num_prompt_tokens)
-        (self._held.admission if request.computes else self._held.arrivals).push(ticket)
+        ticket = self._prompt_ticket(request)
+        if request.computes:
+            self._held.admission.push(ticket, self._num_blocks(request))
+        else:
+            self._held.arrivals.push(ticket)
 
     def _check_role(self, request: LanguageRequest) -> None:
         """Doors know what a worker can do."""
@@ -178,13 +186,19 @@ class Intake:
                 f"the request needs {num_wanted * size} tokens of KV cache; a decode worker holds {capacity}"
             )
 
+    def _num_blocks(self, request: LanguageRequest) -> int:
+        return request.request.num_prompt_blocks(self._held.blocks.block_size)
+
+    def _prompt_ticket(self, request: LanguageRequest) -> Ticket:
+        return self._ticket(request, request.request_id, request.num_prompt_tokens)
+
     def _ticket(self, request: LanguageRequest, name: str, num_tokens: int) -> Ticket:
         is_text = not request.needs_embeddings
         return Ticket(name, request.arrived_at, num_tokens, is_text, request.priority)
 
     def _try_admit(self, ticket: Ticket) -> bool:
         held, request = self._held, self._held.requests[ticket.request_id]
-        num_blocks = request.request.num_prompt_blocks(held.blocks.block_size)
+        num_blocks = self._num_blocks(request)
         if not (self._may_send(request.request_id) and held.admission.has_share(ticket, num_blocks)):
             return False
         spans = tuple(uncut_spans(self._model, sequence.prompt) for sequence in request.sequences)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
 from cluster.scheduling.budget import StepBudget
-from cluster.scheduling.chunks import ChunkScheduler, Span
+from cluster.scheduling.chunks import Chunk, ChunkScheduler, Span
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.worker.cpu_slots import CpuSlots
 
@@ -66,20 +66,32 @@ class PromptPlanner:
         yields its CPU slot between layers, and each of its layers should last no longer than the time that
         the slot is held at once. The first step of a long prompt is as small as possible: it shows how long
         that time is. Without answers (`limit_s` is infinite) a little text in front of an item that is
-        still encoded is left for a later step."""
+        still encoded makes no step: it is left for a step with a prompt that is worth one."""
         chunks = self._chunks.schedule(self.budget.max_tokens(self._context, limit_s))
-        chosen = [self._sequences[chunk.request_id][1] for chunk in chunks]
-        if not chunks or (limit_s == math.inf and not any(map(self._is_worth_a_step, chosen))):
+        chosen = self._sequences_of(chunks)
+        left_out: set[str] = set()
+        if limit_s == math.inf and chosen and not any(map(self._is_worth_a_step, chosen)):
+            # They may have filled the step, and a prompt behind them may be worth one.
+            left_out = {
+                name for name, (_, sequence) in self._sequences.items() if not self._is_worth_a_step(sequence)
+            }
+            chunks = self._chunks.schedule(self.budget.max_tokens(self._context), left_out)
+            chosen = self._sequences_of(chunks)
+        if not chunks:
             return [], False
         is_long = all(sequence.num_missing_at_start > self.budget.max_step_tokens for sequence in chosen)
         if is_long:
             is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in chosen)
             long_s = 0.0 if is_first else self._long_step_s
-            chunks = self._chunks.schedule(self.budget.max_tokens(self._context, min(limit_s, long_s)))
+            max_tokens = self.budget.max_tokens(self._context, min(limit_s, long_s))
+            chunks = self._chunks.schedule(max_tokens, left_out)
         works = [
             PromptWork(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks
         ]
         return works, is_long
+
+    def _sequences_of(self, chunks: Sequence[Chunk]) -> list[TokenSequence]:
+        return [self._sequences[chunk.request_id][1] for chunk in chunks]
 
     def _is_worth_a_step(self, sequence: TokenSequence) -> bool:
         """Whether the tokens that can be computed now contain an item, are all that are missing, or take

@@ -201,6 +201,7 @@ class LanguageRequest:
     choices: list[AnswerChoice] = field(default_factory=list)  # empty if the KV is sent
     # Blocks for copies of the partly filled prompt blocks, one per further choice, until the answer begins.
     copy_blocks: list[int] = field(default_factory=list)
+    was_tried: bool = False  # there was no room for its prompts yet
     is_admitted: bool = False  # the request has had blocks
     num_sending_blocks: int = 0  # its part of `SequenceCounts.num_sending_blocks`
     first_tokens: tuple[int, ...] = ()  # per choice, once they are drawn, here or by the sender of the KV

@@ -23,6 +23,9 @@ def try_allocate_prompts(
     cached prefix are shared, unless the log-probabilities of its tokens are wanted: nothing keeps these.
     False, and no change, if fewer than `num_spare` blocks would be left. spans: per prompt, what is computed
     in one piece."""
+    if request.was_tried and not _may_fit(request, blocks, num_spare):
+        return False
+    request.was_tried = True
     size = blocks.block_size
     for sequence, uncut in zip(request.sequences, spans, strict=True):
         if request.scores_prompt and sequence is request.main:
@@ -42,6 +45,20 @@ def try_allocate_prompts(
         sequence.block_table += blocks.allocate(count)
     request.copy_blocks = blocks.allocate(num_copies)
     return True
+
+
+def _may_fit(request: LanguageRequest, blocks: BlockPool, num_spare: int) -> bool:
+    """False if the request does not fit, even if all that is cached of its prompt can be used. A request that
+    waits is tried in every step: this takes no references, which costs most of a try with a long cached
+    prefix. The first try has made the prefix the one that is evicted last."""
+    if len(request.sequences) > 1 or request.scores_prompt:
+        return True  # the prompts may share blocks with each other; or none are shared
+    (sequence,) = request.sequences
+    num_blocks = -(-sequence.num_prompt_tokens // blocks.block_size) + request.num_copies(blocks.block_size)
+    num_lacking = num_blocks + num_spare - blocks.num_free
+    if num_lacking <= 0 or sequence.hashes is None:
+        return num_lacking <= 0
+    return num_lacking <= blocks.num_held(sequence.hashes.hashes)
 
 
 def _share_cached(

@@ -73,6 +73,17 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def num_held(self, hashes: Sequence[bytes]) -> int:
+        """Of the blocks that `lookup` would find, those that requests hold already. Only these need no free
+        block. Changes nothing."""
+        num_held = 0
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            num_held += self._num_references[block_id] > 0
+        return num_held
+
     def try_allocate(self, num_blocks: int) -> list[int] | None:
         """`num_blocks` blocks without valid content, one reference each. None, and no change, if there are
         too few."""

@@ -21,7 +21,7 @@ short memory move per prompt that becomes runnable or stops being runnable.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice
@@ -138,9 +138,9 @@ class ChunkScheduler:
         if prompt is not None:
             self._move(prompt, prompt.num_total, prompt.num_total)
 
-    def schedule(self, max_batch_tokens: int) -> list[Chunk]:
-        """What runs next: at most one chunk per prompt. Changes nothing, so the same state gives the same
-        answer.
+    def schedule(self, max_batch_tokens: int, left_out: Container[str] = ()) -> list[Chunk]:
+        """What runs next: at most one chunk per prompt, and none of the requests in `left_out`. Changes
+        nothing, so the same state gives the same answer.
 
         At most `max_batch_tokens` in total. Exception: if the first chunk is one span that may not be cut and
         does not fit beside text's share, then only that share runs with it."""
@@ -149,12 +149,14 @@ class ChunkScheduler:
         for _, prompt in merge(self._text, self._media):
             if step.room(prompt) <= 0:
                 break
-            step.run(prompt)
             num_text_seen += prompt.is_text
+            if prompt.request_id not in left_out:
+                step.run(prompt)
         for _, prompt in islice(self._text, num_text_seen, None):  # what is left is text's share
             if step.room(prompt) <= 0:
                 break
-            step.run(prompt)
+            if prompt.request_id not in left_out:
+                step.run(prompt)
         return step.chunks
 
     def _num_reserved(self, max_batch_tokens: int) -> int:

@@ -182,8 +182,11 @@ class SimLanguage:
                 held.is_counted = held.request.computes
                 self.num_queued_tokens += held.num_missing
                 self._num_prompts += held.is_counted
-                queue = self._admission if held.request.computes else self._arrivals
-                queue.push(held.ticket(held.attempt.num_tokens))
+                ticket = held.ticket(held.attempt.num_tokens)
+                if held.request.computes:
+                    self._admission.push(ticket, self._num_blocks(held))
+                else:
+                    self._arrivals.push(ticket)
         while any(
             self._try_admit(ticket) for ticket in heads(self._admission, self._arrivals, self._may_send)
         ):

@@ -111,10 +111,12 @@ class AdmittedWork:
         num_free, limit = max(0, int(self._num_free_blocks)), int(self._blocks_limit)
         return overload.lacks_blocks(ticket.num_blocks, num_free, limit)
 
-    @property
-    def has_text_share(self) -> bool:
-        """Whether requests without media hold less than their share of the blocks."""
-        return self._num_text_blocks < self._text_share * self._blocks_limit
+    def may_pass(self, text: AdmissionTicket, media: AdmissionTicket) -> bool:
+        """Whether text may take blocks while media waits for some. Text holds less than its share of them and
+        leaves as many as the media needs, so that it gets them however much text comes."""
+        num_text, limit = self._num_text_blocks, self._blocks_limit
+        leaves_enough = num_text + text.num_blocks + media.num_blocks <= limit
+        return num_text < self._text_share * limit and leaves_enough
 
     def add(self, ticket: AdmissionTicket) -> None:
         self._holdings[ticket.request_id] = _Holding(ticket, encodes=ticket.encode_s > 0)

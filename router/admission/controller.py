@@ -1,6 +1,9 @@
 """Admission control: a request is admitted at once, waits, or is refused. `AdmissionQueue` decides; this
 object limits an error in the queue to one request.
 
+Workers report their load hundreds of times a second. What all reports together say is worked out at most
+every REPORT_EVERY_S, and only while requests wait (`takes_load`).
+
 Pure: `now` is an argument. `settle` returns the requests whose wait has ended; `deadline` is the instant of
 its next call.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from math import inf
 
 from cluster.errors import ClusterError, InternalError
 from router.admission.queue import (
@@ -24,6 +28,7 @@ from router.admission.totals import AdmissionTotals
 logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # after an error in the queue
+REPORT_EVERY_S = 0.02
 
 Settled = tuple[str, ClusterError | None]  # a request that waits no longer; None: it is admitted
 
@@ -34,7 +39,17 @@ class AdmissionController:
         self._waiting: dict[str, AdmissionTicket] = {}  # in order of arrival
         self.totals = AdmissionTotals()
         self._is_changed = False  # since the last `settle`
-        self.deadline: float | None = None  # of the next waiting request
+        self._is_load_new = False  # since the last `report`
+        self._load_taken_at = -inf
+        self._deadline: float | None = None  # of the next waiting request
+
+    @property
+    def deadline(self) -> float | None:
+        """When `takes_load` and `settle` are to be called if nothing happens before."""
+        if not (self._is_load_new and self._waiting):
+            return self._deadline
+        load_at = self._load_taken_at + REPORT_EVERY_S
+        return load_at if self._deadline is None else min(load_at, self._deadline)
 
     @property
     def num_waiting(self) -> int:
@@ -64,9 +79,20 @@ class AdmissionController:
         self._waiting[ticket.request_id] = ticket
         return False
 
+    def load_changed(self) -> None:
+        """A worker has reported its load."""
+        self._is_load_new = True
+
+    def takes_load(self, now: float) -> bool:
+        """True: `report` is to be called before `settle`. The answer counts as that call."""
+        is_due = self._is_load_new and bool(self._waiting) and now >= self._load_taken_at + REPORT_EVERY_S
+        if is_due:
+            self._is_load_new, self._load_taken_at = False, now
+        return is_due
+
     def report(self, capacity: Capacity, reported: Reported) -> None:
         """The cluster's present capacity and load."""
-        self._is_changed = True
+        self._is_changed, self._is_load_new = True, False
         self._queue.resize(capacity)
         self._queue.report(reported)
 
@@ -89,10 +115,10 @@ class AdmissionController:
     def settle(self, now: float) -> list[Settled]:
         """The requests that wait no longer. To be called after the calls above, and at `deadline`. Raises
         nothing, because one request did not cause an error in the queue."""
-        is_due = self.deadline is not None and self.deadline <= now
+        is_due = self._deadline is not None and self._deadline <= now
         if not self._is_changed and not is_due:
             return []
-        self._is_changed, self.deadline = False, None
+        self._is_changed, self._deadline = False, None
         if not self._waiting:
             return []
         settled: list[Settled] = []
@@ -101,11 +127,11 @@ class AdmissionController:
             for ticket in self._queue.freed(now):
                 self._settle(ticket.request_id, None, settled)
             self._refuse(now, settled)
-            self.deadline = self._queue.next_deadline()
+            self._deadline = self._queue.next_deadline()
         except Exception:
             logger.exception("an error in admission")
             self._reconcile(settled)
-            self.deadline = now + RETRY_S
+            self._deadline = now + RETRY_S
         return settled
 
     def _refuse(self, now: float, settled: list[Settled]) -> None:

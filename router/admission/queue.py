@@ -51,10 +51,10 @@ class _QueueRate:
 
     def advance(self, now: float, *, is_waiting: bool) -> None:
         """`is_waiting`: whether requests have waited since the last call."""
-        passed_s = now - self._advanced_at
-        kept = exp(-passed_s / SPEED_WINDOW_S)
+        kept = exp(-(now - self._advanced_at) / SPEED_WINDOW_S)
         self._started_s *= kept
-        self._waited_s = self._waited_s * kept + passed_s * is_waiting
+        # Time fades while it passes: the longest wait counts as SPEED_WINDOW_S.
+        self._waited_s = self._waited_s * kept + SPEED_WINDOW_S * (1 - kept) * is_waiting
         self._advanced_at = now
 
     def started(self, cost_s: float) -> None:
@@ -180,7 +180,7 @@ class AdmissionQueue:
         that does not fit. Text then uses
 
         * what media cannot use, or
-        * blocks, as long as text holds less than its share of them.
+        * blocks, as long as text holds less than its share of them and leaves as many as the media needs.
         """
         head = self._queue.head()
         if head is None or self._admitted.fits(head.ticket):
@@ -188,8 +188,10 @@ class AdmissionQueue:
         if head.ticket.is_text:
             return None
         text = self._queue.head(text_only=True)
-        may_pass = self._admitted.has_text_share or self._admitted.has_blocks(head.ticket)
-        return text if text is not None and may_pass and self._admitted.fits(text.ticket) else None
+        if text is None or not self._admitted.fits(text.ticket):
+            return None
+        may_pass = self._admitted.has_blocks(head.ticket) or self._admitted.may_pass(text.ticket, head.ticket)
+        return text if may_pass else None
 
     def _start(self, waiting: Waiting) -> None:
         self._queue.take(waiting.ticket.request_id)

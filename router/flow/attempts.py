@@ -153,6 +153,12 @@ class Attempts:
             self.send(attempt.decode, Cancel(attempt.request_id, choice_idx), attempt)
         self.advance(attempt, now)
 
+    def close_unread(self, client: ClientRequest, choice_idxs: Sequence[int], now: float) -> None:
+        """These choices have an attempt now. Those that were closed before are not read in it either."""
+        for choice in (client.choices[idx] for idx in choice_idxs):
+            if not choice.is_open and choice.attempt is not None:
+                self.close(choice.attempt, choice.idx, now)
+
     def check_barred(self, client: ClientRequest, now: float) -> None:
         """Raises QuarantinedError."""
         if not self.quarantine:

@@ -124,11 +124,12 @@ class Continuation:
         one."""
         try:
             self._attempts.check_barred(client, now)
-            request = msgspec.structs.replace(rest, waited_s=now - client.started_at)
+            request = msgspec.structs.replace(rest, waited_s=client.waited_s(now))
             hashes = block_hashes(request.prompt, self._placer.block_size)
             view = self._placer.view(request, client.items, hashes, client.avoided)
             decision = self._placer.decide(view, now)
             self._attempts.start(client, request, choice_idxs, view, decision, now)
+            self._attempts.close_unread(client, choice_idxs, now)
         except UnavailableError as error:
             for idx in choice_idxs:
                 client.choices[idx].attempt = None

@@ -20,7 +20,7 @@ An error in here concerns one request: that request ends with an internal error,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 
@@ -233,8 +233,7 @@ class RequestFlow:
 
     def _on_load(self, worker: WorkerState, load: LoadReport, now: float) -> None:
         self._cluster.reported(worker.replica_id, load, now)
-        if self._admission.num_waiting:
-            self._report()
+        self._admission.load_changed()
 
     def _report(self) -> None:
         self._admission.report(self._placer.capacity(), self._placer.reported())
@@ -264,7 +263,7 @@ class RequestFlow:
         try:
             self._attempts.check_barred(client, now)
             self._report()
-            view = self._placer.view(client.request, client.items, client.hashes)
+            view = self._placer.view(client.request_at(now), client.items, client.hashes)
             decision = self._placer.decide(view, now)
             ticket = self._placer.ticket(client, decision.prediction, self._admission.class_name)
             self._waiting[client.request_id] = view
@@ -303,17 +302,19 @@ class RequestFlow:
         view = self._waiting.pop(client.request_id)
         self._attempts.check_barred(client, now)
         client.started_at = now
+        request = client.request_at(now)
+        view = replace(view, waited_s=request.waited_s)
         decision = decision or self._placer.decide(view, now)
         self._watch.begin(now)
         client.num_attempts = 1
-        self._attempts.start(client, client.request, range(len(client.choices)), view, decision, now)
+        self._attempts.start(client, request, range(len(client.choices)), view, decision, now)
         self._set_first_deadline(client)
-        for choice in client.choices:
-            if not choice.is_open and choice.attempt is not None:
-                self._attempts.close(choice.attempt, choice.idx, now)
+        self._attempts.close_unread(client, range(len(client.choices)), now)
 
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""
+        if self._admission.takes_load(now):
+            logged(self._report)
         while settled := self._admission.settle(now):
             for request_id, error in settled:
                 client = self._clients[request_id]
@@ -353,7 +354,8 @@ class RequestFlow:
             if choice.is_open and not choice.is_over and not has_time:
                 self._deliver(client, choice_idx, reason)
                 self.close(client.request_id, choice_idx, now)
-        self._set_deadline(client, self._timeouts.request_s)
+        if now < client.started_at + self._timeouts.request_s:
+            self._set_deadline(client, self._timeouts.request_s)
 
     def _deliver(self, client: ClientRequest, choice_idx: int, event: TokenEvent | ClusterError) -> None:
         choice: ClientChoice = client.choices[choice_idx]

@@ -149,6 +149,14 @@ class ClientRequest:
     def has_first_token(self) -> bool:
         return any(choice.has_first_token for choice in self.choices)
 
+    def waited_s(self, now: float) -> float:
+        """Since the client asked. Workers order requests by it, wherever the time has passed."""
+        return now - self.timeline.arrived_at
+
+    def request_at(self, now: float) -> GenerateRequest:
+        """The request, with the time that it has waited."""
+        return msgspec.structs.replace(self.request, waited_s=self.waited_s(now))
+
 
 class Attempt:
     """One placement of a request, or of what is left of one choice after a preemption."""

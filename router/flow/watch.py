@@ -10,8 +10,8 @@ worker are answer enough. So a worker that stops while it has no work is found w
     its own report                    silent: placements avoid it while there is another
     silent for MOVE_S                 what it has goes to other workers
     a message from it                 not silent any more, unless it has reported so itself
-    FAILURES attempts failed with it  avoided for a second, and after each further failure for twice as long;
-                                      an attempt that succeeds ends this
+    FAILURES attempts failed with it  avoided for a second, and after each further failure for twice as long,
+                                      up to LONGEST_PAUSE_S; an attempt that succeeds ends this
 
 From the stop of a worker to the move of its requests: QUIET_S + ANSWER_S and two looks, 1.75 s at most. What
 no other worker can take stays: it goes on when the worker does, or when another one joins after the worker
@@ -33,7 +33,8 @@ QUIET_S = 0.5
 ANSWER_S = 0.75
 MOVE_S = 10.0
 FAILURES = 3
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 64.0
+FIRST_PAUSE_S, MAX_DOUBLINGS = 1.0, 6
+LONGEST_PAUSE_S = FIRST_PAUSE_S * 2**MAX_DOUBLINGS
 LATE_S = (
     0.5  # a look that is later than this found the door itself held up: it concludes nothing about workers
 )
@@ -100,8 +101,8 @@ class WorkerWatch:
             return
         progress.num_failures += 1
         if progress.num_failures >= FAILURES:
-            pause_s = FIRST_PAUSE_S * 2 ** (progress.num_failures - FAILURES)
-            progress.paused_until = now + min(pause_s, LONGEST_PAUSE_S)
+            num_doublings = min(progress.num_failures - FAILURES, MAX_DOUBLINGS)
+            progress.paused_until = now + FIRST_PAUSE_S * 2**num_doublings
             self._update(worker, progress, now)
 
     def succeeded(self, worker: WorkerState, now: float) -> None:

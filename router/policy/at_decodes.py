@@ -121,9 +121,19 @@ class DecodeEstimate:
             after_s = end_s + np.maximum(last * byte_s, new * byte_s - prefills.work_s[prefill])
             if own >= 0:
                 after_s[own] = np.inf
+                if self._must_be_local(own):
+                    after_s[self._cluster.shared.at_decodes(prefills.takes_any.astype(float)) > 0] = np.inf
             before_s = end_s + self.blocks_s + total * byte_s
             kv_transfers.append(KvTransferEstimate(name, after_s, before_s, self.first_s))
         return kv_transfers
+
+    def _must_be_local(self, own: int) -> bool:
+        """Whether a prompt that this decode worker computes is not sent to others that compute prompts for
+        it. They hold at most half of their blocks for prompts that they send, or a single larger one
+        (`cluster.engine.intake`): two workers with a larger one each, that is to be sent to the other, would
+        wait for each other's blocks."""
+        num_blocks = int(self._cluster.decodes.num_blocks[own])
+        return bool(self.is_able[own]) and self._request.num_prefill_blocks > num_blocks // 2
 
     def least_cost_s(self, ttft_s: Floats, prefills: PrefillEstimate) -> Floats:
         """[prefills]: until the end of decode's first step, and the delay of others there, at best."""

@@ -122,7 +122,8 @@ class Relay:
         if prefills_locally:
             self._policy.local.add(request_id)
         now = self.rig.clock.at
-        self.flow.submit(ClientRequest(request, items, (), RequestTimeline(now)), now)
+        timeline = RequestTimeline(now - request.waited_s)
+        self.flow.submit(ClientRequest(request, items, (), timeline), now)
         self._carry_out()
         return story
 

@@ -64,5 +64,5 @@ class Parts:
         for lease_id in list(self.store._by_lease):
             assert self.store.close_lease(lease_id, completed=False) == []
         assert self.store.num_open_leases == 0 and self.store.num_used_blocks == 0
-        assert not self.store._by_name and not self.store._queued
+        assert not self.store._by_name and not self.store._queued and not self.store._given_up
         self.pool.check_integrity()

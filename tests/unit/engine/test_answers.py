@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from cluster.engine.state import LanguagePhase
 from cluster.types.messages import (
     Cancel,
     DecodeGranted,
@@ -142,3 +143,18 @@ def test_a_lost_door_takes_all_its_requests_along_and_no_other_doors(rig, relay)
     rig.decode.tell(rig.decode.engine.drop_door, DOOR + 1)
     rig.decode.step()
     assert rig.decode.engine.load().is_idle
+
+
+def test_an_answer_does_not_keep_the_logits_of_a_prompt_whose_end_was_computed_here(rig, relay):
+    """The sender of the KV has drawn the first token. The one row would keep the logits of a whole step."""
+    with rig.cut_ends(2):
+        story = relay.start(make_request("r", 14, max_tokens=6))
+        for _ in range(100):
+            relay.play(1)
+            request = rig.decode.engine._requests.get("r")
+            if request is not None and request.phase is LanguagePhase.RUNNING:
+                break
+        (choice,) = request.choices
+        assert [sequence.last_logits for sequence in choice.sequences] == [None]
+        relay.play()
+    assert story.tokens == [50, 51, 52, 53, 54, 55]

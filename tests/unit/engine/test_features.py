@@ -100,6 +100,43 @@ def test_an_item_whose_encoder_is_lost_moves_to_other_room_or_waits_for_its_own(
     assert parts.close("r") == [("r", 0)]
 
 
+def test_an_item_whose_encoder_is_lost_in_full_memory_gets_room_before_younger_items(parts):
+    for name in ("old", "small", "other"):
+        parts.reserve(name, 8 if name == "old" else 4)
+    for i in range(3):
+        parts.reserve(f"young{i}", 4)
+    lost = parts.grants["old", 0].lease_id
+    parts.store.renew(("old", 0), lost)
+    assert parts.told["old", 0] == [GRANTED]
+    for name in ("small", "other"):
+        assert not parts.transfer_engine.cancelled and not parts.told["young0", 0]
+        parts.close(name)
+        parts.store.release((name, 0))
+    assert parts.told["old", 0] == [GRANTED, GRANTED] and parts.transfer_engine.cancelled == [lost]
+    assert not parts.told["young0", 0]
+    parts.store.close_lease(lost, completed=False)
+    assert parts.told["young0", 0] == parts.told["young1", 0] == [GRANTED] and not parts.told["young2", 0]
+
+
+@pytest.mark.parametrize("end", ["delivered", "ended", "released"])
+def test_an_item_that_waits_for_other_room_may_end_in_its_old_room(parts, end):
+    parts.reserve("old", 16)
+    parts.reserve("young", 4)
+    parts.store.renew(("old", 0), parts.grants["old", 0].lease_id)
+    if end == "released":
+        parts.store.release(("old", 0), has_ended=True)
+    assert parts.close("old", completed=end == "delivered") == ([("old", 0)] if end == "delivered" else [])
+    assert parts.told["old", 0] == [GRANTED] * (1 + (end == "ended"))
+    assert bool(parts.told["young", 0]) == (end == "released")
+
+
+def test_younger_items_go_on_if_an_item_cannot_move_before_its_lease_ends(parts):
+    parts.reserve("old", 12)
+    parts.store.renew(("old", 0), parts.grants["old", 0].lease_id)
+    parts.reserve("young", 4)
+    assert parts.told["young", 0] == [GRANTED]
+
+
 def test_the_loss_of_an_encoder_that_has_delivered_or_was_never_told_where_changes_nothing(parts):
     parts.reserve("r", 4)
     parts.reserve("large", 16)

@@ -6,8 +6,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cluster.types.request import Prompt
-from tests.fakes.engines import FEATURE_LAYOUT, Rig
+from cluster.engine.state import LanguageRequest, TokenSequence
+from cluster.engine.tables import try_allocate_prompts
+from cluster.engine.timing import Stopwatch
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.hashing import BlockHashes
+from cluster.types.request import GenerateRequest, Prompt
+from tests.fakes.engines import DOOR, FEATURE_LAYOUT, Rig
 from tests.fakes.kv_rows import BLOCK_SIZE, KV_LAYOUT
 from tests.fakes.relay import Relay, cached_at
 from tests.fakes.requests import make_item, make_request
@@ -159,3 +164,30 @@ def test_a_cached_block_that_is_evicted_while_its_request_waits_is_computed_agai
     relay.start(msgspec.structs.replace(first, request_id="again"))
     relay.play(100)
     assert relay.stories["again"].tokens == relay.stories["first"].tokens == [50, 51]
+
+
+def waiting(asked: GenerateRequest) -> LanguageRequest:
+    request = LanguageRequest(asked, DOOR, 10.0, 0.0, Stopwatch(0.0), computes=True, sends=True)
+    request.sequences = [TokenSequence("r/0", asked.prompt, hashes=BlockHashes(asked.prompt, BLOCK_SIZE))]
+    return request
+
+
+def test_a_request_that_waits_does_not_take_its_cached_prefix_in_every_step() -> None:
+    """Of 8 blocks 4 are cached, and 3 are held, of which one begins the prompt of 7 blocks, too."""
+    pool = BlockPool(8, BLOCK_SIZE)
+    asked = make_request("r", 7 * BLOCK_SIZE - 1)
+    names = BlockHashes(asked.prompt, BLOCK_SIZE).hashes
+    blocks = pool.allocate(5)
+    for block_id, name in zip(blocks, names, strict=False):
+        pool.register(block_id, name)
+    pool.free(blocks[1:])
+    others = pool.allocate(2)
+    pool.note_cached()
+    request = waiting(asked)
+    assert not try_allocate_prompts(request, pool, 0, ((),)) and len(pool.take_cached()) == 4
+    for _ in range(3):
+        assert not try_allocate_prompts(request, pool, 0, ((),))
+        assert not pool.take_cached(), "it is looked at, and not taken and freed again"
+    pool.free(others[:1])
+    assert try_allocate_prompts(request, pool, 0, ((),)) and request.main.num_cached_tokens == 5 * BLOCK_SIZE
+    assert pool.num_free == 0

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from cluster.kvcache.tier_slots import FileSlots, HostSlots
+from cluster.types.media import MediaItem, PlacedMedia
 from cluster.types.request import GenerateRequest, Prompt
 from tests.fakes.engines import Rig
 from tests.fakes.kv_rows import BLOCK_SIZE, KV_LAYOUT
@@ -127,5 +128,33 @@ def test_media_prompts_come_back_without_their_embeddings() -> None:
         relay.play()
         assert relay.stories[request.request_id].is_over
     assert relay.stories["again"].tokens == relay.stories["first"].tokens
+    assert rig.prefill.engine.load().tier.num_loaded > 0
+    relay.finish()
+
+
+def with_media(name: str, first_token: int) -> tuple[GenerateRequest, list[MediaItem]]:
+    """Three blocks of text, an image of four, and one of text."""
+    item, start = make_item(f"image {name}", 4 * BLOCK_SIZE), 3 * BLOCK_SIZE
+    rows, end = [9] * 4 * BLOCK_SIZE, range(500, 499 + BLOCK_SIZE)
+    ids = (*range(first_token, first_token + start), *rows, *end, LAST_PROMPT_TOKEN)
+    placed = PlacedMedia(item.modality, item.media_hash, ((start, len(rows)),), item.geometry)
+    return msgspec.structs.replace(make_request(name, 5, max_tokens=3), prompt=Prompt(ids, (placed,))), [item]
+
+
+def test_media_that_waits_for_its_prefix_does_not_wait_for_a_younger_request() -> None:
+    """There is room for one image and for the blocks of one of the prompts. If the younger request got blocks
+    while the older one has the room, each would wait for the other."""
+    rig = make_rig()
+    relay = Relay(rig)
+    for number in range(1, 5):
+        run(rig, relay, prompt_of(number))
+    run_one, rig.tier_executor.run_one = rig.tier_executor.run_one, lambda: None  # the tier's thread is slow
+    relay.start(*with_media("older", 1000))  # begins as the first prompt does
+    relay.start(*with_media("younger", 9000))
+    relay.play(40)
+    rig.tier_executor.run_one = run_one
+    relay.play()
+    for name in ("older", "younger"):
+        assert relay.stories[name].tokens == [50, 51, 52] and relay.stories[name].error is None
     assert rig.prefill.engine.load().tier.num_loaded > 0
     relay.finish()

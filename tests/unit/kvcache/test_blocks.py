@@ -53,6 +53,18 @@ def test_lookup_stops_at_the_first_unknown_hash():
     pool.free(blocks)
 
 
+def test_blocks_that_requests_hold_are_counted_up_to_the_first_unknown_hash():
+    pool = BlockPool(5, 16)
+    blocks = pool.allocate(4)
+    for block_id, name in zip(blocks, (b"a", b"b", b"c", b"e"), strict=True):
+        pool.register(block_id, name)
+    assert pool.num_held([b"a", b"b", b"c", b"d", b"e"]) == 3
+    pool.free(blocks[1:2])
+    assert pool.num_held([b"a", b"b", b"c", b"d", b"e"]) == 2
+    assert pool.num_free == 2 and pool.num_cached == 1
+    pool.free([blocks[0], *blocks[2:]])
+
+
 def test_the_least_recently_used_cached_block_is_evicted_and_tails_before_heads():
     pool = BlockPool(3, 16)
     first = pool.allocate(2)

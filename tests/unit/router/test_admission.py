@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from router.admission.queue import (
+    SPEED_WINDOW_S,
     AdmissionQueue,
     AdmissionRefusal,
     AdmissionTicket,
@@ -21,6 +22,7 @@ from router.admission.queue import (
     Queued,
     RefusalReason,
     Reported,
+    _QueueRate,
 )
 from tests.fakes.door_world import one_class, two_classes
 
@@ -73,6 +75,18 @@ def test_text_may_pass_media_that_waits_for_memory_until_text_has_its_share():
         Admitted,
         Queued,
     ]
+
+
+def test_text_that_passes_media_leaves_the_blocks_that_the_media_needs():
+    admission = queue(text_share=0.3, capacity=Capacity(8, 8, 100))
+    for name in ("a", "b"):
+        assert admission.offer(ticket(name, num_blocks=5), 0.0) == Admitted()
+    assert admission.offer(ticket("video", is_text=False, encode_s=0.5, num_blocks=96), 0.0) == Queued()
+    assert admission.offer(ticket("c", num_blocks=5), 0.0) == Queued()  # text's share are 30
+    admission.leave("a")
+    assert names(admission.freed(1.0)) == []
+    admission.leave("b")
+    assert names(admission.freed(2.0)) == ["video"]
 
 
 def test_media_that_leaves_before_it_is_encoded_makes_room_at_the_encoders():
@@ -356,3 +370,14 @@ class Door(RuleBasedStateMachine):
 
 TestDoor = Door.TestCase
 TestDoor.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("every_s", [0.1, 1.0, 30.0])
+def test_the_speed_of_a_queue_is_the_same_however_seldom_it_is_looked_at(every_s):
+    """Requests wait for a minute, and leave at half the speed that is predicted."""
+    rate = _QueueRate()
+    rate.advance(1000.0, is_waiting=False)
+    for step in range(1, round(60.0 / every_s) + 1):
+        rate.advance(1000.0 + step * every_s, is_waiting=True)
+    rate.started(SPEED_WINDOW_S / 2)
+    assert rate.speed == pytest.approx(0.5, abs=0.01)

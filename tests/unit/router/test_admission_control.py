@@ -9,7 +9,7 @@ import pytest
 
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.errors import InternalError, OverloadedError
-from router.admission.controller import RETRY_S, AdmissionController
+from router.admission.controller import REPORT_EVERY_S, RETRY_S, AdmissionController
 from router.admission.queue import AdmissionQueue, AdmissionTicket, Capacity, Reported
 
 MAX_WAIT_S = 5.0
@@ -67,6 +67,21 @@ def test_a_report_of_free_workers_admits_the_next(control):
     control.settle(0.0)
     control.report(Capacity(1, 4, 100), Reported())
     assert control.settle(0.5) == [("next", None)]
+
+
+def test_loads_are_taken_while_requests_wait_and_at_most_every_so_often(control):
+    control.load_changed()
+    assert not control.takes_load(0.0) and control.deadline is None, "no request waits"
+    control.offer(ticket("next"), 0.0)
+    assert control.takes_load(0.0) and not control.takes_load(0.0)
+    control.settle(0.0)
+    for _ in range(2):
+        control.load_changed()
+        assert not control.takes_load(0.5 * REPORT_EVERY_S) and control.deadline == REPORT_EVERY_S
+    assert control.takes_load(REPORT_EVERY_S) and control.deadline == MAX_WAIT_S
+    control.load_changed()
+    control.report(Capacity(1, 1, 100), Reported())
+    assert not control.takes_load(1.0), "it is new no longer"
 
 
 def test_an_error_in_the_queue_is_tried_again_and_loses_no_request(control, monkeypatch):

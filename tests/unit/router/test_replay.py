@@ -9,6 +9,7 @@ import pytest
 from cluster.errors import QuarantinedError, UnavailableError, to_info
 from cluster.types.members import Role
 from cluster.types.messages import (
+    Cancel,
     Failed,
     FinishReason,
     Measured,
@@ -21,7 +22,7 @@ from cluster.types.messages import (
 from cluster.types.request import Guidance, Prompt, SamplingParams, StopParams
 from router.flow.continuation import MAX_REPLAYS, MAX_UNPLACED
 from tests.fakes.placement import EPD, curves_of
-from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, ScriptedFlow
+from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, ScriptedFlow
 
 TWO = msgspec.structs.replace(
     REQUEST, sampling=(SamplingParams(), SamplingParams(seed=1)), stop=StopParams(9)
@@ -94,6 +95,21 @@ def test_a_request_that_leaves_while_it_waits_for_a_worker_is_forgotten(door):
     assert door.flow.is_idle and len(door.flow.continuation.unplaced) == 0
     door.join(Role.DECODE, "decode-2")
     assert door.sent(Role.PREFILL) == []
+
+
+def test_a_choice_that_was_closed_while_its_request_waited_for_a_worker_is_not_read_there(door):
+    left, read = door.submit(TWO, [ITEM], [b"block"])
+    door.tell(Role.PREFILL, PrefillAdmitted("r"))
+    door.lose(Role.PREFILL)
+    door.close(left)
+    door.join(Role.PREFILL, "prefill-2")
+    assert Cancel("r.1", 0) in door.messages[Role.DECODE]
+    door.tell("prefill-2", PrefillAdmitted("r.1"))
+    say(door, "prefill-2", 5, choice=1)
+    say(door, Role.DECODE, 6, reason=FinishReason.STOP, choice=1)
+    assert read.finish_reason is FinishReason.STOP and not left.token_ids
+    assert door.flow.is_idle, "nothing goes on for the choice that is not read"
+    door.wait(2 * REQUEST_S)  # the deadlines pass, and the timer's call returns
 
 
 def test_so_many_requests_wait_for_a_worker_and_no_more(door):

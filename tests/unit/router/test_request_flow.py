@@ -19,6 +19,7 @@ from cluster.types.messages import (
     FeatureShared,
     FinishReason,
     GrantPassed,
+    LoadReport,
     Measured,
     Preempted,
     PrefillAdmitted,
@@ -26,8 +27,11 @@ from cluster.types.messages import (
     StartDecode,
     StartEncode,
     StartPrefill,
+    Tokens,
 )  # fmt: skip
 from cluster.types.request import SamplingParams, StopParams
+from router.admission.controller import REPORT_EVERY_S
+from router.telemetry.timeline import RequestTimeline
 from tests.fakes.placement import EPD
 from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, ScriptedFlow, grant
 
@@ -222,9 +226,31 @@ def test_a_request_that_no_worker_has_memory_for_is_refused_before_anything_is_s
 
 
 def test_an_encoder_is_told_the_class_of_a_request_and_how_long_it_has_waited(door):
-    door.submit(msgspec.structs.replace(REQUEST, priority=3, waited_s=1.5), [ITEM], [b"block"])
+    timeline = RequestTimeline(door.now - 1.5)  # its files have been fetched since then
+    door.submit(msgspec.structs.replace(REQUEST, priority=3), [ITEM], [b"block"], timeline)
     (start,) = door.messages[Role.ENCODE]
     assert (start.priority, start.waited_s) == (3, 1.5)
+
+
+def test_the_time_that_a_request_waited_for_admission_counts_at_workers():
+    """Otherwise it would go behind all that came to the workers while it waited at the door."""
+    door = ScriptedFlow(max_outstanding_s=1e-9)
+    for name in ("first", "second", "third"):
+        door.submit(msgspec.structs.replace(REQUEST, request_id=name), [ITEM])
+    door.wait(3.0)
+    door.token(Role.PREFILL, 5, name="first")
+    waited = {
+        m.request.request_id: m.request.waited_s
+        for m in door.messages[Role.PREFILL]
+        if isinstance(m, StartPrefill)
+    }
+    assert waited == {"first": 0.0, "second": 0.0, "third": 3.0}
+    assert door.messages[Role.ENCODE][-1].waited_s == 3.0
+    door.wait(1.0)
+    door.tell(Role.PREFILL, PrefillAdmitted("third"))
+    door.fail(Role.PREFILL, name="third")
+    assert door.messages[Role.PREFILL][-1].request.waited_s == 4.0, "in a second attempt, too"
+    door.audit()
 
 
 def test_an_answer_that_is_not_read_holds_nothing_once_it_has_ended(door):
@@ -276,6 +302,22 @@ def test_a_waiting_request_is_refused_when_its_class_allows_no_more():
     door.wait(0.001)
     readers[2].check_error(OverloadedError, "busy")
     door.audit()
+
+
+def test_reports_that_come_fast_are_taken_together_and_the_last_one_admits(door):
+    """Other doors' requests leave the decode worker."""
+    first, second = (msgspec.structs.replace(REQUEST, request_id=name) for name in ("first", "second"))
+    full, empty = (Tokens((), LoadReport(num_used_blocks=number)) for number in (8, 0))
+    door.submit(first, [ITEM])
+    door.tell(Role.DECODE, full)
+    door.submit(second, [ITEM])
+    door.tell(Role.DECODE, full)
+    assert door.flow.num_waiting == 1
+    door.wait(0.4 * REPORT_EVERY_S)
+    door.tell(Role.DECODE, empty)
+    assert door.flow.num_waiting == 1
+    door.wait(0.6 * REPORT_EVERY_S)
+    assert door.flow.num_waiting == 0
 
 
 def test_the_first_token_has_a_deadline_of_its_own(door):

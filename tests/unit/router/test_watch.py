@@ -141,7 +141,7 @@ def test_a_worker_that_keeps_failing_is_avoided_for_longer_and_longer(world):
         assert world.changes == [] and world.moved == []
         world.wait(LOOK_EVERY_S)
         assert world.changes.pop() == ("a", False)
-    for _ in range(20):
+    for _ in range(2000):  # 2**1024 is no float
         world.watch.failed(failing, world.now)
     world.changes.clear()
     world.wait(LONGEST_PAUSE_S)

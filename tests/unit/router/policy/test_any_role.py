@@ -295,6 +295,29 @@ def test_a_phase_goes_to_workers_that_it_is_assigned_to(policy):
         assert (placement.prefill, placement.decode) == ("l0", "l1")
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "other", "stays"), [(5000, "l1", False), (5001, "l1", True), (5001, "d0", False)]
+)
+def test_a_prompt_of_more_than_half_of_a_workers_blocks_is_not_sent_to_one_that_sends_prompts(
+    num_blocks, other, stays
+):
+    """Two such workers, each with a prompt of that size for the other one, would wait for each other."""
+    cluster = cluster_of(0, 0, other == "d0", 1 + (other == "l1"))  # of 10,000 blocks each
+    request = text(9600, num_prefill_blocks=num_blocks, num_decode_blocks=num_blocks + 10)
+    cluster.blocks_changed("l0", hashes("text", 600), [])
+    cluster.reported("l0", load(100, 100, num_used_blocks=9900, num_prompts=4, num_prompt_tokens=4000), 0.0)
+    cluster.reported(other, load(10, 10), 0.0)
+    assert decide(request, cluster).placement == Placement((), "l0", "l0" if stays else other)
+
+
+def test_a_large_prompt_is_sent_from_a_worker_that_does_not_decode_now():
+    cluster = cluster_of(0, 0, 0, 2)
+    cluster.assign("l0", [Phase.PREFILL])
+    cluster.assign("l1", [Phase.DECODE])
+    request = text(9600, num_prefill_blocks=5001, num_decode_blocks=5011)
+    assert decide(request, cluster).placement == Placement((), "l0", "l1")
+
+
 def test_a_phase_that_no_worker_is_assigned_to_goes_to_any():
     cluster = cluster_of(1, 0, 1, 2)
     for replica_id in ("l0", "l1"):
