@@ -135,7 +135,9 @@ async def test_the_others_are_answered_when_the_one_that_brings_the_image_is_can
 
 
 async def test_a_transfer_that_fails_costs_no_request_and_the_next_brings_the_image(expected):
-    async with local_cluster(cluster_args(64)) as cluster:
+    door = DoorArgs(first_token_timeout_s=2.0, request_timeout_s=4.0)  # only its time ends a failed lease
+    args: ClusterArgs = cluster_args(64).model_copy(update={"door": door})
+    async with local_cluster(args, lease_margin_s=0.1) as cluster:
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
                 network.faults = FaultScript()

@@ -155,7 +155,7 @@ async def test_a_client_that_leaves_is_no_error_of_the_server(caplog, path):
     received = iter([request, {"type": "http.disconnect"}])
     sent: list[dict] = []
 
-    async def receive() -> dict[str, object]:
+    async def receive() -> dict:
         return next(received)
 
     async def send(message: dict) -> None:
