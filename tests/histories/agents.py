@@ -52,6 +52,7 @@ class TransferFaults:
     failing: dict[str, type[TransferError]] = field(default_factory=dict)  # by verb
     notifications: list[str] = field(default_factory=list)  # "lost", "doubled"
     stalls: dict[SimulatedProcess, float] = field(default_factory=dict)  # inside the next post; seconds
+    num_failed_connects: int = 0
 
 
 class TransferNetwork:
@@ -229,6 +230,7 @@ class SimulatedAgent:
         if self.is_closed:
             raise TransferError(f"agent {self.name} is closed")
         if (error := self._network.faults.failing.pop(verb, None)) is not None:
+            self._network.faults.num_failed_connects += verb == "connect"
             raise error(f"scripted: {verb} fails")
 
     def _reach(self, peer: str) -> SimulatedAgent:

@@ -182,7 +182,9 @@ class History:
         """Nothing that has happened can keep from the owner of blocks that nothing writes to them."""
         counts = self.faults.counts
         knows_ends = self.world.shape.is_one_host or not counts["kills"]
-        return set(counts) <= QUICK - {"door kills"} and knows_ends
+        # A writer whose request was cancelled connects for its last word alone.
+        has_said = not self.world.transfers.faults.num_failed_connects
+        return set(counts) <= QUICK - {"door kills"} and knows_ends and has_said
 
     def _allowed_errors(self) -> tuple[type[Exception], ...]:
         """What a client may be told. What is lost goes on elsewhere, so an error has a reason: the cluster is
