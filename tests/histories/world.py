@@ -105,8 +105,8 @@ class World(WorkerHost):
         self, worker: SimulatedWorker, memory: BlockMemory, request_id: str, block_ids: Sequence[int]
     ) -> None:
         late = worker.late_blocks.get(memory, set())
-        # The rows that a request computes from late ones are wrong, too, until the owner has been told.
-        is_derived = (worker, request_id) in self._has_read_late and not late.isdisjoint(block_ids)
+        # What a request computes from late rows, of embeddings too, is wrong until the owner has been told.
+        is_derived = (worker, request_id) in self._has_read_late and any(worker.late_blocks.values())
         if not (late.issuperset(block_ids) or is_derived):
             kind = "KV" if worker.language is not None and memory is worker.language.kv else "embeddings"
             raise AssertionError(f"{worker.name} reads foreign {kind} for {request_id}: blocks {block_ids}")
