@@ -178,7 +178,7 @@ def _prefill_mask(
         return None
     memo_key = ("prefill mask", window, seq)
     if memo_key in batch.memo:
-        return batch.memo[memo_key]
+        return batch.memo[memo_key][rows.start : rows.stop]  # layers may cut a chunk differently
     keys = _prefill_keys(batch, window, seq)
     first_query = batch.context_lens[seq] - batch.query_lens[seq]
     queries = torch.arange(first_query + rows.start, first_query + rows.stop, device=keys.device)[:, None]

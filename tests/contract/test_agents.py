@@ -184,7 +184,7 @@ def test_a_write_in_flight_is_not_forgotten_and_its_bytes_arrive(agents):
         assert writer.poll(handle) is TransferState.DONE
         writer.release(handle)
     expected = writer.memory.buffer.clone()
-    writer.memory.buffer.fill_(77)  # the source is somebody else's now
+    writer.memory.buffer.fill_(77)  # the source belongs to another lease now
     wait_for(lambda: owner.inbox, writer, owner)
     assert torch.equal(owner.memory.buffer, expected)
 

@@ -1,8 +1,11 @@
-"""What stands around every answer: the request's id, and what lets web pages of other origins read it."""
+"""What stands around every answer: the request's id, what lets web pages of other origins read it, and the
+state of the event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 import uuid
 
 import httpx
@@ -11,6 +14,7 @@ import pytest
 from cluster.errors import OverloadedError, UnavailableError
 from router.openai.app import build_api
 from router.openai.keys import Access
+from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_app import BODY, call, error_of
 from tests.unit.openai.test_keys import ALICE, World, entry
 
@@ -107,3 +111,23 @@ async def test_a_page_asks_first_without_a_key_and_reads_that_it_has_none():
         refused = await client.post(CHAT, headers={"origin": PAGE}, json=BODY)
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == PAGE
     assert error_of(refused)["code"] == "invalid_api_key"
+
+
+def test_a_blocked_event_loop_shows_in_the_metrics(door):
+    async def blocked(self, call_):
+        await asyncio.sleep(0.1)
+        time.sleep(0.4)  # a tick sees at least what exceeds LAG_TICK_S
+        await asyncio.sleep(0.2)
+        return await FakeDoor.chat(self, call_)
+
+    door.chat = blocked.__get__(door)
+
+    async def main() -> str:
+        transport = httpx.ASGITransport(build_api(door))
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            body = {"model": "org/demo", "messages": [{"role": "user", "content": "x"}]}
+            await client.post("/v1/chat/completions", json=body)
+            return (await client.get("/metrics")).text
+
+    lines = dict(line.rsplit(" ", 1) for line in asyncio.run(main()).splitlines() if line.startswith("epdg"))
+    assert float(lines["epdg_door_event_loop_max_lag_seconds"]) > 0.25
