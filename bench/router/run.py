@@ -29,11 +29,13 @@ from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.results import Slo, Summary, fields
 from cluster.simulator.search import highest_rate, run_once
 from cluster.simulator.simulation import SCHEDULING
+from cluster.simulator.worker import WorkerSpec
 from cluster.simulator.workload import WORKLOADS
 
 NO_LIMIT = Slo(float("inf"))
 SPLIT_PRECISION = 0.06
 ARRIVALS = 24  # a run lasts so many times as long as a first token may take
+LEAST_PAUSE_S = 1e-3
 GUESSES = {"1 s, 25 ms": 0.6, "1 s, 30 ms": 0.75, "2 s, 100 ms": 1.0}  # of what arithmetic says
 
 
@@ -73,7 +75,8 @@ def _policy(case: PolicyCase) -> Summary:
 
 def _split(case: SplitCase) -> Record:
     split, slo, workload = SPLITS[case.split], SLOS[case.slo], WORKLOADS[case.workload]
-    specs, scheduling = workers(split.layout, case.model, case.accelerator), promised(slo)
+    specs = workers(split.layout, case.model, case.accelerator)
+    scheduling = promised(slo, specs)
 
     def simulate(rate: float) -> Summary:
         num_requests = max(case.min_requests, int(ARRIVALS * slo.ttft_s * rate))
@@ -86,10 +89,14 @@ def _split(case: SplitCase) -> Record:
     return {"rate": round(rate, 3), "most": round(most(case), 2)} | (fields(summary) if summary else {})
 
 
-def promised(slo: Slo) -> SchedulingPolicy:
-    """What a cluster that promises these limits is set to: between two tokens, answers wait for prompts no
-    longer than a token may take."""
-    return replace(SCHEDULING, prompt_pause_s=min(SCHEDULING.prompt_pause_s, slo.tpot_s))
+def promised(slo: Slo, specs: Sequence[WorkerSpec]) -> SchedulingPolicy:
+    """What a cluster that promises these limits is set to: prompts lengthen a step of answers to no more than
+    a token may take."""
+    fixed_s = max(
+        (spec.curves.decode.fixed_s for spec in specs if spec.curves.decode is not None), default=0.0
+    )
+    pause_s = max(LEAST_PAUSE_S, slo.tpot_s - fixed_s)
+    return replace(SCHEDULING, prompt_pause_s=min(SCHEDULING.prompt_pause_s, pause_s))
 
 
 def most(case: SplitCase) -> float:

@@ -164,7 +164,7 @@ class LanguageEngine:
             self._blame.run(request_id, self._lifecycle.expire, request_id)
         self._intake.admit()
         answers = self._answers.next(self._limits.max_sequences)
-        prompts, is_long = self.planner.next_step(self._prompt_pause_s if answers else math.inf)
+        prompts, is_long = self.planner.next_step(self._prompts_limit_s if answers else math.inf)
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
         if not answers and not prompts:
@@ -172,6 +172,12 @@ class LanguageEngine:
         self._run(answers, prompts, is_long)
         self._tell_doors(None if prompts else self.load())
         return 0
+
+    @property
+    def _prompts_limit_s(self) -> float:
+        """How long a step of prompts alone may last whose tokens run beside answers: the fixed part of the
+        answers' own step would be spent without them, too."""
+        return self._prompt_pause_s + self.fit.predicted_s(0, self._counts.mean_context)
 
     def start(self, door: DoorId, message: StartPrefill | StartDecode, came_at: float) -> None:
         """`came_at`: when the message arrived. The engine may have been busy since then."""

@@ -1,6 +1,10 @@
 """How many prompt tokens a step may hold, so that it lasts at most a target time: other work on the same
 device waits no longer than that.
 
+A step whose fixed part alone exceeds the target would hold one block and cost as much as one of many. So a
+step holds at least the tokens that cost as much as its fixed part: it lasts twice that part, and a prompt
+takes at most twice as long as in one step (`tokens_that_fit`, by which doors predict, too).
+
 The duration of a step is learnt (`cluster.scheduling.fit`). What was learnt is not trusted far beyond what
 was seen: a budget is at most twice the longest step so far. On simulated devices with 10% noise and hiccups,
 steps stay within 25% of the target.
@@ -9,8 +13,27 @@ steps stay within 25% of the target.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cluster.scheduling.fit import StepFit
+
+LEAST_TOKEN_S = 1e-12  # of a curve that says that tokens cost nothing
+Number = TypeVar("Number", float, NDArray[np.float64])
+
+
+def tokens_that_fit(limit_s: Number, fixed_s: Number, token_s: Number, least: Number) -> Number:
+    """How many tokens of prompts a step may compute that should last no longer than `limit_s`: those that fill
+    the time beside the step's fixed part, and at least `least`. Seconds and tokens, numbers or arrays of one
+    shape."""
+    return np.maximum((limit_s - fixed_s) / np.maximum(token_s, LEAST_TOKEN_S), least)
+
+
+def tokens_of_fixed_part(fixed_s: Number, token_s: Number) -> Number:
+    """How many tokens cost as much as the fixed part of a step. Numbers or arrays of one shape."""
+    return fixed_s / np.maximum(token_s, LEAST_TOKEN_S)
 
 
 class StepBudget:
@@ -25,11 +48,14 @@ class StepBudget:
         self.max_step_tokens = max_tokens
         self.fit = StepFit(max_tokens, max_tokens)
         self._num_seen = 0  # tokens of the longest step
+        self._least_tokens = 0.0  # that cost as much as the fixed part, when steps were growing
 
     def observe(self, tokens: int, context: float, step_s: float) -> None:
         """A step computed `tokens` tokens in `step_s`. Each token saw `context` earlier tokens on average."""
-        self._num_seen = max(self._num_seen, tokens)
         self.fit.observe(tokens, context, step_s)
+        if tokens > self._num_seen:
+            self._num_seen = tokens
+            self._least_tokens = tokens_of_fixed_part(*self._parts(0.0))
 
     def predicted_s(self, tokens: int, context: float) -> float:
         """How long such a step should last. Zero before the first observation."""
@@ -37,12 +63,17 @@ class StepBudget:
 
     def max_tokens(self, context: float, limit_s: float = math.inf) -> int:
         """How many tokens, each of which sees `context` earlier ones on average, may run in the next step, if
-        it should last no longer than the target and no longer than `limit_s`."""
-        target_s = min(self._step_target_s, limit_s)
+        it should last no longer than the target and no longer than `limit_s`, as far as `tokens_that_fit`
+        allows."""
         ceiling = min(self.max_step_tokens, max(self.min_tokens, 2 * self._num_seen))
-        fixed_s = self.fit.predicted_s(0, context)
-        slope = (self.fit.predicted_s(self.max_step_tokens, context) - fixed_s) / self.max_step_tokens
-        if slope <= 0:
-            return ceiling if fixed_s < target_s else self.min_tokens
-        tokens = (target_s - fixed_s) / slope
+        target_s = min(self._step_target_s, limit_s)
+        fixed_s, token_s = self._parts(context)
+        least = self._least_tokens * self._parts(0.0)[1] / max(token_s, LEAST_TOKEN_S)
+        tokens = tokens_that_fit(target_s, fixed_s, token_s, least)
         return int(max(self.min_tokens, min(ceiling, tokens)))
+
+    def _parts(self, context: float) -> tuple[float, float]:
+        """Seconds of a step's fixed part, and of each token."""
+        fixed_s = self.fit.predicted_s(0, context)
+        whole_s = self.fit.predicted_s(self.max_step_tokens, context)
+        return fixed_s, (whole_s - fixed_s) / self.max_step_tokens

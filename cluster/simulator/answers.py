@@ -47,9 +47,11 @@ class SimAnswers:
         return len(self.running)
 
     @property
-    def pause_s(self) -> float:
-        """That prompts in a step may take."""
-        return self._prompt_pause_s if self.running else math.inf
+    def prompts_limit_s(self) -> float:
+        """How long a step of prompts alone may last whose tokens run beside these answers."""
+        if not self.running:
+            return math.inf
+        return self._prompt_pause_s + self._worker.answers_fixed_s
 
     def begin(self, held: Held) -> None:
         """The KV of its prompt is here: it takes part from the next step on."""

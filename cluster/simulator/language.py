@@ -99,7 +99,7 @@ class SimLanguage:
     @property
     def max_step_tokens(self) -> int:
         """Of prompts in the next step, if its tokens see as much context as those of the last one."""
-        return self.planner.budget.max_tokens(self.context, self.answers.pause_s)
+        return self.planner.budget.max_tokens(self.context, self.answers.prompts_limit_s)
 
     def true_step_s(self, chunks: Chunks = (), num_more: int = 0, more_context: float = 0) -> float:
         """Of the next step, with these prompts and so many answers and tokens of their context more, without
@@ -252,7 +252,7 @@ class SimLanguage:
             return None
         if self._asked:
             self._take_in()
-        self.batch, self._is_long = self.planner.next_step(self.answers.pause_s)
+        self.batch, self._is_long = self.planner.next_step(self.answers.prompts_limit_s)
         if not self.batch:
             return None
         for work in self.batch:
@@ -264,10 +264,15 @@ class SimLanguage:
         self.answers.pause()
         return took_s
 
+    @property
+    def answers_fixed_s(self) -> float:
+        """The part of a step of answers alone that does not depend on their number."""
+        curve = self.spec.curves.decode
+        return 0.0 if curve is None else self.slowdown * curve.fixed_s
+
     def _answers_s(self) -> float:
         """What a step takes longer because of the answers in it."""
-        curve = self.spec.curves.decode
-        return 0.0 if curve is None else max(0.0, self.true_step_s() - self.slowdown * curve.fixed_s)
+        return max(0.0, self.true_step_s() - self.answers_fixed_s)
 
     def finish(self, took_s: float) -> None:
         if self.is_dead:

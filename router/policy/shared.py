@@ -5,7 +5,8 @@ A step of a worker that computes prompts and decodes has tokens of prompts and a
 in it:
 
 * With prompts, it takes longer by one token of every answer that runs there. It has so few tokens of prompts
-  that the answers wait no longer than `SchedulingPolicy.prompt_pause_s` for them.
+  that the answers wait no longer than `SchedulingPolicy.prompt_pause_s` for them, but at least those that cost
+  as much as the step's fixed part (`cluster.scheduling.budget`).
 * With answers, it takes longer by the queued tokens of prompts, as far as they fit.
 
 A worker that encodes and computes prompts has an encoder and a language engine that take turns on its device.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.scheduling.budget import tokens_of_fixed_part, tokens_that_fit
 from router.policy.pool import Floats, WorkerPool
 
 if TYPE_CHECKING:
@@ -185,8 +187,11 @@ class PromptSteps:
         self.has_answers = (shared.at_prefills(num_running) > 0) | is_own
         self.answers_s = shared.at_prefills(answers_s)
         self.decode_step_s = shared.at_prefills((num_running > 0) * (decode.fixed_s + answers_s))
-        room_s = np.maximum(0.0, cluster.scheduling.prompt_pause_s - self.fixed_s)
-        fitting = np.maximum(block_size, room_s / np.maximum(1e-12, self.queued_token_s))
+        # A step of answers alone has its own fixed part: prompts add what theirs takes longer.
+        own_s = shared.at_prefills(np.nan_to_num(decode.fixed_s))
+        limit_s = cluster.scheduling.prompt_pause_s + own_s
+        least = np.maximum(block_size, tokens_of_fixed_part(self.fixed_s, self.per_token_s))
+        fitting = tokens_that_fit(limit_s, self.fixed_s, self.queued_token_s, least)
         self.max_tokens = np.where(
             self.has_answers, np.minimum(np.floor(fitting), pool.step_units), pool.step_units
         )

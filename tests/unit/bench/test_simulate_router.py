@@ -105,9 +105,13 @@ def test_a_record_follows_from_its_case(
     json.dumps(first)
 
 
-def test_a_split_waits_for_prompts_no_longer_than_a_token_may_take() -> None:
-    assert promised(Slo(1.0, 0.025)) == replace(SCHEDULING, prompt_pause_s=0.025)
-    assert promised(Slo(2.0, 0.1)) == promised(Slo(2.0)) == SCHEDULING
+def test_in_a_split_a_step_with_prompts_lasts_no_longer_than_a_token_may_take() -> None:
+    specs = workers(Layout(num_whole=4), VL_7B, A100)
+    decode = specs[0].curves.decode
+    assert decode is not None
+    expected = replace(SCHEDULING, prompt_pause_s=0.025 - decode.fixed_s)
+    assert promised(Slo(1.0, 0.025), specs) == expected
+    assert promised(Slo(2.0, 0.1), specs) == promised(Slo(2.0), specs) == SCHEDULING
 
 
 def test_more_answers_are_in_time_with_the_setting_of_their_limit() -> None:
@@ -116,7 +120,7 @@ def test_more_answers_are_in_time_with_the_setting_of_their_limit() -> None:
         run_once(
             specs, maker("joint"), VL_7B, WORKLOADS["1-image"], 24.0, 300, 100, slo, scheduling
         ).good_share
-        for scheduling in (SCHEDULING, promised(slo))
+        for scheduling in (SCHEDULING, promised(slo, specs))
     ]
     assert good_shares[0] < 0.9 < good_shares[1]
 

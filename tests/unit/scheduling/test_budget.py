@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.scheduling.budget import StepBudget
+from cluster.scheduling.budget import StepBudget, tokens_of_fixed_part, tokens_that_fit
 
 TARGET_S = 0.1
 FIXED_S, PER_TOKEN_S, PER_PAIR_S = 0.01, 1e-4, 2e-8
@@ -138,3 +138,39 @@ def test_whatever_was_seen_the_budget_stays_between_its_limits(
         assert 16 <= budget.max_tokens(context) <= 512
         assert budget.predicted_s(256, context) >= 0
     assert 16 <= budget.max_tokens(context) <= 512
+
+
+def steps_of_prompt(num_tokens: int, budget: StepBudget, limit_s: float) -> list[int]:
+    """Tokens of each step, at a device whose steps last 59 ms and 3 us a token: an H100 that launches kernels
+    from Python, 2026-11-26."""
+    steps = []
+    while num_tokens > 0:
+        steps.append(min(num_tokens, budget.max_tokens(0.0, limit_s)))
+        budget.observe(steps[-1], 0.0, 0.059 + 3e-6 * steps[-1])
+        num_tokens -= steps[-1]
+    return steps
+
+
+def test_a_limit_below_the_fixed_part_of_a_step_makes_no_steps_of_one_block():
+    budget = StepBudget(0.5, 16, 2048)
+    for tokens in (16, 32, 64, 128, 256, 512, 1024):
+        budget.observe(tokens, 0.0, 0.059 + 3e-6 * tokens)
+    assert steps_of_prompt(1069, budget, limit_s=0.05) == [1069], "67 steps of 3.9 s, if each is one block"
+
+
+def test_beside_answers_prompts_get_the_whole_pause_if_both_have_the_same_fixed_part():
+    budget = StepBudget(0.5, 16, 8192)
+    for tokens in (16, 64, 256, 1024) * 4:
+        budget.observe(tokens, 0.0, device_s(tokens, 0))
+    own_s = FIXED_S
+    assert budget.max_tokens(0.0, 0.05 + own_s) == pytest.approx(0.05 / PER_TOKEN_S, rel=0.01)
+
+
+@given(st.floats(1e-4, 1), st.floats(1e-7, 1e-2), st.floats(0, 1), st.integers(1, 10**6))
+def test_a_limit_makes_a_prompt_at_most_twice_as_long(
+    fixed_s: float, token_s: float, limit_s: float, num_tokens: int
+):
+    in_a_step = tokens_that_fit(limit_s, fixed_s, token_s, tokens_of_fixed_part(fixed_s, token_s))
+    in_steps_s = num_tokens / in_a_step * fixed_s + num_tokens * token_s
+    assert in_steps_s <= 2.001 * (fixed_s + num_tokens * token_s)
+    assert fixed_s + in_a_step * token_s <= 1.001 * max(limit_s, 2 * fixed_s)

@@ -157,10 +157,10 @@ def test_answers_take_part_in_the_steps_of_a_prompt_and_limit_them():
     cluster = cluster_of(0, 0, 0, 1)
     cluster.reported("l0", load(100, 100), 0.0)
     answers_s = 100 * DECODE.per_unit_s
-    max_tokens = round((SCHEDULING.prompt_pause_s - PREFILL.fixed_s) / PREFILL.per_unit_s)
-    assert 2 < 1000 / max_tokens < 3
-    expected_s = 0.5 * DECODE.seconds(100) + PREFILL.seconds(1000) + 2 * PREFILL.fixed_s + 3 * answers_s
-    assert Estimate(text(1000), cluster, 0.0).prediction(AT_L0).ttft_s == pytest.approx(expected_s)
+    max_tokens = round((SCHEDULING.prompt_pause_s + DECODE.fixed_s - PREFILL.fixed_s) / PREFILL.per_unit_s)
+    assert 2 < 1500 / max_tokens < 3
+    expected_s = 0.5 * DECODE.seconds(100) + PREFILL.seconds(1500) + 2 * PREFILL.fixed_s + 3 * answers_s
+    assert Estimate(text(1500), cluster, 0.0).prediction(AT_L0).ttft_s == pytest.approx(expected_s)
 
 
 def test_a_request_counts_in_both_phases_of_its_worker_until_each_is_done():
