@@ -251,12 +251,14 @@ def _explicit(
     sinks: Tensor | None,
 ) -> Tensor:
     """query [b, h, n, D], key [b, hk, S, D], value [b, hk, S, Dv], where h is a multiple of hk; mask
-    broadcasts to [b, h, n, S], sinks to [b, h, n, 1]."""
+    broadcasts to [b, h, n, S], sinks to [b, h, n, 1].
+
+    Scores are float32, as in the fused kernels: in bfloat16 a score near a cap of 20 would be rounded to the
+    next sixteenth."""
     folded = (*key.shape[:2], -1)  # the query heads that share a KV head, and their queries, as one dimension
     shape = query.shape[:-1]
-    scores = (query.reshape(*folded, query.shape[-1]) @ key.transpose(-1, -2)).view(
-        *shape, -1
-    ) * layer.scaling
+    queries = query.reshape(*folded, query.shape[-1]).float()
+    scores = (queries @ key.transpose(-1, -2).float()).view(*shape, -1) * layer.scaling
     if layer.softcap is not None:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
     if mask is not None:

@@ -12,6 +12,7 @@ from cluster.model import attention_torch
 from cluster.model.attention import LayerAttention, PagedBatch, paged_attention
 from cluster.model.attention_torch import TorchAttention, score_bytes
 from cluster.model.kv_format import KvCacheDtype, LayerCache
+from tests.gpu.cases import Heads, paged_case
 from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
 
 HEADS = 4
@@ -49,6 +50,17 @@ def test_paged_attention_equals_dense_attention(
     step = make_step(shape, sizes, spans)
     out = run(TorchAttention(), step, layer)
     torch.testing.assert_close(out, dense(shape, step, layer), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [[(0, 300), (0, 70)], [(500, 200), (0, 33)], [(1, 1), (777, 1)]])
+@pytest.mark.parametrize("heads", [Heads(28, 4, 128, 128), Heads(8, 1, 256, 256)])
+def test_scores_with_a_soft_cap_are_not_rounded_to_bfloat16(
+    sizes: list[tuple[int, int]], heads: Heads
+) -> None:
+    layer = LayerAttention(0.1, softcap=20.0)
+    case = paged_case(sizes, layer, heads, block_size=16, dtype=torch.bfloat16)
+    out = TorchAttention().attend(case.batch, layer, case.query, case.new_key, case.new_value, case.cache)
+    torch.testing.assert_close(out.float(), case.expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
