@@ -20,12 +20,14 @@ from typing import Protocol
 
 from cluster.errors import ClusterError, UnavailableError
 from cluster.rpc import Connection, SentLog, connect
+from cluster.types.curves import Link
 from cluster.types.members import Member, Phase, Role
 from cluster.types.messages import (
     AnyMessage,
     DecodeTarget,
     EncodeTarget,
     LoadReport,
+    Measured,
     PhasesAssigned,
     ReturnGrant,
     Tokens,
@@ -64,6 +66,7 @@ class Peer:
         self.loads: dict[Role, LoadReport] = {}  # the last one of each part: the encoder's, the other phases'
         for phase in member.role.phases:
             self.loads[_part(member, phase is Phase.ENCODE)] = LoadReport()
+        self.links: dict[str, Link] = {}  # to workers that it writes to, by replica id; as it measured them
 
     @property
     def is_idle(self) -> bool:
@@ -181,6 +184,8 @@ class MemberTable:
                 peer.log.last_read = name
             if isinstance(message, Tokens) and message.load is not None:
                 peer.reported(message.load)
+            elif isinstance(message, Measured):
+                peer.links |= message.curves.links
             elif isinstance(message, PhasesAssigned):
                 peer.assigned = message
             self._listener.on_message(peer, message)

@@ -1,14 +1,15 @@
-"""What one GPU does with this product, in one command: at most 25 minutes, without the network, with random
+"""What one GPU does with this product, in one command: at most eight minutes, without the network, with random
 weights.
 
     python -m bench.gpu all --out results.jsonl              # every part in a process of its own
-    python -m bench.gpu all --out results.jsonl --parts machine codecs
+    python -m bench.gpu all --out results.jsonl --parts machine wire
     python -m bench.gpu all --out results.jsonl --rehearse   # on the CPU, tiny: shows that it runs
     python -m bench.gpu table results.jsonl
     python -m bench.gpu part steps-7b                        # one part, to the terminal
 
 A part that fails, or outlasts its limit and is killed, is a line of the results, and the next part begins.
-Results are appended to the file as they come. Never run on a GPU yet.
+Results are appended to the file as they come. The end is a table of goals (`bench.gpu.goals`): met, missed or not
+measured. Longer looks: `--parts tests steps-0.5b steps-7b attention`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from typing import IO
 
 import torch
 
-from bench.gpu.parts import PARTS
+from bench.gpu.goals import judged
+from bench.gpu.parts import PARTS, RUN
 
 LAST_LINES = 12  # of what a failed part has said
 OF_A_PART = (sys.executable, "-m", "bench.gpu", "part")
@@ -76,12 +78,12 @@ def _note(line: str, results: IO[str]) -> None:
 
 
 def table(file: Path) -> str:
+    records = [json.loads(line) for line in file.read_text().splitlines()]
     lines = []
-    for record in map(json.loads, file.read_text().splitlines()):
-        part, what = record.pop("part"), record.pop("what")
-        told = (f"{key} {_short(value)}" for key, value in record.items())
-        lines.append(f"{part:12} {what:58} {', '.join(told)}")
-    return "\n".join(lines)
+    for record in records:
+        told = (f"{key} {_short(value)}" for key, value in record.items() if key not in ("part", "what"))
+        lines.append(f"{record['part']:12} {record['what']:58} {', '.join(told)}")
+    return "\n".join((*lines, "", judged(records)))
 
 
 def _short(value: object) -> str:
@@ -95,7 +97,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     every = commands.add_parser("all")
     every.add_argument("--out", type=Path, required=True)
-    every.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    every.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(RUN))
     one = commands.add_parser("part")
     one.add_argument("name", choices=list(PARTS))
     for command in (every, one):

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-import yaml
 
-from bench.gpu.steps import SHAPES, DeviceSpeed, TableLine, attention_row, measure_machine, model_rows
-from cluster.config.settings import REPOSITORY
+from bench.gpu import served
+from bench.gpu.served import Measurements
+from bench.gpu.steps import (
+    SHAPES,
+    DeviceSpeed,
+    TableLine,
+    attention_row,
+    measure_machine,
+    median_s,
+    model_rows,
+    nominal_bytes_per_s,
+)  # fmt: skip
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from kv_transfer.agents.transport_probe import probe_transport
+from kv_transfer.codecs.checksum import checksum_blocks
 from kv_transfer.codecs.quantisation import CODECS
 from kv_transfer.codecs.wire_memory import Wire
 
-READY_TIMEOUT_S = 150.0
 SAID_LINES = 40  # of what pytest says
 BATCHES, CONTEXT = (1, 8, 32, 64, 128, 256), 2048
 FORMATS: tuple[tuple[KvCacheDtype, int], ...] = (("int8", 16), ("auto", 16), ("auto", 256))
-Measurements = Iterator[Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Part:
 
 def machine(rehearse: bool) -> Measurements:
     speed = _speed(rehearse)
-    yield {"what": "copy", "gb_per_s": speed.bytes_per_s / 1e9}
+    yield {"what": "copy", "gb_per_s": speed.bytes_per_s / 1e9, **_of_nominal(speed, 1.0)}
     yield {"what": "matrix product", "tflop_per_s": speed.flops_per_s / 1e12}
 
 
@@ -52,15 +57,17 @@ def unit_tests(rehearse: bool) -> Measurements:
     yield {"what": "tests/gpu", "ok": done.returncode in (0, 5), "says": says}
 
 
-def steps(name: str, rehearse: bool) -> Measurements:
+def steps(
+    names: Sequence[str], formats: Sequence[KvCacheDtype], batches: Sequence[int], rehearse: bool
+) -> Measurements:
     """Decode with graphs and without, and prefill."""
     speed = _speed(rehearse)
-    formats: tuple[KvCacheDtype, ...] = ("auto", "int8")
     with torch.inference_mode():
-        for kv_cache_dtype in formats:
-            shape, batches, context = ("tiny", (1, 2), 32) if rehearse else (name, BATCHES, CONTEXT)
-            for line in model_rows(shape, speed, kv_cache_dtype, batches, context):
-                yield {**_told(line), "kv": kv_cache_dtype}
+        for name in ("tiny",) if rehearse else names:
+            for kv_cache_dtype in formats:
+                sizes, context = ((1, 2), 32) if rehearse else (batches, CONTEXT)
+                for line in model_rows(name, speed, kv_cache_dtype, sizes, context):
+                    yield {**_told(line, speed), "kv": kv_cache_dtype}
 
 
 def attention(rehearse: bool) -> Measurements:
@@ -70,11 +77,12 @@ def attention(rehearse: bool) -> Measurements:
         for name, batch, context in cases:
             for kv, size in FORMATS:
                 title = f"{name} attention, {kv} KV, blocks of {size}, {batch} × {context}"
-                yield _told(attention_row(title, kv, size, SHAPES[name], batch, context, speed))
+                line = attention_row(title, kv, size, SHAPES[name], batch, context, speed)
+                yield _told(line, speed)
 
 
-def codecs(rehearse: bool) -> Measurements:
-    """Against a copy that reads and writes as many bytes."""
+def wire(rehearse: bool) -> Measurements:
+    """Codecs, against a copy that reads and writes as many bytes, and checksums, of 7B's KV."""
     speed = _speed(rehearse)
     layout = MemoryLayout(kv_segments([(4, 128)] * (4 if rehearse else 56), 16, speed.dtype))
     kv = BlockMemory(layout, 64, speed.device)
@@ -86,6 +94,9 @@ def codecs(rehearse: bool) -> Measurements:
             rate = 1 / coding.s_per_byte
             of_copy = rate * (1 + wire.ratio) / speed.bytes_per_s
             yield {"what": f"{codec} {what}", "gb_per_s": rate / 1e9, "of_copy": of_copy}
+    block_ids = range(kv.num_blocks)
+    took_s = median_s(lambda: checksum_blocks(kv, block_ids), speed.device, 5)
+    yield {"what": "checksum", "gb_per_s": kv.buffer.numel() / took_s / 1e9}
 
 
 def transfer(rehearse: bool) -> Measurements:
@@ -94,54 +105,40 @@ def transfer(rehearse: bool) -> Measurements:
     yield {"what": "NIXL between two processes", "gb_per_s": speed / 1e9}
 
 
-def served(roles: tuple[str, ...], shares: tuple[float, ...], rehearse: bool) -> Measurements:
-    """A whole cluster in float32 on one device, whose greedy answers are compared with `generate`."""
-    from cluster.serving.launch import LocalCluster  # Ray and HAProxy, which only these parts need
-    from cluster.serving.ports import free_port
-
-    config = yaml.safe_load((REPOSITORY / "deploy" / "cluster-one-gpu.yaml").read_text())
-    port = config["http_options"]["port"] = free_port()
-    application = config["applications"][0]
-    application["args"] |= {"roles": list(roles), "dtype": "float32"}
-    application["deployments"] = [
-        {"name": role.capitalize(), "ray_actor_options": {"num_cpus": 1, "num_gpus": share}}
-        for role, share in zip(roles, shares, strict=True)
-    ]
-    if rehearse:
-        yield {"what": "would serve", "config": application}
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cluster.yaml"
-        path.write_text(yaml.safe_dump(config))
-        with LocalCluster(path) as cluster:
-            cluster.wait_ready(READY_TIMEOUT_S)
-            command = [sys.executable, "-m", "bench.equality", "--url", f"http://127.0.0.1:{port}"]
-            command += ["--num-requests", "60", "--concurrency", "1", "8"]
-            done = subprocess.run(command, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith("{"):
-            yield {"what": "answers of a cluster", "roles": list(roles), **json.loads(line)}
-    yield {"what": "all equal to generate", "roles": list(roles), "ok": done.returncode == 0}
-
-
 def _speed(rehearse: bool) -> DeviceSpeed:
     if rehearse:
         return measure_machine(torch.device("cpu"), torch.float32, scale=256)
     return measure_machine(torch.device("cuda"), torch.bfloat16, scale=1)
 
 
-def _told(line: TableLine) -> Mapping[str, object]:
-    return {"what": line.what, "us": 1e6 * line.seconds, "of_bound": line.bound_s / line.seconds}
+def _told(line: TableLine, speed: DeviceSpeed) -> dict[str, object]:
+    share = line.bound_s / line.seconds
+    return {"what": line.what, "us": 1e6 * line.seconds, "of_bound": share, **_of_nominal(speed, share)}
 
 
-PARTS: Mapping[str, Part] = {
-    "machine": Part(60, machine),
-    "tests": Part(300, unit_tests),
-    "steps-0.5b": Part(180, partial(steps, "0.5b")),
-    "steps-7b": Part(240, partial(steps, "7b")),
-    "attention": Part(90, attention),
-    "codecs": Part(60, codecs),
-    "transfer": Part(100, transfer),
-    "epd": Part(230, partial(served, ("whole",), (1.0,))),
-    "e-pd": Part(230, partial(served, ("encode", "language"), (0.2, 0.8))),
+def _of_nominal(speed: DeviceSpeed, share: float) -> dict[str, float]:
+    """`share`: of the copy. Without the product's figures: nothing."""
+    nominal = nominal_bytes_per_s(speed.device)
+    return {} if nominal is None else {"of_nominal": share * speed.bytes_per_s / nominal}
+
+
+# What one run of eight minutes answers, most telling first.
+RUN: dict[str, Part] = {
+    "machine": Part(20, machine),
+    "equal-whole": Part(70, partial(served.equality, "whole")),
+    "equal-e-p-d": Part(70, partial(served.equality, "e-p-d")),
+    "load-raw": Part(75, partial(served.load, "e-p-d", "raw")),
+    "load-int8": Part(75, partial(served.load, "e-p-d", "int8")),
+    "load-whole": Part(65, partial(served.load, "whole", "raw")),
+    "transfer": Part(30, transfer),
+    "wire": Part(25, wire),
+    "steps": Part(50, partial(steps, ("0.5b", "7b"), ("auto",), (1, 32))),
 }
+# Longer looks.
+MORE: dict[str, Part] = {
+    "tests": Part(300, unit_tests),
+    "steps-0.5b": Part(180, partial(steps, ("0.5b",), ("auto", "int8"), BATCHES)),
+    "steps-7b": Part(240, partial(steps, ("7b",), ("auto", "int8"), BATCHES)),
+    "attention": Part(90, attention),
+}
+PARTS = RUN | MORE

@@ -1,8 +1,9 @@
 """How far steps are from what a device can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷
 peak, with random weights; and one layer's decode attention by the backend that serves such blocks.
 
-Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. Never run on a
-GPU yet.
+Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. On a GPU, what is not
+in a graph is launched from Python: its time is the host's as long as that is the longer one. First run on an H100
+on 2026-11-26.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cluster.model.step_model import StepModel
 from cluster.worker.memory_plan import available_bytes
 
 BLOCK_SIZE = 16
+FROM_PYTHON = " from Python"
 KV_SHARE = 0.7  # of the memory that is free beside the weights; larger batches are left out
 
 
@@ -101,6 +103,14 @@ def measure_machine(device: torch.device, dtype: torch.dtype, scale: int) -> Dev
     return DeviceSpeed(device, dtype, 2 * source.numel() / copy_s, 2 * side**3 / product_s)
 
 
+def nominal_bytes_per_s(device: torch.device) -> float | None:
+    """What the product's data sheet gives its memory: two transfers a clock. None: not a GPU."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return 2 * 1e3 * found.memory_clock_rate * found.memory_bus_width / 8
+
+
 def random_model(shape: ModelShape, machine: DeviceSpeed, kv_cache_dtype: KvCacheDtype) -> LanguageModel:
     config = hf.Qwen2Config(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
@@ -170,8 +180,9 @@ def attention_row(
     seconds = median_s(
         lambda: backend.attend(step, layer, query, new, new, cache), machine.device, 10, calls=20
     )
+    told = f"{name}{FROM_PYTHON if machine.device.type == 'cuda' else ''}"
     return TableLine(
-        name, seconds, batch * context * kv.layout.block_bytes / block_size / machine.bytes_per_s
+        told, seconds, batch * context * kv.layout.block_bytes / block_size / machine.bytes_per_s
     )
 
 
@@ -186,8 +197,9 @@ def model_rows(
     batches = [batch for batch in batches if batch <= room]
     kv = BlockMemory(model.kv_layout, max(batches) * per_seq + 1, machine.device)
     weight_bytes = num_weights(shape) * machine.dtype.itemsize
-    models: list[tuple[str, StepModel]] = [("decode", model)]
-    if machine.device.type == "cuda":
+    is_cuda = machine.device.type == "cuda"
+    models: list[tuple[str, StepModel]] = [(f"decode{FROM_PYTHON if is_cuda else ''}", model)]
+    if is_cuda:
         models.append(("decode, graphs", GraphedModel(model, kv, max(batches), capture_cuda())))
     rows = []
     for batch in batches:

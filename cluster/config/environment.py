@@ -66,6 +66,11 @@ def child_environment(**overrides: str) -> dict[str, str]:
     return {**os.environ, **overrides}
 
 
+def python_path(first: Path) -> str:
+    """PYTHONPATH with the folder `first` in front of what this process was given there."""
+    return os.pathsep.join(filter(None, (str(first), os.environ.get("PYTHONPATH"))))
+
+
 def bare_environment(**overrides: str) -> dict[str, str]:
     """As `child_environment`, for a process that must not know secrets: only what a program is found by."""
     kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")

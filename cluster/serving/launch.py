@@ -4,10 +4,11 @@
 Life cycle:
 
 1. `preflight` checks everything that can be known before the start.
-2. The driver (`driver`), which is `serve run` with a fork server (`fork_server`), starts with it in the
+2. Where workers share a GPU, NVIDIA's daemon for that starts (`mps`).
+3. The driver (`driver`), which is `serve run` with a fork server (`fork_server`), starts with it in the
    environment of a private local cluster (`local_environment`).
-3. `status` follows Serve's report of the start until `/health` answers.
-4. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
+4. `status` follows Serve's report of the start until `/health` answers.
+5. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
    RAY_TMPDIR in its environment. After a failure the logs in that folder stay; after a clean end the folder
    is removed.
 
@@ -37,6 +38,7 @@ from cluster.config.environment import child_environment
 from cluster.config.families import family_of_type
 from cluster.serving import preflight
 from cluster.serving.local_environment import cluster_environment
+from cluster.serving.mps import shares_gpus, start_mps
 from cluster.serving.status import (
     ClusterFailed,
     StartProgress,
@@ -87,6 +89,7 @@ class LocalCluster:
         self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None  # the driver
         self._fork_server: subprocess.Popen[bytes] | None = None
+        self._mps: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalCluster:
         """Raises ConfigError, before anything is started, for a configuration that cannot work."""
@@ -155,7 +158,7 @@ class LocalCluster:
                 process.wait(STOP_TIMEOUT_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
             self._end(number, timeout_s=2.0)
-        for ended in (process, self._fork_server):
+        for ended in (process, self._fork_server, self._mps):
             if ended is not None:
                 ended.wait()
         if has_failed:
@@ -167,6 +170,9 @@ class LocalCluster:
         config = self.folder / "cluster.yaml"
         config.write_text(yaml.safe_dump(dict(plan.content), sort_keys=False))
         environment = {**cluster_environment(self.folder), **self._environment}
+        if shares_gpus(plan.content):
+            self._mps, found_by = start_mps(self.folder, environment, self._say)
+            environment |= found_by
         ends_with_driver, held_by_driver = os.pipe()
         with os.fdopen(ends_with_driver), os.fdopen(held_by_driver, "wb"), self._log.open("wb") as log:
             # With more than one OpenMP thread it would have threads after its imports; replicas set the

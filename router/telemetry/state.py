@@ -140,6 +140,7 @@ class StateCollector(Collector):
                 if role.prefills or role.decodes:
                     counter.add_metric([role.value, replica_id], getattr(load.received, field))
             yield counter
+        yield from self._links(peers)
         yield from self._tiers(parts)
         error = GaugeMetricFamily(
             "epdg_transfer_codec_error",
@@ -176,6 +177,18 @@ class StateCollector(Collector):
         yield busy
         yield blocks
         yield usage
+
+    def _links(self, peers: Sequence[Peer]) -> Iterable[Metric]:
+        speed = GaugeMetricFamily(
+            "epdg_transfer_link_bytes_per_second",
+            "How fast a worker writes into the memory of another one, as it measured lately",
+            labels=("replica", "reader"),
+        )
+        for peer in peers:
+            for reader, link in peer.links.items():
+                if reader:
+                    speed.add_metric([peer.member.replica_id, reader], link.bytes_per_s)
+        yield speed
 
     def _tiers(self, parts: Sequence[tuple[Role, str, LoadReport]]) -> Iterable[Metric]:
         language = [part for part in parts if part[0] is not Role.ENCODE]

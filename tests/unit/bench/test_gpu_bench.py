@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from bench.gpu.__main__ import run_all, table
-from bench.gpu.parts import PARTS
+from bench.gpu.goals import GOALS, judged
+from bench.gpu.parts import PARTS, RUN
 from bench.gpu.steps import SHAPES, TableLine, num_weights
 from cluster.config.settings import ClusterArgs
 
@@ -26,8 +27,8 @@ while name == "hangs":
 """
 
 
-def test_the_whole_run_takes_at_most_25_minutes() -> None:
-    assert sum(part.limit_s for part in PARTS.values()) <= 25 * 60
+def test_the_run_takes_at_most_eight_minutes() -> None:
+    assert sum(part.limit_s for part in RUN.values()) <= 8 * 60
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> None:
@@ -48,7 +49,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("machine", 2), ("steps-7b", 6), ("attention", 3), ("codecs", 4)]
+    ("name", "number"), [("machine", 2), ("steps", 3), ("steps-7b", 6), ("attention", 3), ("wire", 5)]
 )
 def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
     found = list(PARTS[name].run(True))
@@ -58,7 +59,7 @@ def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
         assert all(value > 0 for value in measurement.values() if isinstance(value, float))
 
 
-@pytest.mark.parametrize("name", ["epd", "e-pd"])
+@pytest.mark.parametrize("name", ["equal-whole", "equal-e-p-d", "load-raw", "load-int8", "load-whole"])
 def test_the_clusters_of_a_run_have_valid_settings_and_share_one_gpu(name: str) -> None:
     (measurement,) = PARTS[name].run(True)
     application = measurement["config"]
@@ -77,6 +78,55 @@ def test_weights_are_counted_as_published(name: str, millions: int) -> None:
 
 def test_a_row_tells_what_part_of_the_bound_was_reached() -> None:
     assert str(TableLine("step", 2e-6, 1e-6)).split() == ["step", "2.0", "1.0", "0.50"]
+
+
+LOAD = {
+    "num_failed": 0,
+    "tokens_per_s": 1000.0,
+    "handover_p99_ms": 12.0,
+    "itl_p99_ms": 9.0,
+    "itl_p50_ms": 3.0,
+}
+
+
+def told(records: list[dict[str, object]]) -> dict[str, str]:
+    rows = [line.strip("| ").split(" | ") for line in judged(records).splitlines()[2:]]
+    return {row[0]: row[3] for row in rows}
+
+
+def test_every_goal_is_met_missed_or_not_measured() -> None:
+    assert set(told([]).values()) == {"not measured"} and len(told([])) == len(GOALS)
+    records: list[dict[str, object]] = [
+        {"part": "equal-whole", "what": "all equal to generate", "ok": False},
+        {"part": "load-raw", "what": "text-128/64 at 16", **LOAD},
+        {"part": "load-whole", "what": "text-128/64 at 16", **LOAD},
+        {"part": "load-raw", "what": "text-128/64 at 1", **LOAD},
+        {"part": "load-int8", "what": "text-128/64 at 16", **LOAD, "num_failed": 1},
+    ]
+    found = told(records)
+    assert found["whole: answers equal generate"] == "**missed**"
+    assert found["E/P/D, raw: chunk 1 to chunk 2 at 16 at once, p99, ms"] == "met"
+    assert found["E/P/D, raw: chunk 1 to chunk 2 alone, p99, ms"] == "**missed**"
+    assert found["E/P/D ÷ whole, tokens/s, text-128/64 at 16"] == "met"
+    assert found["whole: ITL p99 ÷ p50, text-128/64 at 16"] == "**missed**"
+    assert found["E/P/D, int8: chunk 1 to chunk 2 at 16 at once, p99, ms"] == "not measured", (
+        "a request failed"
+    )
+
+
+def test_goals_ask_for_rows_that_parts_give() -> None:
+    rows = {(name, row["what"]) for name in ("wire", "machine") for row in PARTS[name].run(True)}
+    asked: set[tuple[str, str]] = set()
+
+    class Asking(dict):
+        def __missing__(self, key):
+            asked.add(key)
+            return {"gb_per_s": 1.0, "ok": 1, "of_bound": 1.0, "us": 1.0, **LOAD}
+
+    for goal in GOALS:
+        goal.line(Asking())
+    assert {part for part, _ in asked} <= set(RUN)
+    assert {key for key in asked if key[0] == "wire"} <= rows
 
 
 def test_parts_that_start_no_cluster_need_no_ray() -> None:

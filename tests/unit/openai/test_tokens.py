@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import pytest
 
 from cluster.errors import MediaError
@@ -97,3 +99,11 @@ def test_media_that_cannot_be_read_are_the_clients_error(door):
 def test_the_version_is_that_of_the_package(door):
     version = call(door, "GET", "/version").json()["version"]
     assert version and version[0].isdigit()
+
+
+def test_a_checkout_that_is_not_installed_has_a_version_too(door, monkeypatch):
+    def distribution(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    assert call(door, "GET", "/version").json() == {"version": "0+unknown"}

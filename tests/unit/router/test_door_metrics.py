@@ -8,6 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from cluster.serving.gauges import WorkerGauges
+from cluster.types.curves import Link
 from cluster.types.members import Member, Role
 from cluster.types.messages import LoadReport, PhasesAssigned
 from router.admission.answers import RefusalReason
@@ -35,13 +36,16 @@ def test_busy_time_and_capacity_of_a_worker_and_of_its_encoder():
         Role.WHOLE: LoadReport(num_used_blocks=10, busy_s=7.5),
         Role.ENCODE: LoadReport(is_of_encoder=True, busy_s=2.5),
     }
-    peer = SimpleNamespace(member=member, loads=loads, assigned=PhasesAssigned((), 0))
+    links = {"w2": Link(1e-4, 1.34e11), "": Link(1e-4, 1e10)}
+    peer = SimpleNamespace(member=member, loads=loads, assigned=PhasesAssigned((), 0), links=links)
     found = lines(DoorMetrics("m", lambda: [peer], flow()))
     assert found['epdg_worker_busy_seconds_total{pool="whole",replica="w1"}'] == 7.5
     assert found['epdg_worker_busy_seconds_total{pool="encode",replica="w1"}'] == 2.5
     assert found['epdg_worker_blocks{pool="whole",replica="w1"}'] == 40
     assert found['epdg_kv_cache_usage_perc{pool="whole",replica="w1"}'] == 0.25
     assert 'epdg_worker_blocks{pool="encode",replica="w1"}' not in found
+    written = {name: value for name, value in found.items() if name.startswith("epdg_transfer_link")}
+    assert written == {'epdg_transfer_link_bytes_per_second{reader="w2",replica="w1"}': 1.34e11}
     assert (found["epdg_num_requests_running"], found["epdg_num_requests_waiting"]) == (2, 3)
 
 

@@ -9,6 +9,7 @@ import pytest
 from ray.serve._private import haproxy_templates
 
 from cluster.config.environment import read_environment
+from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
 from cluster.serving import exposure, local_environment
 
@@ -74,3 +75,11 @@ def test_what_the_environment_names_is_for_this_user_only(tmp_path):
     assert environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "ray_token")
     for name in ("CONFIG_FILE_LOC", "SOCKET_PATH", "METRICS_SOCKET_PATH", "SERVER_STATE_FILE", "LOG_TARGET"):
         assert environment[f"RAY_SERVE_HAPROXY_{name}"].startswith(f"{tmp_path}/proxy/")
+
+
+def test_packages_that_the_user_has_in_pythonpath_are_found_in_the_cluster_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/opt/wheels")
+    environment = local_environment.cluster_environment(tmp_path)
+    assert environment["PYTHONPATH"] == f"{REPOSITORY}:/opt/wheels"
+    monkeypatch.delenv("PYTHONPATH")
+    assert local_environment.cluster_environment(tmp_path)["PYTHONPATH"] == str(REPOSITORY)

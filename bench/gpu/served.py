@@ -1,0 +1,144 @@
+"""Whole clusters on one GPU: their answers against `generate`, and their times under load.
+
+The load is that of `bench.engine`: prompts of random words, answers of forced lengths, a closed loop of so many
+clients. *Handover* is the gap between the first and the second chunk of a stream: where pools are apart, the first
+token is drawn by the worker that computed the prompt and the second one by another. Needs Ray and HAProxy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config.settings import REPOSITORY
+
+READY_TIMEOUT_S = 90.0
+CONFIG = REPOSITORY / "deploy" / "cluster-one-gpu.yaml"
+# Roles, and the part of the GPU that Ray counts for each of them.
+TOPOLOGIES: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
+    "whole": (("whole",), (1.0,)),
+    "e-p-d": (("encode", "prefill", "decode"), (0.2, 0.4, 0.4)),
+}
+KV_BLOCKS = {"e-p-d": {"prefill": {"kv_blocks": 4096}, "decode": {"kv_blocks": 8192}}, "whole": {}}
+# Row, clients, requests.
+LOADS = (("text-128/64", 1, 8), ("text-128/64", 16, 64), ("text-1024/32", 16, 48))
+MODELS = Path(tempfile.gettempdir()) / "epdg-bench-gpu"  # written once, by the first part that needs it
+LINK = re.compile(r"^epdg_transfer_link_bytes_per_second\{.*\} (\S+)$", re.MULTILINE)
+Measurements = Iterator[Mapping[str, object]]
+
+
+def equality(topology: str, rehearse: bool) -> Measurements:
+    """In float32: greedy answers over HTTP, compared with `generate`."""
+    content = configuration(topology, {"dtype": "float32"})
+    if rehearse:
+        yield {"what": "would serve", "config": content["applications"][0]}
+        return
+    with running(content) as url:
+        command = [sys.executable, "-m", "bench.equality", "--url", url]
+        command += ["--num-requests", "60", "--concurrency", "1", "8"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            yield {"what": "answers of a cluster", **json.loads(line)}
+    yield {"what": "all equal to generate", "ok": done.returncode == 0}
+
+
+def load(topology: str, codec: str, rehearse: bool) -> Measurements:
+    """In bfloat16, with random weights of Qwen2.5-0.5B's shape. `codec`: `transfer.codec`."""
+    content = configuration(topology, {"dtype": "bfloat16", "transfer": {"codec": codec}})
+    if rehearse:
+        yield {"what": "would serve", "config": content["applications"][0]}
+        return
+    began = time.monotonic()
+    with running(content, EPDG_MODEL=str(text_model())) as url:
+        yield {"what": "ready", "s": time.monotonic() - began}
+        _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
+        for name, concurrency, num_requests in LOADS:
+            yield {"what": f"{name} at {concurrency}", **_asked(url, name, concurrency, num_requests)}
+        with urllib.request.urlopen(f"{url}/metrics") as answer:
+            links = [float(found) for found in LINK.findall(answer.read().decode())]
+    if links:
+        yield {"what": "fastest measured link", "gb_per_s": max(links) / 1e9}
+
+
+def configuration(topology: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """A Serve configuration for one GPU, on a free port."""
+    from cluster.serving.ports import free_port
+
+    roles, shares = TOPOLOGIES[topology]
+    content = yaml.safe_load(CONFIG.read_text())
+    content["http_options"]["port"] = free_port()
+    application = content["applications"][0]
+    application["args"] |= {"roles": list(roles), **KV_BLOCKS[topology], **args}
+    application["deployments"] = [
+        {"name": role.capitalize(), "ray_actor_options": {"num_cpus": 1, "num_gpus": share}}
+        for role, share in zip(roles, shares, strict=True)
+    ]
+    return content
+
+
+@contextmanager
+def running(content: Mapping[str, Any], **environment: str) -> Iterator[str]:
+    """The URL of a cluster that is ready. Its lines of progress go to stderr."""
+    from cluster.serving.launch import LocalCluster
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.yaml"
+        path.write_text(yaml.safe_dump(dict(content)))
+        with LocalCluster(path, say=_say, **environment) as cluster:
+            cluster.wait_ready(READY_TIMEOUT_S)
+            yield cluster.url
+
+
+def text_model() -> Path:
+    from bench.engine.models import NUM_LAYERS, TEXT_MODEL, write_model
+
+    folder = MODELS / TEXT_MODEL
+    if not (folder / "config.json").exists():
+        write_model(folder, NUM_LAYERS[TEXT_MODEL])
+    return folder
+
+
+def _asked(url: str, row_name: str, concurrency: int, num_requests: int) -> Mapping[str, object]:
+    from bench.engine.client import Endpoint
+    from bench.engine.measure import closed_loop
+    from bench.engine.prompts import Prompts
+    from bench.engine.rows import ROWS
+
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        model_id = json.load(answer)["data"][0]["id"]
+    row = next(row for row in ROWS if row.name == row_name)
+    dialogues = row.dialogues(Prompts(seed=0), concurrency, num_requests, num_requests)
+    began = time.perf_counter()
+    answers = asyncio.run(closed_loop(Endpoint(url, model_id, {}), dialogues, concurrency))
+    wall_s = time.perf_counter() - began
+    complete = [answer for answer in answers if not answer.failure]
+    return {
+        "tokens_per_s": sum(answer.num_tokens for answer in complete) / wall_s,
+        **_times("ttft", [answer.ttft_s for answer in complete]),
+        **_times("itl", [gap for answer in complete for gap in answer.gaps_s]),
+        **_times("handover", [answer.gaps_s[0] for answer in complete if answer.gaps_s]),
+        "num_failed": num_requests - len(complete),
+    }
+
+
+def _times(name: str, seconds: Sequence[float]) -> Mapping[str, float]:
+    from cluster.simulator.results import percentile
+
+    return {f"{name}_p{int(100 * share)}_ms": 1e3 * percentile(seconds, share) for share in (0.5, 0.99)}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
