@@ -1,5 +1,5 @@
-"""What one GPU does with this product, in one command: at most eight minutes, without the network, with random
-weights.
+"""What one GPU does with this product, in one command: at most eight minutes, without the network, with
+random weights.
 
     python -m bench.gpu all --out results.jsonl              # every part in a process of its own
     python -m bench.gpu all --out results.jsonl --parts machine wire
@@ -8,8 +8,8 @@ weights.
     python -m bench.gpu part steps-7b                        # one part, to the terminal
 
 A part that fails, or outlasts its limit and is killed, is a line of the results, and the next part begins.
-Results are appended to the file as they come. The end is a table of goals (`bench.gpu.goals`): met, missed or not
-measured. Longer looks: `--parts tests steps-0.5b steps-7b attention`.
+Results are appended to the file as they come. The end is a table of goals (`bench.gpu.goals`): met, missed
+or not measured. Longer looks: `--parts tests steps-0.5b steps-7b attention`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Whole clusters on one GPU: their answers against `generate`, and their times under load.
 
-The load is that of `bench.engine`: prompts of random words, answers of forced lengths, a closed loop of so many
-clients. *Handover* is the gap between the first and the second chunk of a stream: where pools are apart, the first
-token is drawn by the worker that computed the prompt and the second one by another. Needs Ray and HAProxy.
+The load is that of `bench.engine`: prompts of random words, answers of forced lengths, a closed loop of so
+many clients. *Handover* is the gap between the first and the second chunk of a stream: where pools are apart,
+the first token is drawn by the worker that computed the prompt and the second one by another. Needs Ray and
+HAProxy.
 """
 
 from __future__ import annotations

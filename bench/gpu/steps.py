@@ -1,9 +1,9 @@
 """How far steps are from what a device can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷
 peak, with random weights; and one layer's decode attention by the backend that serves such blocks.
 
-Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. On a GPU, what is not
-in a graph is launched from Python: its time is the host's as long as that is the longer one. First run on an H100
-on 2026-11-26.
+Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. On a GPU, what is
+not in a graph is launched from Python: its time is the host's as long as that is the longer one. First run on
+an H100 on 2026-11-26.
 """
 
 from __future__ import annotations

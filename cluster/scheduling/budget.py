@@ -25,9 +25,9 @@ Number = TypeVar("Number", float, NDArray[np.float64])
 
 
 def tokens_that_fit(limit_s: Number, fixed_s: Number, token_s: Number, least: Number) -> Number:
-    """How many tokens of prompts a step may compute that should last no longer than `limit_s`: those that fill
-    the time beside the step's fixed part, and at least `least`. Seconds and tokens, numbers or arrays of one
-    shape."""
+    """How many tokens of prompts a step may compute that should last no longer than `limit_s`: those that
+    fill the time beside the step's fixed part, and at least `least`. Seconds and tokens, numbers or arrays of
+    one shape."""
     return np.maximum((limit_s - fixed_s) / np.maximum(token_s, LEAST_TOKEN_S), least)
 
 

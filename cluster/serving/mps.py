@@ -21,7 +21,7 @@ from typing import Any
 DAEMON = "nvidia-cuda-mps-control"
 PROBE_TIMEOUT_S = 20.0
 END_TIMEOUT_S = 5.0
-# Exit status 0: the first GPU has been opened. CUDA's driver API alone, because torch takes seconds to import.
+# Exit status 0: the first GPU has been opened. By CUDA's driver API, because torch takes seconds to import.
 PROBE = """
 import ctypes
 cuda, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()

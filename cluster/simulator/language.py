@@ -260,7 +260,7 @@ class SimLanguage:
         chunks = [(work.sequence.num_computed_tokens, work.num_tokens) for work in self.batch]
         self.context = mean_context(chunks)
         took_s = self.true_step_s(chunks) * self._noise()
-        self._prompts_s = max(0.0, took_s - self._answers_s())
+        self._prompts_s = max(0.0, took_s - max(0.0, self.true_step_s() - self.answers_fixed_s))
         self.answers.pause()
         return took_s
 
@@ -269,10 +269,6 @@ class SimLanguage:
         """The part of a step of answers alone that does not depend on their number."""
         curve = self.spec.curves.decode
         return 0.0 if curve is None else self.slowdown * curve.fixed_s
-
-    def _answers_s(self) -> float:
-        """What a step takes longer because of the answers in it."""
-        return max(0.0, self.true_step_s() - self.answers_fixed_s)
 
     def finish(self, took_s: float) -> None:
         if self.is_dead:

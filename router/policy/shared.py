@@ -5,8 +5,8 @@ A step of a worker that computes prompts and decodes has tokens of prompts and a
 in it:
 
 * With prompts, it takes longer by one token of every answer that runs there. It has so few tokens of prompts
-  that the answers wait no longer than `SchedulingPolicy.prompt_pause_s` for them, but at least those that cost
-  as much as the step's fixed part (`cluster.scheduling.budget`).
+  that the answers wait no longer than `SchedulingPolicy.prompt_pause_s` for them, but at least those that
+  cost as much as the step's fixed part (`cluster.scheduling.budget`).
 * With answers, it takes longer by the queued tokens of prompts, as far as they fit.
 
 A worker that encodes and computes prompts has an encoder and a language engine that take turns on its device.

@@ -105,11 +105,11 @@ def test_every_goal_is_met_missed_or_not_measured() -> None:
     ]
     found = told(records)
     assert found["whole: answers equal generate"] == "**missed**"
-    assert found["E/P/D, raw: chunk 1 to chunk 2 at 16 at once, p99, ms"] == "met"
-    assert found["E/P/D, raw: chunk 1 to chunk 2 alone, p99, ms"] == "**missed**"
-    assert found["E/P/D ÷ whole, tokens/s, text-128/64 at 16"] == "met"
-    assert found["whole: ITL p99 ÷ p50, text-128/64 at 16"] == "**missed**"
-    assert found["E/P/D, int8: chunk 1 to chunk 2 at 16 at once, p99, ms"] == "not measured", (
+    assert found["E/P/D, raw, text-128/64 at 16: gap between chunks 1 and 2, p99, ms"] == "met"
+    assert found["E/P/D, raw, text-128/64 at 1: gap between chunks 1 and 2, p99, ms"] == "**missed**"
+    assert found["tokens/s, text-128/64 at 16: raw ÷ whole"] == "met"
+    assert found["whole, text-128/64 at 16: ITL p99 ÷ p50"] == "**missed**"
+    assert found["E/P/D, int8, text-128/64 at 16: gap between chunks 1 and 2, p99, ms"] == "not measured", (
         "a request failed"
     )
 

@@ -90,7 +90,10 @@ def test_prompts_that_come_before_at_a_decode_worker_are_answers_by_the_next_one
     cluster.reported("d0", load(1, 1, num_prompt_tokens=160, num_prompts=1), 0.0)
     behind = Estimate(text(900), cluster, 0.0).prefills
     assert alone.max_tokens[1] > 900
-    assert behind.max_tokens[1] == (SCHEDULING.prompt_pause_s + DECODE.fixed_s - PREFILL.fixed_s) / PREFILL.per_unit_s
+    assert (
+        behind.max_tokens[1]
+        == (SCHEDULING.prompt_pause_s + DECODE.fixed_s - PREFILL.fixed_s) / PREFILL.per_unit_s
+    )
 
 
 def test_devices_of_many_workers_and_of_none():
