@@ -49,7 +49,7 @@ from router.openai.openapi import document
 from router.openai.protocol import DoorProtocol
 from router.openai.responses.kept import KeptResponses
 from router.openai.responses.render import ResponsesFormat
-from router.openai.responses.routes import KeptRoutes, answer_kept
+from router.openai.responses.routes import KeptRoutes, stream_kept
 from router.openai.responses.schema import ResponsesRequest
 from router.openai.responses.translate import responses_call, responses_name
 from router.openai.schema import ChatRequest, CompletionRequest, parse
@@ -186,11 +186,13 @@ class _Routes:
         answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
         if not asked.background:
             return await self._answer(request, call, self._door.chat, answer, responses_name)
-        self._kept.make_room()
+        kept = self._kept.add(answer, tenant_of(request))
         begin, report = _starting(request, call, self._door.chat), self._report(request, {})
         events = stream(begin, answer, 1, include_usage=False, report=report)
-        kept = self._kept.begin(answer, tenant_of(request), events, take_held(request))
-        return answer_kept(kept, call.stream)
+        self._kept.begin(kept, events, take_held(request))
+        if call.stream:
+            return stream_kept(kept.read())
+        return json_answer(answer.now())
 
     async def message(self, request: Request) -> Response:
         call: ChatCall = await self._call(
