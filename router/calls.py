@@ -109,6 +109,14 @@ def num_scored(call: Call) -> int | None:
     return max((each for each in (call.num_prompt_logprobs, echoed) if each is not None), default=None)
 
 
+def num_told(call: CompletionCall) -> int:
+    """Log-probabilities that the answer tells for each token of a prompt: in the text of every choice, and
+    beside it."""
+    echoed = call.num_logprobs if call.echo else None
+    each = sum(1 + num for num in (echoed, call.num_prompt_logprobs) if num is not None)
+    return each * len(call.sampling)
+
+
 class ScoredToken(msgspec.Struct, frozen=True):
     piece: bytes  # what it adds to the text; may be a part of a character
     logprob: float | None  # natural logarithm; None: of a prompt's first token

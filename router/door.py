@@ -21,6 +21,7 @@ import msgspec
 from cluster.clock import Clock, SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, DoorArgs
+from cluster.errors import RequestError
 from cluster.ids import new_request_id
 from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
@@ -38,7 +39,7 @@ from cluster.types.request import GenerateRequest, LogitChanges, StopParams
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.answer_text import AnswerText
-from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized, num_scored
+from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized, num_scored, num_told
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
@@ -206,6 +207,7 @@ class Door:
     async def complete(self, call: CompletionCall) -> list[Choice]:
         """No prompt has a stream, which would have to be closed, before all of them can have one."""
         ready: list[Callable[[], list[Choice]]] = []
+        num_scores, max_scores = 0, self.limits.max_prompt_scores
         arrived_at = self._clock.now()
         await self._check_structure(call)
         changes = await self._changes(call)
@@ -213,6 +215,13 @@ class Door:
             timeline = RequestTimeline(arrived_at, call.trace_parent)
             prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
             timeline.prepared(arrived_at, self._clock.now())
+            num_scores += prepared.num_tokens * num_told(call)
+            if num_scores > max_scores:
+                raise RequestError(
+                    f"prompt: the answer would tell more than {max_scores} log-probabilities of prompts; send "
+                    "fewer prompts at once, or ask for fewer at each token",
+                    param="prompt",
+                )
             report = await self._echo_report(call, prompt, prepared)
             ready.append(self._ready(prepared, call, changes, timeline, report))
         return [choice for generate in ready for choice in generate()]

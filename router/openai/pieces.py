@@ -8,6 +8,7 @@ pieces together are the bytes that `msgspec.json.encode` would give for the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,11 +24,14 @@ class Many:
         self._make = make
         self._of = of
 
-    def parts(self) -> Iterator[bytes]:
-        """Of the list, without its brackets."""
+    def parts(self) -> Iterator[Callable[[], bytes]]:
+        """Of the list, without its brackets: each is written when it is called."""
         for begin in range(0, len(self._of), MAX_ITEMS):
-            part = _encode([self._make(each) for each in self._of[begin : begin + MAX_ITEMS]])[1:-1]
-            yield b"," + part if begin else part
+            yield partial(self._part, begin)
+
+    def _part(self, begin: int) -> bytes:
+        part = _encode([self._make(each) for each in self._of[begin : begin + MAX_ITEMS]])[1:-1]
+        return b"," + part if begin else part
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -55,7 +59,7 @@ def _write(value: Any, written: list[bytes]) -> Iterator[None]:
         for idx, part in enumerate(value.parts()):
             if idx:
                 yield
-            written.append(part)
+            written.append(part())
         written.append(b"]")
     elif isinstance(value, Iterator):
         written.append(b"[")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import ContextLengthError
+from cluster.errors import ContextLengthError, RequestError
 from router.calls import CompletionCall
 from router.door import Door
 from router.openai.schema import CompletionRequest
@@ -55,6 +55,18 @@ def call_of(door: Door, prompt: Any, **fields: Any) -> CompletionCall:
 async def test_a_prompt_that_is_refused_takes_the_others_with_it(door, prompts, fields):
     with pytest.raises(ContextLengthError):
         await door.complete(call_of(door, prompts, **fields))
+
+
+async def test_prompts_of_which_too_much_would_be_told_are_refused(door):
+    """Each log-probability is an entry of the answer, and costs more there than in the request."""
+    fields = {"n": 8, "temperature": 1.0, "max_tokens": 1, "echo": True, "logprobs": 20}
+    prompts = [[5] * 60] * 64
+    choices = await door.complete(call_of(door, prompts, **fields))
+    for choice in choices:
+        await choice.aclose()
+    with pytest.raises(RequestError, match="more than 1048576 log-probabilities") as error:
+        await door.complete(call_of(door, prompts, prompt_logprobs=20, **fields))
+    assert error.value.param == "prompt"
 
 
 class Gate:
