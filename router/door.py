@@ -218,8 +218,8 @@ class Door:
             num_scores += prepared.num_tokens * num_told(call)
             if num_scores > max_scores:
                 raise RequestError(
-                    f"prompt: the answer would tell more than {max_scores} log-probabilities of prompts; send "
-                    "fewer prompts at once, or ask for fewer at each token",
+                    f"prompt: the answer would tell more than {max_scores} log-probabilities of prompts; "
+                    "send fewer prompts at once, or ask for fewer at each token",
                     param="prompt",
                 )
             report = await self._echo_report(call, prompt, prepared)

@@ -1,9 +1,9 @@
 """Background responses: they are generated whether or not a client is connected, and kept for a while.
 
 A `KeptResponse` collects the events of one response; any number of clients read them, from any event on, as
-fast as they take them. Its task holds what its request was let in with (the permit of its key and the lease of
-its body) until the answer has ended. `KeptResponses` finds them by id for the tenant that asked, and forgets
-them in time.
+fast as they take them. Its task holds what its request was let in with (the permit of its key and the lease
+of its body) until the answer has ended. `KeptResponses` finds them by id for the tenant that asked, and
+forgets them in time.
 
 Every byte counts before it is kept. A tenant holds at most as many as stay free, as with request bodies, so
 its answers never push out another's. If it has no room left, its own oldest answers that have ended and are
@@ -44,8 +44,8 @@ class ResponseNotFoundError(RequestError):
 
 class KeptResponse:
     def __init__(self, answer: ResponsesFormat, tenant: str, take: Callable[[KeptResponse, int], None]):
-        """`take`: counts bytes of this response. It raises OverloadedError if there is no room for them, and so
-        does this."""
+        """`take`: counts bytes of this response. Raises OverloadedError, as `take` does, if there is no room
+        for them."""
         self.answer = answer
         self.tenant = tenant
         self.is_over = False
@@ -96,7 +96,7 @@ class KeptResponse:
             await asyncio.wait((self._task,))
 
     def forget(self) -> None:
-        """Ends it and all its readers; what it held is free. For its owner, who frees `num_bytes`."""
+        """Ends the response and its readers. The caller has freed `num_bytes`."""
         self._is_forgotten = True
         self._events.clear()
         if self._task is not None:
@@ -202,7 +202,7 @@ class KeptResponses:
         await kept.cancel()
 
     async def read(self, kept: KeptResponse, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """As `KeptResponse.read`, for a client that has come back. Raises OverloadedError before it begins."""
+        """As `KeptResponse.read`, for a client that has come back. Raises OverloadedError at first."""
         with self.reader(kept.tenant):
             async with contextlib.aclosing(kept.read(after)) as pieces:
                 async for piece in pieces:

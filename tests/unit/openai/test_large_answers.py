@@ -1,5 +1,5 @@
-"""Large answers are written in pieces: the bytes are those of the whole, and between two pieces the event loop
-goes on. Work is counted, not timed."""
+"""Large answers are written in pieces: the bytes are those of the whole, and between two pieces the event
+loop goes on. Work is counted, not timed."""
 
 from __future__ import annotations
 
