@@ -148,6 +148,7 @@ async def answered(
 
     watching = asyncio.ensure_future(work.watch())
     body = await whole(start, answer, num_choices)
+    await asyncio.sleep(0)  # it sees the last work, too
     watching.cancel()
     return json.loads(body)
 
