@@ -76,6 +76,21 @@ def body_bytes(num_bytes: int, num_free: int, max_bytes: int) -> str:
     )
 
 
+def kept_bytes(num_bytes: int, num_free: int, max_bytes: int) -> str:
+    """`num_free`: bytes that the door has left for other responses."""
+    return _busy(
+        f"this client's background responses would have {num_bytes} bytes",
+        f"a client holds at most as many as stay free, {num_free} of {max_bytes}",
+    )
+
+
+def kept_readers(max_readers: int) -> str:
+    return _busy(
+        f"{max_readers} readers of this client's background responses are connected",
+        f"a client has at most {max_readers}",
+    )
+
+
 def no_slot(work: str, waited_s: float, num_slots: int, max_of_tenant: int) -> str:
     """`work`: what the slots are for, in the plural. `max_of_tenant`: slots that one tenant may have."""
     part = f", {max_of_tenant} of them for one client" if max_of_tenant < num_slots else ""

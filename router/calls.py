@@ -7,6 +7,7 @@ construction and with every default filled in. The door answers with deltas, usa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -108,6 +109,14 @@ def num_scored(call: Call) -> int | None:
     return max((each for each in (call.num_prompt_logprobs, echoed) if each is not None), default=None)
 
 
+def num_told(call: CompletionCall) -> int:
+    """Log-probabilities that the answer tells for each token of a prompt: in the text of every choice, and
+    beside it."""
+    echoed = call.num_logprobs if call.echo else None
+    each = sum(1 + num for num in (echoed, call.num_prompt_logprobs) if num is not None)
+    return each * len(call.sampling)
+
+
 class ScoredToken(msgspec.Struct, frozen=True):
     piece: bytes  # what it adds to the text; may be a part of a character
     logprob: float | None  # natural logarithm; None: of a prompt's first token
@@ -158,6 +167,22 @@ class TextDelta(msgspec.Struct, frozen=True):
     def is_empty(self) -> bool:
         """But for the finish reason."""
         return not (self.text or self.reasoning or self.calls or self.scores or self.token_ids)
+
+    def pieces(self, max_scores: int) -> Iterator[TextDelta]:
+        """The same in deltas with at most so many scores each. The text is in the first one, calls that begin
+        and the end in the last one."""
+        if len(self.scores) <= max_scores:
+            yield self
+            return
+        begun = next((idx for idx, piece in enumerate(self.calls) if piece.name), len(self.calls))
+        first, *others = (
+            self.scores[begin : begin + max_scores] for begin in range(0, len(self.scores), max_scores)
+        )
+        yield msgspec.structs.replace(self, scores=first, calls=self.calls[:begun], finish_reason=None)
+        last = TextDelta("", 0, self.finish_reason, calls=self.calls[begun:], stop_string=self.stop_string)
+        for scores in others[:-1]:
+            yield TextDelta("", scores=scores)
+        yield msgspec.structs.replace(last, scores=others[-1])
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ import msgspec
 from cluster.clock import Clock, SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, DoorArgs
+from cluster.errors import RequestError
 from cluster.ids import new_request_id
 from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
@@ -38,7 +39,7 @@ from cluster.types.request import GenerateRequest, LogitChanges, StopParams
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.answer_text import AnswerText
-from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized, num_scored
+from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized, num_scored, num_told
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
@@ -198,13 +199,15 @@ class Door:
         prompt = await self.prepare(call, timeline)
         try:
             call = await self._with_calls(call, prompt)
-            return self._generate(prompt, call, changes, timeline, self._report(prompt, call))
+            return self._ready(prompt, call, changes, timeline, self._report(prompt, call))()
         except BaseException:
             prompt.release()
             raise
 
     async def complete(self, call: CompletionCall) -> list[Choice]:
-        choices: list[Choice] = []
+        """No prompt has a stream, which would have to be closed, before all of them can have one."""
+        ready: list[Callable[[], list[Choice]]] = []
+        num_scores, max_scores = 0, self.limits.max_prompt_scores
         arrived_at = self._clock.now()
         await self._check_structure(call)
         changes = await self._changes(call)
@@ -212,9 +215,16 @@ class Door:
             timeline = RequestTimeline(arrived_at, call.trace_parent)
             prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
             timeline.prepared(arrived_at, self._clock.now())
+            num_scores += prepared.num_tokens * num_told(call)
+            if num_scores > max_scores:
+                raise RequestError(
+                    f"prompt: the answer would tell more than {max_scores} log-probabilities of prompts; "
+                    "send fewer prompts at once, or ask for fewer at each token",
+                    param="prompt",
+                )
             report = await self._echo_report(call, prompt, prepared)
-            choices += self._generate(prepared, call, changes, timeline, report)
-        return choices
+            ready.append(self._ready(prepared, call, changes, timeline, report))
+        return [choice for generate in ready for choice in generate()]
 
     async def tokenize(self, call: TokenizeCall) -> Tokenized:
         """Raises ClusterError."""
@@ -266,15 +276,16 @@ class Door:
         word_ids = await self._off_loop(self._text.word_ids, call.bad_words)
         return msgspec.structs.replace(call.changes or LogitChanges(), bad_words=word_ids)
 
-    def _generate(
+    def _ready(
         self,
         prompt: PreparedPrompt,
         call: ChatCall | CompletionCall,
         changes: LogitChanges | None,
         timeline: RequestTimeline,
         report: PromptReport | None,
-    ) -> list[Choice]:
-        """One request with all choices of a prompt: they share its computation and its KV."""
+    ) -> Callable[[], list[Choice]]:
+        """One request with all choices of a prompt: they share its computation and its KV. Raises
+        ClusterError. What it returns generates them and raises nothing."""
         rules = call.stop
         max_tokens = self._max_tokens(prompt, rules)
         stop = StopParams(max_tokens, rules.token_ids, min(rules.min_tokens, max_tokens))
@@ -290,22 +301,28 @@ class Door:
             structure=call.structure,
             num_prompt_logprobs=num_scored(call),
         )
-        return [
-            Choice(
-                prompt,
-                tokens,
-                self._answer_text(call, prompt, report),
-                self._metrics,
-                self._clock,
-                timeline,
-                keeps_timeline=choice_idx == 0,
-                report=report,
-                tracing=self._tracing,
+        texts = [self._answer_text(call, prompt, report) for _ in call.sampling]
+
+        def generate() -> list[Choice]:
+            streams = self._dispatcher.generate(
+                request, prompt.items, prompt.block_hashes, timeline, call.tenant
             )
-            for choice_idx, tokens in enumerate(
-                self._dispatcher.generate(request, prompt.items, prompt.block_hashes, timeline, call.tenant)
-            )
-        ]
+            return [
+                Choice(
+                    prompt,
+                    tokens,
+                    text,
+                    self._metrics,
+                    self._clock,
+                    timeline,
+                    keeps_timeline=choice_idx == 0,
+                    report=report,
+                    tracing=self._tracing,
+                )
+                for choice_idx, (tokens, text) in enumerate(zip(streams, texts, strict=True))
+            ]
+
+        return generate
 
     def _report(
         self, prompt: PreparedPrompt, call: ChatCall | CompletionCall, **echoed: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from router.telemetry.timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from router.telemetry.tracing import Tracing
+
+MAX_SCORES = 64  # tokens whose log-probabilities are in one piece: an echoed prompt has those of thousands
 
 
 class Choice:
@@ -89,7 +92,10 @@ class Choice:
                 if delta.finish_reason is not None:
                     self._outcome = delta.finish_reason
                     await self._tokens.aclose()  # a stop string was found here; the pools do not know it
-                yield delta
+                for idx, piece in enumerate(delta.pieces(MAX_SCORES)):
+                    if idx:
+                        await asyncio.sleep(0)  # other requests go on
+                    yield piece
                 if delta.finish_reason is not None:
                     return
         except ClusterError as error:

@@ -14,7 +14,6 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -34,6 +33,7 @@ from router.openai.anthropic.render import MessageFormat
 from router.openai.anthropic.schema import CountRequest, MessagesRequest
 from router.openai.anthropic.translate import messages_call, messages_name
 from router.openai.bodies import BodyBudget, check_json_type, read_body
+from router.openai.body_parser import BIG_BYTES, BodyParser
 from router.openai.edge import Edge, HttpMetrics, lease_of, permit_of, take_held, tenant_of
 from router.openai.errors import (
     answer_client_gone,
@@ -49,7 +49,7 @@ from router.openai.openapi import document
 from router.openai.protocol import DoorProtocol
 from router.openai.responses.kept import KeptResponses
 from router.openai.responses.render import ResponsesFormat
-from router.openai.responses.routes import KeptRoutes, answer_kept
+from router.openai.responses.routes import KeptRoutes, stream_kept
 from router.openai.responses.schema import ResponsesRequest
 from router.openai.responses.translate import responses_call, responses_name
 from router.openai.schema import ChatRequest, CompletionRequest, parse
@@ -80,7 +80,6 @@ from router.openai.translate import CallContext, chat_call, completion_call
 from router.page.site import Site
 
 log = logging.getLogger(__name__)
-BIG_BODY_BYTES = 64 * 2**10  # from this size on a body is parsed in a thread, so that other streams continue
 # Header. In a request it asks for the timeline; in the answer it has the durations until the first token
 LEDGER = "x-epdg-ledger"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -137,7 +136,7 @@ class _Routes:
         self._kept = kept
         self._timeouts = timeouts
         self._metrics = metrics
-        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parse")  # large bodies, one at a time
+        self._parser = BodyParser()
 
     def mount(self, api: FastAPI) -> None:
         api.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
@@ -187,11 +186,13 @@ class _Routes:
         answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
         if not asked.background:
             return await self._answer(request, call, self._door.chat, answer, responses_name)
-        self._kept.make_room()
+        kept = self._kept.add(answer, tenant_of(request))
         begin, report = _starting(request, call, self._door.chat), self._report(request, {})
         events = stream(begin, answer, 1, include_usage=False, report=report)
-        kept = self._kept.begin(answer, tenant_of(request), events, take_held(request))
-        return answer_kept(kept, call.stream)
+        self._kept.begin(kept, events, take_held(request))
+        if call.stream:
+            return stream_kept(kept.read())
+        return json_answer(answer.now())
 
     async def message(self, request: Request) -> Response:
         call: ChatCall = await self._call(
@@ -274,9 +275,9 @@ class _Routes:
         body = await read_body(request, self._door.limits, lease, self._timeouts.body_s, is_json=is_json)
         if not is_json:
             lease.grow(len(body) // 3)  # a form's file becomes base64
-        if len(body) < BIG_BODY_BYTES:
+        if len(body) < BIG_BYTES:
             return translate(body)
-        return await asyncio.get_running_loop().run_in_executor(self._parsing, translate, body)
+        return await until_disconnect(request, self._parser.parse(tenant_of(request), translate, body))
 
     async def _answer(
         self,

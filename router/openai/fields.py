@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from router.openai.limits import MAX_INT
 
@@ -15,6 +16,7 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_ALLOWED = 4096  # token ids
 MAX_PRIORITY = 8
+MAX_FIELDS = 128  # of an object whose fields are named here: none has so many
 
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -27,6 +29,16 @@ NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, fields: Any) -> Any:
+        """Each unknown field is an error of its own, so an object with too many is refused as a whole."""
+        if isinstance(fields, dict) and len(fields) > MAX_FIELDS:
+            raise PydanticCustomError(
+                "too_many_fields", "an object has {most} fields at most", {"most": MAX_FIELDS}
+            )
+        return fields
 
 
 class SamplingFields(BaseModel):

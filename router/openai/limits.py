@@ -19,6 +19,9 @@ MIN_TEXT_BYTES = 256 << 10
 # 300 MiB
 MIN_MARKS = 1 << 18
 MIN_ESCAPES = 1 << 16
+# Log-probabilities of prompts are cheap to ask for and large to tell: 140 bytes each until they are written,
+# and 100 then. Enough for 64 prompts of 4,096 tokens with four each
+MIN_PROMPT_SCORES = 1 << 20
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -53,6 +56,11 @@ class Limits(msgspec.Struct, frozen=True):
         """Backslashes in a body, beside those that some clients write into base64. Text as `\\uXXXX` has one
         per character."""
         return max(MIN_ESCAPES, 8 * self.max_model_len)
+
+    @property
+    def max_prompt_scores(self) -> int:
+        """Log-probabilities that one answer tells of all its prompts. One prompt may always have them all."""
+        return max(MIN_PROMPT_SCORES, 21 * self.max_model_len)
 
 
 class ClientTimeouts(msgspec.Struct, frozen=True):

@@ -7,13 +7,15 @@ them, so everything else is encoded once per stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any, ClassVar
 
 import msgspec
 
 from cluster.errors import ClusterError, InternalError
 from router.calls import Call, RankedToken, ScoredToken, TextDelta, TokenScores, ToolCallDelta, Usage
+from router.openai.pieces import Many, json_bytes, json_pieces
 from router.openai.protocol import Generation
 
 DONE = b"data: [DONE]\n\n"
@@ -66,17 +68,16 @@ class WholeChoice(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, deltas: Sequence[TextDelta]) -> WholeChoice:
-        calls: dict[int, ToolCallDelta] = {}
+        calls: dict[int, list[ToolCallDelta]] = {}
         for piece in (piece for delta in deltas for piece in delta.calls):
-            begun = calls.get(piece.index)
-            calls[piece.index] = piece if begun is None else _continued(begun, piece)
+            calls.setdefault(piece.index, []).append(piece)
         return cls(
             "".join(delta.text for delta in deltas),
             str(deltas[-1].finish_reason),
             [scores for delta in deltas for scores in delta.scores],
             [token_id for delta in deltas for token_id in delta.token_ids],
             "".join(delta.reasoning for delta in deltas),
-            list(calls.values()),
+            [_whole_call(pieces) for pieces in calls.values()],
         )
 
 
@@ -87,6 +88,7 @@ class ResponseFormat(ABC):
     end = DONE
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
+    _tells_prompt_of_each: ClassVar[bool]  # in a whole answer: in every choice, or once
 
     def __init__(self, response_id: str, created: int, model: str, call: Call):
         self._head = {"id": response_id, "created": created, "model": model}
@@ -102,32 +104,39 @@ class ResponseFormat(ABC):
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         """`generations`: of these answers. `timelines`: the fields of the timelines, one per prompt, if the
         client asked for them."""
-        choices = [
-            {
-                "index": idx,
-                **self._content(answer),
-                "logprobs": self._logprobs(answer.scores) if self._has_logprobs else None,
-                "finish_reason": answer.finish_reason,
-                **({"token_ids": answer.token_ids} if self._has_token_ids else {}),
-            }
-            for idx, answer in enumerate(map(WholeChoice.of, answers))
-        ]
         usage = usage_fields([generation.usage for generation in generations], num_choices)
-        whole: dict[str, Any] = {**self._head, "object": self._kind, "choices": choices, "usage": usage}
-        if self._has_token_ids:
-            self._add_prompts(whole, "prompt_token_ids", [each.prompt_token_ids for each in generations])
-        if self._has_prompt_logprobs:
-            told = [_ranked(each.prompt_logprobs) for each in generations[::num_choices]]
-            shared = [each for each in told for _ in range(num_choices)]
-            self._add_prompts(whole, "prompt_logprobs", shared)
+        choices = map(self._choice, count(), answers, generations)
+        whole = {**self._head, "object": self._kind, "choices": choices, "usage": usage}
+        if not self._tells_prompt_of_each:
+            whole |= self._prompt(generations[0])
         if notes := generations[0].media_notes:
             whole["media"] = notes
         if timelines:
             whole["ledger"] = timelines
-        return _encode(whole)
+        return json_pieces(whole)
+
+    def _choice(self, index: int, deltas: Sequence[TextDelta], generation: Generation) -> dict[str, Any]:
+        answer = WholeChoice.of(deltas)
+        return {
+            "index": index,
+            **self._content(answer),
+            "logprobs": self._logprobs(answer.scores) if self._has_logprobs else None,
+            "finish_reason": answer.finish_reason,
+            **({"token_ids": answer.token_ids} if self._has_token_ids else {}),
+            **(self._prompt(generation) if self._tells_prompt_of_each else {}),
+        }
+
+    def _prompt(self, generation: Generation) -> dict[str, Any]:
+        """What is told of a choice's prompt."""
+        told: dict[str, Any] = {}
+        if self._has_token_ids:
+            told["prompt_token_ids"] = generation.prompt_token_ids
+        if self._has_prompt_logprobs:
+            told["prompt_logprobs"] = Many(_ranked, generation.prompt_logprobs)
+        return told
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage))
@@ -141,7 +150,7 @@ class ResponseFormat(ABC):
         changed in the media."""
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
-        logprobs = _encode(self._logprobs(delta.scores)) if delta.scores else b"null"
+        logprobs = json_bytes(self._logprobs(delta.scores)) if delta.scores else b"null"
         token_ids = b',"token_ids":%b' % _encode(delta.token_ids) if self._has_token_ids else b""
         return b'%b[{"index":%d,%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
             self._prefix, index, self._piece(delta), logprobs, token_ids, self._end(generation),
@@ -174,15 +183,12 @@ class ResponseFormat(ABC):
     @abstractmethod
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]: ...
 
-    @abstractmethod
-    def _add_prompts(self, whole: dict[str, Any], name: str, told: Sequence[Any]) -> None:
-        """Adds to a whole answer what each choice tells of its prompt."""
-
 
 class ChatFormat(ResponseFormat):
     """/v1/chat/completions."""
 
     _kind, _event_kind = "chat.completion", "chat.completion.chunk"
+    _tells_prompt_of_each = False
     _nothing = b'"delta":{}'
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
@@ -211,16 +217,14 @@ class ChatFormat(ResponseFormat):
         return {"message": message | _reasoning(answer.reasoning)}
 
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
-        return {"content": logprob_entries(scores), "refusal": None}
-
-    def _add_prompts(self, whole: dict[str, Any], name: str, told: Sequence[Any]) -> None:
-        whole[name] = told[0]
+        return {"content": Many(logprob_entry, scores), "refusal": None}
 
 
 class CompletionFormat(ResponseFormat):
     """/v1/completions. It has no media, so there are no notes."""
 
     _kind = _event_kind = "text_completion"
+    _tells_prompt_of_each = True
     _nothing = b'"text":""'
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
@@ -240,24 +244,15 @@ class CompletionFormat(ResponseFormat):
         """The drawn token is among the most probable ones even if it is none of them. Of a prompt's first
         token there is nothing."""
         return {
-            "tokens": [_name(each.drawn) for each in scores],
-            "token_logprobs": [_finite(each.drawn.logprob) for each in scores],
-            "top_logprobs": [
-                None
-                if each.drawn.logprob is None
-                else {_name(token): _finite(token.logprob) for token in (*each.top, each.drawn)}
-                for each in scores
-            ],
-            "text_offset": [each.offset for each in scores],
+            "tokens": Many(lambda each: _name(each.drawn), scores),
+            "token_logprobs": Many(lambda each: _finite(each.drawn.logprob), scores),
+            "top_logprobs": Many(_named_logprobs, scores),
+            "text_offset": Many(lambda each: each.offset, scores),
         }
 
-    def _add_prompts(self, whole: dict[str, Any], name: str, told: Sequence[Any]) -> None:
-        for choice, each in zip(whole["choices"], told, strict=True):
-            choice[name] = each
 
-
-def _continued(begun: ToolCallDelta, piece: ToolCallDelta) -> ToolCallDelta:
-    return msgspec.structs.replace(begun, arguments=begun.arguments + piece.arguments)
+def _whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
+    return msgspec.structs.replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
 
 
 def _call(piece: ToolCallDelta, *, is_event: bool) -> dict[str, Any]:
@@ -274,11 +269,16 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
-def logprob_entries(scores: Sequence[TokenScores]) -> list[dict[str, Any]]:
-    """One per token, as the chat endpoint writes them."""
-    return [
-        {**_scored(each.drawn), "top_logprobs": [_scored(other) for other in each.top]} for each in scores
-    ]
+def logprob_entry(scores: TokenScores) -> dict[str, Any]:
+    """As the chat endpoint writes it."""
+    return {**_scored(scores.drawn), "top_logprobs": [_scored(other) for other in scores.top]}
+
+
+def _named_logprobs(scores: TokenScores) -> dict[str, float | None] | None:
+    """As the endpoint for completions writes it."""
+    if scores.drawn.logprob is None:
+        return None
+    return {_name(token): _finite(token.logprob) for token in (*scores.top, scores.drawn)}
 
 
 def _scored(token: ScoredToken) -> dict[str, Any]:
@@ -294,21 +294,18 @@ def _name(token: ScoredToken) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.piece)
 
 
-def _ranked(told: Sequence[Sequence[RankedToken] | None]) -> list[dict[str, Any] | None]:
-    """As vLLM writes it: by token id."""
-    return [
-        None
-        if tokens is None
-        else {
-            str(each.token_id): {
-                "logprob": _finite(each.logprob),
-                "rank": each.rank,
-                "decoded_token": each.text,
-            }
-            for each in tokens
+def _ranked(tokens: Sequence[RankedToken] | None) -> dict[str, Any] | None:
+    """At one position of a prompt, as vLLM writes it: by token id."""
+    if tokens is None:
+        return None
+    return {
+        str(each.token_id): {
+            "logprob": _finite(each.logprob),
+            "rank": each.rank,
+            "decoded_token": each.text,
         }
-        for tokens in told
-    ]
+        for each in tokens
+    }
 
 
 def _finite(logprob: float | None) -> float | None:

@@ -37,8 +37,9 @@ class AnswerFormat(Protocol):
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
-    ) -> bytes:
-        """`answers`: all deltas of each; the last one has the finish reason."""
+    ) -> Iterator[bytes]:
+        """In pieces, each of which takes a bounded time; one may be empty. `answers`: all deltas of each; the
+        last one has the finish reason."""
         ...
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes: ...
@@ -119,7 +120,13 @@ async def whole(
     if report is not None:
         report.begin(generations[0])
         timelines = report.fields(generations, num_choices)
-    return answer.body([task.result() for task in tasks], generations, num_choices, timelines)
+    answers = [task.result() for task in tasks]
+    written: list[bytes] = []
+    for piece in answer.body(answers, generations, num_choices, timelines):
+        if written:
+            await asyncio.sleep(0)  # other requests go on
+        written.append(piece)
+    return b"".join(written)
 
 
 async def stream(

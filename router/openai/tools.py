@@ -103,12 +103,18 @@ class ToolFields(BaseModel):
     include_reasoning: bool | None = None
 
 
-def options_of(request: ToolFields) -> ChatOptions:
-    """What the chat template gets. A model that must not call a tool does not see any."""
+def tool_texts(request: ToolFields) -> list[str]:
+    """Each tool as JSON, whether or not the model sees it. Raises RequestError."""
+    return [_json(_shown(tool), f"tools[{idx}]") for idx, tool in enumerate(request.tools or ())]
+
+
+def options_of(request: ToolFields, tools: Sequence[str]) -> ChatOptions:
+    """What the chat template gets. A model that must not call a tool does not see any. `tools`: all of the
+    request."""
     variables, hints = request.chat_template_kwargs or {}, _effort(request.reasoning_effort)
-    tools = {} if request.tool_choice == "none" else _offered(request)
+    offered = {} if request.tool_choice == "none" else _offered(request)
     return ChatOptions(
-        tuple(_json(_shown(tool), f"tools[{idx}]") for idx, tool in tools.items()),
+        tuple(tools[idx] for idx in offered),
         tuple((name, _json(value, "chat_template_kwargs")) for name, value in variables.items()),
         tuple((name, json.dumps(value)) for name, value in hints.items()),
         "reasoning_effort" if "reasoning_effort" in hints else "",

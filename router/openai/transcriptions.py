@@ -13,7 +13,7 @@ import base64
 import functools
 import io
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -153,8 +153,13 @@ class TranscriptFormat:
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
+    ) -> Iterator[bytes]:
+        yield self._body(render.WholeChoice.of(answers[0]), generations[0], timelines)
+
+    def _body(
+        self, answer: render.WholeChoice, generation: Generation, timelines: Sequence[dict[str, Any]]
     ) -> bytes:
-        answer, usage = render.WholeChoice.of(answers[0]), generations[0].usage
+        usage = generation.usage
         match self._request.response_format:
             case "text":
                 return f"{answer.text}\n".encode()
@@ -167,7 +172,7 @@ class TranscriptFormat:
             case _:
                 whole = {"text": answer.text, "usage": _usage(usage)}
         whole["finish_reason"] = answer.finish_reason  # `length`: the transcript is not complete
-        if notes := generations[0].media_notes:
+        if notes := generation.media_notes:
             whole["media"] = notes
         if timelines:
             whole["ledger"] = timelines

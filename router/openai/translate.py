@@ -28,7 +28,7 @@ from router.openai.schema import (
     TextPart,
 )
 from router.openai.structure import structure_of
-from router.openai.tools import options_of, rules_of
+from router.openai.tools import options_of, rules_of, tool_texts
 from router.overlong import too_long_list, too_long_text, too_many_tokens
 
 SEED_MASK = 2**64 - 1
@@ -53,7 +53,9 @@ def chat_call(request: ChatRequest, context: CallContext) -> ChatCall:
     limits, defaults = context.limits, context.defaults
     _check(request, context)
     rules = rules_of(request)
-    shown = options_of(request)
+    tools = tool_texts(request)
+    _check_text(sum(map(len, tools)), "tools", limits)
+    shown = options_of(request, tools)
     _check_messages(request.messages, shown, limits)
     media: list[MediaSource] = []
     messages = messages_of(request.messages, media_options(request), media)

@@ -15,6 +15,7 @@ import msgspec
 
 from cluster.errors import ClusterError
 from router.calls import TextDelta, Usage
+from router.openai.pieces import MAX_ITEMS
 from router.openai.protocol import Generation
 from router.overlong import OverlongError
 
@@ -58,11 +59,13 @@ class MessageFormat:
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         (deltas,), (generation,) = answers, generations
-        for delta in deltas:
+        for idx, delta in enumerate(deltas, 1):
             for _ in self._pushed(delta):
                 pass
+            if idx % MAX_ITEMS == 0:
+                yield b""
         for _ in self._closed():
             pass
         whole = {
@@ -71,7 +74,7 @@ class MessageFormat:
             **_ending(deltas[-1]),
             "usage": _usage(generation.usage),
         }
-        return _encode({**whole, **({"ledger": timelines} if timelines else {}), **_notes(generation)})
+        yield _encode({**whole, **({"ledger": timelines} if timelines else {}), **_notes(generation)})
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
         begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}

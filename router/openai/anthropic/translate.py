@@ -135,27 +135,31 @@ def _messages(
 
 
 def _assistant(blocks: Sequence[Block], param: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": None}
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
     for idx, block in enumerate(blocks):
         match block:
             case TextBlock():
-                message["content"] = (message["content"] or "") + block.text
+                texts.append(block.text)
             case ThinkingBlock():
-                message["reasoning_content"] = message.get("reasoning_content", "") + block.thinking
+                thoughts.append(block.thinking)
             case RedactedThinkingBlock():
                 pass
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": json.dumps(block.input)}
-                call = {"id": block.id, "type": "function", "function": function}
-                message.setdefault("tool_calls", []).append(call)
+                calls.append({"id": block.id, "type": "function", "function": function})
             case _:
                 where = f"{param}.content[{idx}]"
                 raise RequestError(
                     f"{where}: a block of type {block.type!r} is not the assistant's", param=where
                 )
-    if message["content"] is None and "tool_calls" not in message:
-        message["content"] = ""
-    return message
+    return {
+        "role": "assistant",
+        "content": "".join(texts) if texts or not calls else None,
+        **({"reasoning_content": "".join(thoughts)} if thoughts else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def _parts(content: str | Sequence[TextBlock | ImageBlock | ToolReferenceBlock]) -> Any:

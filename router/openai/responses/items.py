@@ -11,8 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import msgspec
+
 from router.calls import TextDelta, TokenScores, ToolCallDelta
-from router.openai.render import logprob_entries
+from router.openai.pieces import Many, json_bytes
+from router.openai.render import logprob_entry
 
 Event = tuple[str, dict[str, Any]]
 
@@ -124,23 +127,27 @@ class PartedOutput(OutputItem):
 
 
 class MessageOutput(PartedOutput):
+    """Log-probabilities are written as they come: several events and the response repeat them."""
+
     prefix, stem = "msg", "response.output_text"
 
     def __init__(self, base: str, index: int, call: ToolCallDelta | None):
         super().__init__(base, index, call)
-        self._scores: list[TokenScores] = []
+        self._scores: list[bytes] = []
 
     def grow(self, text: str, scores: tuple[TokenScores, ...]) -> Event:
-        self._scores += scores
+        written = json_bytes(Many(logprob_entry, scores))
+        if scores:
+            self._scores.append(written[1:-1])
         kind, fields = super().grow(text, scores)
-        return kind, {**fields, "logprobs": logprob_entries(scores)}
+        return kind, {**fields, "logprobs": msgspec.Raw(written)}
 
     def fields(self, status: str) -> dict[str, Any]:
         fields = {"id": self.id, "type": "message", "role": "assistant", "status": status}
         return {**fields, "content": [self.part()]}
 
     def part(self) -> dict[str, Any]:
-        logprobs = logprob_entries(self._scores)
+        logprobs = msgspec.Raw(b"[%b]" % b",".join(self._scores))
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": logprobs}
 
 

@@ -1,9 +1,16 @@
 """Background responses: they are generated whether or not a client is connected, and kept for a while.
 
-A `KeptResponse` collects the events of one response; any number of clients read them, from any event on. Its
-task holds what its request was let in with (the permit of its key and the lease of its body) until the answer
-has ended. `KeptResponses` finds them by id for the tenant that asked, and forgets them in time. Belongs to
-the door's event loop. Another door knows nothing of them, so a cluster with several has none.
+A `KeptResponse` collects the events of one response; any number of clients read them, from any event on, as
+fast as they take them. Its task holds what its request was let in with (the permit of its key and the lease
+of its body) until the answer has ended. `KeptResponses` finds them by id for the tenant that asked, and
+forgets them in time.
+
+Every byte counts before it is kept. A tenant holds at most as many as stay free, as with request bodies, so
+its answers never push out another's. If it has no room left, its own oldest answers that have ended and are
+not being read are forgotten; if there are none, the response fails and tells so in a last event without
+output, for which there has been room since it began.
+
+Belongs to the door's event loop. Another door knows nothing of them, so a cluster with several has none.
 """
 
 from __future__ import annotations
@@ -11,16 +18,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
 
+from cluster import overload
 from cluster.errors import ClusterError, OverloadedError, RequestError
+from router.openai.bodies import BodyBudget
 from router.openai.names import naming
 from router.openai.render import public_error
 from router.openai.responses.render import ResponsesFormat
 from router.openai.responses.translate import responses_name
 
 log = logging.getLogger(__name__)
-MAX_BYTES = 64 << 20  # of all events that are kept
+MAX_BYTES = 64 << 20  # of all events and answers that are kept
+MAX_READERS = 32  # of one tenant at once, beside those that began the response
+PIECE_BYTES = 64 << 10  # that a reader gets at once
 RETRY_AFTER_S = 5.0
 _EVENT_END = b"\n\n"
 
@@ -31,15 +43,23 @@ class ResponseNotFoundError(RequestError):
 
 
 class KeptResponse:
-    def __init__(self, answer: ResponsesFormat, tenant: str):
+    def __init__(self, answer: ResponsesFormat, tenant: str, take: Callable[[KeptResponse, int], None]):
+        """`take`: counts bytes of this response. Raises OverloadedError, as `take` does, if there is no room
+        for them."""
         self.answer = answer
         self.tenant = tenant
         self.is_over = False
         self.num_bytes = 0
+        self.num_readers = 0
+        self._take = take
+        self._num_whole = 0  # bytes of the answer that has ended, which count
+        self._is_forgotten = False
         self._events: list[bytes] = []  # the place of each is its sequence number
         self._news = asyncio.Event()  # another one from event to event
         self._task: asyncio.Task[None] | None = None
-        self._add(answer.queued())
+        events = answer.queued()
+        take(self, 2 * len(events))  # its fields are kept, too, and a last event may have to repeat them
+        self._put(events)
 
     def begin(self, events: AsyncGenerator[bytes, None], held: contextlib.ExitStack) -> asyncio.Task[None]:
         """`held`: is closed when the answer has ended."""
@@ -48,24 +68,40 @@ class KeptResponse:
         return self._task
 
     async def read(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Events behind number `after`, until the last one."""
-        idx = after + 1
-        yield b""  # the answer's status waits for no event: the response exists
-        while True:
-            news = self._news
-            if idx < len(self._events):
-                yield b"".join(self._events[idx:])
-                idx = len(self._events)
-            elif self.is_over:
-                return
-            else:
-                await news.wait()
+        """Events behind number `after`, until the last one. Raises ResponseNotFoundError if the response is
+        forgotten meanwhile."""
+        idx, begin = after + 1, 0  # the next event, and how much of it is out
+        self.num_readers += 1
+        try:
+            yield b""  # the answer's status waits for no event: the response exists
+            while True:
+                news = self._news
+                if self._is_forgotten:
+                    raise ResponseNotFoundError("the response has been deleted", param="response_id")
+                if idx < len(self._events):
+                    piece, idx, begin = self._piece(idx, begin)
+                    yield piece
+                    await asyncio.sleep(0)  # a fast reader leaves the loop to others, too
+                elif self.is_over:
+                    return
+                else:
+                    await news.wait()
+        finally:
+            self.num_readers -= 1
 
     async def cancel(self) -> None:
         """Without effect on an answer that has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
+
+    def forget(self) -> None:
+        """Ends the response and its readers. The caller has freed `num_bytes`."""
+        self._is_forgotten = True
+        self._events.clear()
+        if self._task is not None:
+            self._task.cancel()
+        self._news.set()
 
     async def _collect(self, events: AsyncGenerator[bytes, None]) -> None:
         try:
@@ -76,20 +112,51 @@ class KeptResponse:
         except Exception as error:
             if not isinstance(error, ClusterError):
                 log.error("response %s failed unexpectedly", self.answer.response_id, exc_info=error)
-            self._add(self.answer.error_event(public_error(error)))
+            if self.answer.num_events > len(self._events):
+                self.answer.drop_output(len(self._events))  # there was no room for the last ones
+            told = public_error(error)
+            self._conclude(lambda: self.answer.error_event(told))
 
     def _end(self, task: asyncio.Task[None], held: contextlib.ExitStack) -> None:
         held.close()
         if task.cancelled():
-            self.answer.cancel()
+            self._conclude(self.answer.cancel)
         self.is_over = True
         self._news.set()
 
+    def _conclude(self, write: Callable[[], bytes]) -> None:
+        """`write` ends the answer. It does so without output if there is no room for that."""
+        try:
+            self._add(write())
+        except OverloadedError:
+            self.answer.drop_output(len(self._events))
+            self._put(write())
+
     def _add(self, events: bytes) -> None:
-        self.num_bytes += len(events)
+        """Raises OverloadedError."""
+        if not self._is_forgotten:
+            num_whole = len(self.answer.whole or b"")
+            self._take(self, len(events) + num_whole - self._num_whole)
+            self._num_whole = num_whole
+            self._put(events)
+
+    def _put(self, events: bytes) -> None:
         self._events += (event + _EVENT_END for event in events.split(_EVENT_END) if event)
         news, self._news = self._news, asyncio.Event()
         news.set()
+
+    def _piece(self, idx: int, begin: int) -> tuple[bytes, int, int]:
+        """From byte `begin` of event `idx` on, and where the next one begins."""
+        parts: list[bytes] = []
+        num_left = PIECE_BYTES
+        while num_left and idx < len(self._events):
+            event = self._events[idx]
+            parts.append(event[begin : begin + num_left])
+            num_left -= len(parts[-1])
+            begin += len(parts[-1])
+            if begin == len(event):
+                idx, begin = idx + 1, 0
+        return b"".join(parts), idx, begin
 
 
 class KeptResponses:
@@ -97,33 +164,25 @@ class KeptResponses:
         """`keep_s`: from the end of an answer on."""
         self._keep_s = keep_s
         self._max_bytes = max_bytes
+        self._room = BodyBudget(max_bytes)  # they share as bodies do
         self._kept: dict[str, KeptResponse] = {}
+        self._num_readers: Counter[str] = Counter()
 
-    def begin(
-        self,
-        answer: ResponsesFormat,
-        tenant: str,
-        events: AsyncGenerator[bytes, None],
-        held: contextlib.ExitStack,
-    ) -> KeptResponse:
-        kept = KeptResponse(answer, tenant)
+    @property
+    def num_bytes(self) -> int:
+        return self._room.num_held
+
+    def add(self, answer: ResponsesFormat, tenant: str) -> KeptResponse:
+        """To be begun. Raises OverloadedError."""
+        kept = KeptResponse(answer, tenant, self._take)
         self._kept[answer.response_id] = kept
-        kept.begin(events, held).add_done_callback(lambda _: self._forget_later(answer.response_id))
         return kept
 
-    def make_room(self) -> None:
-        """Before a response begins: the oldest answers that have ended go first. Raises OverloadedError if
-        those that have not ended fill the room."""
-        num_bytes = sum(kept.num_bytes for kept in self._kept.values())
-        for response_id in [name for name, kept in self._kept.items() if kept.is_over]:
-            if num_bytes < self._max_bytes:
-                break
-            num_bytes -= self._kept.pop(response_id).num_bytes
-        if num_bytes >= self._max_bytes:
-            raise OverloadedError(
-                f"background responses hold {num_bytes} of {self._max_bytes} bytes at this door",
-                retry_after_s=RETRY_AFTER_S,
-            )
+    def begin(
+        self, kept: KeptResponse, events: AsyncGenerator[bytes, None], held: contextlib.ExitStack
+    ) -> None:
+        response_id = kept.answer.response_id
+        kept.begin(events, held).add_done_callback(lambda _: self._forget_later(response_id))
 
     def find(self, response_id: str, tenant: str) -> KeptResponse:
         """Raises ResponseNotFoundError."""
@@ -139,8 +198,52 @@ class KeptResponses:
     async def delete(self, response_id: str, tenant: str) -> None:
         """Raises ResponseNotFoundError."""
         kept = self.find(response_id, tenant)
-        del self._kept[response_id]
+        self._forget(response_id)
         await kept.cancel()
 
+    async def read(self, kept: KeptResponse, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """As `KeptResponse.read`, for a client that has come back. Raises OverloadedError at first."""
+        with self.reader(kept.tenant):
+            async with contextlib.aclosing(kept.read(after)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    @contextlib.contextmanager
+    def reader(self, tenant: str) -> Iterator[None]:
+        """Raises OverloadedError if the tenant has as many as it may."""
+        if self._num_readers[tenant] >= MAX_READERS:
+            raise OverloadedError(overload.kept_readers(MAX_READERS), retry_after_s=RETRY_AFTER_S)
+        self._num_readers[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_readers[tenant] -= 1
+            if not self._num_readers[tenant]:
+                del self._num_readers[tenant]
+
+    def _take(self, kept: KeptResponse, num_bytes: int) -> None:
+        """Raises OverloadedError."""
+        while True:
+            with contextlib.suppress(OverloadedError):
+                self._room.take(kept.tenant, num_bytes)
+                kept.num_bytes += num_bytes
+                return
+            own = [each for each in self._kept.values() if each.tenant == kept.tenant]
+            oldest = next((each for each in own if each.is_over and not each.num_readers), None)
+            if oldest is None:
+                held = num_bytes + sum(each.num_bytes for each in own)
+                free = self._max_bytes - self._room.num_held
+                raise OverloadedError(
+                    overload.kept_bytes(held, free, self._max_bytes), retry_after_s=RETRY_AFTER_S
+                )
+            self._forget(oldest.answer.response_id)
+
     def _forget_later(self, response_id: str) -> None:
-        asyncio.get_running_loop().call_later(self._keep_s, self._kept.pop, response_id, None)
+        asyncio.get_running_loop().call_later(self._keep_s, self._forget, response_id)
+
+    def _forget(self, response_id: str) -> None:
+        """May be repeated."""
+        kept = self._kept.pop(response_id, None)
+        if kept is not None:
+            self._room.free(kept.tenant, kept.num_bytes)
+            kept.forget()

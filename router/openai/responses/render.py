@@ -11,7 +11,7 @@ then is an HTTP error. A background response is told at once, as `queued`, and a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from cluster.errors import ClusterError, OverloadedError, RequestError
 from router.calls import ChatCall, TextDelta, Usage
+from router.openai.pieces import MAX_ITEMS
 from router.openai.protocol import Generation
 from router.openai.render import DONE
 from router.openai.responses.items import Event, OutputItems
@@ -35,9 +36,9 @@ class ResponsesFormat:
         self.response_id = response_id
         self._fields = _fields(response_id, created, request, call)
         self._is_background = bool(request.background)
-        self._whole: dict[str, Any] | None = None  # when the answer has ended
+        self.whole: bytes | None = None  # when the answer has ended
         self._items = OutputItems(response_id)
-        self._num_events = 0
+        self.num_events = 0
         self._last: Generation | None = None  # the one that has begun, until the answer has ended
 
     def body(
@@ -46,16 +47,18 @@ class ResponsesFormat:
         generations: Sequence[Generation],
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
-    ) -> bytes:
+    ) -> Iterator[bytes]:
         (deltas,) = answers
-        for delta in deltas:
+        for idx, delta in enumerate(deltas, 1):
             self._items.push(delta)
+            if idx % MAX_ITEMS == 0:
+                yield b""
         status = _status(deltas[-1].finish_reason)
         self._items.close(status)
         whole = self._response(status, generations[0])
         if timelines:
             whole["ledger"] = timelines
-        return _encode(whole)
+        yield _encode(whole)
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
         self._last = generation
@@ -71,13 +74,21 @@ class ResponsesFormat:
     def now(self) -> bytes:
         """The response as it is, ended or not."""
         begun = "queued" if self._last is None else "in_progress"
-        return _encode(self._whole or self._response(begun, self._last))
+        return self.whole or _encode(self._response(begun, self._last))
 
-    def cancel(self) -> None:
-        """Without effect on an answer that has ended."""
-        if self._whole is None:
+    def cancel(self) -> bytes:
+        """Without an event, and without effect on an answer that has ended."""
+        if self.whole is None:
             self._items.close("incomplete")
             self._end(self._response("cancelled", self._last))
+        return b""
+
+    def drop_output(self, num_events: int) -> None:
+        """There is no room for what comes behind the first `num_events` events: how the answer ended, if it
+        has, and the output."""
+        self.whole = None
+        self._items = OutputItems(self.response_id)
+        self.num_events = num_events
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         return self._events(self._items.push(delta))
@@ -85,16 +96,14 @@ class ResponsesFormat:
     def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         status = _status(delta.finish_reason)
         events = self._items.close(status)
-        whole = self._response(status, generation)
-        self._end(whole)
+        whole = self._end(self._response(status, generation))
         return self._events([*events, (f"response.{status}", {"response": whole})])
 
     def error_event(self, error: ClusterError) -> bytes:
         """The last event of a stream that fails after its first one."""
         whole = self._response("failed", self._last)
         whole["error"] = {"code": _error_code(error), "message": error.message}
-        self._end(whole)
-        return self._events([("response.failed", {"response": whole})])
+        return self._events([("response.failed", {"response": self._end(whole)})])
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
         """An event of our own, behind the last one of OpenAI's, for a client that asked for it."""
@@ -104,16 +113,18 @@ class ResponsesFormat:
         """The last event has it already."""
         return b""
 
-    def _end(self, whole: dict[str, Any]) -> None:
+    def _end(self, whole: dict[str, Any]) -> msgspec.Raw:
         """A response may be kept long after its generation, which has the prompt and its media."""
-        self._whole, self._last = whole, None
+        self.whole, self._last = _encode(whole), None
+        self._items = OutputItems(self.response_id)
+        return msgspec.Raw(self.whole)
 
     def _events(self, events: Sequence[Event]) -> bytes:
         written = []
         for kind, fields in events:
-            data = _encode({"type": kind, "sequence_number": self._num_events, **fields})
+            data = _encode({"type": kind, "sequence_number": self.num_events, **fields})
             written.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
-            self._num_events += 1
+            self.num_events += 1
         return b"".join(written)
 
     def _response(self, status: str, generation: Generation | None) -> dict[str, Any]:
@@ -150,8 +161,10 @@ def _fields(response_id: str, created: int, request: ResponsesRequest, call: Cha
         "frequency_penalty": request.frequency_penalty or 0.0,
         "presence_penalty": request.presence_penalty or 0.0,
         "top_logprobs": request.top_logprobs or 0,
-        "text": {"format": text, "verbosity": "medium"},
-        "tools": [tool.model_dump() | {"strict": bool(tool.strict)} for tool in request.tools or ()],
+        "text": msgspec.Raw(_encode({"format": text, "verbosity": "medium"})),
+        "tools": msgspec.Raw(
+            _encode([tool.model_dump() | {"strict": bool(tool.strict)} for tool in request.tools or ()])
+        ),
         "tool_choice": choice.model_dump() if isinstance(choice, BaseModel) else choice or "auto",
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "max_tool_calls": None,

@@ -3,19 +3,21 @@ on the door's event loop."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Annotated
 
 import msgspec
 from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ClusterError, RequestError
 from router.openai.edge import tenant_of
 from router.openai.errors import json_answer
 from router.openai.event_stream import EventStream
 from router.openai.render import error_body
-from router.openai.responses.kept import KeptResponse, KeptResponses
+from router.openai.responses.kept import PIECE_BYTES, KeptResponse, KeptResponses
 from router.openai.responses.translate import responses_name
 
 _PATH = "/v1/responses/{response_id}"
@@ -41,12 +43,14 @@ class KeptRoutes:
         kept = self._kept.find(response_id, tenant_of(request))
         if starting_after is not None and not stream:
             raise RequestError("starting_after needs stream=true", param="starting_after")
-        return answer_kept(kept, stream, -1 if starting_after is None else starting_after)
+        if stream:
+            return stream_kept(self._kept.read(kept, -1 if starting_after is None else starting_after))
+        return _Body(kept, self._kept)
 
     async def cancel(self, request: Request, response_id: str) -> Response:
         kept = self._kept.find(response_id, tenant_of(request))
         await kept.cancel()
-        return answer_kept(kept)
+        return _Body(kept, self._kept)
 
     async def delete(self, request: Request, response_id: str) -> Response:
         await self._kept.delete(response_id, tenant_of(request))
@@ -54,11 +58,27 @@ class KeptRoutes:
         return json_answer(msgspec.json.encode(gone))
 
 
-def answer_kept(kept: KeptResponse, stream: bool = False, after: int = -1) -> Response:
-    """The response as it is now, or its events behind number `after`."""
-    if stream:
-        return EventStream(kept.read(after), {}, _error_event, responses_name)
-    return json_answer(kept.answer.now())
+def stream_kept(events: AsyncGenerator[bytes, None]) -> Response:
+    return EventStream(events, {}, _error_event, responses_name)
+
+
+class _Body(Response):
+    """The response as it is now, in pieces: a client that does not read leaves most of it where it is."""
+
+    media_type = "application/json"
+
+    def __init__(self, kept: KeptResponse, store: KeptResponses):
+        super().__init__(kept.answer.now())
+        self._kept = kept
+        self._store = store
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._store.reader(self._kept.tenant):
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for begin in range(0, len(self.body), PIECE_BYTES):
+                piece = bytes(self.body[begin : begin + PIECE_BYTES])
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
 
 
 def _error_event(error: ClusterError) -> bytes:

@@ -273,7 +273,7 @@ class ResponsesRequest(RequestBody, SamplingFields, MediaFields):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     # These are repeated in the answer and have no other effect
-    metadata: Annotated[dict[Key, Label], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[Key, Label], Field(max_length=16, fail_fast=True)] | None = None
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None

@@ -108,7 +108,8 @@ def _choice(choice: str | NamedFunction | AllowedFunctions | None) -> Any:
 
 class _Conversation:
     """The messages of an input, and which field each part of them comes from. An assistant's reasoning, text
-    and calls are items of their own here; in this order they are one message."""
+    and calls are items of their own here; in this order they are one message, whose pieces of reasoning are
+    joined in the end."""
 
     def __init__(self, request: ResponsesRequest):
         self.names = dict(_NAMES)
@@ -122,6 +123,8 @@ class _Conversation:
             self._take(item, f"input[{idx}]")
         for message in self.messages:
             message.setdefault("content", None if "tool_calls" in message else "")
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "".join(message["reasoning_content"])
 
     def _take(self, item: Item, param: str) -> None:
         match item:
@@ -134,9 +137,9 @@ class _Conversation:
                     self._add(param, item.role, content=content)
             case ReasoningItem():
                 if not self._has_room("content", "tool_calls"):
-                    self._add(param, "assistant", reasoning_content="")
+                    self._add(param, "assistant", reasoning_content=[])
                 texts = item.content or item.summary or ()
-                self.messages[-1]["reasoning_content"] += "".join(each.text for each in texts)
+                self.messages[-1]["reasoning_content"] += (each.text for each in texts)
             case CallItem():
                 if not self._has_room():
                     self._add(param, "assistant")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import weakref
@@ -14,11 +13,10 @@ import pytest
 
 from cluster.clock import SystemClock
 from cluster.config.keys import ApiKey, key_entry
-from cluster.errors import ContextLengthError, OverloadedError, UnavailableError
+from cluster.errors import ContextLengthError, UnavailableError
 from router.calls import TextDelta
 from router.openai.keys import Access, KeyRing
 from router.openai.limits import Limits
-from router.openai.responses.kept import KeptResponses
 from router.openai.responses.render import ResponsesFormat
 from router.openai.responses.schema import ResponsesRequest
 from tests.unit.openai.conftest import serving
@@ -281,59 +279,3 @@ def test_its_key_and_its_body_are_held_until_the_answer_has_ended(door):
             assert (await api.responses.create(model="org/demo", input="hi")).output_text == "Hello wörld"
 
     asyncio.run(scenario())
-
-
-class FakeAnswer:
-    """As much of a ResponsesFormat as the store needs."""
-
-    def __init__(self, response_id: str):
-        self.response_id = response_id
-        self.was_cancelled = False
-
-    def queued(self) -> bytes:
-        return b"x" * 98 + b"\n\n"
-
-    def cancel(self) -> None:
-        self.was_cancelled = True
-
-
-async def test_the_oldest_ended_responses_make_room():
-    store = KeptResponses(60.0, max_bytes=250)
-    gate = asyncio.Event()
-
-    async def nothing(waits: bool):
-        if waits:
-            await gate.wait()
-        return
-        yield b""
-
-    def begin(name: str, waits: bool = False):
-        store.make_room()
-        return store.begin(FakeAnswer(name), "me", nothing(waits), contextlib.ExitStack())
-
-    running = begin("running", waits=True)
-    first, second = begin("first"), begin("second")
-    await expect_soon(lambda: first.is_over and second.is_over)
-    third = begin("third", waits=True)  # 300 bytes are kept: the first one goes
-    assert store.find("running", "me") is running and store.find("third", "me") is third
-    with pytest.raises(Exception, match="first"):
-        store.find("first", "me")
-    begin("fourth", waits=True)
-    with pytest.raises(OverloadedError):
-        begin("fifth")
-    await running.cancel()
-    assert running.answer.was_cancelled and running.is_over
-    gate.set()
-
-
-async def test_a_task_that_was_cancelled_before_it_ran_gives_back_what_it_held():
-    freed = []
-    held = contextlib.ExitStack()
-    held.callback(freed.append, True)
-
-    async def events():
-        yield json.dumps({}).encode()
-
-    kept = KeptResponses(60.0).begin(FakeAnswer("a"), "me", events(), held)
-    await kept.cancel()
-    assert freed and kept.is_over and kept.answer.was_cancelled

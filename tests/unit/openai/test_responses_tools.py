@@ -147,11 +147,12 @@ def test_log_probabilities_of_calls_and_reasoning_are_not_the_text_s():
         items.push(delta)
     items.close("completed")
     _, message, _ = items.fields("")
-    assert len(message["content"][0]["logprobs"]) == 2 + 1  # that of the piece in which the call begins, too
+    logprobs = json.loads(bytes(message["content"][0]["logprobs"]))
+    assert len(logprobs) == 2 + 1  # that of the piece in which the call begins, too
     alone = OutputItems("resp_1")
     alone.push(TextDelta("", 1, "stop", scores))
     alone.close("completed")
-    assert len(alone.fields("")[0]["content"][0]["logprobs"]) == 1
+    assert len(json.loads(bytes(alone.fields("")[0]["content"][0]["logprobs"]))) == 1
 
 
 def test_tools_mean_what_they_mean_in_a_chat_request():

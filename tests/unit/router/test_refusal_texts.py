@@ -25,9 +25,12 @@ TEXTS = (
     overload.queue_is_full(700, "batch", 1024),
     overload.made_room(700, "batch", 1024),
     overload.body_bytes(600, 400, 1000),
+    overload.kept_bytes(600, 400, 1000),
+    overload.kept_readers(32),
     overload.media_bytes(1100, "tenant", 1000),
     overload.no_slot("downloads of media", 30.0, 32, 32),
     overload.no_slot("processes that open long media", 60.0, 3, 2),
+    overload.no_slot("threads that parse large bodies", 60.0, 3, 2),
     overload.encoder_rows(9000, 8192),
 )
 

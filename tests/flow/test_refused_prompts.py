@@ -1,0 +1,103 @@
+"""A request of several prompts that comes to nothing leaves nothing at the door: neither a prompt that was
+refused, nor those before it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from cluster.errors import ContextLengthError, RequestError
+from router.calls import CompletionCall
+from router.door import Door
+from router.openai.schema import CompletionRequest
+from router.openai.translate import CallContext, completion_call
+from tests.flow.test_law import cluster_args
+
+HANG_S = 60.0
+CONTEXT = 64
+SHORT, LONG = [5] * 10, [5] * CONTEXT
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[Door]:
+    """Without workers: a prompt waits for its first reader."""
+
+    async def call_decode(replica_id: str, request_id: str) -> None:
+        raise AssertionError("there is no worker")
+
+    door = Door(cluster_args(64).model_copy(update={"max_model_len": CONTEXT}), call_decode)
+    yield door
+    held = door._dispatcher
+    assert not (held._unread or held._streams), "a prompt is still there"
+    assert door.is_idle
+    await door.aclose()
+
+
+def call_of(door: Door, prompt: Any, **fields: Any) -> CompletionCall:
+    request = CompletionRequest.model_validate({"model": "demo", "prompt": prompt, **fields})
+    return completion_call(request, CallContext("demo", door.defaults))
+
+
+@pytest.mark.parametrize(
+    "prompts, fields",
+    [
+        ([SHORT, SHORT, LONG], {}),
+        ([SHORT, LONG, SHORT], {"n": 4, "temperature": 1.0}),
+        # fits, but not with its answer
+        ([SHORT, [5] * 50], {"max_tokens": 30}),
+        ([SHORT, LONG], {"echo": True, "logprobs": 2}),
+    ],
+)
+async def test_a_prompt_that_is_refused_takes_the_others_with_it(door, prompts, fields):
+    with pytest.raises(ContextLengthError):
+        await door.complete(call_of(door, prompts, **fields))
+
+
+async def test_prompts_of_which_too_much_would_be_told_are_refused(door):
+    """Each log-probability is an entry of the answer, and costs more there than in the request."""
+    fields = {"n": 8, "temperature": 1.0, "max_tokens": 1, "echo": True, "logprobs": 20}
+    prompts = [[5] * 60] * 64
+    choices = await door.complete(call_of(door, prompts, **fields))
+    for choice in choices:
+        await choice.aclose()
+    with pytest.raises(RequestError, match="more than 1048576 log-probabilities") as error:
+        await door.complete(call_of(door, prompts, prompt_logprobs=20, **fields))
+    assert error.value.param == "prompt"
+
+
+class Gate:
+    """A prompt builder that waits before one prompt."""
+
+    def __init__(self, prompts: Any, held_idx: int):
+        self._prompts, self._held_idx, self._num_begun = prompts, held_idx, 0
+        self.reached, self.may_go_on = threading.Event(), threading.Event()
+
+    def completion(self, *args: Any) -> Any:
+        if self._num_begun == self._held_idx:
+            self.reached.set()
+            assert self.may_go_on.wait(HANG_S)
+        self._num_begun += 1
+        return self._prompts.completion(*args)
+
+
+@pytest.mark.parametrize("held_idx", [0, 1, 2])
+async def test_a_client_that_leaves_takes_all_its_prompts_with_it(door, held_idx):
+    gate: Any = Gate(door._prompts, held_idx)
+    door._prompts = gate
+    task = asyncio.ensure_future(door.complete(call_of(door, [SHORT] * 3)))
+    assert await asyncio.to_thread(gate.reached.wait, HANG_S)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    gate.may_go_on.set()
+
+
+async def test_prompts_that_are_accepted_are_closed_by_their_reader(door):
+    choices = await door.complete(call_of(door, [SHORT] * 3, n=2, temperature=1.0))
+    assert len(choices) == 6 and len(door._dispatcher._streams) == 3
+    for choice in choices:
+        await choice.aclose()
