@@ -43,16 +43,16 @@ def parse_form(body: bytes, content_type: str) -> Form:
         if end < 0:
             raise RequestError("the form has a part without a header, or with a long one")
         header = BytesHeaderParser().parsebytes(part[:end].lstrip())
-        name = _text(header, "name")
+        name = _text(header, "name").strip()
         if not name:
             raise RequestError("the form has a part without a name")
         data = part[end + 4 :]
-        filename = _text(header, "filename")
         key = name.removesuffix("[]")
         known = form.fields.get(key)
         if key in form.files or (known is not None and not (isinstance(known, list) and key != name)):
             raise RequestError(f"the form has {key[:64]!r} twice", param=key[:64])
-        if filename is not None:
+        if header.get_param("filename", header="content-disposition") is not None:
+            filename = _text(header, "filename").strip()
             form.files[key] = FormFile(filename, header.get_content_type(), data)
         elif key == name:
             form.fields[key] = _decoded(data, key)
@@ -73,7 +73,7 @@ def _boundary(content_type: str) -> bytes:
     header["content-type"] = content_type
     if header.get_content_type() != FORM_TYPE:
         raise MediaTypeError(f"the body must be {FORM_TYPE}, with the sound as its file")
-    boundary = header.get_boundary("")
+    boundary = _text(header, "boundary", "content-type").rstrip()
     if not 0 < len(boundary) <= MAX_BOUNDARY_CHARS or not boundary.isascii():
         raise RequestError(f"{FORM_TYPE} needs a boundary of up to {MAX_BOUNDARY_CHARS} characters")
     return boundary.encode()
@@ -101,7 +101,10 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[bytes]:
     raise RequestError("the form ends before its last boundary")
 
 
-def _text(header: Message, name: str) -> str | None:
-    """A parameter of a part's Content-Disposition."""
-    value = header.get_param(name, None, "content-disposition")
-    return None if value is None else collapse_rfc2231_value(value).strip()
+def _text(header: Message, name: str, field: str = "content-disposition") -> str:
+    """A parameter of a header field; empty if there is none. Raises RequestError for one that is not text in
+    the character set that it names (RFC 2231)."""
+    try:
+        return collapse_rfc2231_value(header.get_param(name, "", field))
+    except (LookupError, ValueError) as error:  # of any codec that Python has
+        raise RequestError(f"{name!r} in the form's {field} cannot be decoded") from error

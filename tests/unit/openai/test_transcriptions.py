@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 
 import msgspec
 import openai
@@ -254,6 +255,23 @@ def test_a_form_is_read_as_clients_write_it():
 def test_a_broken_form_is_refused(body, content_type):
     with pytest.raises(RequestError):
         parse_form(body, content_type)
+
+
+CHARSETS = ("idna", "undefined", "punycode", "unicode_escape", "base64", "no-such", "x\0y", "")
+
+
+@pytest.mark.parametrize("charset", CHARSETS)
+@pytest.mark.parametrize("value", ["%ff%00", "a..b", "x" * 64, "%5cx"])
+def test_a_parameter_in_any_character_set_is_read_or_refused(charset, value):
+    given = f"*={charset}''{value}"
+    name, filename = f"Content-Disposition: form-data; name{given}", f"{NAMED}; filename{given}"
+    for body, content_type in [
+        (part(name), FORM),
+        (part(filename), FORM),
+        (part(NAMED), f"multipart/form-data; boundary{given}"),
+    ]:
+        with contextlib.suppress(RequestError):
+            parse_form(body + b"--xyz--", content_type)
 
 
 def test_no_cut_and_no_flipped_byte_of_a_form_breaks_the_parser():
