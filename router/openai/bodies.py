@@ -154,8 +154,8 @@ def check_size(num_bytes: int, limits: Limits) -> None:
 
 
 def check_json_type(request: Request) -> None:
-    """Raises MediaTypeError. A request without a type may be JSON. Others are refused: web pages can send
-    them to any address without asking it first."""
+    """Raises MediaTypeError. A request without a type may be JSON. `pages` says which web pages may send
+    one."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and not _JSON_TYPE.fullmatch(kind):
         raise MediaTypeError(f"the type of the body is {kind[:64]!r}; send 'Content-Type: application/json'")
