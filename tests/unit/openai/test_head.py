@@ -12,8 +12,8 @@ from router.openai.app import build_api
 from tests.unit.openai.conftest import serving
 from tests.unit.openai.fake_door import FakeDoor
 from tests.unit.openai.test_client import HANG_S
-from tests.unit.openai.test_keys import ALICE, SCRAPER, World, entry
 from tests.unit.openai.test_kept_responses import ASKED
+from tests.unit.openai.test_keys import ALICE, SCRAPER, World, entry
 
 NAMES = {"response_id": "resp_0", "model_id": "org/demo", "name": "index.html"}
 READ = [
@@ -32,7 +32,8 @@ def headers_of(response: httpx.Response) -> dict[str, str]:
 async def test_it_has_the_status_and_headers_of_get_and_no_body(door, path):
     async with serving(door) as url, httpx.AsyncClient(base_url=url) as client:
         head, get = await client.head(path), await client.get(path)
-        assert (await client.get("/version")).status_code == 200  # nothing of a body is left in the connection
+        # nothing of a body is left in the connection
+        assert (await client.get("/version")).status_code == 200
     assert head.status_code == get.status_code and not head.content
     if path != "/metrics":  # its length changes
         assert headers_of(head) == headers_of(get)
