@@ -2,8 +2,8 @@
 
 The name of a library holds a hash of everything that went into it: a changed source, flag or torch gives
 another file, and nothing is ever rebuilt in place. The libraries lie in `_build` beside this file or, if that
-is not writable, in the user's cache folder. A library is code, so it is used only if nobody but root, this
-user and the owner of this file can have written it. If several processes start together, one builds and the others
+is not writable, in the user's cache folder. A library is code, so it is used only if root, this user and the
+owner of this file alone can have written it. If several processes start together, one builds and the others
 wait. The library uses the OpenMP runtime that torch ships: a second one in the process would be a second pool
 of threads on the same cores.
 
@@ -111,7 +111,7 @@ def _digest(sources: Path, variant: Variant) -> str:
 
 
 def _is_trusted(path: Path, owners: Collection[int]) -> bool:
-    """Whether it is there, and only `owners` can have written it. A library must be no link; its folder may."""
+    """Whether it is there, and only `owners` can have written it. A folder may be a link, a library not."""
     try:
         status = path.stat(follow_symlinks=path.is_dir())
     except OSError:

@@ -58,6 +58,13 @@ ONE_LOOP = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
+# Ray's table of what there is. `driver` starts the GCS again when it has ended.
+GCS = {
+    "RAY_gcs_storage": "rocksdb",  # in the cluster's folder; default: in its memory
+    # A cluster of one host outlives its raylet, which starts processes and is needed for nothing else
+    # (`fork_server`, `driver`): the GCS must not take the host for lost. Default: 5 checks, 15 s
+    "RAY_health_check_failure_threshold": "1000000000",
+}
 POOL_SLOTS = 16  # most replicas of one pool on this machine
 # Ray starts this script instead of HAProxy (arguments: -db -f FILE …). It changes the file that Ray has
 # written:
@@ -138,12 +145,8 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_OVERRIDE_RESOURCES=json.dumps(dict.fromkeys(POOLS, POOL_SLOTS)),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
-        # The GCS keeps its tables in this folder, and `driver` starts it again; default: in its memory
-        RAY_gcs_storage="rocksdb",
+        **GCS,
         RAY_gcs_storage_path=str(folder / "gcs"),
-        # A cluster of one host outlives its raylet, which starts processes and is needed for nothing else
-        # (`fork_server`, `driver`): the GCS must not take the host for lost. Default: 5 checks, 15 s
-        RAY_health_check_failure_threshold="1000000000",
         # only small objects pass through it; default: 30 % of RAM
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",
         **QUIET,

@@ -1,16 +1,16 @@
-"""Which web pages may make the server do something where it asks for no API key. A browser sends some requests of
-any page to any address without asking it first: a form, or a body whose type is not told. And the name of a
-page's own address may be made to mean this server (DNS rebinding): to the browser the page then asks itself.
+"""Which web pages may make the server do something where it asks for no API key.
 
-So a request that a page makes needs to come from one of these:
+A browser sends some requests of any page to any address without asking it first: a form, or a body whose type
+is not told. And a page can make the name of its own address mean this server (DNS rebinding): to the browser
+the page then asks itself. So a request that a page makes needs to come from one of these:
 
 * a page of an origin that `door.access.cors_origins` names;
-* a page of this server, if the browser says so in a header that no page can set. Browsers do that for https and
-  for loopback, which nobody else's name can be made to mean;
+* a page of this server, if the browser says so in a header that no page can set. Browsers do that for https
+  and for loopback, which no other name can be made to mean;
 * a page of this server at an address without a name, or at a name that no public name server answers.
 
-Programs say nothing about pages, so the rule is not for them. Reading is not restricted here: a page of another
-origin cannot read what it gets. Pure.
+Programs say nothing about pages, so the rule is not for them. Reading is not restricted here: a page of
+another origin cannot read what it gets. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cluster.errors import RequestError
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITE = frozenset({"same-origin", "none"})  # none: the user has typed the address
-# Last labels of names that are not public: RFC 6761, RFC 6762, ICANN's reserved `internal`, services of Kubernetes
+# Last labels of names that are not public: RFC 6761, RFC 6762, ICANN's `internal`, services of Kubernetes
 _PRIVATE_LABELS = frozenset({"localhost", "local", "internal", "svc"})
 
 

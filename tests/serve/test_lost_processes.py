@@ -107,9 +107,11 @@ async def test_no_worker_outlives_the_driver(tmp_path: Path) -> None:
         processes = Processes(local.folder)
         (driver,) = (pid for pid in processes_of(local.folder) if is_driver(pid))
         os.kill(driver, signal.SIGKILL)
+        workers = (*REPLICAS, "controller")
         async with asyncio.timeout(HANG_S):
-            while not local.has_ended() or any(map(processes.of, (*REPLICAS, "controller"))):
+            while not local.has_ended() or any(map(processes.of, workers)):
                 await asyncio.sleep(0.1)
+        assert not any(map(processes.of, workers))
 
 
 def is_driver(pid: int) -> bool:

@@ -1,5 +1,5 @@
-"""What the script that stands in for HAProxy makes of the configuration that Ray has written, and what HAProxy
-then does with requests."""
+"""What the script that stands in for HAProxy makes of the configuration that Ray has written, and what
+HAProxy then does with requests."""
 
 from __future__ import annotations
 
