@@ -245,10 +245,12 @@ def test_a_form_is_read_as_clients_write_it():
         (part(NAMED + "; filename=b") * 2 + b"--xyz--", FORM),
         (part(NAMED, data=b"\xff") + b"--xyz--", FORM),
         (part(NAMED, "x: " + "y" * 5000) + b"--xyz--", FORM),
+        (part(NAMED + '; x="' + ";" * 2500) + b"--xyz--", FORM),
         (part('Content-Disposition: form-data; name="a[]"') * (MAX_PARTS + 1) + b"--xyz--", FORM),
         (part(NAMED) + b"--xyz--", "multipart/form-data"),
         (part(NAMED) + b"--xyz--", "multipart/form-data; boundary=" + "x" * 71),
         (part(NAMED) + b"--xyz--", "multipart/mixed; boundary=xyz"),
+        (part(NAMED) + b"--xyz--", FORM + '; x="' + ";" * 300),
     ],
 )
 def test_a_broken_form_is_refused(body, content_type):
@@ -272,7 +274,7 @@ def test_a_parameter_in_any_character_set_is_read_or_refused(charset, value):
         try:
             form = parse_form(body + b"--xyz--", content_type)
         except RequestError as error:
-            assert "cannot be decoded" in error.message or "boundary" in error.message
+            assert error.status == 400
         else:
             assert len(form.fields) + len(form.files) == 1
 
