@@ -2,7 +2,8 @@
 
 The name of a library holds a hash of everything that went into it: a changed source, flag or torch gives
 another file, and nothing is ever rebuilt in place. The libraries lie in `_build` beside this file or, if that
-is not writable, in the user's cache folder. If several processes start together, one builds and the others
+is not writable, in the user's cache folder. A library is code, so it is used only if root, this user and the
+owner of this file alone can have written it. If several processes start together, one builds and the others
 wait. The library uses the OpenMP runtime that torch ships: a second one in the process would be a second pool
 of threads on the same cores.
 
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -32,25 +33,33 @@ logger = logging.getLogger(__name__)
 CACHES = (Path(__file__).parent / "_build", Path("~/.cache/epdg/kernels").expanduser())
 COMPILERS = ("g++", "clang++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-Wall")
+OWNERS = frozenset({0, os.geteuid(), os.stat(__file__).st_uid})  # the last could change this code, too
+MODE = 0o755  # of folders and libraries, whatever the umask is
 LIMIT_S = 300.0  # one compilation takes 3 s on an idle core
 
 
 def build(
-    sources: Path, variant: Variant, caches: Sequence[Path] = CACHES, compilers: Sequence[str] = COMPILERS
+    sources: Path,
+    variant: Variant,
+    caches: Sequence[Path] = CACHES,
+    compilers: Sequence[str] = COMPILERS,
+    owners: Collection[int] = OWNERS,
 ) -> Path | None:
     """The library of the folder `sources`, or None with the reason in the log. Builds it if no cache has it:
     blocks for seconds."""
     name = f"{sources.name}-{variant.name}-{_digest(sources, variant)}.so"
     for cache in caches:
-        if (cache / name).exists():
+        if _is_trusted(cache, owners) and _is_trusted(cache / name, owners):
             return cache / name
-    cache = next(filter(_is_writable, caches), None)
+    cache = next((each for each in caches if _is_prepared(each, owners)), None)
     if cache is None:
-        logger.warning("no native CPU kernels: none of %s is writable", ", ".join(map(str, caches)))
+        logger.warning(
+            "no native CPU kernels: none of %s is writable for this user alone", ", ".join(map(str, caches))
+        )
         return None
-    with open(cache / f".lock-{sources.name}-{variant.name}", "w") as lock:
+    with (cache / f".lock-{sources.name}-{variant.name}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (cache / name).exists():
+        if _is_trusted(cache / name, owners):
             return cache / name
         return _build_with_any(compilers, sources, variant, cache / name)
 
@@ -82,6 +91,7 @@ def _compile(compiler: str, sources: Path, variant: Variant, target: Path) -> No
         _run(compiler, *FLAGS, *variant.flags, "-c", *map(str, files), folder=folder)
         objects = [f"{file.stem}.o" for file in files]
         _run(compiler, "-shared", "-Wl,-z,defs", *objects, runtime, "-o", target.name, folder=folder)
+        Path(folder, target.name).chmod(MODE)
         os.replace(Path(folder, target.name), target)
 
 
@@ -100,13 +110,28 @@ def _digest(sources: Path, variant: Variant) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _is_writable(folder: Path) -> bool:
+def _is_trusted(path: Path, owners: Collection[int]) -> bool:
+    """Whether it is there, and only `owners` can have written it. A folder may be a link, a library not."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        status = path.stat(follow_symlinks=path.is_dir())
+    except OSError:
+        return False
+    return status.st_uid in owners and not status.st_mode & 0o022
+
+
+def _is_prepared(folder: Path, owners: Collection[int]) -> bool:
+    """Makes the folder. One of this user that was open to others is closed; what they may have put there is
+    not trusted, and links are removed, because files are written here."""
+    try:
+        folder.mkdir(mode=MODE, parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.geteuid() and not _is_trusted(folder, owners):
+            folder.chmod(MODE)
+            for link in filter(Path.is_symlink, folder.iterdir()):
+                link.unlink()
         (folder / ".gitignore").write_text("*\n")
     except OSError:
         return False
-    return True
+    return _is_trusted(folder, owners)
 
 
 def _said(error: Exception) -> str:

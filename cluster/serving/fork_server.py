@@ -69,11 +69,14 @@ IMPORTS = (
 WORKER_PREFIX, WORKER_VARIABLES = "RAY_", {"OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SPT_NOENV"}
 # Ray's processes that take a core from the start, and later from steps, at most a tenth of the time.
 BACKGROUND, BACKGROUND_NICE = ("/agent.py", "/agent/main.py", "/log_monitor.py", "/dashboard.py"), 10
+# RAY_RAYLET_PID is the process with which a worker ends. Ray means the raylet, which no worker needs once it
+# runs: in place of it workers end with the driver, with which the raylet ends, too.
 # Runs without the site packages and ignores PYTHON* variables, so that it starts in milliseconds.
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
 arguments = sys.argv[1:]
 if (arguments or [""])[0].endswith("default_worker.py"):
+    os.environ["RAY_RAYLET_PID"] = {driver!r}
     request = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode("utf-8", "surrogateescape")
     try:
         with socket.socket(socket.AF_UNIX) as server:
@@ -137,13 +140,14 @@ class ForkRequest:
 
 
 def write_client(folder: Path) -> str:
-    """Returns the program to start workers with. `folder` must be private."""
+    """Returns the program to start workers with, which end with this process. `folder` must be private."""
     client = folder / CLIENT_NAME
     client.touch(mode=0o700)
     address = str(folder / SOCKET_NAME)
     client.write_text(
         CLIENT.format(
             python=sys.executable,
+            driver=str(os.getpid()),
             address=address,
             forked=_FORKED,
             background=BACKGROUND,

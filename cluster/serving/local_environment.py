@@ -58,6 +58,13 @@ ONE_LOOP = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
+# Ray's table of what there is. `driver` starts the GCS again when it has ended.
+GCS = {
+    "RAY_gcs_storage": "rocksdb",  # in the cluster's folder; default: in its memory
+    # A cluster of one host outlives its raylet, which starts processes and is needed for nothing else
+    # (`fork_server`, `driver`): the GCS must not take the host for lost. Default: 5 checks, 15 s
+    "RAY_health_check_failure_threshold": "1000000000",
+}
 POOL_SLOTS = 16  # most replicas of one pool on this machine
 # Ray starts this script instead of HAProxy (arguments: -db -f FILE …). It changes the file that Ray has
 # written:
@@ -65,6 +72,10 @@ POOL_SLOTS = 16  # most replicas of one pool on this machine
 # * A request goes to a door when its body has arrived, or as much of it as a buffer holds (`FRONT`): only
 #   then can HAProxy send it to another door. A client has a minute for this. Connections to doors are not
 #   shared between clients: a retry would meet another connection to the door that has just ended.
+# * HTTP/1 alone is spoken: each connection has one request at a time, so the limit of connections is one of
+#   requests.
+# * Headers with which a client would steer Serve do not reach it. Serve answers 500 if one is not UTF-8; a
+#   request's timeout is `door.request_timeout_s`.
 # * Before Ray has told it any door, HAProxy does not listen: it would answer every request with 404.
 HAPROXY_SCRIPT = r"""#!/bin/sh
 set -e
@@ -72,7 +83,12 @@ sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.
        -e '/^listen stats$/,$ s/bind \*:/bind 127.0.0.1:/' \
        -e 's/^    http-reuse always$/    http-reuse never/' \
        -e 's/^    option abortonclose$/&\n    option http-buffer-request/' \
-       -e 's/http-buffer-request$/&\n    timeout http-request 60s/' "$3"
+       -e 's/http-buffer-request$/&\n    timeout http-request 60s\n    option disable-h2-upgrade/' \
+       -e '/^frontend http_frontend$/r /dev/stdin' "$3" <<'RULES'
+    http-request del-header ^(x[-_]session|serve[-_]multiplexed[-_]model)[-_]id$ -m reg
+    http-request del-header ^x-request-(timeout-seconds|disconnect-disabled)$ -m reg
+    http-request del-header x-request-id unless { req.fhdr(x-request-id) -m reg ^[[:alnum:]_.:/+=@-]{1,128}$ }
+RULES
 grep -q '^ *use_backend ' "$3" || sed -i '/^frontend http_frontend$/,/^backend / s/^ *bind .*//' "$3"
 exec "$HAPROXY_BINARY" "$@"
 """
@@ -129,8 +145,7 @@ def cluster_environment(folder: Path) -> dict[str, str]:
         RAY_OVERRIDE_RESOURCES=json.dumps(dict.fromkeys(POOLS, POOL_SLOTS)),
         RAY_TMPDIR=str(folder),
         RAY_USAGE_STATS_ENABLED="0",
-        # The GCS keeps its tables in this folder, and `driver` starts it again; default: in its memory
-        RAY_gcs_storage="rocksdb",
+        **GCS,
         RAY_gcs_storage_path=str(folder / "gcs"),
         # only small objects pass through it; default: 30 % of RAM
         RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES="150000000",

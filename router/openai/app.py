@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -104,6 +105,7 @@ def build_api(
     KeptRoutes(kept).mount(api)
     mount_absent(api)
     Site(door.pools).mount(api)
+    _answer_head(api)
     api.add_exception_handler(ClusterError, answer_error)
     api.add_exception_handler(ClientGoneError, answer_client_gone)
     api.add_exception_handler(HTTPException, answer_http_exception)
@@ -121,11 +123,20 @@ def build_api(
         api.add_middleware(
             CORSMiddleware,
             allow_origins=door.access.cors_origins,
-            allow_methods=("GET", "POST", "DELETE"),
+            allow_methods=("GET", "HEAD", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after", LEDGER),
         )
     return api
+
+
+def _answer_head(api: FastAPI) -> None:
+    """HEAD wherever GET is answered: the same status and headers; the server leaves out the body. FastAPI
+    adds no such routes, as Starlette does."""
+    for route in [each for each in api.routes if isinstance(each, APIRoute) and "GET" in each.methods]:
+        api.add_api_route(
+            route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
+        )
 
 
 class _Routes:
@@ -154,7 +165,6 @@ class _Routes:
         api.add_api_route("/version", self.version, methods=["GET"], response_model=None)
         for path in ("/health", "/ready"):
             api.add_api_route(path, self.ready, methods=["GET"], response_model=None)
-            api.add_api_route(path, self.ready, methods=["HEAD"], include_in_schema=False)
         described = functools.cache(lambda: document(api, self._door))
 
         async def openapi() -> Response:

@@ -24,7 +24,8 @@ RETRY_AFTER_S = 5.0
 _JSON_TYPE = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 _PLAIN = bytes(set(range(256)) - set(b",[{\\"))
 # Every body that contains media as data has one of them before the first data: a data URI, or the name of the
-# field around them
+# field around them. They count wherever they stand: a client that wants a larger body could send a media item
+# of no bytes as well, and what such a body costs is bounded by its marks and escapes
 _MEDIA = (b"base64,", b'"input_audio"', b'"source"', b'"file_data"')
 
 
@@ -154,8 +155,8 @@ def check_size(num_bytes: int, limits: Limits) -> None:
 
 
 def check_json_type(request: Request) -> None:
-    """Raises MediaTypeError. A request without a type may be JSON. Others are refused: web pages can send
-    them to any address without asking it first."""
+    """Raises MediaTypeError. A request without a type may be JSON. `pages` says which web pages may send
+    one."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind and not _JSON_TYPE.fullmatch(kind):
         raise MediaTypeError(f"the type of the body is {kind[:64]!r}; send 'Content-Type: application/json'")

@@ -18,7 +18,8 @@ from router.openai.serving import ClientGoneError, until_disconnect
 
 class EventStream(Response):
     """Sends events as they come. The status line waits for the first event, so an error before it is a plain
-    HTTP error. A later error is an event, after which the stream ends without `[DONE]`."""
+    HTTP error. A later error is an event, after which the stream ends without `[DONE]`. The answer to HEAD
+    ends with the first event."""
 
     def __init__(
         self,
@@ -62,6 +63,8 @@ class EventStream(Response):
                         self.headers.update(self._more_headers)
                         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                         await write(start)
+                        if request.method == "HEAD":
+                            break
                     await write(body(event, True))
         except ClientGoneError:
             raise

@@ -18,8 +18,11 @@ from router.openai.bodies import MediaTypeError
 
 FORM_TYPE = "multipart/form-data"
 MAX_PARTS = 64
-MAX_HEADER_BYTES = 4096  # of one part
+# Of a part's header, and of the request's Content-Type: the time to parse one grows with the square of it
+MAX_HEADER_BYTES = 2048
+MAX_TYPE_CHARS = 256
 MAX_BOUNDARY_CHARS = 70  # RFC 2046
+_Parameters = dict[str, str | tuple[str | None, str | None, str]]  # a tuple: in a character set (RFC 2231)
 
 
 class FormFile(NamedTuple):
@@ -43,16 +46,17 @@ def parse_form(body: bytes, content_type: str) -> Form:
         if end < 0:
             raise RequestError("the form has a part without a header, or with a long one")
         header = BytesHeaderParser().parsebytes(part[:end].lstrip())
-        name = _text(header, "name")
+        disposition = _parameters(header, "content-disposition")
+        name = _text(disposition, "name").strip()
         if not name:
             raise RequestError("the form has a part without a name")
         data = part[end + 4 :]
-        filename = _text(header, "filename")
         key = name.removesuffix("[]")
         known = form.fields.get(key)
         if key in form.files or (known is not None and not (isinstance(known, list) and key != name)):
             raise RequestError(f"the form has {key[:64]!r} twice", param=key[:64])
-        if filename is not None:
+        if "filename" in disposition:
+            filename = _text(disposition, "filename").strip()
             form.files[key] = FormFile(filename, header.get_content_type(), data)
         elif key == name:
             form.fields[key] = _decoded(data, key)
@@ -69,11 +73,13 @@ def _decoded(data: bytes, name: str) -> str:
 
 
 def _boundary(content_type: str) -> bytes:
+    if len(content_type) > MAX_TYPE_CHARS:
+        raise RequestError(f"the Content-Type is longer than {MAX_TYPE_CHARS} characters")
     header = Message()
     header["content-type"] = content_type
     if header.get_content_type() != FORM_TYPE:
         raise MediaTypeError(f"the body must be {FORM_TYPE}, with the sound as its file")
-    boundary = header.get_boundary("")
+    boundary = _text(_parameters(header, "content-type"), "boundary").rstrip()
     if not 0 < len(boundary) <= MAX_BOUNDARY_CHARS or not boundary.isascii():
         raise RequestError(f"{FORM_TYPE} needs a boundary of up to {MAX_BOUNDARY_CHARS} characters")
     return boundary.encode()
@@ -101,7 +107,18 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[bytes]:
     raise RequestError("the form ends before its last boundary")
 
 
-def _text(header: Message, name: str) -> str | None:
-    """A parameter of a part's Content-Disposition."""
-    value = header.get_param(name, None, "content-disposition")
-    return None if value is None else collapse_rfc2231_value(value).strip()
+def _parameters(header: Message, field: str) -> _Parameters:
+    """Of a header field, by name. Raises RequestError."""
+    try:
+        return {name.lower(): value for name, value in header.get_params((), field)}
+    except ValueError as error:
+        raise RequestError(f"the form's {field} cannot be read") from error
+
+
+def _text(parameters: _Parameters, name: str) -> str:
+    """Empty if there is none. Raises RequestError for one that is not text in the character set that it
+    names."""
+    try:
+        return collapse_rfc2231_value(parameters.get(name, ""))
+    except (LookupError, ValueError) as error:  # of any codec that Python has
+        raise RequestError(f"the form's {name} cannot be decoded") from error

@@ -1,6 +1,7 @@
 """Which requests may pass, and as which tenant: API keys, paths without a key, limits.
 
-* Without keys any client may call the API. The tenant is a digest of the Authorization header.
+* Without keys any program may call the API, and web pages as far as `pages` lets them. The tenant is a digest
+  of the Authorization header.
 * With keys a request needs one of them (401). The tenant is the key's name, and its limits hold (429). Paths
   of operators need a key with `admin: true`, which opens nothing else (403).
 * `OPEN_PATHS` and the page never need a key. A path that is not named here needs one.
@@ -34,6 +35,7 @@ from cluster.config.environment import Environment
 from cluster.config.keys import ApiKey, check_keys, key_digest, key_entry, read_key_file
 from cluster.config.settings import AccessArgs
 from cluster.errors import ConfigError, RequestError
+from router.openai.pages import check_page
 from router.openai.rates import Permit, TenantUse
 from router.page.site import is_public
 
@@ -196,10 +198,12 @@ class Access:
         return cls(ring, public_metrics=args.public_metrics, cors_origins=args.cors_origins)
 
     async def admit(self, scope: Scope) -> Permit:
-        """Raises InvalidKeyError, ForbiddenError or RateLimitError."""
-        given = _credentials(Headers(scope=scope))
+        """Raises InvalidKeyError, ForbiddenError, ForeignPageError or RateLimitError."""
+        headers = Headers(scope=scope)
+        given = _credentials(headers)
         path = _route_path(scope)
         if not self.needs_key(path):
+            check_page(scope["method"], headers, self.cors_origins)
             return Permit(_digest_of(given))
         await self.keys.refresh()
         key = self._find(given)

@@ -82,7 +82,7 @@ class Site:
         self._pools = pools
 
     def mount(self, api: FastAPI) -> None:
-        files = {"methods": ["GET", "HEAD"], "include_in_schema": False, "response_model": None}
+        files = {"methods": ["GET"], "include_in_schema": False, "response_model": None}
         api.add_api_route("/", self.index, **files)
         api.add_api_route(f"{FOLDER}{{name}}", self.file, **files)
         api.add_api_route("/pools", self.pools, methods=["GET"], include_in_schema=False, response_model=None)

@@ -69,8 +69,17 @@ def running(folder: Path, args: dict[str, Any] | None = None, **num_replicas: in
 
 @contextmanager
 def starting(folder: Path, args: dict[str, Any] | None = None, **num_replicas: int) -> Iterator[LocalCluster]:
-    """The shipped cluster, with other arguments or numbers of replicas if they are given; audited at its
-    end."""
+    """The shipped cluster, audited at its end; `configuration` says what is given."""
+    with LocalCluster(configuration(folder, args, **num_replicas)) as local:
+        yield local
+        local.wait_ready()
+        audit(local)
+    assert processes_of(local.folder) == []
+
+
+def configuration(folder: Path, args: dict[str, Any] | None = None, **num_replicas: int) -> Path:
+    """The file of the shipped cluster, on a free port, with other arguments or numbers of replicas if they
+    are given."""
     config = yaml.safe_load(CLUSTER.read_text())
     config["http_options"]["port"] = free_port()
     (application,) = config["applications"]
@@ -81,11 +90,7 @@ def starting(folder: Path, args: dict[str, Any] | None = None, **num_replicas: i
     application["deployments"] = [*kept, *changed]
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(config))
-    with LocalCluster(path) as local:
-        yield local
-        local.wait_ready()
-        audit(local)
-    assert processes_of(local.folder) == []
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """kill -9 of a door and of the HAProxy in front of it: only what is open there ends, and nothing stays held.
-kill -9 of Serve's controller and of the GCS: no request notices, and no replica is replaced."""
+kill -9 of Serve's controller and of the GCS: no request notices, and no replica is replaced. kill -9 of the
+raylet: no request notices, until a pool is lost."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 
 import httpx
 import pytest
 
 from bench.chaos.processes import REPLICAS, Processes
 from bench.ray_access import ray_headers
-from cluster.serving.launch import LocalCluster
-from tests.serve.conftest import audit
+from cluster.serving.launch import LocalCluster, processes_of
+from tests.serve.conftest import audit, configuration
 from tests.serve.test_replicas import HANG_S, pid_of
 
 LONG, SHORT = 1500, 4
@@ -79,6 +81,41 @@ async def test_requests_and_replicas_do_not_notice(cluster: LocalCluster, kind: 
         assert (await answer).status_code == 200
         await until_taken_over(cluster, client)
     assert {replica: processes.of(replica) for replica in REPLICAS} == before
+
+
+@pytest.mark.slow  # a cluster of its own, and Ray's checks take time
+async def test_without_a_raylet_a_cluster_answers_until_a_pool_is_lost(tmp_path: Path) -> None:
+    with LocalCluster(configuration(tmp_path)) as local:
+        local.wait_ready()
+        (raylet,) = Processes(local.folder).of("raylet")
+        os.kill(raylet, signal.SIGKILL)
+        async with httpx.AsyncClient(base_url=local.url, timeout=HANG_S) as client:
+            for _ in range(40):  # Ray's checks of a raylet: each second, and five in 15 s
+                assert (await client.post("/v1/chat/completions", json=body(SHORT))).status_code == 200
+                await asyncio.sleep(0.5)
+        (decode,) = Processes(local.folder).of("decode")
+        os.kill(decode, signal.SIGKILL)
+        async with asyncio.timeout(HANG_S):
+            while not local.has_ended():
+                await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow  # a cluster of its own
+async def test_no_worker_outlives_the_driver(tmp_path: Path) -> None:
+    with LocalCluster(configuration(tmp_path)) as local:
+        local.wait_ready()
+        processes = Processes(local.folder)
+        (driver,) = (pid for pid in processes_of(local.folder) if is_driver(pid))
+        os.kill(driver, signal.SIGKILL)
+        workers = (*REPLICAS, "controller")
+        async with asyncio.timeout(HANG_S):
+            while not local.has_ended() or any(map(processes.of, workers)):
+                await asyncio.sleep(0.1)
+        assert not any(map(processes.of, workers))
+
+
+def is_driver(pid: int) -> bool:
+    return b"cluster.serving.driver" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 async def until_taken_over(cluster: LocalCluster, client: httpx.AsyncClient) -> None:

@@ -317,3 +317,14 @@ def test_gcs_tables_are_kept_in_redis(large: Objects):
     options = one(large, "RayService")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert options["redisAddress"] == "redis.redis.svc:6379"
     assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
+
+
+def test_redis_is_called_where_the_values_say_it_is(objects: Objects, large: Objects):
+    def rules(found: Objects, port: int) -> list[dict[str, Any]]:
+        egress = one(found, "NetworkPolicy", "epdg-cluster")["spec"]["egress"]
+        return [rule for rule in egress if {"protocol": "TCP", "port": port} in rule.get("ports", ())]
+
+    anywhere, named = rules(objects, 6380), rules(large, 6379)
+    assert len(anywhere) == len(named) == 1 and "to" not in anywhere[0]
+    (peer,) = named[0]["to"]
+    assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "redis"}

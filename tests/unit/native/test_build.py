@@ -3,6 +3,8 @@ library."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -50,3 +52,46 @@ def test_a_changed_source_is_another_library(one_small_source):
     first = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
     (one_small_source.parent / "small.cpp").write_text('extern "C" int answer() { return 43; }\n')
     assert build(one_small_source.parent, VARIANTS[-1], [one_small_source]) != first
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_what_is_built_is_closed_to_others_whatever_the_umask(one_small_source, open_umask):
+    library = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
+    assert [path.stat().st_mode & 0o022 for path in (library, one_small_source)] == [0, 0]
+
+
+@pytest.mark.parametrize("part", ["library", "folder"])
+def test_a_library_that_others_may_have_written_is_built_again(one_small_source, part):
+    library = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
+    library.write_bytes(b"of others")
+    (library if part == "library" else one_small_source).chmod(0o777)
+    if part == "folder":
+        library.chmod(0o775)
+    assert build(one_small_source.parent, VARIANTS[-1], [one_small_source]) == library
+    assert b"of others" not in library.read_bytes()
+    assert [path.stat().st_mode & 0o022 for path in (library, one_small_source)] == [0, 0]
+
+
+def test_a_library_of_another_user_is_not_used(one_small_source, caplog):
+    library = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
+    others = {library.stat().st_uid + 1}
+    assert build(one_small_source.parent, VARIANTS[-1], [one_small_source], owners=others) is None
+    assert "for this user alone" in caplog.text
+
+
+def test_no_link_that_others_have_placed_is_followed(one_small_source, tmp_path):
+    library = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    for place in (library, one_small_source / ".gitignore", next(one_small_source.glob(".lock*"))):
+        place.unlink()
+        place.symlink_to(kept)
+    one_small_source.chmod(0o777)
+    assert build(one_small_source.parent, VARIANTS[-1], [one_small_source]) == library
+    assert kept.read_text() == "kept" and not library.is_symlink()

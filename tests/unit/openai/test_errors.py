@@ -56,7 +56,7 @@ def test_what_is_wrong_with_a_request_is_told(door, method, path, given, status,
 
 
 def test_the_allow_header_names_the_methods_of_all_routes_to_a_path(door):
-    assert call(door, "PUT", "/v1/responses/resp_1").headers["allow"] == "DELETE, GET"
+    assert call(door, "PUT", "/v1/responses/resp_1").headers["allow"] == "DELETE, GET, HEAD"
 
 
 @pytest.mark.parametrize(

@@ -245,15 +245,38 @@ def test_a_form_is_read_as_clients_write_it():
         (part(NAMED + "; filename=b") * 2 + b"--xyz--", FORM),
         (part(NAMED, data=b"\xff") + b"--xyz--", FORM),
         (part(NAMED, "x: " + "y" * 5000) + b"--xyz--", FORM),
+        (part(NAMED + '; x="' + ";" * 2500) + b"--xyz--", FORM),
         (part('Content-Disposition: form-data; name="a[]"') * (MAX_PARTS + 1) + b"--xyz--", FORM),
         (part(NAMED) + b"--xyz--", "multipart/form-data"),
         (part(NAMED) + b"--xyz--", "multipart/form-data; boundary=" + "x" * 71),
         (part(NAMED) + b"--xyz--", "multipart/mixed; boundary=xyz"),
+        (part(NAMED) + b"--xyz--", FORM + '; x="' + ";" * 300),
     ],
 )
 def test_a_broken_form_is_refused(body, content_type):
     with pytest.raises(RequestError):
         parse_form(body, content_type)
+
+
+CHARSETS = ("idna", "undefined", "punycode", "unicode_escape", "base64", "no-such", "x\0y", "")
+
+
+@pytest.mark.parametrize("charset", CHARSETS)
+@pytest.mark.parametrize("value", ["%ff%00", "a..b", "x" * 64, "%5cx"])
+def test_a_parameter_in_any_character_set_is_read_or_refused(charset, value):
+    given = f"*={charset}''{value}"
+    name, filename = f"Content-Disposition: form-data; name{given}", f"{NAMED}; filename{given}"
+    for body, content_type in [
+        (part(name), FORM),
+        (part(filename), FORM),
+        (part(NAMED), f"multipart/form-data; boundary{given}"),
+    ]:
+        try:
+            form = parse_form(body + b"--xyz--", content_type)
+        except RequestError as error:
+            assert error.status == 400
+        else:
+            assert len(form.fields) + len(form.files) == 1
 
 
 def test_no_cut_and_no_flipped_byte_of_a_form_breaks_the_parser():

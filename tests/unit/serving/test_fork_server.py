@@ -33,7 +33,8 @@ server = subprocess.Popen(module, stdin=subprocess.PIPE)
 python = fork_server.write_client(folder)
 while server.poll() is None and not (folder / fork_server.SOCKET_NAME).exists():
     time.sleep(0.01)
-environments = [{**os.environ, **({"LANGUAGE": "x"} if index == 9 else {}), "RAY_INDEX": str(index)}
+ray = {"RAY_RAYLET_PID": "1", "RAY_DRIVER": str(os.getpid())}
+environments = [{**os.environ, **ray, **({"LANGUAGE": "x"} if index == 9 else {}), "RAY_INDEX": str(index)}
                 for index in range(10 - number, 10)]
 clients = [subprocess.Popen([python, script, "1"], env=each, cwd=folder) for each in environments]
 assert not any(client.wait() for client in clients)
@@ -46,6 +47,7 @@ print(json.dumps({
     "arguments": sys.argv[1:], "index": os.environ["RAY_INDEX"], "folder": os.getcwd(), "is_main": __name__,
     "imported": sorted({"slow", "threaded", "fractions"} & set(sys.modules)),
     "is_forked": "fork_server" in Path(f"/proc/self/cmdline").read_text(),
+    "ends_with_driver": os.environ["RAY_RAYLET_PID"] == os.environ["RAY_DRIVER"],
     "leads_group": os.getpgid(0) == os.getpid(), "nice": os.nice(0),
     "sockets": sum(os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
                    for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")),
@@ -91,13 +93,15 @@ def test_a_worker_gets_arguments_environment_and_streams_and_no_socket(tmp_path)
     worker, _ = run(tmp_path, "fractions", number=2)
     assert worker == {
         "arguments": ["1"], "index": "8", "folder": str(tmp_path), "is_main": "__main__",
-        "imported": ["fractions"], "is_forked": True, "leads_group": True, "nice": os.nice(0), "sockets": 0,
+        "imported": ["fractions"], "is_forked": True, "ends_with_driver": True, "leads_group": True,
+        "nice": os.nice(0), "sockets": 0,
     }  # fmt: skip
 
 
 def test_a_worker_with_another_environment_is_not_forked(tmp_path):
     *forked, other = run(tmp_path, "fractions", number=3)
     assert [worker["is_forked"] for worker in (*forked, other)] == [True, True, False]
+    assert other["ends_with_driver"]
 
 
 def test_only_the_first_workers_do_without_the_imports(tmp_path):
@@ -109,6 +113,7 @@ def test_only_the_first_workers_do_without_the_imports(tmp_path):
 def test_other_programs_run_with_the_real_interpreter(tmp_path):
     workers = run(tmp_path, "fractions", script="setup_worker.py", number=2)
     assert [(worker["is_forked"], worker["nice"]) for worker in workers] == [(False, os.nice(0))] * 2
+    assert not any(worker["ends_with_driver"] for worker in workers)
 
 
 @pytest.mark.parametrize("script", ["agent.py", "log_monitor.py", "dashboard.py"])
