@@ -4,6 +4,8 @@ thread; releases the GIL while it compiles."""
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 # Between tokens of JSON: a blank, or a new line and its indentation. With any white space allowed, weak
 # models write it until `max_tokens`.
 WHITESPACE = r"\x20|\x0A\x20{0,16}"
+# In Lark: a string, a comment, a regular expression, the name of a special token
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s"]+>')
 
 
 def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher:
@@ -25,7 +29,7 @@ def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher
     from llguidance import LLMatcher
 
     try:
-        native = LLMatcher(vocabulary.native, _grammar(structure), log_level=0, limits=_limits())
+        native = LLMatcher(vocabulary.native, _grammar(structure, vocabulary), log_level=0, limits=_limits())
     except StructureError as error:
         raise StructureError(error.message, param=structure.param) from None
     except (ValueError, RecursionError) as error:  # llguidance raises ValueError
@@ -50,7 +54,7 @@ def _limits() -> LLParserLimits:
     )
 
 
-def _grammar(structure: Structure) -> str:
+def _grammar(structure: Structure, vocabulary: Vocabulary) -> str:
     from llguidance import LLMatcher, grammar_from
 
     match structure.kind:
@@ -70,4 +74,17 @@ def _grammar(structure: Structure) -> str:
         case StructureKind.CALLS:
             return LLMatcher.grammar_from_lark(structure.text)
         case StructureKind.GRAMMAR:
-            return grammar_from("grammar", structure.text)
+            return grammar_from("grammar", _by_id(structure.text, vocabulary.special_ids))
+
+
+def _by_id(grammar: str, special_ids: Mapping[str, int]) -> str:
+    """Special tokens of a grammar in Lark by their ids: llguidance does not know their names (see
+    `vocabulary`). GBNF has none."""
+    if "::=" in grammar:
+        return grammar
+
+    def replaced(found: re.Match[str]) -> str:
+        token_id = special_ids.get(found[0])
+        return found[0] if token_id is None else f"<[{token_id}]>"
+
+    return _LARK_TOKEN.sub(replaced, grammar)
