@@ -60,8 +60,11 @@ class Vocabulary:
         from llguidance import LLTokenizer
 
         tokenizer = json.loads(source.tokenizer)
-        special = [token for token in tokenizer.get("added_tokens", ()) if _is_special(token)]
-        self.special_ids: dict[str, int] = {token["content"]: token["id"] for token in special}
+        self.special_ids: dict[str, int] = {
+            added["content"]: added["id"]
+            for added in tokenizer.get("added_tokens", ())
+            if _stands_alone(added)
+        }
         end_ids = [*source.end_ids, *(id_ for name, id_ in self.special_ids.items() if name in _USUAL_ENDS)]
         try:
             self.native: LLTokenizer = LLTokenizer(
@@ -93,10 +96,14 @@ class Vocabulary:
         return tuple(i for i in stop_token_ids if i == self.end_id or native.is_special_token(i))
 
 
-def _is_special(added: dict[str, Any]) -> bool:
-    """Whether llguidance takes this added token as special. Other added tokens are text."""
-    content = added["content"]
-    return added["special"] or (content.startswith("<") and content.endswith(">"))
+def is_special(name: str, *, is_marked: bool) -> bool:
+    """Whether llguidance takes an added token as special: it stands for itself in a grammar, and never for
+    its text. Other added tokens are text. `is_marked`: the tokenizer says so."""
+    return is_marked or (name.startswith("<") and name.endswith(">"))
+
+
+def _stands_alone(added: dict[str, Any]) -> bool:
+    return is_special(added["content"], is_marked=added["special"])
 
 
 def _literal(tokenizer: dict[str, Any]) -> str:
@@ -108,7 +115,7 @@ def _literal(tokenizer: dict[str, Any]) -> str:
         if step["type"] == "ByteLevel":
             step["add_prefix_space"] = False
     for added in tokenizer.get("added_tokens", ()):
-        if _is_special(added):
+        if _stands_alone(added):
             added["content"] = f"<{_NOWHERE}{added['id']}>"
         added["lstrip"] = added["rstrip"] = False
     text = json.dumps(tokenizer, ensure_ascii=False)
