@@ -173,10 +173,12 @@ class Digits:
         self.num_started += 1
         self.lasts = [last for state, drafts in wanted for last in (state.last, *drafts)]
 
-    def take(self) -> np.ndarray:
-        return np.array(
-            [[0x55555555 if last % 2 else -0x55555556] * 2 for last in self.lasts], dtype=np.int32
-        )
+    def may_draw(self, constraint: Digit) -> bool:
+        return True
+
+    def take(self) -> tuple[np.ndarray, frozenset[int]]:
+        words = [[0x55555555 if last % 2 else -0x55555556] * 2 for last in self.lasts]
+        return np.array(words, dtype=np.int32), frozenset()
 
 
 def test_a_constraint_masks_first_tokens_steps_and_drafts():
