@@ -22,13 +22,15 @@ import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import msgspec
 
 from cluster.errors import ClusterError
 from cluster.structure.grammar import compile_structure
-from cluster.structure.matcher import Matcher
+from cluster.structure.matcher import Matcher, StructureError
 from cluster.structure.vocabulary import Vocabulary, VocabularySource
 from cluster.types.structure import Structure
 
@@ -36,7 +38,8 @@ HEADER_BYTES = 4  # length of a frame, little endian
 CPU_S = 0.7  # of one structure; 2,000 schemas like those that clients send take 5 ms each at most
 WALL_S = 10.0  # on a machine that is busy with other work
 MAX_BYTES = 1 << 30  # of address space, beside what the vocabulary has
-NUM_PROBES, PROBE_TOKENS = 4, 24
+PROBE_TOKENS = (128, 24, 24, 24)  # of the answers that are begun
+PROBE_S = CPU_S / 2  # of processor time for all of them
 STACK_BYTES = 4 << 20  # half of what the threads of workers have
 NICENESS = 10
 
@@ -97,13 +100,26 @@ def _compile(structure: Structure, vocabulary: Vocabulary, writing: int) -> None
 
 
 def _probe(root: Matcher) -> None:
-    """The beginnings of some answers. Raises StructureError if a limit is reached there."""
-    dice = random.Random(0)
-    for _ in range(NUM_PROBES):
-        matcher, num_tokens = root.copy(), 0
-        while not matcher.is_complete and num_tokens < PROBE_TOKENS:
-            matcher.accept(int(dice.choice(matcher.allowed())))
-            num_tokens += 1
+    """The beginnings of some answers. Raises StructureError if a limit is reached there, or if each token
+    takes longer than those before it until there is no time left."""
+    dice, began = random.Random(0), time.process_time()
+    for max_tokens in PROBE_TOKENS:
+        matcher, ends = root.copy(), [time.process_time()]
+        while not matcher.is_complete and len(ends) <= max_tokens:
+            allowed = matcher.allowed()
+            goes_on = allowed[allowed != root.end_id]
+            matcher.accept(int(dice.choice(goes_on if len(goes_on) else allowed)))
+            ends.append(time.process_time())
+            if ends[-1] - began > PROBE_S:
+                return _check_growth(ends)
+
+
+def _check_growth(ends: Sequence[float]) -> None:
+    """`ends`: when the first token was begun, and when each one was over. Raises StructureError if the later
+    half of them took more than twice the time of the earlier one."""
+    middle = ends[len(ends) // 2]
+    if ends[-1] - middle > 2 * (middle - ends[0]) and len(ends) >= 8:
+        raise StructureError("the structure is too complex: it takes longer with every token")
 
 
 def _address_space() -> int:

@@ -43,11 +43,15 @@ def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher
 
 @cache
 def _limits() -> LLParserLimits:
-    """A lexer state takes one to two kilobytes, and every choice has its own."""
+    """A lexer state takes one to two kilobytes, and every choice has its own. A row has four items for each
+    optional property of an object. Masks of 230 structures (the benchmark's, and large ones: 200 optional
+    properties, 5,000 values) with vocabularies of 1,024 and 65,000 tokens took up to 10,000 items; those of an
+    ambiguous grammar take more after some 100 characters. Time is limited in `effort`."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=20_000,
+        max_items_in_row=2_000,
+        step_max_items=20_000,
         max_lexer_states=25_000,
         max_grammar_size=200_000,
         verbose_errors=False,

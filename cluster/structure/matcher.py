@@ -58,7 +58,7 @@ class Matcher:
         self.is_busy = False  # its next mask is being filled, and no step waits for it
         self.error: Exception | None = None  # why it has no next mask
         self._vocabulary = vocabulary
-        self._end_id = vocabulary.end_id
+        self.end_id = vocabulary.end_id
         self._ends = ends
         self._param = param
 
@@ -79,7 +79,7 @@ class Matcher:
     def accept(self, token_id: int) -> None:
         """The answer has got this token. Raises StructureError."""
         self.mask = None
-        if token_id == self._end_id or token_id in self._ends:
+        if token_id == self.end_id or token_id in self._ends:
             self.is_complete = True
             return
         began = self.effort.timer()
@@ -146,15 +146,15 @@ class Matcher:
         """mask: [num_words] int32 as llguidance filled it. Its end token becomes those of the request. If
         there are none, an answer that may end or go on goes on; one that can only end gets llguidance's."""
         words = mask.view(np.uint32)
-        if not _has(words, self._end_id):
+        if not _has(words, self.end_id):
             return
-        if self._end_id not in self._ends:
-            _flip(words, self._end_id)
+        if self.end_id not in self._ends:
+            _flip(words, self.end_id)
         for token_id in self._ends:
             if not _has(words, token_id):
                 _flip(words, token_id)
         if not words.any():
-            _flip(words, self._end_id)
+            _flip(words, self.end_id)
 
 
 def one_line(message: str) -> str:
