@@ -131,9 +131,12 @@ class Drawer:
 
     def may_draw(self, request: LanguageRequest) -> bool:
         """Whether a step can draw for all its choices. Raises what ends the request."""
-        masks, states = self._masks, [choice.draw_state for choice in request.live_choices]
+        if self._masks is None:
+            return True
+        states = [choice.draw_state for choice in request.live_choices]
         constraints = [state.constraint for state in states if state is not None]
-        return masks is None or all([masks.may_draw(each) for each in constraints if each is not None])
+        may_draw = [self._masks.may_draw(each) for each in constraints if each is not None]
+        return all(may_draw)
 
     def constrain(self, request: LanguageRequest) -> None:
         """The request has a structure, which is known to the masks; no choice has a token yet."""

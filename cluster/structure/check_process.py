@@ -29,7 +29,7 @@ from typing import BinaryIO
 import msgspec
 
 from cluster.errors import ClusterError
-from cluster.structure.grammar import compile_structure
+from cluster.structure.grammar import compile_structure, loosened_structure
 from cluster.structure.matcher import Matcher, StructureError
 from cluster.structure.vocabulary import Vocabulary, VocabularySource
 from cluster.types.structure import Structure
@@ -46,6 +46,8 @@ NICENESS = 10
 
 class Checked(msgspec.Struct, frozen=True):
     error: str | None = None  # why it is refused
+    text: str | None = None  # of the structure that is held, if that is not the same one: it was loose
+    left_out: list[str] = []  # what of it is not held
 
 
 def framed(message: VocabularySource | Structure | Checked) -> bytes:
@@ -53,8 +55,8 @@ def framed(message: VocabularySource | Structure | Checked) -> bytes:
     return len(payload).to_bytes(HEADER_BYTES, "little") + payload
 
 
-def check(structure: Structure, vocabulary: Vocabulary) -> str | None:
-    """Compiles it in a fork. Why it is refused; None: it can be used."""
+def check(structure: Structure, vocabulary: Vocabulary) -> Checked:
+    """Compiles it in a fork."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -63,15 +65,15 @@ def check(structure: Structure, vocabulary: Vocabulary) -> str | None:
     os.close(writing)
     with open(reading, "rb", buffering=0) as pipe:
         has_ended, _, _ = select.select([pipe], [], [], WALL_S)
-        answer = pipe.read(1 << 16) if has_ended else b""
+        answer = pipe.readall() if has_ended else b""
     if not answer:
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     if answer:
-        return answer[1:].decode() or None
+        return msgspec.msgpack.decode(answer, type=Checked)
     if not has_ended or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
-        return "it takes too long to compile"
-    return "it needs too much memory or is nested too deeply"
+        return Checked("it takes too long to compile")
+    return Checked("it needs too much memory or is nested too deeply")
 
 
 def _compile_and_exit(structure: Structure, vocabulary: Vocabulary, writing: int) -> None:
@@ -91,12 +93,14 @@ def _compile_and_exit(structure: Structure, vocabulary: Vocabulary, writing: int
 
 
 def _compile(structure: Structure, vocabulary: Vocabulary, writing: int) -> None:
-    error = ""
     try:
-        _probe(Matcher(compile_structure(structure, vocabulary), vocabulary, (vocabulary.end_id,)))
+        held, left_out = loosened_structure(structure, vocabulary) if structure.is_loose else (structure, [])
+        _probe(Matcher(compile_structure(held, vocabulary), vocabulary, (vocabulary.end_id,)))
+        checked = Checked(text=held.text if left_out else None, left_out=left_out)
     except ClusterError as refusal:
-        error = refusal.message
-    os.write(writing, b"=" + error.encode()[:4096])
+        checked = Checked(refusal.message[:4096])
+    with open(writing, "wb") as pipe:
+        pipe.write(msgspec.msgpack.encode(checked))
 
 
 def _probe(root: Matcher) -> None:
@@ -139,7 +143,7 @@ def serve(stream: BinaryIO) -> None:
     stream.write(framed(answer))
     stream.flush()
     while vocabulary is not None and (payload := _received(stream)) is not None:
-        stream.write(framed(Checked(check(msgspec.msgpack.decode(payload, type=Structure), vocabulary))))
+        stream.write(framed(check(msgspec.msgpack.decode(payload, type=Structure), vocabulary)))
         stream.flush()
 
 

@@ -10,6 +10,7 @@ ends, the next structure starts another one.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
+from msgspec.structs import replace
 
 from cluster.config.environment import child_environment
 from cluster.errors import UnavailableError, UnsupportedError
@@ -28,6 +30,9 @@ from cluster.structure.matcher import StructureError
 from cluster.structure.vocabulary import VocabularySource
 from cluster.types.structure import Structure
 
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED = 20  # keywords that are left out
 START_TIMEOUT_S = 60.0  # a large vocabulary takes a second on an idle machine
 ANSWER_TIMEOUT_S = WALL_S + 5.0
 WAIT_TIMEOUT_S = 60.0  # for the structures of other requests
@@ -43,7 +48,7 @@ class StructureChecker:
         self._process = CheckProcess(load)
         self._thread = ThreadPoolExecutor(1, "structure-check")
         self._slots = FairSlots(1, 1)
-        self._known: OrderedDict[Key, str | None] = OrderedDict()  # why it is refused
+        self._known: OrderedDict[Key, Checked] = OrderedDict()
         self._num_chars = 0
         self._is_closed = False
 
@@ -52,8 +57,9 @@ class StructureChecker:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
-    async def check(self, structure: Structure, tenant: str) -> None:
-        """Raises StructureError, or UnavailableError if it cannot be checked now. May be cancelled."""
+    async def check(self, structure: Structure, tenant: str) -> Structure:
+        """The structure that is held: the same one, unless it is loose. Raises StructureError, or
+        UnavailableError if it cannot be checked now. May be cancelled."""
         if self._is_closed:
             raise UnavailableError("the server is shutting down")
         if structure.key not in self._known:
@@ -64,14 +70,19 @@ class StructureChecker:
             except TimeoutError:
                 raise UnavailableError("too many structures wait to be compiled", retry_after_s=5.0) from None
         self._known.move_to_end(structure.key)
-        if (error := self._known[structure.key]) is not None:
-            raise StructureError(f"{structure.param}: {error}", param=structure.param)
+        checked = self._known[structure.key]
+        if checked.error is not None:
+            raise StructureError(f"{structure.param}: {checked.error}", param=structure.param)
+        if checked.left_out:
+            what = ", ".join(checked.left_out[:MAX_LOGGED])
+            logger.info("%s: not held, as nothing asks for it strictly: %s", structure.param, what[:2000])
+        return structure if checked.text is None else replace(structure, text=checked.text)
 
-    async def _ask(self, structure: Structure) -> str | None:
+    async def _ask(self, structure: Structure) -> Checked:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, structure)
 
-    def _keep(self, key: Key, error: str | None) -> None:
-        self._known[key] = error
+    def _keep(self, key: Key, checked: Checked) -> None:
+        self._known[key] = checked
         self._num_chars += len(key[1])
         while len(self._known) > MAX_KEPT or (self._num_chars > MAX_KEPT_CHARS and len(self._known) > 1):
             oldest, _ = self._known.popitem(last=False)
@@ -88,13 +99,13 @@ class CheckProcess:
         self._socket: socket.socket | None = None
         self._is_closed = False
 
-    def ask(self, structure: Structure) -> str | None:
-        """Why the structure is refused; None: it is not. Raises UnavailableError."""
+    def ask(self, structure: Structure) -> Checked:
+        """Raises UnavailableError."""
         for _ in range(2):
             if self._is_closed:
                 break
             try:
-                return self._exchange(self._socket or self._start(), structure).error
+                return self._exchange(self._socket or self._start(), structure)
             except (OSError, EOFError, msgspec.DecodeError):
                 self._end()
         raise UnavailableError("the process that compiles structures does not answer", retry_after_s=5.0)

@@ -7,10 +7,13 @@ import json
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
+from cluster.structure.loosening import loosened
 from cluster.structure.matcher import StructureError, one_line
-from cluster.structure.schema import held_schema
+from cluster.structure.schema import check_types, held_schema
 from cluster.structure.vocabulary import Vocabulary
 from cluster.types.structure import Structure, StructureKind
 
@@ -22,6 +25,28 @@ if TYPE_CHECKING:
 WHITESPACE = r"\x20|\x0A\x20{0,16}"
 # In Lark: a string, a comment, a regular expression, the name of a special token
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s"]+>')
+
+
+def loosened_structure(structure: Structure, vocabulary: Vocabulary) -> tuple[Structure, list[str]]:
+    """What can be held of a loose structure, and what is left out. Raises StructureError for what is no JSON
+    schema."""
+
+    def is_held(schema: dict[str, Any]) -> bool:
+        try:
+            compile_structure(replace(structure, text=json.dumps(schema, ensure_ascii=False)), vocabulary)
+        except StructureError:
+            return False
+        return True
+
+    schema = json.loads(structure.text)
+    try:
+        check_types(schema)
+    except StructureError as error:
+        raise StructureError(error.message, param=structure.param) from None
+    if is_held(schema):
+        return structure, []
+    schema, left_out = loosened(schema, is_held)
+    return replace(structure, text=json.dumps(schema, ensure_ascii=False)), left_out
 
 
 def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher:
@@ -68,7 +93,7 @@ def _grammar(structure: Structure, vocabulary: Vocabulary) -> str:
             )
             return LLMatcher.grammar_from_json_schema(
                 held_schema(structure.text, is_strict=structure.is_strict),
-                overrides={**blanks, "coerce_one_of": False, "lenient": False},
+                overrides={**blanks, "coerce_one_of": structure.is_loose, "lenient": False},
             )
         case StructureKind.REGEX:
             return LLMatcher.grammar_from_regex(structure.text)

@@ -17,7 +17,8 @@ MANY_DIGITS = of_schema({"type": "integer", "multipleOf": 1_000_003})  # takes t
 DEEP_RULES = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(4000))
 STACK = of_grammar(f'start: r0\n{DEEP_RULES}\nr4000: "a"')  # ends the process
 STUCK = of_regex("(a?){5000}a{5000}")  # compiles, but no answer gets far
-HOSTILE = (MANY_DIGITS, STACK, STUCK)
+AMBIGUOUS = of_grammar("start: e\ne: e e | A\nA: /[a-z ]/")  # every token takes longer
+HOSTILE = (MANY_DIGITS, STACK, STUCK, AMBIGUOUS)
 
 
 @pytest.fixture
