@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from cluster.structure.loosening import loosened
-from cluster.structure.matcher import StructureError, one_line
+from cluster.structure.matcher import Matcher, StructureError, one_line
 from cluster.structure.schema import check_types, held_schema
 from cluster.structure.vocabulary import Vocabulary
 from cluster.types.structure import Structure, StructureKind
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Between tokens of JSON: a blank, or a new line and its indentation. With any white space allowed, weak
 # models write it until `max_tokens`.
 WHITESPACE = r"\x20|\x0A\x20{0,16}"
+LOOKAHEAD_TOKENS = 16
 # In Lark: a string, a comment, a regular expression, the name of a special token
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/|<[^<>\s"]+>')
 
@@ -32,8 +33,12 @@ def loosened_structure(structure: Structure, vocabulary: Vocabulary) -> tuple[St
     schema."""
 
     def is_held(schema: dict[str, Any]) -> bool:
+        part = replace(structure, text=json.dumps(schema, ensure_ascii=False))
         try:
-            compile_structure(replace(structure, text=json.dumps(schema, ensure_ascii=False)), vocabulary)
+            matcher = Matcher(compile_structure(part, vocabulary), vocabulary)
+            for _ in range(LOOKAHEAD_TOKENS):  # some schemas that no value satisfies are found only so
+                if not matcher.is_complete:
+                    matcher.accept(int(matcher.allowed()[0]))
         except StructureError:
             return False
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from cluster.structure.matcher import StructureError
@@ -168,6 +169,7 @@ def _classes(pattern: str) -> Iterator[tuple[int, int]]:
             at += 1
 
 
+@lru_cache(4096)
 def _is_held(found: str) -> bool:
     """Whether llguidance holds this class in a JSON string. False if it is not known."""
     try:
