@@ -7,9 +7,9 @@ Each structure is compiled in a fork of this process, which has the vocabulary: 
 with a limit of processor time and of memory. A structure that takes too long, needs too much or crashes the
 library ends its fork alone. A regular expression of a few characters can do each of these.
 
-The process imports neither torch nor transformers, opens no file and no address, and knows no secrets. Its forks
-are confined as openers of media are (`cluster.media.confinement`). It ends when its socket ends, also when the
-door is killed.
+The process imports neither torch nor transformers, opens no file and no address, and knows no secrets. Its
+forks are confined as openers of media are (`cluster.media.confinement`). It ends when its socket ends, also
+when the door is killed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A door's check of structures: what no worker could hold is refused before anything is generated.
 
 Each new structure is compiled once, in a process of its own (`check_process`), and what came of it is kept.
-Tenants take turns. What is not done in a moment goes to a second process, so that slow structures do not hold up
-quick ones, also where all clients are one tenant. Each process checks one structure at a time. It starts with the
-first structure that it gets; if it ends, the next structure starts another one.
+Tenants take turns. What is not done in a moment goes to a second process, so that slow structures do not
+hold up quick ones, also where all clients are one tenant. Each process checks one structure at a time. It
+starts with the first structure that it gets; if it ends, the next structure starts another one.
 
 `check` belongs to one event loop. One thread talks to each process.
 """
@@ -49,7 +49,7 @@ class StructureChecker:
     def __init__(self, load: Callable[[], VocabularySource]):
         """`load` is called once, off the event loop."""
         load = functools.cache(load)
-        self._quick, self._slow = _Lane(load, QUICK_CPU_S), _Lane(load, CPU_S)
+        self._quick, self._slow = _CheckQueue(load, QUICK_CPU_S), _CheckQueue(load, CPU_S)
         self._known: OrderedDict[Key, Checked] = OrderedDict()
         self._num_chars = 0
         self._is_closed = False
@@ -80,12 +80,12 @@ class StructureChecker:
             logger.info("%s: not held, as nothing asks for it strictly: %s", structure.param, what[:2000])
         return structure if checked.text is None else replace(structure, text=checked.text)
 
-    async def _try_check(self, structure: Structure, tenant: str, lane: _Lane) -> bool:
+    async def _try_check(self, structure: Structure, tenant: str, queue: _CheckQueue) -> bool:
         """False: it takes more time than it has there."""
-        async with lane.slots.slot(tenant):
+        async with queue.slots.slot(tenant):
             if structure.key not in self._known:
-                checked = await lane.ask(structure)
-                if checked.is_out_of_time and lane is self._quick:
+                checked = await queue.ask(structure)
+                if checked.is_out_of_time and queue is self._quick:
                     return False
                 self._keep(structure.key, checked)
             return True
@@ -98,7 +98,7 @@ class StructureChecker:
             self._num_chars -= len(oldest[1])
 
 
-class _Lane:
+class _CheckQueue:
     """A process, and those that wait for it."""
 
     def __init__(self, load: Callable[[], VocabularySource], cpu_s: float):

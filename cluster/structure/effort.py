@@ -1,6 +1,6 @@
-"""How much processor time the grammar of one request may take. llguidance limits the items and the fuel of one
-mask (`grammar`), which does not limit time: a row of an ambiguous grammar takes time with the third power of
-its items, and every token makes the rows longer.
+"""How much processor time the grammar of one request may take. llguidance limits the items and the fuel of
+one mask (`grammar`), which does not limit time: a row of an ambiguous grammar takes time with the third power
+of its items, and every token makes the rows longer.
 
 Thread time is counted, so that other work on the machine does not count.
 """

@@ -59,7 +59,8 @@ def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher
     from llguidance import LLMatcher
 
     try:
-        native = LLMatcher(vocabulary.native, _grammar(structure, vocabulary), log_level=0, limits=_limits())
+        text = _grammar(structure, vocabulary)
+        native = LLMatcher(vocabulary.native, text, log_level=0, limits=_limits())
     except StructureError as error:
         raise StructureError(error.message, param=structure.param) from None
     except (ValueError, RecursionError) as error:  # llguidance raises ValueError
@@ -75,8 +76,8 @@ def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher
 def _limits() -> LLParserLimits:
     """A lexer state takes one to two kilobytes, and every choice has its own. A row has four items for each
     optional property of an object. Masks of 230 structures (the benchmark's, and large ones: 200 optional
-    properties, 5,000 values) with vocabularies of 1,024 and 65,000 tokens took up to 10,000 items; those of an
-    ambiguous grammar take more after some 100 characters. Time is limited in `effort`."""
+    properties, 5,000 values) with vocabularies of 1,024 and 65,000 tokens took up to 10,000 items; an
+    ambiguous grammar takes more after some 100 characters. Time is limited in `effort`."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -40,8 +40,8 @@ def loosened(
 
 
 def _order(constraint: Constraint) -> tuple[int, int]:
-    """What has schemas in it comes first, then references to these, so that what is asked about afterwards is a
-    part of the whole. The compiler does not look at what nothing refers to."""
+    """What has schemas in it comes first, then references to these, so that what is asked about afterwards is
+    a part of the whole. The compiler does not look at what nothing refers to."""
     place, keyword = constraint
     return (0 if keyword in (*_MAPS, *_LISTS, *_SCHEMAS) else 1 if keyword == "$ref" else 2), len(place)
 

@@ -42,11 +42,11 @@ Wanted = Sequence[tuple[Matcher, Sequence[int]]]
 
 
 @dataclass
-class _Step:
+class _Filling:
     masks: np.ndarray  # [rows, num_words] int32
     unknown: list[tuple[int, Matcher, int, list[int]]]  # index, matcher, its first row, drafts
     late: set[int]  # indices of matchers that have no mask
-    filling: Future[None] | None  # None: all masks are here
+    future: Future[None] | None  # None: all masks are here
 
 
 class MaskFiller:
@@ -59,7 +59,7 @@ class MaskFiller:
         self._call: Call = lambda function, *args: function(*args)
         self._pool: LLExecutor | None = None
         self._masks = np.zeros((0, 0), dtype=np.int32)
-        self._step: _Step | None = None
+        self._step: _Filling | None = None
 
     def attach(self, call: Call) -> None:
         """`call(function, *args)` runs it on the engine's thread."""
@@ -90,7 +90,7 @@ class MaskFiller:
         num_rows = sum(1 + len(drafts) for _, drafts in wanted)
         if self._masks.shape[1] != num_words or len(self._masks) < num_rows:
             self._masks = np.zeros((max(num_rows, 2 * len(self._masks)), num_words), dtype=np.int32)
-        self._step = step = _Step(self._masks[:num_rows], [], set(), None)
+        self._step = step = _Filling(self._masks[:num_rows], [], set(), None)
         row = 0
         for idx, (matcher, drafts) in enumerate(wanted):
             if matcher.is_busy or matcher.error is not None:
@@ -101,7 +101,7 @@ class MaskFiller:
                 step.unknown.append((idx, matcher, row, list(drafts)))
             row += 1 + len(drafts)
         if step.unknown:
-            step.filling = self._executor.submit(self._fill, step)
+            step.future = self._executor.submit(self._fill, step)
 
     def take(self) -> tuple[np.ndarray, frozenset[int]]:
         """[rows, num_words] int32, in the order of `start`; valid until the next `start`. And the indices of
@@ -109,27 +109,27 @@ class MaskFiller:
         if self._step is None:
             raise AssertionError("take without start")
         step, self._step = self._step, None
-        if step.filling is not None:
-            wait([step.filling], GRACE_S)
-            if step.filling.done():
-                step.filling.result()
+        if step.future is not None:
+            wait([step.future], GRACE_S)
+            if step.future.done():
+                step.future.result()
                 step.late |= {idx for idx, matcher, _, _ in step.unknown if matcher.error is not None}
             else:
                 self._leave(step)
         return step.masks, frozenset(step.late)
 
-    def _leave(self, step: _Step) -> None:
+    def _leave(self, step: _Filling) -> None:
         """No step waits for these masks any more."""
-        if step.filling is None:
+        if step.future is None:
             return
         self._masks = np.zeros((0, 0), dtype=np.int32)  # the other array is still written to
         for idx, matcher, _, _ in step.unknown:
             step.late.add(idx)
             matcher.is_busy = matcher.is_slow = True
-        step.filling.add_done_callback(lambda _: self._call(self._on_late, step))
+        step.future.add_done_callback(lambda _: self._call(self._on_late, step))
 
-    def _on_late(self, step: _Step) -> None:
-        failure = None if step.filling is None or step.filling.cancelled() else step.filling.exception()
+    def _on_late(self, step: _Filling) -> None:
+        failure = None if step.future is None or step.future.cancelled() else step.future.exception()
         for _, matcher, row, _ in step.unknown:
             matcher.is_busy = False
             if failure is not None:
@@ -147,7 +147,7 @@ class MaskFiller:
     def _on_filled(self, matcher: Matcher) -> None:
         matcher.is_busy = False
 
-    def _fill(self, step: _Step) -> None:
+    def _fill(self, step: _Filling) -> None:
         masks, pool = step.masks, self._pool or _pool()
         self._pool = pool
         memory = masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)

@@ -7,11 +7,11 @@ An answer ends in one of three ways:
 * `max_tokens`.
 
 A matcher that runs into a limit of llguidance would allow the end token from then on, and nothing else. So it
-is asked for errors whenever it has done something, and the request fails by name (`StructureError`). So it does
-if its grammar takes too much processor time (`effort`).
+is asked for errors whenever it has done something, and the request fails by name (`StructureError`). So it
+does if its grammar takes too much processor time (`effort`).
 
-Owned by the engine's thread; between `MaskFiller.start` and `take`, and while it `is_busy`, by the thread that
-fills masks.
+Owned by the engine's thread; between `MaskFiller.start` and `take`, and while it `is_busy`, by the thread
+that fills masks.
 """
 
 from __future__ import annotations

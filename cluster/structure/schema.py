@@ -31,9 +31,10 @@ KEYWORDS = frozenset((
 ))  # fmt: skip
 # Other formats say nothing about validity, as the specification has it unless a schema's dialect says more.
 FORMATS = frozenset((
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid",
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
 ))  # fmt: skip
 _SCHEMA = ("object", "boolean")
+# Types of JSON, by keyword: of its value, and of what is in that
 _KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*_MAPS, "dependentRequired"), ("object",)),
     **dict.fromkeys(("anyOf", "allOf", "oneOf", "prefixItems", "enum", "required", "examples"), ("array",)),
@@ -49,11 +50,11 @@ _KINDS: dict[str, tuple[str, ...]] = {
     "multipleOf": ("number",),
     **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), ("number", "boolean")),
     "uniqueItems": ("boolean",),
-}  # of JSON, of a keyword's value
+}
 _INNER_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*_MAPS, "anyOf", "allOf", "oneOf", "prefixItems", "items"), _SCHEMA),
     **dict.fromkeys(("required", "type"), ("string",)),
-}  # of what is in it
+}
 _CONTROLS = "".join(map(chr, range(0x20)))
 _OLD = ("draft-04", "draft-06", "draft-07", "2019-09")
 

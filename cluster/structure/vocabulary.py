@@ -2,8 +2,8 @@
 
 The model may have more ids than its tokenizer, because its logits are padded. No grammar allows such an id.
 
-Where a grammar forces a text, llguidance spells it with the model's tokenizer. Those tokens must decode to the
-text byte for byte, so llguidance gets a tokenizer that changes no text (`_literal`).
+Where a grammar forces a text, llguidance spells it with the model's tokenizer. Those tokens must decode to
+the text byte for byte, so llguidance gets a tokenizer that changes no text (`_literal`).
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ async def test_quick_structures_do_not_wait_for_slow_ones_of_their_tenant(checke
             may_end.wait(10)
         return Checked("too long", is_out_of_time=True)
 
-    for lane in (checker._quick, checker._slow):
-        lane.process.ask = ask  # type: ignore[method-assign]
+    for queue in (checker._quick, checker._slow):
+        queue.process.ask = ask  # type: ignore[method-assign]
     slow = [asyncio.create_task(checker.check(of_regex(f"slow {i}"), "")) for i in range(30)]
     await asyncio.sleep(0)
     await checker.check(of_regex("quick"), "")
