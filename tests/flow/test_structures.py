@@ -175,3 +175,36 @@ async def test_other_answers_go_on_while_a_mask_is_filled(monkeypatch: pytest.Mo
         held.run_one()
         ((text, reason),) = await slow
         assert len(text) == 3 and reason == "stop"
+
+
+def called(schema: Any, **fields: Any) -> dict[str, Any]:
+    function = {"name": "order", "parameters": schema, **fields}
+    return {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "seed": 1,
+    }
+
+
+async def test_tools_that_are_not_strict_may_have_any_schema():
+    kinds = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "maxItems": 2}
+    code = {"type": "string", "pattern": "^(?!x)[a-z]+$", "maxLength": 3}
+    schema = {
+        "type": "object",
+        "properties": {"kinds": kinds, "code": code},
+        "required": ["kinds", "code"],
+        "additionalProperties": False,
+    }
+    wrong = {"type": "object", "patternProperties": [3]}
+    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+        body = {"model": "demo", **ASKED, **called(schema)}
+        response = await client.post("/v1/chat/completions", json=body)
+        (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        assert set(arguments["kinds"]) <= {"a", "b"} and len(arguments["code"]) <= 3
+        for fields in (called(schema, strict=True), called(wrong), called(wrong, strict=True)):
+            refused = await client.post("/v1/chat/completions", json={"model": "demo", **ASKED, **fields})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "tools[0].function.parameters"
