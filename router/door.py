@@ -248,10 +248,14 @@ class Door:
         """With the structure of its calls of tools, if they are constrained. Raises ClusterError."""
         if not needs_structure(call):
             return call
-        for structure in await self._off_loop(self._formats.structures, call, prompt.prompt.token_ids):
-            await self._structures.check(structure, call.tenant)
-            call = msgspec.structs.replace(call, structure=structure)
-        return call
+        held = await self._off_loop(self._formats.held, call)
+        for idx, function in enumerate(held):
+            checked = await self._structures.check(function.structure, call.tenant)
+            held[idx] = msgspec.structs.replace(function, schema=checked.text)
+        if not held:
+            return call
+        structure = await self._off_loop(self._formats.structure, call, held, prompt.prompt.token_ids)
+        return msgspec.structs.replace(call, structure=await self._structures.check(structure, call.tenant))
 
     async def prepare(self, call: ChatCall, timeline: RequestTimeline) -> PreparedPrompt:
         """What `chat` generates from; to be released. Raises ClusterError."""

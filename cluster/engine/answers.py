@@ -43,8 +43,14 @@ class Answers:
         self._window = window
 
     def next(self, max_sequences: int) -> list[LanguageRequest]:
-        """Those that the next step continues."""
-        return select_batch(self.running, max_sequences)
+        """Those that the next step continues. Not one whose structure takes its time."""
+        structured = [request for request in self.running if request.request.structure is not None]
+        waiting = {request.request_id for request in structured if not self._may_draw(request)}
+        return select_batch(self.running, max_sequences, waiting)
+
+    def _may_draw(self, request: LanguageRequest) -> bool:
+        """False also if the request has failed."""
+        return self._blame.run(request.request_id, self._held.runner.may_draw, request) or False
 
     def with_blocks(self, batch: Sequence[LanguageRequest]) -> list[LanguageRequest]:
         """Those that have blocks for this step's tokens and drafts. Newer requests may be preempted for
@@ -77,12 +83,17 @@ class Answers:
         self._held.counts.run(request)
 
     def advance(self, request: LanguageRequest, result: WorkResult) -> None:
-        """A step has drawn these tokens, per live choice."""
+        """A step has drawn these tokens, per live choice. None for a choice that has to be drawn again: see
+        `ConstraintMasks`."""
+        if not any(result.tokens):
+            return
         step_s = request.take_first_step_s(self._clock.now())
         choices = request.live_choices
         for choice, drawn, logprobs in zip(
             choices, result.tokens, result.logprobs or [()] * len(choices), strict=True
         ):
+            if not drawn:
+                continue
             finish_reason, first_new = None, len(choice.token_ids)
             for token_id in drawn:
                 finish_reason = choice.append(token_id)

@@ -36,16 +36,24 @@ class Constraint(Protocol):
 
     def drafts(self, guessed: Sequence[int], limit: int) -> list[int]:
         """The tokens that follow for certain, if there are any, at most `limit`. Otherwise the longest prefix
-        of the guessed ones that may come."""
+        of the guessed ones that may come. May be none."""
         ...
 
 
 class ConstraintMasks(Protocol):
-    """Makes constraints and fills their masks. In each step: `start`, the forward, `take`. A step that fails
-    is repeated from `start`, and nothing of the failed one is taken."""
+    """Makes constraints and fills their masks. In each step: `may_draw`, `start`, the forward, `take`. A step
+    that fails is repeated from `start`, and nothing of the failed one is taken.
+
+    A mask may be late. Then its choice gets no token in this step, and no step has it until the mask is
+    there: the tokens are the same, and other requests do not wait."""
 
     def constraint(self, request: GenerateRequest, generated: Sequence[int]) -> Constraint | None:
         """Of a choice that has these tokens already. None: any token may come."""
+        ...
+
+    def may_draw(self, constraint: Constraint) -> bool:
+        """Whether the next step can draw for it. If not, the engine's thread is called when that changes.
+        Raises what ends its request."""
         ...
 
     def start(self, wanted: Sequence[tuple[Constraint, Sequence[int]]]) -> None:
@@ -53,10 +61,10 @@ class ConstraintMasks(Protocol):
         Should not wait; may fill them on another thread while the forward runs."""
         ...
 
-    def take(self) -> np.ndarray:
+    def take(self) -> tuple[np.ndarray, frozenset[int]]:
         """[masks, words] int32: 1 + number of drafts for each constraint, in the order of `start`. Token t
         may be drawn if bit t % 32 of word t // 32 is set. Nothing is drawn from masks behind a draft that may
-        not come. Waits until all are filled."""
+        not come. And the indices of constraints whose masks are late. Waits for a moment only."""
         ...
 
 

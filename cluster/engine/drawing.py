@@ -26,6 +26,7 @@ from torch import Tensor
 
 from cluster.engine.draw_state import ConstraintMasks, DrawState
 from cluster.engine.state import AnswerChoice, LanguageRequest
+from cluster.errors import InternalError
 from cluster.model.changes import add_bias, allow, apply_masks, forbid, guide, penalize
 from cluster.model.logprobs import RawLogprobs
 from cluster.model.sampling import sample
@@ -39,6 +40,7 @@ class Drawn:
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index of the token, where wanted
     complete: frozenset[int] = frozenset()  # indices of first tokens with which a choice is complete
+    late: frozenset[int] = frozenset()  # indices at which a choice begins whose tokens mean nothing
 
     def logprobs_of(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
         """Of tokens [start, end), of one request; empty if it does not want them."""
@@ -94,8 +96,9 @@ class Drawer:
             first += len(choice.drafts) + 1
             raw += (len(choice.drafts) + 1) * len(request.request.prompts)
         logprobs = _raw_logprobs(logits, changed)
-        tokens = sample(self._changed(logits, changed), params, positions)
-        return Drawn(tokens, logprobs.of(range(len(tokens)), tokens))
+        logits, late = self._changed(logits, changed)
+        tokens = sample(logits, params, positions)
+        return Drawn(tokens, logprobs.of(range(len(tokens)), tokens), late=late)
 
     def first_tokens(self, requests: Sequence[LanguageRequest]) -> Drawn:
         """A token behind the prompt for each choice of each request, all of whose prompts are computed.
@@ -111,7 +114,9 @@ class Drawer:
         sequences = [sequence for request in requests for sequence in request.sequences]
         logits = torch.cat([each.last_logits for each in sequences if each.last_logits is not None])
         logprobs = _raw_logprobs(logits, changed)
-        logits = self._changed(logits, changed)
+        logits, late = self._changed(logits, changed)
+        if late:  # the mask at the beginning of an answer is made with its grammar
+            raise InternalError("a request has no mask for its first token")
         row_of = [row for row, request in enumerate(requests) for _ in request.request.sampling]
         params = [sampling for request in requests for sampling in request.request.sampling]
         positions = [requests[row].main.num_prompt_tokens for row in row_of]
@@ -123,6 +128,15 @@ class Drawer:
             if (constraint := constraints.get(row)) is not None and constraint.completes(tokens[i])
         )
         return Drawn(tokens, logprobs.of(row_of, tokens), complete)
+
+    def may_draw(self, request: LanguageRequest) -> bool:
+        """Whether a step can draw for all its choices. Raises what ends the request."""
+        if self._masks is None:
+            return True
+        states = [choice.draw_state for choice in request.live_choices]
+        constraints = [state.constraint for state in states if state is not None]
+        may_draw = [self._masks.may_draw(each) for each in constraints if each is not None]
+        return all(may_draw)
 
     def constrain(self, request: LanguageRequest) -> None:
         """The request has a structure, which is known to the masks; no choice has a token yet."""
@@ -140,8 +154,9 @@ class Drawer:
         prompt = request.request.prompt
         return DrawState(request.request, prompt.token_ids[prompt.num_asked :], self._masks)
 
-    def _changed(self, logits: Tensor, changed: Sequence[_Rows]) -> Tensor:
-        """[rows that are drawn from, V]. May change `logits`."""
+    def _changed(self, logits: Tensor, changed: Sequence[_Rows]) -> tuple[Tensor, frozenset[int]]:
+        """[rows that are drawn from, V], and the first rows of choices whose masks are late. May change
+        `logits`."""
         logits = _guided(logits, changed)
         rows = [(row, each.state) for each in changed for row in each.rows]
         counts = [
@@ -154,10 +169,16 @@ class Drawer:
         penalize(logits, counts)
         forbid(logits, [forbidden for each in changed for forbidden in each.forbidden()])
         allow(logits, [(row, state.allowed) for row, state in rows if len(state.allowed)])
-        masked = [row for row, state in rows if state.constraint is not None]
-        if masked and self._masks is not None:
-            apply_masks(logits, masked, self._masks.take())
-        return logits
+        masked = [each for each in changed if each.state.constraint is not None]
+        if not masked or self._masks is None:
+            return logits, frozenset()
+        masks, late = self._masks.take()
+        known = [(row, i not in late) for i, each in enumerate(masked) for row in each.rows]
+        if late:
+            masks = masks[[is_known for _, is_known in known]]
+        if len(masks):
+            apply_masks(logits, [row for row, is_known in known if is_known], masks)
+        return logits, frozenset(masked[i].first for i in late)
 
 
 def _start(masks: ConstraintMasks, states: Sequence[tuple[DrawState, Sequence[int]]]) -> None:

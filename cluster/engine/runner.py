@@ -61,6 +61,10 @@ class LanguageRunner:
         """See `Drawer.constrain`."""
         self._drawer.constrain(request)
 
+    def may_draw(self, request: LanguageRequest) -> bool:
+        """See `Drawer.may_draw`."""
+        return self._drawer.may_draw(request)
+
     def propose(self, requests: Sequence[LanguageRequest]) -> None:
         """Sets the drafts of every live choice: of speculation, or what its constraint forces. Choices with
         guidance get none: their two sequences advance one token at a time."""
@@ -171,8 +175,8 @@ class LanguageRunner:
         start = 0
         for _, choice in choices:
             drafts, end = choice.drafts, start + len(choice.drafts) + 1
-            tokens = accept(drafts, drawn.tokens[start:end])
-            if drafts and self._speculator is not None:
+            tokens = [] if start in drawn.late else accept(drafts, drawn.tokens[start:end])
+            if tokens and drafts and self._speculator is not None:
                 self.num_drafted += len(drafts)
                 self.num_accepted += len(tokens) - 1
                 self._speculator.observe(choice.request_id, len(drafts), len(tokens) - 1)

@@ -14,7 +14,7 @@ head. No request is preempted for ever, unless requests of better classes never 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol, TypeVar
 
 
@@ -41,20 +41,28 @@ class RunningRequest(Protocol):
 R = TypeVar("R", bound=RunningRequest)
 
 
-def select_batch(running: deque[R], max_batch_requests: int) -> list[R]:
+def select_batch(running: deque[R], max_batch_requests: int, waiting: Collection[str] = ()) -> list[R]:
     """The next batch: at most `max_batch_requests` sequences, in rotation. If more requests run, the chosen
-    ones go to the back.
+    ones go to the back. `waiting`: ids of requests that no step can continue now; they keep their turn.
 
-    A request with more sequences than that runs alone. No request is skipped: a request of n sequences leaves
-    at most n - 1 places empty in the step before its own."""
+    A request with more sequences than that runs alone. No other request is skipped: a request of n sequences
+    leaves at most n - 1 places empty in the step before its own."""
     batch: list[R] = []
     num_sequences = 0
-    for request in running:
+    able = [request for request in running if request.request_id not in waiting] if waiting else running
+    for request in able:
         num_sequences += request.num_sequences
         if batch and num_sequences > max_batch_requests:
             break
         batch.append(request)
-    if len(batch) < len(running):
+    if len(batch) == len(able):
+        return batch
+    if waiting:
+        chosen = {request.request_id for request in batch}
+        rest = [request for request in running if request.request_id not in chosen]
+        running.clear()
+        running.extend([*rest, *batch])
+    else:
         running.rotate(-len(batch))
     return batch
 

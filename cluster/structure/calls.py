@@ -17,7 +17,7 @@ import msgspec
 from cluster.structure.grammar import WHITESPACE
 from cluster.structure.matcher import StructureError
 from cluster.structure.schema import held_schema
-from cluster.types.structure import Structure
+from cluster.types.structure import Structure, StructureKind
 
 _PLACES = re.compile(r"\$(name|arguments)")
 
@@ -55,6 +55,18 @@ class HeldFunction(msgspec.Struct, frozen=True):
     schema: str  # JSON schema of the arguments, as JSON
     param: str  # the field of the request that has it; errors name it
     is_strict: bool = False  # words that are no keywords of JSON Schema are refused
+    is_loose: bool = False  # the schema is what can be held of another one
+
+    @property
+    def structure(self) -> Structure:
+        """Its arguments alone."""
+        return Structure(
+            StructureKind.JSON_SCHEMA,
+            self.schema,
+            self.param,
+            is_strict=self.is_strict,
+            is_loose=self.is_loose,
+        )
 
 
 class CallGrammar:
@@ -146,6 +158,5 @@ def _schema(text: str, param: str, rules: HeldFunction | Structure) -> str:
         raise StructureError(f"{param}: {error.message}", param=param) from None
     is_compact = isinstance(rules, Structure) and rules.is_compact
     blanks = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITESPACE}
-    return json.dumps(
-        {"x-guidance": {**blanks, "coerce_one_of": False, "lenient": False}, **json.loads(held)}
-    )
+    options = {**blanks, "coerce_one_of": rules.is_loose, "lenient": False}
+    return json.dumps({"x-guidance": options, **json.loads(held)})

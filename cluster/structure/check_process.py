@@ -1,14 +1,15 @@
 """The process in which a door has structures compiled before any worker hears of them.
 
-    door → here  VocabularySource, once; then one Structure at a time
+    door → here  VocabularySource, once; then one Order at a time
     here → door  Checked, also when the vocabulary is loaded
 
 Each structure is compiled in a fork of this process, which has the vocabulary: exactly what a worker will do,
 with a limit of processor time and of memory. A structure that takes too long, needs too much or crashes the
 library ends its fork alone. A regular expression of a few characters can do each of these.
 
-The process imports neither torch nor transformers, opens no file and no address. It ends when its socket
-ends, also when the door is killed.
+The process imports neither torch nor transformers, opens no file and no address, and knows no secrets. Its
+forks are confined as openers of media are (`cluster.media.confinement`). It ends when its socket ends, also
+when the door is killed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from typing import BinaryIO
 
 import msgspec
 
 from cluster.errors import ClusterError
-from cluster.structure.grammar import compile_structure
-from cluster.structure.matcher import Matcher
+from cluster.media.confinement import Confinement
+from cluster.structure.grammar import compile_structure, loosened_structure
+from cluster.structure.matcher import Matcher, StructureError
 from cluster.structure.vocabulary import Vocabulary, VocabularySource
 from cluster.types.structure import Structure
 
@@ -36,74 +40,102 @@ HEADER_BYTES = 4  # length of a frame, little endian
 CPU_S = 0.7  # of one structure; 2,000 schemas like those that clients send take 5 ms each at most
 WALL_S = 10.0  # on a machine that is busy with other work
 MAX_BYTES = 1 << 30  # of address space, beside what the vocabulary has
-NUM_PROBES, PROBE_TOKENS = 4, 24
+PROBE_TOKENS = (128, 24, 24, 24)  # of the answers that are begun
 STACK_BYTES = 4 << 20  # half of what the threads of workers have
 NICENESS = 10
 
 
+class Order(msgspec.Struct, frozen=True):
+    structure: Structure
+    cpu_s: float = CPU_S
+
+
 class Checked(msgspec.Struct, frozen=True):
     error: str | None = None  # why it is refused
+    text: str | None = None  # of the structure that is held, if that is not the same one: it was loose
+    left_out: list[str] = []  # what of it is not held
+    is_out_of_time: bool = False  # it may be held if there is more time
 
 
-def framed(message: VocabularySource | Structure | Checked) -> bytes:
+def framed(message: VocabularySource | Order | Checked) -> bytes:
     payload = msgspec.msgpack.encode(message)
     return len(payload).to_bytes(HEADER_BYTES, "little") + payload
 
 
-def check(structure: Structure, vocabulary: Vocabulary) -> str | None:
-    """Compiles it in a fork. Why it is refused; None: it can be used."""
+def check(order: Order, vocabulary: Vocabulary) -> Checked:
+    """Compiles it in a fork."""
     reading, writing = os.pipe()
+    own = os.getpid()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _compile_and_exit(structure, vocabulary, writing)
+        _compile_and_exit(order, vocabulary, writing, own)
     os.close(writing)
     with open(reading, "rb", buffering=0) as pipe:
         has_ended, _, _ = select.select([pipe], [], [], WALL_S)
-        answer = pipe.read(1 << 16) if has_ended else b""
+        answer = pipe.readall() if has_ended else b""
     if not answer:
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     if answer:
-        return answer[1:].decode() or None
+        return msgspec.msgpack.decode(answer, type=Checked)
     if not has_ended or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
-        return "it takes too long to compile"
-    return "it needs too much memory or is nested too deeply"
+        return Checked("it takes too long to compile", is_out_of_time=True)
+    return Checked("it needs too much memory or is nested too deeply")
 
 
-def _compile_and_exit(structure: Structure, vocabulary: Vocabulary, writing: int) -> None:
+def _compile_and_exit(order: Order, vocabulary: Vocabulary, writing: int, forked_by: int) -> None:
     """In the fork, which ends here whatever happens."""
     try:
         os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MAX_BYTES,) * 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says when it ends a process
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, order.cpu_s)  # its signal ends the process
         threading.stack_size(STACK_BYTES)
-        thread = threading.Thread(target=_compile, args=(structure, vocabulary, writing))
+        Confinement(forked_by)
+        thread = threading.Thread(target=_compile, args=(order, vocabulary, writing))
         thread.start()
         thread.join()
     finally:
         os._exit(0)
 
 
-def _compile(structure: Structure, vocabulary: Vocabulary, writing: int) -> None:
-    error = ""
+def _compile(order: Order, vocabulary: Vocabulary, writing: int) -> None:
+    structure = order.structure
     try:
-        _probe(Matcher(compile_structure(structure, vocabulary), vocabulary, (vocabulary.end_id,)))
+        held, left_out = loosened_structure(structure, vocabulary) if structure.is_loose else (structure, [])
+        root = Matcher(compile_structure(held, vocabulary), vocabulary, (vocabulary.end_id,))
+        _probe(root, order.cpu_s / 2)
+        checked = Checked(text=held.text if left_out else None, left_out=left_out)
     except ClusterError as refusal:
-        error = refusal.message
-    os.write(writing, b"=" + error.encode()[:4096])
+        checked = Checked(refusal.message[:4096])
+    answer = memoryview(msgspec.msgpack.encode(checked))
+    while answer:
+        answer = answer[os.write(writing, answer) :]
 
 
-def _probe(root: Matcher) -> None:
-    """The beginnings of some answers. Raises StructureError if a limit is reached there."""
-    dice = random.Random(0)
-    for _ in range(NUM_PROBES):
-        matcher, num_tokens = root.copy(), 0
-        while not matcher.is_complete and num_tokens < PROBE_TOKENS:
-            matcher.accept(int(dice.choice(matcher.allowed())))
-            num_tokens += 1
+def _probe(root: Matcher, cpu_s: float) -> None:
+    """The beginnings of some answers. Raises StructureError if a limit is reached there, or if each token
+    takes longer than those before it until there is no time left."""
+    dice, began = random.Random(0), time.process_time()
+    for max_tokens in PROBE_TOKENS:
+        matcher, ends = root.copy(), [time.process_time()]
+        while not matcher.is_complete and len(ends) <= max_tokens:
+            allowed = matcher.allowed()
+            goes_on = allowed[allowed != root.end_id]
+            matcher.accept(int(dice.choice(goes_on if len(goes_on) else allowed)))
+            ends.append(time.process_time())
+            if ends[-1] - began > cpu_s:
+                return _check_growth(ends)
+
+
+def _check_growth(ends: Sequence[float]) -> None:
+    """`ends`: when the first token was begun, and when each one was over. Raises StructureError if the later
+    half of them took more than twice the time of the earlier one."""
+    middle = ends[len(ends) // 2]
+    if ends[-1] - middle > 2 * (middle - ends[0]) and len(ends) >= 8:
+        raise StructureError("the structure is too complex: it takes longer with every token")
 
 
 def _address_space() -> int:
@@ -123,7 +155,7 @@ def serve(stream: BinaryIO) -> None:
     stream.write(framed(answer))
     stream.flush()
     while vocabulary is not None and (payload := _received(stream)) is not None:
-        stream.write(framed(Checked(check(msgspec.msgpack.decode(payload, type=Structure), vocabulary))))
+        stream.write(framed(check(msgspec.msgpack.decode(payload, type=Order), vocabulary)))
         stream.flush()
 
 

@@ -55,7 +55,7 @@ class GrammarCompiler:
         """`load` is called once, on the thread that compiles."""
         self._load = load
         self._clock = clock
-        self._executor = executor or ThreadPoolExecutor(1, "structure", _yield_to_others)
+        self._executor = executor or ThreadPoolExecutor(1, "structure", yield_to_others)
         self._call: Call = lambda function, *args: function(*args)
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
@@ -120,6 +120,6 @@ class GrammarCompiler:
             self._num_chars -= len(oldest[1])
 
 
-def _yield_to_others() -> None:
+def yield_to_others() -> None:
     """Threads that compute steps go first."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

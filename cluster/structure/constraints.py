@@ -2,6 +2,7 @@
 
     prepare      a request has come; `ready` is called when its grammar is here
     constraint   of one of its choices: a matcher behind the tokens that the choice has
+    may_draw     whether a step can draw for a choice now
     start, take  the masks of a step
     forget       the request has ended
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from cluster.errors import ClusterError
 from cluster.structure.compiler import Call, Grammar, GrammarCompiler
+from cluster.structure.effort import Effort
 from cluster.structure.masks import MaskFiller, Wanted
 from cluster.structure.matcher import Matcher
 from cluster.types.request import GenerateRequest
@@ -26,15 +28,16 @@ Ready = Callable[[str, ClusterError | None], None]
 
 
 class Constraints:
-    def __init__(self, compiler: GrammarCompiler):
+    def __init__(self, compiler: GrammarCompiler, filler: MaskFiller | None = None):
         self._compiler = compiler
-        self._filler = MaskFiller()
+        self._filler = filler or MaskFiller()
         self._starts: dict[str, Matcher | None] = {}  # by request id; None: its grammar is not here yet
         self._num_words = 0
 
     def attach(self, call: Call) -> None:
         """`call(function, *args)` runs it on the engine's thread."""
         self._compiler.attach(call)
+        self._filler.attach(call)
 
     def close(self) -> None:
         self._compiler.close()
@@ -80,15 +83,19 @@ class Constraints:
             matcher.accept(token_id)
         return matcher
 
+    def may_draw(self, matcher: Matcher) -> bool:
+        return self._filler.may_draw(matcher)
+
     def start(self, wanted: Wanted) -> None:
         self._filler.start(wanted, self._num_words)
 
-    def take(self) -> np.ndarray:
+    def take(self) -> tuple[np.ndarray, frozenset[int]]:
         return self._filler.take()
 
 
 def _start(grammar: Grammar, request: GenerateRequest, structure: Structure) -> Matcher:
-    matcher = grammar.root.copy(grammar.vocabulary.ends(request.stop.stop_token_ids), structure.param)
+    ends = grammar.vocabulary.ends(request.stop.stop_token_ids)
+    matcher = grammar.root.copy(ends, structure.param, Effort())
     if matcher.mask is not None:
         matcher.mask = matcher.mask.copy()
         matcher.put_ends(matcher.mask)
@@ -100,4 +107,5 @@ def _behind(matcher: Matcher, request: GenerateRequest) -> Matcher:
     for token_id in prompt.token_ids[len(prompt.token_ids) - prompt.num_generated :]:
         matcher.accept(token_id)
     matcher.make_mask()
+    matcher.effort.forgive()
     return matcher

@@ -7,9 +7,11 @@ An answer ends in one of three ways:
 * `max_tokens`.
 
 A matcher that runs into a limit of llguidance would allow the end token from then on, and nothing else. So it
-is asked for errors whenever it has done something, and the request fails by name (`StructureError`).
+is asked for errors whenever it has done something, and the request fails by name (`StructureError`). So it
+does if its grammar takes too much processor time (`effort`).
 
-Owned by the engine's thread; between `MaskFiller.start` and `take`, by the thread that fills masks.
+Owned by the engine's thread; between `MaskFiller.start` and `take`, and while it `is_busy`, by the thread
+that fills masks.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cluster.errors import RequestError
+from cluster.structure.effort import Effort
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -38,41 +41,55 @@ class StructureError(RequestError):
 
 class Matcher:
     def __init__(
-        self, native: LLMatcher, vocabulary: Vocabulary, ends: tuple[int, ...] = (), param: str = ""
+        self,
+        native: LLMatcher,
+        vocabulary: Vocabulary,
+        ends: tuple[int, ...] = (),
+        param: str = "",
+        effort: Effort | None = None,
     ):
         """`ends`: the tokens that may end a complete answer, in place of the vocabulary's `end_id`. `param`:
-        field of the request, for errors."""
+        field of the request, for errors. `effort`: of the request."""
         self.native = native
+        self.effort = effort or Effort()
         self.is_complete = False
         self.mask: np.ndarray | None = None  # [num_words] int32 of the tokens that may come, if it is known
+        self.is_slow = False  # no step waits for its next mask
+        self.is_busy = False  # its next mask is being filled, and no step waits for it
+        self.error: Exception | None = None  # why it has no next mask
         self._vocabulary = vocabulary
-        self._end_id = vocabulary.end_id
+        self.end_id = vocabulary.end_id
         self._ends = ends
         self._param = param
 
-    def copy(self, ends: tuple[int, ...] | None = None, param: str | None = None) -> Matcher:
-        """One that goes its own way from here. `ends`, `param`: other ones."""
+    def copy(
+        self, ends: tuple[int, ...] | None = None, param: str | None = None, effort: Effort | None = None
+    ) -> Matcher:
+        """One that goes its own way from here. `ends`, `param`, `effort`: other ones."""
         copied = Matcher(
             self.native.deep_copy(),
             self._vocabulary,
             self._ends if ends is None else ends,
             self._param if param is None else param,
+            effort or self.effort,
         )
-        copied.is_complete, copied.mask = self.is_complete, self.mask
+        copied.is_complete, copied.mask, copied.is_slow = self.is_complete, self.mask, self.is_slow
         return copied
 
     def accept(self, token_id: int) -> None:
         """The answer has got this token. Raises StructureError."""
         self.mask = None
-        if token_id == self._end_id or token_id in self._ends:
+        if token_id == self.end_id or token_id in self._ends:
             self.is_complete = True
             return
+        began = self.effort.timer()
         if not self.native.consume_token(token_id):
             raise StructureError(
                 f"the answer cannot go on under its structure: {one_line(self.native.get_error())}",
                 param=self._param,
             )
         self.is_complete = self.native.is_stopped()
+        self.is_slow |= self.effort.spend_in_step(began)
         self.check()
 
     def completes(self, token_id: int) -> bool:
@@ -89,9 +106,15 @@ class Matcher:
 
     def drafts(self, guessed: Sequence[int], limit: int) -> list[int]:
         """The tokens that follow for certain, if there are any: at most `limit`, and not more than a step
-        should have. Otherwise the longest prefix of the guessed ones that the grammar allows."""
+        should have. Otherwise the longest prefix of the guessed ones that the grammar allows. None if that is
+        slow: no step waits for it."""
+        if self.is_slow:
+            return []
+        began = self.effort.timer()
         forced = self.native.compute_ff_tokens()[: min(limit, MAX_FORCED)] if limit > 0 else []
-        return forced or self.legal(guessed)
+        drafts = forced or self.legal(guessed)
+        self.is_slow |= self.effort.spend_in_step(began)
+        return drafts
 
     def legal(self, drafts: Sequence[int]) -> list[int]:
         """The longest prefix of the drafts that the grammar allows."""
@@ -100,6 +123,10 @@ class Matcher:
 
     def check(self) -> None:
         """Raises StructureError if a limit was reached."""
+        if self.effort.is_spent:
+            raise StructureError(
+                "the structure is too complex: it takes too much processor time", param=self._param
+            )
         if self.native.is_error():
             raise StructureError(
                 f"the structure is too complex: {one_line(self.native.get_error())}", param=self._param
@@ -108,7 +135,9 @@ class Matcher:
     def make_mask(self) -> None:
         """Sets `mask`, on the caller's thread. Raises StructureError."""
         mask = np.zeros(self._vocabulary.num_words, dtype=np.int32)
+        began = self.effort.timer()
         self.native.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.is_slow = self.effort.spend_aside(began)
         self.check()
         self.put_ends(mask)
         self.mask = mask
@@ -117,15 +146,15 @@ class Matcher:
         """mask: [num_words] int32 as llguidance filled it. Its end token becomes those of the request. If
         there are none, an answer that may end or go on goes on; one that can only end gets llguidance's."""
         words = mask.view(np.uint32)
-        if not _has(words, self._end_id):
+        if not _has(words, self.end_id):
             return
-        if self._end_id not in self._ends:
-            _flip(words, self._end_id)
+        if self.end_id not in self._ends:
+            _flip(words, self.end_id)
         for token_id in self._ends:
             if not _has(words, token_id):
                 _flip(words, token_id)
         if not words.any():
-            _flip(words, self._end_id)
+            _flip(words, self.end_id)
 
 
 def one_line(message: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from cluster.structure.matcher import StructureError
@@ -28,6 +29,32 @@ KEYWORDS = frozenset((
     "minimum", "multipleOf", "oneOf", "pattern", "patternProperties", "prefixItems", "properties",
     "readOnly", "required", "title", "type", "writeOnly",
 ))  # fmt: skip
+# Other formats say nothing about validity, as the specification has it unless a schema's dialect says more.
+FORMATS = frozenset((
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+))  # fmt: skip
+_SCHEMA = ("object", "boolean")
+# Types of JSON, by keyword: of its value, and of what is in that
+_KINDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*_MAPS, "dependentRequired"), ("object",)),
+    **dict.fromkeys(("anyOf", "allOf", "oneOf", "prefixItems", "enum", "required", "examples"), ("array",)),
+    **dict.fromkeys((*_SCHEMAS, "propertyNames"), _SCHEMA),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), _SCHEMA),
+    "items": ("object", "boolean", "array"),
+    "type": ("string", "array"),
+    **dict.fromkeys(
+        ("$anchor", "$comment", "$id", "$ref", "$schema", "format", "id", "pattern"), ("string",)
+    ),
+    **dict.fromkeys(("maxItems", "maxLength", "maxProperties", "maxContains", "maximum"), ("number",)),
+    **dict.fromkeys(("minItems", "minLength", "minProperties", "minContains", "minimum"), ("number",)),
+    "multipleOf": ("number",),
+    **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), ("number", "boolean")),
+    "uniqueItems": ("boolean",),
+}
+_INNER_KINDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*_MAPS, "anyOf", "allOf", "oneOf", "prefixItems", "items"), _SCHEMA),
+    **dict.fromkeys(("required", "type"), ("string",)),
+}
 _CONTROLS = "".join(map(chr, range(0x20)))
 _OLD = ("draft-04", "draft-06", "draft-07", "2019-09")
 
@@ -36,12 +63,35 @@ def held_schema(text: str, *, is_strict: bool) -> str:
     """The schema that llguidance is given for this one: no answer is valid under it and not under this one.
     Raises StructureError, which names the keyword and its place."""
     schema = json.loads(text)
+    check_types(schema)
     draft = schema.get("$schema", "")
     for path, part in _parts(schema):
         _check(path or "/", part, str(draft), is_strict)
-        if isinstance(part.get("pattern"), str):
+        if part.get("format") not in FORMATS:
+            part.pop("format", None)
+        if "pattern" in part:
             part["pattern"] = without_controls(part["pattern"])
     return json.dumps(schema, ensure_ascii=False)
+
+
+def check_types(schema: Any) -> None:
+    """Raises StructureError for a keyword whose value is of a type that it cannot have."""
+    if not isinstance(schema, dict):
+        raise StructureError("a schema is an object")
+    for path, part in _parts(schema):
+        for keyword, value in part.items():
+            if (kinds := _KINDS.get(keyword)) is not None and _kind(value) not in kinds:
+                raise StructureError(f"{path or '/'}: the value of '{keyword}' is of the wrong type")
+            if (kinds := _INNER_KINDS.get(keyword)) is not None:
+                inner = value.values() if keyword in _MAPS else value if isinstance(value, list) else ()
+                if any(_kind(each) not in kinds for each in inner):
+                    raise StructureError(f"{path or '/'}: a value in '{keyword}' is of the wrong type")
+
+
+def _kind(value: Any) -> str:
+    """The type of a JSON value."""
+    kinds = (("boolean", bool), ("number", int | float), ("string", str), ("array", list), ("object", dict))
+    return next((name for name, kind in kinds if isinstance(value, kind)), "null")
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -73,12 +123,9 @@ def _check(path: str, part: dict[str, Any], draft: str, is_strict: bool) -> None
             raise StructureError(f"{path}: '{key}' is a number, unless '$schema' is that of draft 4")
     if isinstance(part.get("items"), list) and not any(name in draft for name in _OLD):
         raise StructureError(f"{path}: 'items' is a schema; 'prefixItems' is a list of schemas")
-    required = part.get("required", [])
-    if not isinstance(required, list):
-        raise StructureError(f"{path}: 'required' is a list of names")
+    required = part.get("required", ())
     # Names under additionalProperties and patternProperties may repeat; a reader counts them once.
-    least = part.get("minProperties", 0)
-    if isinstance(least, int | float) and least > max(1, len(required)):
+    if part.get("minProperties", 0) > max(1, len(required)):
         raise StructureError(f"{path}: 'minProperties' may be at most the number of required properties")
     for pattern in part.get("patternProperties", ()):
         if without_controls(pattern) != pattern:
@@ -123,6 +170,7 @@ def _classes(pattern: str) -> Iterator[tuple[int, int]]:
             at += 1
 
 
+@lru_cache(4096)
 def _is_held(found: str) -> bool:
     """Whether llguidance holds this class in a JSON string. False if it is not known."""
     try:

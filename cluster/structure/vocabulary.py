@@ -1,10 +1,14 @@
 """The tokens of a model, as grammars see them: each is a string of bytes, or special and then no text.
 
 The model may have more ids than its tokenizer, because its logits are padded. No grammar allows such an id.
+
+Where a grammar forces a text, llguidance spells it with the model's tokenizer. Those tokens must decode to
+the text byte for byte, so llguidance gets a tokenizer that changes no text (`_literal`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -42,6 +46,12 @@ class VocabularySource(msgspec.Struct, frozen=True):
         return cls(backend.to_str(), num_ids, end_ids)
 
 
+# Of models that name no end token. llguidance knows them, too, but not by these names (`_literal`).
+_USUAL_ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>")
+_SPACE = "\u2581"  # how SentencePiece writes a space
+_NOWHERE = "\U0010fffe"  # a noncharacter, which no text has
+
+
 class Vocabulary:
     """Any thread, once it is made."""
 
@@ -49,11 +59,18 @@ class Vocabulary:
         """Blocks: up to a second for the largest vocabularies. Raises UnsupportedError."""
         from llguidance import LLTokenizer
 
+        tokenizer = json.loads(source.tokenizer)
+        self.special_ids: dict[str, int] = {
+            added["content"]: added["id"]
+            for added in tokenizer.get("added_tokens", ())
+            if _stands_alone(added)
+        }
+        end_ids = [*source.end_ids, *(id_ for name, id_ in self.special_ids.items() if name in _USUAL_ENDS)]
         try:
             self.native: LLTokenizer = LLTokenizer(
-                source.tokenizer,
+                _literal(tokenizer),
                 n_vocab=source.num_ids,
-                eos_token=source.end_ids[0] if source.end_ids else None,
+                eos_token=end_ids[0] if end_ids else None,
             )
         except ValueError as error:
             raise UnsupportedError(
@@ -77,3 +94,52 @@ class Vocabulary:
         allows as text."""
         native = self.native
         return tuple(i for i in stop_token_ids if i == self.end_id or native.is_special_token(i))
+
+
+def is_special(name: str, *, is_marked: bool) -> bool:
+    """Whether llguidance takes an added token as special: it stands for itself in a grammar, and never for
+    its text. Other added tokens are text. `is_marked`: the tokenizer says so."""
+    return is_marked or (name.startswith("<") and name.endswith(">"))
+
+
+def _stands_alone(added: dict[str, Any]) -> bool:
+    return is_special(added["content"], is_marked=added["special"])
+
+
+def _literal(tokenizer: dict[str, Any]) -> str:
+    """A tokenizer.json without what makes an encoded text decode to another one: Unicode normal forms, lower
+    case, stripped white space, a space in front, special tokens whose name is in the text, and a character
+    that decodes to a space. Changes `tokenizer`."""
+    tokenizer["normalizer"] = _spelling(tokenizer.get("normalizer"))
+    for step in _steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+        if step["type"] == "ByteLevel":
+            step["add_prefix_space"] = False
+    for added in tokenizer.get("added_tokens", ()):
+        if _stands_alone(added):
+            added["content"] = f"<{_NOWHERE}{added['id']}>"
+        added["lstrip"] = added["rstrip"] = False
+    text = json.dumps(tokenizer, ensure_ascii=False)
+    writes_spaces = any(
+        step["type"] == "Replace" and step["pattern"] == {"String": _SPACE}
+        for step in _steps(tokenizer.get("decoder"), "decoders")
+    )
+    return text.replace(_SPACE, _NOWHERE) if writes_spaces else text
+
+
+def _spelling(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What of a normalizer only says how a space is written in the vocabulary."""
+    kept = [
+        step
+        for step in _steps(normalizer, "normalizers")
+        if step["type"] == "ByteLevel" or (step["type"] == "Replace" and step["content"] == _SPACE)
+    ]
+    return {"type": "Sequence", "normalizers": kept} if kept else None
+
+
+def _steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as a list: those in a sequence, or the one."""
+    if step is None:
+        return []
+    return (
+        [part for each in step[key] for part in _steps(each, key)] if step["type"] == "Sequence" else [step]
+    )

@@ -12,6 +12,7 @@ import msgspec
 
 from cluster.errors import ConfigError
 from cluster.structure.calls import CallForm, CallGrammar, ReasoningForm
+from cluster.structure.vocabulary import is_special
 from cluster.text.formats import ORDER
 
 if TYPE_CHECKING:
@@ -58,7 +59,11 @@ class AnswerSyntax:
         written = "\0".join(_strings(self._template)).replace("\\", "")
         self.shown_ids = frozenset(token_id for token_id, token in added.items() if token in written)
         self.calls = family.calls
-        special_ids = {token: token_id for token_id, token in added.items()}
+        special_ids = {
+            str(token): token_id
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if is_special(str(token), is_marked=token.special)
+        }
         reasoning = family.reasoning if self.has_reasoning else None
         self.grammar = None if self.calls is None else CallGrammar(self.calls, reasoning, special_ids)
         try:

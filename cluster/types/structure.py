@@ -28,8 +28,9 @@ class Structure(msgspec.Struct, frozen=True):
     param: str = ""  # field of the request that asks for it; errors name it
     is_strict: bool = False  # JSON_SCHEMA: words that are no keywords of JSON Schema are refused
     is_compact: bool = False  # JSON_SCHEMA: no blanks between the tokens of JSON
+    is_loose: bool = False  # JSON_SCHEMA: what cannot be held is left out; a door's check says what is held
 
     @property
     def key(self) -> tuple[str, str]:
         """Equal for structures that allow the same answers because they say the same."""
-        return f"{self.kind}{self.is_strict:d}{self.is_compact:d}", self.text
+        return f"{self.kind}{self.is_strict:d}{self.is_compact:d}{self.is_loose:d}", self.text

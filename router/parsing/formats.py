@@ -53,21 +53,24 @@ class AnswerFormats:
                 param=param,
             )
 
-    def structures(self, call: ChatCall, prompt: Sequence[int]) -> list[Structure]:
-        """The structure of the answer, and before it those of the arguments, so that an error names the one
-        that it is about. Empty: the calls are not constrained. Blocks. Raises StructureError."""
+    def held(self, call: ChatCall) -> list[HeldFunction]:
+        """What is held of the arguments of each function. Each is checked alone, so that an error names the
+        one that it is about. Empty: the calls are not constrained. Blocks. Raises StructureError."""
         rules, form = call.tools, self._format(call)
         if rules is None or form is None or form.grammar is None or not needs_structure(call):
             return []
         held = [_held(function, rules) for function in rules.functions]
         if sum(len(each.schema) for each in held) > MAX_SCHEMA_CHARS:
             raise StructureError(f"tools: more than {MAX_SCHEMA_CHARS} characters of schemas", param="tools")
+        return held
+
+    def structure(self, call: ChatCall, held: Sequence[HeldFunction], prompt: Sequence[int]) -> Structure:
+        """Of the whole answer. `held`: what the check has left of `held`. Blocks. Raises StructureError."""
+        rules, form = call.tools, self._format(call)
+        if rules is None or form is None or form.grammar is None:
+            raise AssertionError("calls that are not constrained")
         text = self._grammar(form.grammar, held, rules, call.structure, self._where(form, prompt))
-        own = [
-            Structure(StructureKind.JSON_SCHEMA, each.schema, function.param, each.is_strict)
-            for function, each in zip(rules.functions, held, strict=True)
-        ]
-        return [*own, Structure(StructureKind.CALLS, text, "tools")]
+        return Structure(StructureKind.CALLS, text, "tools")
 
     def answer(
         self, call: ChatCall | CompletionCall, prompt: Sequence[int], text: AnswerText
@@ -133,7 +136,14 @@ def needs_structure(call: ChatCall) -> bool:
 
 
 def _held(function: ToolFunction, rules: ToolRules) -> HeldFunction:
-    """Beside strict functions, others only get an object."""
+    """Beside strict functions, others only get an object. What must be called and is not strict may have any
+    schema."""
     is_held = function.is_strict or rules.must_call
     schema = {"type": "object"} | (json.loads(function.parameters) if is_held else {})
-    return HeldFunction(function.name, json.dumps(schema), function.param, function.is_strict)
+    return HeldFunction(
+        function.name,
+        json.dumps(schema),
+        function.param,
+        is_strict=function.is_strict,
+        is_loose=not function.is_strict,
+    )

@@ -10,10 +10,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 
 from bench.schemas import schemas
+from cluster.structure import masks
 from router.openai.app import build_api
 from tests.fakes.structures import check_valid
+from tests.fakes.workers import ManualExecutor
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_engine_features import with_decode
 from tests.flow.test_law import cluster_args
@@ -142,3 +145,66 @@ async def test_answers_are_the_same_with_drafts_and_behind_a_preemption():
             if totals.num_preempted:
                 break
         assert totals.num_preempted and totals.num_accepted
+
+
+async def test_answers_are_the_same_when_masks_are_late(monkeypatch: pytest.MonkeyPatch):
+    fields = [{"temperature": 1.0, "seed": seed, "n": 2, **compact(PERSON)} for seed in range(3)]
+    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+        wanted = await asyncio.gather(*(ask(client, **each) for each in fields))
+        late = []
+        taken = masks.MaskFiller._on_late
+        monkeypatch.setattr(masks, "GRACE_S", 0.0)
+        monkeypatch.setattr(masks.MaskFiller, "_on_late", lambda *args: late.append(taken(*args)) or late[-1])
+        assert await asyncio.gather(*(ask(client, **each) for each in fields)) == wanted
+        assert late
+
+
+async def test_other_answers_go_on_while_a_mask_is_filled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(masks, "GRACE_S", 0.0)
+    held = ManualExecutor()
+    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+        (worker,) = cluster.decodes
+        filler = worker._constraints._filler
+        usual, filler._executor = filler._executor, held
+        slow = asyncio.create_task(ask(client, guided_regex="[a-z]{3}"))
+        while not held.jobs:
+            await asyncio.sleep(0.01)
+        assert (await ask(client, max_tokens=40))[0][0] and not slow.done()
+        assert len(held.jobs) == 1  # no step has it again
+        filler._executor = usual
+        held.run_one()
+        ((text, reason),) = await slow
+        assert len(text) == 3 and reason == "stop"
+
+
+def called(schema: Any, **fields: Any) -> dict[str, Any]:
+    function = {"name": "order", "parameters": schema, **fields}
+    return {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "temperature": 1.0,
+        "seed": 1,
+    }
+
+
+async def test_tools_that_are_not_strict_may_have_any_schema():
+    kinds = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "maxItems": 2}
+    code = {"type": "string", "pattern": "^(?!x)[a-z]+$", "maxLength": 3}
+    schema = {
+        "type": "object",
+        "properties": {"kinds": kinds, "code": code},
+        "required": ["kinds", "code"],
+        "additionalProperties": False,
+    }
+    wrong = {"type": "object", "patternProperties": [3]}
+    async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
+        body = {"model": "demo", **ASKED, **called(schema)}
+        response = await client.post("/v1/chat/completions", json=body)
+        (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        assert set(arguments["kinds"]) <= {"a", "b"} and len(arguments["code"]) <= 3
+        for fields in (called(schema, strict=True), called(wrong), called(wrong, strict=True)):
+            refused = await client.post("/v1/chat/completions", json={"model": "demo", **ASKED, **fields})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "tools[0].function.parameters"

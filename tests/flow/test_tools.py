@@ -158,7 +158,7 @@ async def check_reasoning(client: httpx.AsyncClient) -> None:
 async def check_refusals(client: httpx.AsyncClient) -> None:
     for fields, param in (
         (
-            {"tools": [tool("a"), tool("b", {"not": {}})], "tool_choice": "required"},
+            {"tools": [tool("a"), tool("b", {"not": {}}, strict=True)], "tool_choice": "required"},
             "tools[1].function.parameters",
         ),
         ({"tools": [tool("a", {"x-y": 1}, strict=True)]}, "tools[0].function.parameters"),

@@ -65,11 +65,12 @@ def drawn(
     told, is_over = list(first.logprobs_of(0, 1)), choice.append(first.tokens[0])
     while is_over is None:
         done = choice.num_generated
+        assert masks is None or masks.num_started < 4 * NUM_TOKENS
         choice.drafts = [*drafts[done : done + 1], 1] if drafts else []
         there.begin([(answering, choice)])
         logits = TABLE[[choice.token_ids[-1], *choice.drafts]]
         step = there.next_tokens(logits, [(answering, choice)])
-        new = accept(choice.drafts, step.tokens)
+        new = [] if 0 in step.late else accept(choice.drafts, step.tokens)
         told += step.logprobs_of(0, len(new))
         for token_id in new:
             is_over = choice.append(token_id)
@@ -173,10 +174,12 @@ class Digits:
         self.num_started += 1
         self.lasts = [last for state, drafts in wanted for last in (state.last, *drafts)]
 
-    def take(self) -> np.ndarray:
-        return np.array(
-            [[0x55555555 if last % 2 else -0x55555556] * 2 for last in self.lasts], dtype=np.int32
-        )
+    def may_draw(self, constraint: Alternating) -> bool:
+        return True
+
+    def take(self) -> tuple[np.ndarray, frozenset[int]]:
+        words = [[0x55555555 if last % 2 else -0x55555556] * 2 for last in self.lasts]
+        return np.array(words, dtype=np.int32), frozenset()
 
 
 def test_a_constraint_masks_first_tokens_steps_and_drafts():
@@ -186,3 +189,21 @@ def test_a_constraint_masks_first_tokens_steps_and_drafts():
     assert masks.num_started == len(answer)
     assert drawn(request, answer, masks)[0] == answer
     assert drawn(request.resumed("again", (0,), tuple(answer[:3]), 0.0), answer[3:], masks)[0] == answer[3:]
+
+
+class LateDigits(Digits):
+    """Two masks of three are late."""
+
+    def take(self) -> tuple[np.ndarray, frozenset[int]]:
+        masks, _ = super().take()
+        is_late = self.num_started > 1 and self.num_started % 3 > 0
+        return np.zeros_like(masks) if is_late else masks, frozenset({0} if is_late else ())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_late_mask_delays_tokens_and_changes_none(way: str):
+    request = request_of(WAYS[way])
+    answer, _ = drawn(request, masks=Digits())
+    late = LateDigits()
+    assert drawn(request, masks=late)[0] == answer and late.num_started > 2 * len(answer)
+    assert drawn(request, answer, LateDigits())[0] == answer

@@ -33,6 +33,14 @@ def test_when_more_run_than_fit_they_rotate():
     assert [ids(select_batch(running, 2)) for _ in range(5)] == ["ab", "cd", "ea", "bc", "de"]
 
 
+def test_those_that_wait_keep_their_turn():
+    running = deque(Row(name) for name in "abcd")
+    assert ids(select_batch(running, 2, {"a"})) == "bc"
+    assert ids(select_batch(running, 2, {"a"})) == "db"
+    assert ids(select_batch(running, 2)) == "ac"
+    assert ids(select_batch(running, 4, {"a", "b"})) == "dc"
+
+
 def test_a_group_runs_whole_or_not_at_all():
     running = deque([Row("a"), Row("b", num_sequences=2), Row("c")])
     assert [ids(select_batch(running, 2)) for _ in range(3)] == ["a", "b", "ca"]

@@ -8,10 +8,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 
 from cluster.structure.calls import CallForm, CallGrammar, HeldFunction, Reasoning, ReasoningForm
 from cluster.structure.grammar import compile_structure
 from cluster.structure.matcher import Matcher, StructureError
+from cluster.structure.vocabulary import Vocabulary, VocabularySource
 from cluster.text.answer_format import AnswerSyntax, Family
 from cluster.text.formats import ORDER
 from cluster.types.structure import Structure, StructureKind
@@ -149,3 +151,24 @@ def test_a_schema_that_cannot_be_held_is_refused_by_its_name():
     with pytest.raises(StructureError) as raised:
         form_of("hermes").grammar.required([bad], Reasoning.NONE, is_parallel=True)
     assert raised.value.param == bad.param
+
+
+def test_tags_of_a_form_that_are_tokens_of_the_model_are_those_tokens():
+    """Qwen's tags are added tokens that are not marked as special."""
+    tokenizer = Tokenizer.from_str(demo_tokenizer().to_str())
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    vocabulary = Vocabulary(VocabularySource(tokenizer.to_str(), 1040, (END,)))
+    form = AnswerSyntax(Family.load("hermes"), SimpleNamespace(**_added(tokenizer)))
+    for text in (
+        form.grammar.required(FUNCTIONS, Reasoning.NONE, is_parallel=False),
+        form.grammar.triggered(FUNCTIONS, is_parallel=False),
+    ):
+        native = compile_structure(Structure(StructureKind.CALLS, text, "tools"), vocabulary)
+        matcher = Matcher(native, vocabulary, (END,))
+        token_ids = tokenizer.encode('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>').ids
+        assert token_ids[0] == 1024 and matcher.legal(token_ids) == token_ids
+        assert _ends(matcher, token_ids)
+
+
+def _added(tokenizer: Tokenizer) -> dict[str, object]:
+    return {"added_tokens_decoder": tokenizer.get_added_tokens_decoder()}

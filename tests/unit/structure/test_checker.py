@@ -3,21 +3,27 @@ the field; the others are not held up for long."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from cluster.errors import UnavailableError
+from cluster.structure.check_process import CPU_S, Checked, Order, check
 from cluster.structure.checker import StructureChecker
 from cluster.structure.matcher import StructureError
 from cluster.types.structure import Structure
-from tests.fakes.structures import demo_source, of_choices, of_grammar, of_regex, of_schema
+from tests.fakes.structures import demo_source, demo_vocabulary, of_choices, of_grammar, of_regex, of_schema
 
 MANY_DIGITS = of_schema({"type": "integer", "multipleOf": 1_000_003})  # takes too long
 DEEP_RULES = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(4000))
 STACK = of_grammar(f'start: r0\n{DEEP_RULES}\nr4000: "a"')  # ends the process
 STUCK = of_regex("(a?){5000}a{5000}")  # compiles, but no answer gets far
-HOSTILE = (MANY_DIGITS, STACK, STUCK)
+AMBIGUOUS = of_grammar("start: e\ne: e e | A\nA: /[a-z ]/")  # every token takes longer
+HOSTILE = (MANY_DIGITS, STACK, STUCK, AMBIGUOUS)
 
 
 @pytest.fixture
@@ -39,28 +45,76 @@ async def test_hostile_structures_are_refused_and_good_ones_pass(checker: Struct
     for structure in HOSTILE:
         assert await refusal(checker, structure)
         await checker.check(of_choices("yes", "no"), "")
-        process = process or checker._process._process
-    assert checker._process._process is process, "the process itself lives on"
+        process = process or checker._quick.process._process
+    assert checker._quick.process._process is process, "the process itself lives on"
 
 
 async def test_an_answer_is_kept(checker: StructureChecker):
     message = await refusal(checker, of_regex("(unclosed"))
-    checker._process.ask = None  # type: ignore[method-assign]
+    checker._quick.process.ask = None  # type: ignore[method-assign]
     assert await refusal(checker, of_regex("(unclosed")) == message
 
 
 async def test_a_process_that_was_killed_is_started_again(checker: StructureChecker):
     await checker.check(of_regex("a"), "")
-    process = checker._process._process
+    process = checker._quick.process._process
     assert process is not None
     process.kill()
     await checker.check(of_regex("b"), "")
-    assert checker._process._process is not process
+    assert checker._quick.process._process is not process
 
 
 async def test_a_checker_that_is_closed_says_so():
     checker = StructureChecker(demo_source)
-    checker._process.close()
+    checker._quick.process.close()
     with pytest.raises(UnavailableError):
         await checker.check(of_regex("a"), "")
     checker.close()
+
+
+async def test_quick_structures_do_not_wait_for_slow_ones_of_their_tenant(checker: StructureChecker):
+    asked: list[Order] = []
+    may_end = threading.Event()
+
+    def ask(order: Order) -> Checked:
+        asked.append(order)
+        if order.structure.text == "quick":
+            return Checked()
+        if order.cpu_s == CPU_S:
+            may_end.wait(10)
+        return Checked("too long", is_out_of_time=True)
+
+    for queue in (checker._quick, checker._slow):
+        queue.process.ask = ask  # type: ignore[method-assign]
+    slow = [asyncio.create_task(checker.check(of_regex(f"slow {i}"), "")) for i in range(30)]
+    await asyncio.sleep(0)
+    await checker.check(of_regex("quick"), "")
+    assert sum(order.cpu_s == CPU_S for order in asked) == 1 and not any(task.done() for task in slow)
+    may_end.set()
+    refused = await asyncio.gather(*slow, return_exceptions=True)
+    assert all(isinstance(each, StructureError) for each in refused)
+    assert sum(order.cpu_s == CPU_S for order in asked) == 30
+
+
+async def test_the_process_has_no_secrets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("EPDG_API_KEYS", "hidden")
+    checker = StructureChecker(demo_source)
+    await checker.check(of_regex("a"), "")
+    process = checker._quick.process._process
+    assert process is not None
+    assert b"hidden" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+    checker.close()
+
+
+def test_a_fork_opens_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Code that a structure brings into it can do no more than answer."""
+    from cluster.structure import check_process
+
+    made = tmp_path / "made"
+
+    def hostile(*_: object) -> None:
+        os.write(os.open(made, os.O_CREAT | os.O_WRONLY), b"x")
+
+    monkeypatch.setattr(check_process, "_probe", hostile)
+    assert check(Order(of_regex("a")), demo_vocabulary()).error
+    assert not made.exists()

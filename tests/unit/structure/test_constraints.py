@@ -155,7 +155,8 @@ def test_masks_of_a_step_are_those_of_each_choice_and_draft():
     wanted = [(matchers[0], ()), (matchers[1], drafts)]
     for _ in range(2):  # a step may be repeated
         bench.constraints.start(wanted)
-        masks = bench.constraints.take()
+        masks, late = bench.constraints.take()
+        assert not late
     assert len(masks) == 2 + len(drafts)
     for i, mask in enumerate(masks[1:-1]):  # behind the last draft the answer is complete
         behind = bench.constraints.constraint(request, tokens[: 2 + i])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import itertools
 import json
 from typing import Any
 
 import pytest
 
-from cluster.structure.grammar import compile_structure
+from cluster.structure.grammar import compile_structure, loosened_structure
 from cluster.structure.matcher import StructureError
+from cluster.structure.schema import FORMATS, KEYWORDS
 from cluster.types.structure import Structure
 from tests.architecture.sources import SOURCES, tree_of
 from tests.fakes.structures import demo_vocabulary, ids_of, matcher_of, of_grammar, of_regex, of_schema
@@ -28,7 +31,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**OBJECT, "properties": {"a": {"items": {"uniqueItems": True}}}},
         "uniqueItems",
     ),
-    "an unknown format": ({"type": "string", "format": "isbn"}, "isbn"),
     "oneOf that overlaps": ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
     "a remote reference": ({"$ref": "https://example.org/schema"}, "example.org"),
     "an unknown reference": ({"$ref": "#/$defs/none"}, "$defs/none"),
@@ -60,6 +62,34 @@ def test_a_schema_that_cannot_be_held_is_refused_by_name(schema: Any, named: str
 
 def test_unknown_words_are_annotations_unless_the_schema_is_strict():
     assert compile_structure(of_schema({"type": "string", "minLenght": 3}), demo_vocabulary())
+
+
+def test_a_format_is_held_or_is_an_annotation():
+    """As the specification has it: only those that are held say something about validity."""
+    anything = ids_of('"no date, no address"')
+    for name in FORMATS:
+        assert matcher_of(of_schema({"type": "string", "format": name})).legal(anything) != anything, name
+    for name in ("isbn", "password", "path", "binary", "uuid4", "regex", "iri"):
+        assert name not in FORMATS
+        schema = {"type": "string", "format": name, "maxLength": 30}
+        assert matcher_of(of_schema(schema, is_strict=True)).legal(anything) == anything
+
+
+WRONG = (None, True, 3, -1.5, "x", [], [3], [{}], {}, {"a": 3}, {"(": {}}, {"a": [{}]})
+
+
+@pytest.mark.parametrize("keyword", sorted(KEYWORDS | {"not", "if", "contains", "dependentSchemas"}))
+def test_a_keyword_with_a_value_of_any_type_is_held_or_refused(keyword: str):
+    """Also inside of others, and where what cannot be held is left out."""
+    num_held = 0
+    for value, is_loose in itertools.product(WRONG, (False, True)):
+        for schema in ({keyword: value}, {"type": "object", "properties": {"a": {keyword: value}}}):
+            structure = of_schema(schema, is_loose=is_loose)
+            with contextlib.suppress(StructureError):
+                if is_loose:
+                    structure, _ = loosened_structure(structure, demo_vocabulary())
+                num_held += compile_structure(structure, demo_vocabulary()) is not None
+    assert num_held
 
 
 @pytest.mark.parametrize(
