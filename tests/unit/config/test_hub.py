@@ -17,7 +17,8 @@ from cluster.config import hub
 from cluster.errors import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {"config.json": b'{"model_type": "llama"}', "weights.bin": b"pickled"}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+FILES = {"config.json": json.dumps(CONFIG).encode(), "weights.bin": b"pickled"}
 
 
 class Hub(BaseHTTPRequestHandler):
