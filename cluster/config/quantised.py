@@ -91,7 +91,9 @@ def judge(
     of the checkpoint. Raises ConfigError for weights that would be loaded wrong."""
     entry = _nearest_entry(folder, config, part_key)
     headers = _of_part(headers, config, part_key)
-    quantised = {name: header for name, header in headers.items() if _is_quantised(name, header, headers)}
+    found = [name for name, header in headers.items() if _is_quantised(name, header, headers)]
+    found.sort(key=lambda name: headers[name].dtype in _PLAIN)  # codes first: they say more than scales
+    quantised = {name: headers[name] for name in found}
     first = next(iter(quantised), None)
     if entry is None:
         if first is None:
