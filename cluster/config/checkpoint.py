@@ -150,16 +150,20 @@ def check_weights(folder: Path, num_ranks: int = 1) -> Weights:
     files = weight_files(folder)
     if not files:
         if quantisation := declared(folder, *_with_part(folder)):
-            raise ConfigError(
-                f"{folder} has {quantisation} in pickled files, not in safetensors", param="model"
-            )
+            what = f"{quantisation} in pickled files, not in safetensors"
+            raise ConfigError(f"{folder} has {what}: use the unquantised checkpoint", param="model")
         return Weights(0)
     headers = {name: header for file in files for name, header in _read_headers(file).items()}
-    quantisation = judge(folder, *_with_part(folder), headers)
+    quantisation = check_headers(folder, headers)
     if quantisation is not None:
         quantisation.check_ranks(num_ranks)
     num_bytes = sum(file.stat().st_size for file in files)
     return Weights(_num_parameters(headers, quantisation), quantisation, num_bytes)
+
+
+def check_headers(folder: Path, headers: Mapping[str, Header]) -> Quantisation | None:
+    """How these tensors are quantised; None: they are plain. Raises ConfigError for what is not served."""
+    return judge(folder, *_with_part(folder), headers)
 
 
 def check_configuration(folder: Path) -> None:

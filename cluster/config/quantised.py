@@ -106,7 +106,7 @@ def judge(
     if not quantised:
         raise ConfigError(
             f"{folder}: {entry.where} declares {quantisation}, but no tensor is quantised: if the weights are "
-            "plain, delete the quantization_config",
+            "plain, delete the entry; else use the unquantised checkpoint",
             param="model",
         )
     return _with_scales(folder, quantisation, quantised, headers)

@@ -20,15 +20,35 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cluster.config.quantised import MXFP4, Quantisation
+from cluster.config.quantised import MXFP4, Header, Quantisation
 from cluster.errors import ConfigError
 
 # The median of a matrix is about 0.01. Scales that were meant to divide make it 10⁵. There is no lower bound:
-# experts that training never used decay to almost nothing, and fresh adapters of a tower begin there.
+# experts that training never used decay to almost nothing.
 _LARGEST_MEDIAN = 1.0
 _NUM_ROWS = 8  # of each matrix that are looked at
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # magnitudes of MXFP4's codes; the fourth bit is the sign
+_PLAIN_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL",
+}  # fmt: skip
 _MXFP4_BIAS = 127  # of exponents
+
+
+def read_pickled_headers(folder: Path) -> dict[str, Header]:
+    """Of all tensors of a checkpoint without safetensors. Raises ConfigError for a file that is no plain state
+    dict."""
+    headers = {}
+    for file in sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            tensors = torch.load(file, map_location="meta", weights_only=True)
+            headers |= {
+                name: Header(_PLAIN_DTYPES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+                for name, tensor in tensors.items()
+            }
+        except Exception as error:  # of the unpickler, which reads what the file says
+            raise ConfigError(f"cannot read {file}: {error}", param="model") from error
+    return headers
 
 
 def declare(config: PreTrainedConfig, quantisation: Quantisation | None) -> None:

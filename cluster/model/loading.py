@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from cluster.config.checkpoint import check_weights, weight_files
+from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
 from cluster.errors import ConfigError
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
-from cluster.model.dequantising import check_scales, declare, settle
+from cluster.model.dequantising import check_scales, declare, read_pickled_headers, settle
 from cluster.model.support import check_class, family_of
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,8 @@ def load_half(
     else:
         half_class = _language_class(model_class, family.text_module)
     quantisation = check_weights(Path(path), num_ranks).quantisation
+    if not weight_files(Path(path)):
+        check_headers(Path(path), read_pickled_headers(Path(path)))
     declare(config, quantisation)
     if mapped is not None:
         half_class = _mapped_class(half_class, mapped)

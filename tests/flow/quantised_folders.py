@@ -68,6 +68,11 @@ def is_linear(name: str) -> bool:
     return name.endswith("proj.weight") and "patch" not in name
 
 
+def is_expert(name: str) -> bool:
+    """Of gpt_oss."""
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
 def in_fp8_blocks(weight: Tensor) -> dict[str, Tensor]:
     blocks = weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = blocks.abs().amax((1, 3)) / E4M3_MAX

@@ -29,6 +29,7 @@ from tests.flow.quantised_folders import (
     in_fp8_blocks,
     in_int8,
     in_mxfp4,
+    is_expert,
     is_linear,
     part_of,
     plain,
@@ -118,9 +119,7 @@ def test_modules_that_were_left_in_16_bits_have_the_dtype_of_the_others(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mxfp4_experts_are_what_they_stand_for(dtype: torch.dtype, originals, tmp_path: Path) -> None:
-    checkpoint = quantised(
-        originals["gpt_oss_sinks_window"], in_mxfp4, lambda name: name.endswith(("up_proj", "down_proj"))
-    )
+    checkpoint = quantised(originals["gpt_oss_sinks_window"], in_mxfp4, is_expert)
     expected = dequantised(checkpoint)
     check_exact(declared(checkpoint, MXFP4_ENTRY), expected, tmp_path, (Half.LANGUAGE,))
     half = load_half(tmp_path / "quantised", Half.LANGUAGE, dtype=dtype, device="cpu")
@@ -238,9 +237,7 @@ def test_inverted_scales_are_refused_by_name(family: str, originals, tmp_path: P
 
 
 def test_inverted_scales_of_mxfp4_are_refused_by_name(originals, tmp_path: Path) -> None:
-    checkpoint = quantised(
-        originals["gpt_oss_sinks_window"], in_mxfp4, lambda name: name.endswith(("up_proj", "down_proj"))
-    )
+    checkpoint = quantised(originals["gpt_oss_sinks_window"], in_mxfp4, is_expert)
     for name, tensor in checkpoint.tensors.items():
         if name.endswith("_scales"):
             checkpoint.tensors[name] = 254 - tensor
@@ -250,10 +247,21 @@ def test_inverted_scales_of_mxfp4_are_refused_by_name(originals, tmp_path: Path)
 
 
 def test_mxfp4_without_an_entry_is_refused(originals, tmp_path: Path) -> None:
-    checkpoint = quantised(
-        originals["gpt_oss_sinks_window"], in_mxfp4, lambda name: name.endswith(("up_proj", "down_proj"))
-    )
+    checkpoint = quantised(originals["gpt_oss_sinks_window"], in_mxfp4, is_expert)
     check_refused(checkpoint, tmp_path, (Half.LANGUAGE,), "no quantization_config explains")
+
+
+def test_codes_in_a_pickled_file_are_refused(originals, tmp_path: Path) -> None:
+    checkpoint = quantised(originals["llama"], in_int8, is_linear)
+    checkpoint.save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(checkpoint.tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ConfigError, match=r"proj\.weight \(torch\.int8\), which no quantization_config explains"
+    ):
+        load_half(tmp_path, Half.LANGUAGE, dtype=torch.float32, device="cpu")
+    torch.save(originals["llama"].tensors, tmp_path / "pytorch_model.bin")
+    load_half(tmp_path, Half.LANGUAGE, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("error", [ImportError, AttributeError, NotImplementedError, KeyError, OSError])

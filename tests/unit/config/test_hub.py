@@ -79,6 +79,27 @@ def test_a_model_is_downloaded_without_what_is_not_wanted_and_found_again_offlin
     assert hub.download("org/name", is_offline=True) == folder
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("config.json", {**CONFIG, "quantization_config": {"quant_method": "awq"}}, "quantised as awq"),
+        ("config.json", {**CONFIG, "architectures": ["LlamaModel"]}, "'LlamaModel' is not a causal"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4"),
+        ("adapter_config.json", {"base_model_name_or_path": "org/base"}, "is an adapter of org/base"),
+    ],
+)
+def test_weights_of_a_model_that_its_configuration_refuses_are_not_downloaded(
+    endpoint, monkeypatch, name, content, reason
+):
+    monkeypatch.setitem(FILES, name, json.dumps(content).encode())
+    monkeypatch.setitem(FILES, "model.safetensors", b"asked for")
+    asked: list[str] = []
+    monkeypatch.setattr(Hub, "log_request", lambda handler, *_: asked.append(handler.path), raising=False)
+    with pytest.raises(ConfigError, match=reason):
+        hub.download("org/name", is_offline=False, endpoint=endpoint)
+    assert any(name in path for path in asked) and not any("safetensors" in path for path in asked)
+
+
 def test_a_model_that_the_hub_does_not_know_is_refused(endpoint):
     with pytest.raises(ConfigError, match="no folder 'org/other', and the hub has no such model"):
         hub.download("org/other", is_offline=False, endpoint=endpoint)
