@@ -30,7 +30,10 @@ def download(model_id: str, *, is_offline: bool, endpoint: str | None = None) ->
     another hub than the environment's."""
     if not is_offline:
         check_configuration(_snapshot(model_id, False, endpoint, allow_patterns=list(_CONFIGURATION)))
-    return _snapshot(model_id, is_offline, endpoint, ignore_patterns=list(NOT_WANTED))
+    folder = _snapshot(model_id, is_offline, endpoint, ignore_patterns=list(NOT_WANTED))
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"the hub's model '{model_id}' has no config.json", param="model")
+    return folder
 
 
 def _snapshot(model_id: str, is_offline: bool, endpoint: str | None, **patterns: list[str]) -> Path:

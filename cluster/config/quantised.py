@@ -33,11 +33,14 @@ _INDICES = ("BOOL", "I32", "I64", "U64")
 _WEIGHT_NAME = re.compile(r"(.*_)?(weight|bias|proj)")
 _MASK_NAME = re.compile(r".*mask.*")
 _PACKED_NAME = re.compile(
-    r"q(weight|zeros)|g_idx|.*_packed|.*weight_(g_idx|shape|zero_point|global_scale)|.*weight_scales?(_\w+)?|.*scale_inv"
-    r"|input_(global_scale|zero_point)|qscale_\w+|SCB|(nested_)?(absmax|quant_map)|quant_state.*|W_q|_scale"
+    r"q(weight|zeros)|g_idx|.*_packed|.*weight_(g_idx|shape|zero_point|global_scale)"
+    r"|.*weight_scales?(_\w+)?|.*scale_inv|_scale|qscale_\w+|input_(global_scale|zero_point)"
+    r"|SCB|W_q|(nested_)?(absmax|quant_map)|quant_state.*"
 )
-_BESIDE_WEIGHT = ("scale", "scales", "zero", "zeros", "zero_point", "biases", "activation_scale", "input_scale",
-                  "output_scale", "pre_quant_scale")  # fmt: skip
+_BESIDE_WEIGHT = (
+    "scale", "scales", "zero", "zeros", "zero_point", "biases", "activation_scale", "input_scale",
+    "output_scale", "pre_quant_scale",
+)  # fmt: skip
 _SCALE_OF = re.compile(r"(.+?)_(scales?|scale_2|zero_point|zeros)")
 _ADAPTER_NAME = re.compile(r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer)(\.|$)")
 
@@ -98,21 +101,22 @@ def judge(
     if entry is None:
         if first is None:
             return None
-        what = f"tensor {first} ({headers[first].dtype}), which no quantization_config explains"
+        reason = "an adapter has added" if _ADAPTER_NAME.search(first) else "no quantization_config explains"
+        what = f"tensor {first} ({headers[first].dtype}), which {reason}"
         raise ConfigError(_refusal(folder, what), param="model")
     if (quantisation := entry.served(config)) is None:
         tensor = "" if first is None else f" (tensor {first})"
         raise ConfigError(_refusal(folder, f"weights quantised as {entry}{tensor}"), param="model")
     if not quantised:
         raise ConfigError(
-            f"{folder}: {entry.where} declares {quantisation}, but no tensor is quantised: if the weights are "
-            "plain, delete the entry; else use the unquantised checkpoint",
+            f"{folder}: {entry.where} declares {quantisation}, but no tensor is quantised: if the weights "
+            "are plain, delete the entry; else use the unquantised checkpoint",
             param="model",
         )
     return _with_scales(folder, quantisation, quantised, headers)
 
 
-class _Entry(NamedTuple):
+class _Declaration(NamedTuple):
     where: str
     content: Mapping[str, Any]
 
@@ -149,7 +153,7 @@ class _Entry(NamedTuple):
         return " ".join((self.method, *(str(detail) for detail in details if detail))) + f" in {self.where}"
 
 
-def _nearest_entry(folder: Path, config: Mapping[str, Any], part_key: str | None) -> _Entry | None:
+def _nearest_entry(folder: Path, config: Mapping[str, Any], part_key: str | None) -> _Declaration | None:
     """The entry nearest to each part's weights; of a whole checkpoint those of the part that is served."""
     outer = _own_entry(config, "config.json") or _older_export(folder)
     part, path = config, "config.json"
@@ -163,7 +167,7 @@ def _nearest_entry(folder: Path, config: Mapping[str, Any], part_key: str | None
     return next(iter(by_form.values()), None)
 
 
-def _entries(part: Mapping[str, Any], path: str, nearest: _Entry | None) -> Iterator[_Entry]:
+def _entries(part: Mapping[str, Any], path: str, nearest: _Declaration | None) -> Iterator[_Declaration]:
     if nearest is not None:
         yield nearest
     for key, value in part.items():
@@ -171,14 +175,14 @@ def _entries(part: Mapping[str, Any], path: str, nearest: _Entry | None) -> Iter
             yield from _entries(value, key, _own_entry(value, key) or nearest)
 
 
-def _own_entry(part: Mapping[str, Any], path: str) -> _Entry | None:
+def _own_entry(part: Mapping[str, Any], path: str) -> _Declaration | None:
     for key in _ENTRIES:
-        if isinstance(content := part.get(key), dict) and (entry := _Entry(path, content)).method:
+        if isinstance(content := part.get(key), dict) and (entry := _Declaration(path, content)).method:
             return entry
     return None
 
 
-def _older_export(folder: Path) -> _Entry | None:
+def _older_export(folder: Path) -> _Declaration | None:
     """modelopt wrote a file of its own."""
     file = folder / "hf_quant_config.json"
     try:
@@ -189,7 +193,9 @@ def _older_export(folder: Path) -> _Entry | None:
         return None
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"cannot read {file}: {error}", param="model") from error
-    return _Entry(file.name, {"quant_method": "modelopt", "quant_algo": algorithm}) if algorithm else None
+    return (
+        _Declaration(file.name, {"quant_method": "modelopt", "quant_algo": algorithm}) if algorithm else None
+    )
 
 
 def _of_part(

@@ -384,10 +384,7 @@ def _find(model: str, environment: Environment) -> Path:
         check_no_adapter(found)
         raise ConfigError(f"{found} is no model folder: it has no config.json", param="model")
     if hub.is_hub_id(model):
-        folder = hub.download(model, is_offline=environment.is_hub_offline)
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"the hub's model '{model}' has no config.json", param="model")
-        return folder
+        return hub.download(model, is_offline=environment.is_hub_offline)
     tried = " and ".join(dict.fromkeys(str(candidate) for candidate in _candidates(model)))
     raise ConfigError(f"no model folder '{model}': there is no {tried}", param="model")
 

@@ -36,8 +36,8 @@ _MXFP4_BIAS = 127  # of exponents
 
 
 def read_pickled_headers(folder: Path) -> dict[str, Header]:
-    """Of all tensors of a checkpoint without safetensors. Raises ConfigError for a file that is no plain state
-    dict."""
+    """The headers of all tensors of a checkpoint without safetensors. Raises ConfigError for a file that is
+    no plain state dict."""
     headers = {}
     for file in sorted(folder.glob("pytorch_model*.bin")):
         try:
@@ -92,8 +92,8 @@ def check_scales(files: Sequence[Path], quantisation: Quantisation) -> None:
             magnitudes = magnitudes[magnitudes != 0]
             if magnitudes.numel() and not 0 < (median := float(magnitudes.median())) <= _LARGEST_MEDIAN:
                 raise ConfigError(
-                    f"{weight} × {scale} gives weights of about {median:.1e}: the scales are wrong, or inverted; "
-                    "use another export or the unquantised checkpoint",
+                    f"{weight} × {scale} gives weights of about {median:.1e}: the scales are wrong, or "
+                    "inverted; use another export or the unquantised checkpoint",
                     param="model",
                 )
 

@@ -20,8 +20,8 @@ TEXT_CONFIG = {
 }  # fmt: skip
 NUM_PARAMETERS = 6
 ITEM_BYTES = {
-    "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1, "I32": 4,
-    "U32": 4, "I64": 8,
+    "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1,
+    "I32": 4, "U32": 4, "I64": 8,
 }  # fmt: skip
 
 

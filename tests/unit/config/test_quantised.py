@@ -54,7 +54,8 @@ def test_fp8_in_blocks_is_served_and_counted_without_scales(tmp_path, entry, dty
 
 def test_mxfp4_experts_of_gpt_oss_are_served_and_counted_by_the_half_byte(tmp_path):
     tensors = {
-        f"{EXPERTS}.down_proj_blocks": ("U8", (4, 64, 3, 16)), f"{EXPERTS}.down_proj_scales": ("U8", (4, 64, 3)),
+        f"{EXPERTS}.down_proj_blocks": ("U8", (4, 64, 3, 16)),
+        f"{EXPERTS}.down_proj_scales": ("U8", (4, 64, 3)),
         f"{EXPERTS}.down_proj_bias": ("BF16", (4, 64)),
     }  # fmt: skip
     folder = folder_of(tmp_path, tensors, MXFP4, model_type="gpt_oss")
@@ -110,7 +111,11 @@ FORMATS: list[tuple[dict, Tensors, str]] = [
         {f"{Q}.weight": ("U8", (4096, 1)), f"{Q}.weight.absmax": ("F32", (128,))},
         r"bitsandbytes 4 bit .*q_proj\.weight",
     ),
-    ({"load_in_8bit": True}, {f"{Q}.weight": ("I8", (64, 64)), f"{Q}.SCB": ("F32", (64,))}, "bitsandbytes .*weight"),
+    (
+        {"load_in_8bit": True},
+        {f"{Q}.weight": ("I8", (64, 64)), f"{Q}.SCB": ("F32", (64,))},
+        "bitsandbytes .*weight",
+    ),
     ({"quant_method": "quark"}, {f"{Q}.weight": ("F8_E4M3", (64, 64))}, "quark .*weight"),
     ({"quant_method": "torchao"}, {f"{Q}._weight_qdata": ("I8", (64, 64))}, "torchao .*_weight_qdata"),
     (
