@@ -31,7 +31,6 @@ _FP8_SCALE = ".weight_scale_inv"
 # Ids, indices and masks, unless they bear the name of a weight. Any other dtype holds codes.
 _INDICES = ("BOOL", "I32", "I64", "U64")
 _WEIGHT_NAME = re.compile(r"(.*_)?(weight|bias|proj)")
-_MASK_NAME = re.compile(r".*mask.*")
 _PACKED_NAME = re.compile(
     r"q(weight|zeros)|g_idx|.*_packed|.*weight_(g_idx|shape|zero_point|global_scale)"
     r"|.*weight_scales?(_\w+)?|.*scale_inv|_scale|qscale_\w+|input_(global_scale|zero_point)"
@@ -230,7 +229,9 @@ def _is_quantised(name: str, header: Header, headers: Mapping[str, Header]) -> b
 
 def _is_mask(leaf: str, header: Header) -> bool:
     """GPT-2 and its kin keep a causal mask as a buffer that is named bias."""
-    return bool(_MASK_NAME.fullmatch(leaf)) or (leaf == "bias" and len(header.shape) == 4)
+    if header.dtype not in ("BOOL", "U8"):
+        return False
+    return "mask" in leaf or (leaf == "bias" and len(header.shape) == 4)
 
 
 def _with_scales(

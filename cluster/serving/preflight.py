@@ -214,8 +214,8 @@ def _quantised_note(args: ClusterArgs, weights: Weights, machine: Machine) -> li
         return []
     held, read = _weight_bytes(args, weights, machine) / _GIB, weights.file_bytes / _GIB
     return [
-        f"the checkpoint is quantised ({weights.quantisation}): it is dequantised while it is read, and takes "
-        f"{held:,.2f} GiB instead of {read:,.2f} GiB"
+        f"the checkpoint is quantised ({weights.quantisation}): it is dequantised while it is read, and "
+        f"takes {held:,.2f} GiB instead of {read:,.2f} GiB"
     ]
 
 
