@@ -3,6 +3,7 @@
 * `settings`: the arguments of a cluster, a frozen value.
 * `environment`: the only reader of environment variables.
 * `checkpoint`, `hub`: what a model folder says about itself, and how it gets onto this machine.
+* `quantised`: whether its weights are plain numbers, or become such.
 * `families`: what differs between multimodal model types.
 * `machine`: what the kernel says about this machine.
 """

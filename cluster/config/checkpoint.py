@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.families import family_of_type, no_adapter, part_of_whole, why_refused
+from cluster.config.quantised import MXFP4, Header, Quantisation, declared, judge
 from cluster.errors import ConfigError
 from cluster.types.media import Modality
 
@@ -25,21 +26,26 @@ _TOKENIZER_FILES = (
     "tekken.json",
 )  # fmt: skip
 _PICKLED = "pytorch_model*.bin"
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")  # "su": longrope's name in older configurations
 
 
 @dataclass(frozen=True)
 class Weights:
     num_parameters: int  # of the whole checkpoint; 0 for a format whose headers are not read here
+    quantisation: Quantisation | None = None  # as the files have it; workers hold plain weights
+    file_bytes: int = 0
 
 
-def check_checkpoint(folder: Path) -> tuple[dict[str, Any], Weights]:
+def check_checkpoint(folder: Path, num_ranks: int = 1) -> tuple[dict[str, Any], Weights]:
     """The configuration of the part that is served, and the weights. Raises ConfigError for everything that
-    would make loading fail, as far as it can be seen without reading a weight."""
+    would make loading on `num_ranks` ranks fail or give other weights, as far as it can be seen without
+    reading a weight."""
     config = read_config(folder)
     check_family(config)
+    weights = check_weights(folder, num_ranks)
     check_tokenizer(folder)
-    return config, check_weights(folder)
+    return config, weights
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -136,14 +142,60 @@ def check_tokenizer(folder: Path) -> None:
             raise ConfigError(f"cannot read {file}: {error}", param="model") from error
 
 
-def check_weights(folder: Path) -> Weights:
+def check_weights(folder: Path, num_ranks: int = 1) -> Weights:
     """Checks every header and size, not the bytes inside tensors. Raises ConfigError for a file that is
-    missing, truncated or in another format."""
-    files = _weight_files(folder)
-    return Weights(sum(_count_parameters(file) for file in files))
+    missing, truncated or in another format, for weights that are not plain numbers and would not become
+    such, and for an adapter."""
+    check_no_adapter(folder)
+    files = weight_files(folder)
+    if not files:
+        if quantisation := declared(folder, *_with_part(folder)):
+            what = f"{quantisation} in pickled files, not in safetensors"
+            raise ConfigError(f"{folder} has {what}: use the unquantised checkpoint", param="model")
+        return Weights(0)
+    headers = {name: header for file in files for name, header in _read_headers(file).items()}
+    quantisation = check_headers(folder, headers)
+    if quantisation is not None:
+        quantisation.check_ranks(num_ranks)
+    num_bytes = sum(file.stat().st_size for file in files)
+    return Weights(_num_parameters(headers, quantisation), quantisation, num_bytes)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def check_headers(folder: Path, headers: Mapping[str, Header]) -> Quantisation | None:
+    """How these tensors are quantised; None: they are plain. Raises ConfigError for what is not served."""
+    return judge(folder, *_with_part(folder), headers)
+
+
+def check_configuration(folder: Path) -> None:
+    """`check_checkpoint` of a folder that has no weights and no tokenizer yet. Raises ConfigError."""
+    check_no_adapter(folder)
+    if (folder / "config.json").is_file():
+        check_family(read_config(folder))
+        declared(folder, *_with_part(folder))
+
+
+def _with_part(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """All of config.json, and the key of the part that is served; None: the whole is."""
+    config = read_json(folder / "config.json")
+    served = part_of_whole(str(config.get("model_type")))
+    return config, None if served is None else served[1].part_key
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raises ConfigError for a folder with an adapter of PEFT: with the base model's weights beside it the
+    adapter would be left out."""
+    file = next((file for name in _ADAPTER_FILES if (file := folder / name).is_file()), None)
+    if file is not None:
+        base = read_json(file).get("base_model_name_or_path") if file.suffix == ".json" else None
+        of = f" of {base}" if base else ""
+        raise ConfigError(
+            f"{file} is an adapter{of} (LoRA or another of PEFT); adapters are not served: merge it into the "
+            "base model's weights (PEFT: merge_and_unload), or serve a folder without it",
+            param="model",
+        )
+
+
+def weight_files(folder: Path) -> list[Path]:
     """In transformers' order of preference. Empty for a checkpoint in a format without headers."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
@@ -164,19 +216,28 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _count_parameters(file: Path) -> int:
+def _read_headers(file: Path) -> dict[str, Header]:
     from safetensors import SafetensorError, safe_open
 
-    count = 0
     try:
         with safe_open(file, framework="numpy") as tensors:
-            for name in tensors.offset_keys():
-                count += math.prod(tensors.get_slice(name).get_shape())
+            slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
+            return {name: Header(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         size = file.stat().st_size
         raise ConfigError(
             f"{file} ({size:,} bytes) is no whole safetensors file: {error}", param="model"
         ) from error
+
+
+def _num_parameters(headers: Mapping[str, Header], quantisation: Quantisation | None) -> int:
+    """As the plain model has them: without scales, and both weights that share a byte."""
+    count = sum(math.prod(header.shape) for header in headers.values())
+    if quantisation is not None:
+        for quantised, scales in quantisation.scales.items():
+            count -= math.prod(headers[scales].shape)
+            if quantisation.method == MXFP4:
+                count += math.prod(headers[quantised].shape)
     return count
 
 

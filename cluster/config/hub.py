@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from cluster.config.checkpoint import check_configuration
 from cluster.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 NOT_WANTED = (
     "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.tflite", "original/*",
 )  # fmt: skip
+_CONFIGURATION = ("config.json", "hf_quant_config.json", "adapter_config.json")
 CONTACT_TIMEOUT_S = 5.0
 
 
@@ -23,8 +25,18 @@ def is_hub_id(model: str) -> bool:
 
 
 def download(model_id: str, *, is_offline: bool, endpoint: str | None = None) -> Path:
-    """The folder of this model in the cache. Unless `is_offline`, missing files are downloaded first. Blocks
-    meanwhile. Raises ConfigError. `endpoint`: another hub than the environment's."""
+    """The folder of this model in the cache. Unless `is_offline`, missing files are downloaded first, and the
+    weights only if the configuration does not refuse them. Blocks meanwhile. Raises ConfigError. `endpoint`:
+    another hub than the environment's."""
+    if not is_offline:
+        check_configuration(_snapshot(model_id, False, endpoint, allow_patterns=list(_CONFIGURATION)))
+    folder = _snapshot(model_id, is_offline, endpoint, ignore_patterns=list(NOT_WANTED))
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"the hub's model '{model_id}' has no config.json", param="model")
+    return folder
+
+
+def _snapshot(model_id: str, is_offline: bool, endpoint: str | None, **patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -32,10 +44,10 @@ def download(model_id: str, *, is_offline: bool, endpoint: str | None = None) ->
         return Path(
             snapshot_download(
                 model_id,
-                ignore_patterns=list(NOT_WANTED),
                 local_files_only=is_offline,
                 endpoint=endpoint,
                 etag_timeout=CONTACT_TIMEOUT_S,
+                **patterns,
             )
         )
     except RepositoryNotFoundError as error:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.config import hub
+from cluster.config.checkpoint import check_no_adapter
 from cluster.config.environment import Environment
 from cluster.errors import ConfigError
 from cluster.types.members import Phase, Role
@@ -380,12 +381,10 @@ def _find(model: str, environment: Environment) -> Path:
             return candidate.resolve()
     if _is_folder(model):
         found = next(candidate for candidate in _candidates(model) if candidate.is_dir())
+        check_no_adapter(found)
         raise ConfigError(f"{found} is no model folder: it has no config.json", param="model")
     if hub.is_hub_id(model):
-        folder = hub.download(model, is_offline=environment.is_hub_offline)
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"the hub's model '{model}' has no config.json", param="model")
-        return folder
+        return hub.download(model, is_offline=environment.is_hub_offline)
     tried = " and ".join(dict.fromkeys(str(candidate) for candidate in _candidates(model)))
     raise ConfigError(f"no model folder '{model}': there is no {tried}", param="model")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -24,13 +25,21 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from cluster.config.checkpoint import check_weights
+from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
 from cluster.errors import ConfigError
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
+from cluster.model.dequantising import check_scales, declare, read_pickled_headers, settle
 from cluster.model.support import check_class, family_of
 
+logger = logging.getLogger(__name__)
+
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
+# What transformers raises for checkpoints that it cannot read, e.g. for a package that is not installed.
+_LOADING_ERRORS = (
+    OSError, ValueError, TypeError, RuntimeError, ImportError, AttributeError, LookupError, AssertionError,
+    SafetensorError,
+)  # fmt: skip
 _WRONG_PLANS = ("step3p7",)  # of model types for tensor parallelism, tried with two ranks
 
 
@@ -60,8 +69,8 @@ def load_half(
     meta device.
 
     Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
-    half, a weight file is missing or truncated, a weight is not finite, or the model cannot be distributed to
-    the ranks.
+    half, a weight file is missing or truncated, a weight is not finite or is quantised in a form that is not
+    served, or the model cannot be distributed to the ranks.
     """
     config = read_config(path)
     family = family_of(config)
@@ -77,15 +86,27 @@ def load_half(
         half_class = _encoder_class(model_class, family.text_module)
     else:
         half_class = _language_class(model_class, family.text_module)
-    check_weights(Path(path))
+    quantisation = check_weights(Path(path), num_ranks).quantisation
+    if not weight_files(Path(path)):
+        check_headers(Path(path), read_pickled_headers(Path(path)))
+    declare(config, quantisation)
     if mapped is not None:
         half_class = _mapped_class(half_class, mapped)
+    elif quantisation is not None:
+        check_scales(weight_files(Path(path)), quantisation)
     if num_ranks > 1:
         model, report = _read_share(half_class, path, config, dtype, num_ranks)
     else:
         model, report = _read_whole(half_class, path, config, dtype)
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
+    if quantisation is not None:
+        settle(model, quantisation, dtype)
+        held = sum(own.numel() * own.element_size() for own in map(_own_share, model.parameters()))
+        logger.info(
+            "%s: the %s half is held dequantised, from %s: %.2f GiB of %s",
+            path, half, quantisation, held / (1 << 30), dtype,
+        )  # fmt: skip
     _check_finite(model, path)
     model = model.to(device).eval().requires_grad_(False)
     if mapped is not None:
@@ -97,11 +118,16 @@ def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
     """Weight files have no checksum. This finds only flipped bits that make a weight infinite or NaN. It
     takes one sum per tensor, at the speed of memory."""
     for name, weight in model.named_parameters():
-        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        own = _own_share(weight)
+        own = own.float() if own.itemsize == 1 else own  # torch has no sum of 8 bit floats
         if own.is_floating_point() and own.numel() and not own.sum().isfinite():
             raise ConfigError(
                 f"the checkpoint '{path}' has weights that are not finite: {name}", param="model"
             )
+
+
+def _own_share(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _read_whole(
@@ -109,9 +135,10 @@ def _read_whole(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
         loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except _LOADING_ERRORS as error:
         raise ConfigError(
-            f"transformers cannot load the checkpoint '{path}': {error}", param="model"
+            f"transformers cannot load the checkpoint '{path}': {type(error).__name__}: {error}",
+            param="model",
         ) from error
     return loaded
 
@@ -154,7 +181,7 @@ def distributing(model_type: str, num_ranks: int) -> Iterator[None]:
     transformers cannot distribute."""
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except _LOADING_ERRORS as error:
         if num_ranks == 1:
             raise
         raise ConfigError(

@@ -36,7 +36,7 @@ _SERVE_SECTIONS = (  # Serve would ignore an unknown name
     "applications", "target_capacity",
 )  # fmt: skip
 _GIB = 1 << 30
-_ITEM_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2}  # auto: on a CPU
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _complete(
     operator."""
     args = _settings(application.get("args") or {}, file)
     resolved = resolve(args, environment, num_cores=len(machine.cores))
-    config, weights = check_checkpoint(Path(resolved.model))
+    config, weights = check_checkpoint(Path(resolved.model), resolved.tensor_parallel_size)
     _check_machine(resolved, environment, machine)
     check_memory(resolved, config, weights, machine)
     if key_file := resolved.door.access.key_file:
@@ -137,7 +137,7 @@ def _complete(
         check_checkpoint(Path(draft))
         application["args"]["decode"]["speculation"]["draft_model"] = draft
     needs_no_encoder = Role.ENCODE in resolved.roles and not takes_media(config)
-    return _check_deployments(
+    return _quantised_note(resolved, weights, machine) + _check_deployments(
         application,
         file,
         resolved.roles,
@@ -178,14 +178,11 @@ def _check_machine(args: ClusterArgs, environment: Environment, machine: Machine
 def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights, machine: Machine) -> None:
     """A lower bound, on CPUs, of what cluster/worker/memory_plan.py computes with the model in memory. Raises
     ConfigError if a pool cannot fit."""
-    if args.device == "cuda" or (args.device == "auto" and machine.has_gpu()):
+    if _is_on_gpu(args, machine):
         return
-    item_bytes = _ITEM_BYTES[args.dtype]
     # A worker holds only one half of a multimodal checkpoint; how much that is, is not known here.
-    weight_bytes = 0 if takes_media(config) else weights.num_parameters * item_bytes
-    if args.weight_dtype == "int8":
-        weight_bytes //= item_bytes
-    row_bytes = _kv_row_bytes(config, 1 if args.kv_cache_dtype == "int8" else item_bytes)
+    weight_bytes = 0 if takes_media(config) else _weight_bytes(args, weights, machine)
+    row_bytes = _kv_row_bytes(config, 1 if args.kv_cache_dtype == "int8" else _item_bytes(args, machine))
     available = machine.available_memory()
     for name, num_blocks in args.cpu_kv_blocks.items():
         num_tokens = num_blocks * args.block_size
@@ -196,6 +193,30 @@ def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights,
                 f"{weight_bytes / _GIB:,.1f} GiB of weights; {available / _GIB:,.1f} GiB are available",
                 param=f"{name}.kv_blocks",
             )
+
+
+def _is_on_gpu(args: ClusterArgs, machine: Machine) -> bool:
+    return args.device == "cuda" or (args.device == "auto" and machine.has_gpu())
+
+
+def _item_bytes(args: ClusterArgs, machine: Machine) -> int:
+    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if _is_on_gpu(args, machine) else "float32"
+    return _ITEM_BYTES[dtype]
+
+
+def _weight_bytes(args: ClusterArgs, weights: Weights, machine: Machine) -> int:
+    """Of the whole checkpoint, as workers hold it."""
+    return weights.num_parameters * (1 if args.weight_dtype == "int8" else _item_bytes(args, machine))
+
+
+def _quantised_note(args: ClusterArgs, weights: Weights, machine: Machine) -> list[str]:
+    if weights.quantisation is None:
+        return []
+    held, read = _weight_bytes(args, weights, machine) / _GIB, weights.file_bytes / _GIB
+    return [
+        f"the checkpoint is quantised ({weights.quantisation}): it is dequantised while it is read, and "
+        f"takes {held:,.2f} GiB instead of {read:,.2f} GiB"
+    ]
 
 
 def _kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:

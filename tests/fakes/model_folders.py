@@ -4,7 +4,9 @@ weights. No torch."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ TEXT_CONFIG = {
     "num_key_value_heads": 2, "num_hidden_layers": 3, "vocab_size": 1024, "max_position_embeddings": 512,
 }  # fmt: skip
 NUM_PARAMETERS = 6
+ITEM_BYTES = {
+    "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "BOOL": 1,
+    "I32": 4, "U32": 4, "I64": 8,
+}  # fmt: skip
 
 
 def text_folder(folder: Path, **changes: Any) -> Path:
@@ -26,6 +32,17 @@ def text_folder(folder: Path, **changes: Any) -> Path:
     shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
     save_file({"a": np.ones((2, 3), np.float32)}, folder / "model.safetensors")
     return folder
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """A weight file with these dtypes, as safetensors names them, and shapes; its bytes are zeros."""
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(end)
+    (folder / "model.safetensors").write_bytes(content)
 
 
 def whole_omni_folder(folder: Path) -> Path:

@@ -30,6 +30,16 @@ from cluster.model.parallel import (
 from cluster.model.step_model import StepModel
 from decode_service.service import DecodeService
 from tests.fakes.processes import fork_server
+from tests.flow.quantised_folders import (
+    FP8_ENTRY,
+    MXFP4_ENTRY,
+    in_fp8_blocks,
+    in_mxfp4,
+    is_expert,
+    is_linear,
+    plain,
+    quantised,
+)
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
 
@@ -42,7 +52,11 @@ REFUSED = dict.fromkeys(
 # By positions, attention and where the text model lies; the others are like one of them, and `test_families`
 # has their arithmetic in one process.
 AROUND = ("qwen2_vl", "qwen2_5_omni", "qwen3_omni", "kimi_k25", "gemma3", "llava_next", "idefics3", "voxtral")
-OFTEN = tuple(name for name in FAMILIES if name in (*TEXT_FAMILIES, *AROUND, *REFUSED))
+QUANTISED = {
+    "llama_fp8": ("llama", in_fp8_blocks, is_linear, FP8_ENTRY),
+    "gpt_oss_mxfp4": ("gpt_oss_sinks_window", in_mxfp4, is_expert, MXFP4_ENTRY),
+}
+OFTEN = (*(name for name in FAMILIES if name in (*TEXT_FAMILIES, *AROUND, *REFUSED)), *QUANTISED)
 RARELY = tuple(name for name in FAMILIES if name not in OFTEN)
 Answers = tuple[list[list[int]], torch.Tensor]
 
@@ -104,7 +118,13 @@ def run_rank(
 def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
     for name in request.param:
-        FAMILIES[name]().model.save_pretrained(folder / name)
+        if name in QUANTISED:
+            family, matrix, is_chosen, entry = QUANTISED[name]
+            checkpoint = quantised(plain(family, folder / name), matrix, is_chosen)
+            checkpoint.config["quantization_config"] = entry
+            checkpoint.save(folder / name)
+        else:
+            FAMILIES[name]().model.save_pretrained(folder / name)
     return {name: folder / name for name in request.param}
 
 

@@ -17,7 +17,8 @@ from cluster.config import hub
 from cluster.errors import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {"config.json": b'{"model_type": "llama"}', "weights.bin": b"pickled"}
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+FILES = {"config.json": json.dumps(CONFIG).encode(), "weights.bin": b"pickled"}
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -76,6 +77,27 @@ def test_a_model_is_downloaded_without_what_is_not_wanted_and_found_again_offlin
         "config.json": FILES["config.json"]
     }
     assert hub.download("org/name", is_offline=True) == folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("config.json", {**CONFIG, "quantization_config": {"quant_method": "awq"}}, "quantised as awq"),
+        ("config.json", {**CONFIG, "architectures": ["LlamaModel"]}, "'LlamaModel' is not a causal"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4"),
+        ("adapter_config.json", {"base_model_name_or_path": "org/base"}, "is an adapter of org/base"),
+    ],
+)
+def test_weights_of_a_model_that_its_configuration_refuses_are_not_downloaded(
+    endpoint, monkeypatch, name, content, reason
+):
+    monkeypatch.setitem(FILES, name, json.dumps(content).encode())
+    monkeypatch.setitem(FILES, "model.safetensors", b"asked for")
+    asked: list[str] = []
+    monkeypatch.setattr(Hub, "log_request", lambda handler, *_: asked.append(handler.path), raising=False)
+    with pytest.raises(ConfigError, match=reason):
+        hub.download("org/name", is_offline=False, endpoint=endpoint)
+    assert any(name in path for path in asked) and not any("safetensors" in path for path in asked)
 
 
 def test_a_model_that_the_hub_does_not_know_is_refused(endpoint):

@@ -19,7 +19,7 @@ from cluster.errors import ConfigError
 from cluster.native.variants import VARIANTS
 from cluster.serving.ports import free_port
 from cluster.serving.preflight import Machine, StartPlan, check
-from tests.fakes.model_folders import text_folder, whole_omni_folder
+from tests.fakes.model_folders import text_folder, whole_omni_folder, write_tensors
 
 GIB = 1 << 30
 MACHINE = Machine(cores=(0, 1), available_memory=lambda: 8 * GIB, has_gpu=lambda: False)
@@ -86,6 +86,45 @@ def test_a_model_of_the_hub_is_served_by_its_id(tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.config.hub.download", lambda model_id, *, is_offline: folder)
     args = checked(tmp_path, "org/name").content["applications"][0]["args"]
     assert args == {"model": str(folder), "model_id": "org/name"}
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8_TENSORS = {
+    "q.weight": ("F8_E4M3", (1 << 13, 1 << 13)), "q.weight_scale_inv": ("F32", (64, 64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "has_gpu", "held"),
+    [
+        ({}, False, "0.25"),
+        ({"weight_dtype": "int8"}, False, "0.06"),
+        ({"dtype": "bfloat16"}, False, "0.12"),
+        ({}, True, "0.12"),
+    ],
+)
+def test_an_fp8_checkpoint_is_announced_with_what_it_takes_dequantised(tmp_path, args, has_gpu, held):
+    folder = text_folder(tmp_path / "m", quantization_config=FP8)
+    write_tensors(folder, FP8_TENSORS)
+    machine = dataclasses.replace(MACHINE, has_gpu=lambda: has_gpu)
+    plan = check(serve_file(tmp_path, args), {"EPDG_MODEL": str(folder)}, machine)
+    assert plan.notes[0] == (
+        "the checkpoint is quantised (fp8 in blocks of 128 × 128): it is dequantised while it is read, and "
+        f"takes {held} GiB instead of 0.06 GiB"
+    )
+    little = dataclasses.replace(MACHINE, available_memory=lambda: 1 << 27)
+    with pytest.raises(ConfigError, match=r"and 0\.2 GiB of weights; 0\.1 GiB are available"):
+        check(serve_file(tmp_path), {"EPDG_MODEL": str(folder)}, little)
+
+
+def test_a_quantised_model_a_draft_and_an_adapter_are_refused_before_anything_starts(tmp_path):
+    quantised = text_folder(tmp_path / "q", quantization_config={"quant_method": "awq", "bits": 4})
+    check_refused(tmp_path, r"q has weights quantised as awq 4 bit .* use the unquantised", model=quantised)
+    adapter = text_folder(tmp_path / "a")
+    (adapter / "adapter_config.json").write_text("{}")
+    check_refused(tmp_path, r"a/adapter_config\.json is an adapter", model=adapter)
+    args = {"decode": {"speculation": {"method": "draft", "draft_model": str(quantised)}}}
+    check_refused(tmp_path, "quantised as awq", model=text_folder(tmp_path / "m"), args=args)
 
 
 @pytest.mark.parametrize(
