@@ -100,7 +100,8 @@ def _of_integers(values: np.ndarray, samples: Samples) -> np.ndarray:
     least, largest = int(values.min()), int(values.max())
     kind = np.dtype(np.int16)
     if samples.num_bits > 16:
-        kind = np.min_scalar_type(largest if least >= 0 else min(least, -1 - largest))
+        narrowest = np.min_scalar_type(largest if least >= 0 else min(least, -1 - largest))
+        kind = narrowest if narrowest.itemsize < 4 else values.dtype
     return _scaled(values, np.iinfo(kind).min if least < 0 else 0, np.iinfo(kind).max + 1)
 
 

@@ -102,6 +102,10 @@ class OpenerServer:
     def start_timeout_s(self) -> float:
         return FORK_TIMEOUT_S if self._has_forked else START_TIMEOUT_S
 
+    def is_serving(self, pid: int) -> bool:
+        """Whether this process still forks, as far as is known."""
+        return self._socket is not None and self._process is not None and self._process.pid == pid
+
     def forked(self) -> None:
         """An opener has started."""
         self._has_forked = True
@@ -110,7 +114,7 @@ class OpenerServer:
         """An opener of this process did not start. Ends the process with all its openers, unless another one
         has taken its place already."""
         with self._lock:
-            if self._process is not None and self._process.pid == pid and self._process.poll() is None:
+            if self._process is not None and self.is_serving(pid) and self._process.poll() is None:
                 logger.warning("the process that starts openers of media files hangs: it is replaced")
                 self._process.kill()
                 self._socket = None
@@ -189,6 +193,8 @@ class Opener:
     @property
     def has_ended(self) -> bool:
         """Or has said something unasked. Do not ask while `ask` runs."""
+        if not self._server.is_serving(self._server_pid):
+            return True
         events = _events(self._socket, 0.0)
         return bool(events & select.POLLHUP) or (self._process is not None and events != 0)
 

@@ -218,8 +218,8 @@ def test_bad_media_is_not_carried_from_encoder_to_encoder():
     stage = Stage(2)
     stage.fails(0, MediaError("no picture"), item_idx=1)
     assert stage.started("e1") == []
-    assert stage.error().message == "item 1 (image): no picture"
-        assert stage.error().param == "messages[1].content[0]"
+    error = stage.error()
+    assert (error.message, error.param) == ("item 1 (image): no picture", "messages[1].content[0]")
 
 
 def test_the_last_words_of_an_earlier_encoder_are_ignored():
