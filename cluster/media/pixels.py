@@ -4,8 +4,8 @@
   channel and shows whatever colour the file keeps below it.
 * **Depth.** Pillow's own conversion clips samples of more than 8 bits. Here a range is mapped to 0…255:
 
-  - integers of up to 16 bits: the full range of the file's type; of a signed type without a negative value its
-    upper half;
+  - integers of up to 16 bits: the full range of the file's type; of a signed type without a negative value
+    its upper half;
   - integers of 32 bits: the full range of the narrowest type that holds all values, because such files are
     nearly always pictures of 8 or 16 bits that a program has widened;
   - floats: 0…1, as image programs write them, widened to the values that the picture has.
@@ -30,13 +30,16 @@ class Samples(msgspec.Struct, frozen=True):
     is_white_zero: bool = False
 
 
+EIGHT_BITS = Samples()
+
+
 def samples_of(image: Image.Image, data: bytes) -> Samples:
     """Of an image that is opened from these bytes."""
     if image.format == "PNG":
         return Samples(data[_PNG_DEPTH_AT])
     tags = getattr(image, "tag_v2", None)
     if tags is None:
-        return Samples()
+        return EIGHT_BITS
     return Samples(
         tags.get(_BITS_PER_SAMPLE, (1,))[0],
         is_signed=tags.get(_SAMPLE_FORMAT, (1,))[0] == 2,
@@ -44,7 +47,7 @@ def samples_of(image: Image.Image, data: bytes) -> Samples:
     )
 
 
-def to_rgb(image: Image.Image, samples: Samples = Samples()) -> Image.Image:
+def to_rgb(image: Image.Image, samples: Samples = EIGHT_BITS) -> Image.Image:
     """The image itself if it is RGB already."""
     if image.mode == "F" or image.mode.startswith("I"):
         image = _gray(image, samples)
@@ -92,7 +95,9 @@ def _gray(image: Image.Image, samples: Samples) -> Image.Image:
             gray = _scaled(values, 0, 1 << samples.num_bits)
     shown = Image.fromarray(255 - gray if samples.is_white_zero else gray)
     if "transparency" in image.info:
-        shown.putalpha(Image.fromarray(np.where(values == image.info["transparency"], np.uint8(0), np.uint8(255))))
+        shown.putalpha(
+            Image.fromarray(np.where(values == image.info["transparency"], np.uint8(0), np.uint8(255)))
+        )
     return shown
 
 

@@ -250,11 +250,11 @@ class OpenerPool:
         cancelled at any time."""
         ends_at = time.monotonic() + order.timeout_s
         bounded = order
+        reason: ClusterError = UnavailableError("the process that opens media files did not start")
         for _ in range(NUM_ATTEMPTS):
             try:
                 return await self._try_once(bounded, file, wait, read)
             except OpenerNotStartedError:
-                reason: ClusterError = UnavailableError("the process that opens media files did not start")
                 continue
             except OpenerEndedError:
                 reason = MediaError("cannot be decoded: the process that opens it dies")

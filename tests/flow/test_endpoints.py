@@ -89,7 +89,11 @@ async def test_base64_with_the_line_breaks_of_mime_is_read_at_every_endpoint():
             {"type": "input_file", "filename": "a.png", "file_data": lines},
         ):
             content = [item, {**question, "type": "input_text"}]
-            body = {**fields, "input": [{"role": "user", "content": content}], "max_output_tokens": num_tokens}
+            body = {
+                **fields,
+                "input": [{"role": "user", "content": content}],
+                "max_output_tokens": num_tokens,
+            }
             response = await client.post("/v1/responses", json=body)
             assert response.json()["output"][0]["content"][0]["text"] == text_of(expected)
         source = {"type": "base64", "media_type": "image/png", "data": lines}

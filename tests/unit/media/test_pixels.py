@@ -16,7 +16,7 @@ from cluster.errors import MediaError
 from cluster.media.decode import decode
 from cluster.media.pixels import to_rgb
 from cluster.media.probe import probe
-from cluster.media.settings import MediaSettings
+from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings
 from cluster.media.torchvision_compat import ensure_torchvision
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 
@@ -55,7 +55,7 @@ def palette_icon() -> Image.Image:
     return image
 
 
-def colours(data: bytes, modality: Modality = Modality.IMAGE, options: MediaOptions = MediaOptions()):
+def colours(data: bytes, modality: Modality = Modality.IMAGE, options: MediaOptions = DEFAULT_OPTIONS):
     """In the middle of the left half and of the right half; of a clip, those of its first frame."""
     pixels = decode(modality, data, SETTINGS, options)
     picture = pixels if modality is Modality.IMAGE else pixels[0]
@@ -309,7 +309,16 @@ def test_other_opaque_modes_are_as_transformers_loads_them(mode):
 
 @pytest.mark.parametrize(
     ("form", "num_missing"),
-    [("JPEG", 3), ("JPEG", 300), ("PNG", 100), ("GIF", 100), ("BMP", 3), ("TIFF", 3), ("WEBP", 3), ("AVIF", 3)],
+    [
+        ("JPEG", 3),
+        ("JPEG", 300),
+        ("PNG", 100),
+        ("GIF", 100),
+        ("BMP", 3),
+        ("TIFF", 3),
+        ("WEBP", 3),
+        ("AVIF", 3),
+    ],
 )
 def test_a_truncated_file_is_called_truncated(form, num_missing):
     pixels = np.random.default_rng(3).integers(0, 255, (64, 64, 3), dtype=np.uint8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from itertools import accumulate
 import hashlib
+from itertools import accumulate
 
 import pytest
 

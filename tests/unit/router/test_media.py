@@ -204,6 +204,27 @@ def test_errors_name_the_place_of_the_item_that_is_too_much():
     assert (item.item_idx, item.param) == (2, "messages[0].content[2]")
 
 
+def test_reduction_asks_the_processor_a_bounded_number_of_times_for_each_item():
+    """All items of different sizes, so that no answer is known."""
+
+    class Counting(FakeProcessor):
+        num_layouts = 0
+
+        def layout(self, *args, **options):
+            self.num_layouts += 1
+            return super().layout(*args, **options)
+
+    counts = []
+    for num_items in (16, 64):
+        processor = Counting()
+        plans = MediaPlanner(processor, lambda _: False)
+        looks = looks_at(plans, *((IMAGE, image(64 + 4 * idx, 64)) for idx in range(num_items)))
+        processor.num_layouts = 0
+        plans.reduce(looks, sum(rows(looks)) // 3, MediaRules(), ReductionReason.BUDGET)
+        counts.append(processor.num_layouts)
+    assert counts[1] == 4 * counts[0] <= 16 * 64
+
+
 def test_a_model_without_media_names_the_place_of_the_first_item():
     with pytest.raises(UnsupportedError, match="takes no audio input") as refused:
         look_at(MediaPlanner(None, lambda _: False), (AUDIO, SOUND))

@@ -40,7 +40,9 @@ from router.telemetry.timeline import RequestTimeline
 NOW = 7.0
 PROCESS = ProcessId("boot", 1, 2, 3)
 ITEMS = tuple(
-    MediaItem(Modality.IMAGE, b"png", name, MediaGeometry(3), item_idx=idx, param=f"messages[{idx}].content[0]")
+    MediaItem(
+        Modality.IMAGE, b"png", name, MediaGeometry(3), item_idx=idx, param=f"messages[{idx}].content[0]"
+    )
     for idx, name in enumerate(("a", "b"))
 )
 
