@@ -201,7 +201,8 @@ class AnimationClip:
         for idx, time in enumerate(times):
             self._budget.check()
             image.seek(idx)
-            yield AnimationPicture(to_rgb(image.copy()), time)  # `seek` draws over it
+            # a copy, because `seek` draws over the image
+            yield AnimationPicture(to_rgb(image.copy()), time)
 
 
 def _webp_durations(data: bytes, max_frames: int) -> list[int]:

@@ -250,11 +250,13 @@ class OpenerPool:
         cancelled at any time."""
         ends_at = time.monotonic() + order.timeout_s
         bounded = order
-        reason: ClusterError = UnavailableError("the process that opens media files did not start")
+        not_started = UnavailableError("the process that opens media files did not start")
+        reason: ClusterError = not_started
         for _ in range(NUM_ATTEMPTS):
             try:
                 return await self._try_once(bounded, file, wait, read)
             except OpenerNotStartedError:
+                reason = not_started
                 continue
             except OpenerEndedError:
                 reason = MediaError("cannot be decoded: the process that opens it dies")
