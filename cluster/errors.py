@@ -3,6 +3,7 @@
     ClusterError
     ├── RequestError            the client must change the request (4xx; never retried by this cluster)
     │   ├── MediaError          one media item cannot be used; the message names the item
+    │   │   └── NoSoundError    it has no sound track
     │   ├── ContextLengthError  prompt and answer do not fit the model
     │   ├── QuarantinedError    422: workers were lost over this content; it is refused for a while
     │   ├── UnsupportedError    a field that this server does not implement (no field is ignored silently)
@@ -60,6 +61,10 @@ class RequestError(ClusterError):
 
 class MediaError(RequestError):
     code = "invalid_media"
+
+
+class NoSoundError(MediaError):
+    """A file that is understood and has nothing to hear. Crosses a process as a MediaError."""
 
 
 class ContextLengthError(RequestError):

@@ -91,9 +91,10 @@ class ProcessorCalls:
                     "processed_audio": heard,
                     "video_to_audio_indices": [0],
                 }
-        elif sound is not None:
+        elif options.audio_in_video:
             raise UnsupportedError(
-                "audio_in_video: this model does not take the sound of a clip", param="messages"
+                "use_audio_in_video: this model does not take the sound of a clip",
+                param="mm_processor_kwargs.use_audio_in_video",
             )
         inputs, (text,) = processor._process_videos([frames], **kwargs)
         if self._is_pooled(options):
@@ -110,8 +111,7 @@ class ProcessorCalls:
         """waveform: [samples] float32."""
         if _has_vision_options(options):
             raise UnsupportedError(
-                "min_pixels, max_pixels, temporal_pooling and spatial_pooling are for images and videos",
-                param="messages",
+                "min_pixels, max_pixels, temporal_pooling and spatial_pooling are for images and videos"
             )
         processor = self._processor
         kwargs = {**self._kwargs["audio_kwargs"], "return_tensors": "pt"}
@@ -128,7 +128,7 @@ class ProcessorCalls:
             raise UnsupportedError(
                 f"temporal_pooling and spatial_pooling are not supported for {self._family.model_type} "
                 "models",
-                param="messages",
+                param="mm_processor_kwargs",
             )
         return True
 
@@ -163,7 +163,9 @@ def _area(
         return {}
     size = kwargs.get("size") or part.size or {}
     if any(size.get(key) is None for key in AREA_KEYS):
-        raise UnsupportedError("min_pixels and max_pixels: this model uses fixed sizes", param="messages")
+        raise UnsupportedError(
+            "min_pixels and max_pixels: this model uses fixed sizes", param="mm_processor_kwargs"
+        )
     own_min, own_max = (size[key] // unit for key in AREA_KEYS)
     if options.min_pixels is not None and options.min_pixels > own_max:
         raise MediaError(

@@ -21,8 +21,9 @@ from PIL import Image
 from cluster.errors import MediaError
 from cluster.media.boxes import frame_times
 from cluster.media.budget import DecodeBudget
-from cluster.media.container import first_stream, open_container
+from cluster.media.container import first_stream, open_container, picture_decoder
 from cluster.media.images import image_format, open_image
+from cluster.media.pixels import on_white, to_rgb
 
 LUMA_SIDE = 64  # samples of each row and column in which cuts are looked for, approximately
 DEFAULT_FRAME_MS = 100  # duration of an animation's frame that says 0, as in browsers
@@ -88,7 +89,7 @@ class ContainerPicture:
         return round(self._frame.rotation / 90) % 4
 
     def rgb(self, width: int, height: int) -> np.ndarray:
-        return self._frame.to_ndarray(format="rgb24", width=width, height=height)
+        return self._shown().to_ndarray(format="rgb24", width=width, height=height)
 
     def luma(self) -> np.ndarray:
         if self._frame.format.name in _PLANAR_LUMA:
@@ -96,8 +97,16 @@ class ContainerPicture:
             rows = np.frombuffer(plane, np.uint8, plane.line_size * self.height)
             full = rows.reshape(self.height, plane.line_size)[:, : self.width]
         else:
-            full = self._frame.to_ndarray(format="gray")
+            full = self._shown().to_ndarray(format="gray")
         return _sparse(full)
+
+    def _shown(self) -> av.VideoFrame:
+        """The frame; if it may be transparent, on white."""
+        form = self._frame.format
+        if not form.has_palette and not any(component.is_alpha for component in form.components):
+            return self._frame
+        page = on_white(Image.fromarray(self._frame.to_ndarray(format="rgba")))
+        return av.VideoFrame.from_ndarray(np.asarray(page), format="rgb24")
 
 
 class ContainerClip:
@@ -132,13 +141,14 @@ class ContainerClip:
         """`only_keys`: only packets of key frames reach the decoder. `num_threads` 0: one per CPU."""
         with open_container(self._data, self._budget) as container:
             stream = first_stream(container, "video", self._budget)
-            stream.codec_context.thread_count = num_threads
+            decoder = picture_decoder(stream, self._budget)
+            decoder.thread_count = num_threads
             self._check_size(stream.width, stream.height)
             for packet in container.demux(stream):
                 if only_keys and packet.size and not packet.is_keyframe:
                     continue
                 self._budget.check()
-                for frame in packet.decode():
+                for frame in decoder.decode(packet if packet.size else None):
                     self._budget.check()
                     self._check_size(frame.width, frame.height)
                     yield ContainerPicture(frame)
@@ -191,7 +201,8 @@ class AnimationClip:
         for idx, time in enumerate(times):
             self._budget.check()
             image.seek(idx)
-            yield AnimationPicture(image.convert("RGB"), time)
+            # a copy, because `seek` draws over the image
+            yield AnimationPicture(to_rgb(image.copy()), time)
 
 
 def _webp_durations(data: bytes, max_frames: int) -> list[int]:

@@ -15,7 +15,7 @@ import av
 import av.logging
 from av.container import InputContainer
 
-from cluster.errors import MediaError
+from cluster.errors import MediaError, NoSoundError
 from cluster.media.boxes import check_index
 from cluster.media.budget import DecodeBudget
 
@@ -38,6 +38,8 @@ AUDIO_CODECS = frozenset((
     "adpcm_ima_wav", "adpcm_ms", "adpcm_ima_qt", "adpcm_swf", "g722", "g726",
     *(name for name in av.codecs_available if name.startswith("pcm_")),
 ))  # fmt: skip
+# WebM keeps transparency beside the picture, where FFmpeg's own decoders do not look.
+_DECODERS_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _MP4_FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _BY_FIRST_BYTES = {
     b"\x1aE\xdf\xa3": "matroska",
@@ -107,14 +109,27 @@ def first_stream(container: InputContainer, kind: Literal["video", "audio"], bud
     streams = [stream for stream in container.streams if stream.type == kind]
     if kind == "video":  # the cover of a song is not a video
         streams = [s for s in streams if not s.disposition & av.stream.Disposition.attached_pic]
+    if not streams and kind == "audio":
+        raise NoSoundError("has no sound track")
     if not streams:
-        raise MediaError("has no sound track" if kind == "audio" else "has no video stream")
+        raise MediaError("has no video stream")
     context = streams[0].codec_context
     name = None if context is None else context.codec.name
     if name not in (VIDEO_CODECS if kind == "video" else AUDIO_CODECS):
         raise MediaError(f"the codec of its {kind} stream is not accepted ({name or 'unknown'})")
     context.options = _codec_options(budget)
     return streams[0]
+
+
+def picture_decoder(stream: Any, budget: DecodeBudget) -> Any:
+    """The decoder of a video stream, with its transparency if it has one."""
+    own = stream.codec_context
+    name = _DECODERS_WITH_ALPHA.get(own.name) if stream.metadata.get("alpha_mode") == "1" else None
+    if name is None or name not in av.codecs_available:
+        return own
+    decoder = av.CodecContext.create(name, "r")
+    decoder.options = _codec_options(budget)
+    return decoder
 
 
 def _codec_options(budget: DecodeBudget) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""One image: its header (door) and its pixels (encoder), the same as from transformers' `load_image`.
+"""One image: its header (door) and its pixels (encoder).
 
-The image is rotated by its EXIF orientation. Then Pillow converts it to RGB, which drops transparency and
-ignores colour profiles. Magic bytes decide the format, not a declared type.
+The image is rotated by its EXIF orientation and becomes RGB (`pixels`). An opaque image of 8 bits equals what
+transformers' `load_image` makes of it; colour profiles are ignored. Magic bytes decide the format, not a
+declared type.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from cluster.errors import MediaError
 from cluster.media.budget import DecodeBudget
 from cluster.media.container import HEIC_BRANDS
+from cluster.media.pixels import Samples, samples_of, to_rgb
+from cluster.media.png import SIGNATURE, without_comments
+from cluster.media.settings import TRUNCATED
 
 # Broken metadata of a client's file is not worth a log line, and this module has its own limit on pixels.
 warnings.filterwarnings("ignore", module="PIL")
@@ -33,6 +37,7 @@ class OpenedImage(msgspec.Struct, frozen=True):
     image: Image.Image
     width: int
     height: int
+    samples: Samples
 
 
 def image_format(data: bytes) -> str | None:
@@ -48,7 +53,11 @@ def open_image(data: bytes, budget: DecodeBudget) -> OpenedImage:
         raise MediaError("HEIC is not supported by this build")
     if data.startswith(b"\xff\xd8"):
         _check_jpeg_scans(data)
+    if data.startswith(SIGNATURE):
+        data = without_comments(data)
     if image_format(data) == "WEBP":
+        if len(data) < 8 + int.from_bytes(data[4:8], "little"):
+            raise MediaError(f"cannot be decoded: {TRUNCATED}")
         _check_size(*_webp_canvas(data), budget)
     try:
         image = Image.open(budget.file(data), formats=IMAGE_FORMATS)
@@ -60,16 +69,15 @@ def open_image(data: bytes, budget: DecodeBudget) -> OpenedImage:
     _check_size(width, height, budget)
     if _orientation(image, data) in _SIDEWAYS:
         width, height = height, width
-    return OpenedImage(image, width, height)
+    return OpenedImage(image, width, height, samples_of(image, data))
 
 
 def decode_image(data: bytes, budget: DecodeBudget) -> np.ndarray:
     """[height, width, 3] uint8, read-only."""
     opened = open_image(data, budget)
     image = opened.image
-    ImageOps.exif_transpose(image, in_place=True)  # otherwise, and by `convert`, it is copied in any case
-    if image.mode != "RGB":
-        image = image.convert("RGB")
+    ImageOps.exif_transpose(image, in_place=True)  # otherwise it is copied in any case
+    image = to_rgb(image, opened.samples)
     if image.size != (opened.width, opened.height):
         raise MediaError("its header and its content have different sizes")
     return np.asarray(image)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
-from cluster.errors import ClusterError, ErrorInfo, MediaError, to_info
+from cluster.errors import ClusterError, ErrorInfo, MediaError, NoSoundError, to_info
 from cluster.media.settings import MediaSettings, naming
 from cluster.media.survey import MediaSurvey
 from cluster.types.media import MediaOptions, Modality
@@ -66,7 +66,7 @@ class SurveyOrder(DecodeOrder, frozen=True, array_like=True, tag=True):
 
 class Surveyed(msgspec.Struct, frozen=True):
     survey: MediaSurvey
-    sound: MediaSurvey | None = None  # of a clip that is heard
+    sound: MediaSurvey | None = None  # of a clip that is to be heard and has a sound track
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
@@ -92,14 +92,17 @@ def look(order: SurveyOrder, data: bytes) -> Surveyed:
     """Surveys one file. Raises MediaError, which does not name the item."""
     from cluster.media.budget import DecodeBudget
     from cluster.media.decode import decoded_parts
+    from cluster.media.images import image_format
     from cluster.media.probe import survey
 
     settings, options = order.settings, order.options
     budget = DecodeBudget(settings.limits, order.timeout_s)
     with naming(order.modality, None):
         found, sound = survey(order.modality, data, settings, options, budget), None
-        if order.modality is Modality.VIDEO and options.audio_in_video:
-            sound = survey(Modality.AUDIO, data, settings, options, budget)
+        is_animation = image_format(data) is not None
+        if order.modality is Modality.VIDEO and options.audio_in_video and not is_animation:
+            with contextlib.suppress(NoSoundError):  # a silent clip is a clip
+                sound = survey(Modality.AUDIO, data, settings, options, budget)
         if order.decodes:
             for _ in decoded_parts(order.modality, data, settings, options, budget):
                 pass

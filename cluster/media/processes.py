@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cluster.config.environment import bare_environment
-from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError, from_info
+from cluster.errors import ClusterError, MediaError, NotWantedError, RequestError, UnavailableError, from_info
 from cluster.media.budget import too_slow
 from cluster.media.opener import (
     MAX_COPIED_BYTES,
@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 NUM_ATTEMPTS = 2
 START_TIMEOUT_S = 60.0  # importing FFmpeg and Pillow takes half a second on a busy core
+FORK_TIMEOUT_S = 10.0  # of a server that has started an opener before, which takes milliseconds
 GRACE_S = 1.0  # beyond the time limit, which the opener itself observes where its libraries allow it
 WANTED_EVERY_S = 0.05  # how often a thread that waits asks whether the result is still wanted
 
@@ -70,18 +71,24 @@ class OpenerEndedError(Exception):
     """The process has died or violated the protocol."""
 
 
+class OpenerNotStartedError(OpenerEndedError):
+    """It has read no file yet."""
+
+
 class OpenerServer:
-    """The process that forks openers. It is started with the first of them, and again when it has ended. Any
-    thread."""
+    """The process that forks openers. It is started with the first of them, and again when it has ended or no
+    longer forks. Any thread."""
 
     def __init__(self, module: str = "cluster.media.opener"):
         self._module = module
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._has_forked = False
 
-    def fork(self, end: socket.socket) -> None:
-        """An opener serves at this end as soon as the server has imported everything. Does not wait."""
+    def fork(self, end: socket.socket) -> int:
+        """An opener serves at this end as soon as the server has imported everything. Does not wait. Returns
+        the id of the server's process."""
         with self._lock:
             if self._socket is None or self._process is None or self._process.poll() is not None:
                 self._socket = self._start()
@@ -89,6 +96,28 @@ class OpenerServer:
                 socket.send_fds(self._socket, [b"f"], [end.fileno()])
             except OSError:  # it has just ended, and is started again by the next order
                 logger.warning("the process that starts openers of media files has ended")
+            return self._process.pid
+
+    @property
+    def start_timeout_s(self) -> float:
+        return FORK_TIMEOUT_S if self._has_forked else START_TIMEOUT_S
+
+    def is_serving(self, pid: int) -> bool:
+        """Whether this process still forks, as far as is known."""
+        return self._socket is not None and self._process is not None and self._process.pid == pid
+
+    def forked(self) -> None:
+        """An opener has started."""
+        self._has_forked = True
+
+    def give_up(self, pid: int) -> None:
+        """An opener of this process did not start. Ends the process with all its openers, unless another one
+        has taken its place already."""
+        with self._lock:
+            if self._process is not None and self.is_serving(pid) and self._process.poll() is None:
+                logger.warning("the process that starts openers of media files hangs: it is replaced")
+                self._process.kill()
+                self._socket = None
 
     def close(self) -> None:
         """Ends the server and its openers."""
@@ -99,6 +128,7 @@ class OpenerServer:
 
     def _start(self) -> socket.socket:
         """The earlier socket, if there was one, is closed with its last reference."""
+        self._has_forked = False
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -130,16 +160,17 @@ class Opener:
     def __init__(self, server: OpenerServer):
         """Starts the process without waiting for it."""
         self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._server = server
         with theirs:
-            server.fork(theirs)
+            self._server_pid = server.fork(theirs)
         self._socket.setblocking(False)
         self._process: int | None = None  # its descriptor, once it has started
         self._result = memory_file()
         self.is_filtered = True
 
     async def ask(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
-        """`file`: sealed. Raises OpenerEndedError, TimeoutError for an order that takes too long,
-        RequestError for a file that cannot be used, UnavailableError if the process does not start."""
+        """`file`: sealed. Raises OpenerEndedError, TimeoutError for an order that takes too long, and
+        RequestError for a file that cannot be used."""
         if self._process is None:
             await self._start_up(wait)
         try:
@@ -162,6 +193,8 @@ class Opener:
     @property
     def has_ended(self) -> bool:
         """Or has said something unasked. Do not ask while `ask` runs."""
+        if not self._server.is_serving(self._server_pid):
+            return True
         events = _events(self._socket, 0.0)
         return bool(events & select.POLLHUP) or (self._process is not None and events != 0)
 
@@ -182,12 +215,15 @@ class Opener:
 
     async def _start_up(self, wait: Wait) -> None:
         try:
-            await wait(self._socket, START_TIMEOUT_S)
+            await wait(self._socket, self._server.start_timeout_s)
             message, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1)
             (self._process,) = descriptors
             self.is_filtered = msgspec.msgpack.decode(message, type=OpenerReady).is_filtered
+            self._server.forked()
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            raise UnavailableError("the process that opens media files did not start") from error
+            if isinstance(error, TimeoutError):
+                self._server.give_up(self._server_pid)
+            raise OpenerNotStartedError from error
 
 
 class OpenerPool:
@@ -214,15 +250,21 @@ class OpenerPool:
         cancelled at any time."""
         ends_at = time.monotonic() + order.timeout_s
         bounded = order
+        not_started = UnavailableError("the process that opens media files did not start")
+        reason: ClusterError = not_started
         for _ in range(NUM_ATTEMPTS):
             try:
                 return await self._try_once(bounded, file, wait, read)
+            except OpenerNotStartedError:
+                reason = not_started
+                continue
             except OpenerEndedError:
+                reason = MediaError("cannot be decoded: the process that opens it dies")
                 logger.warning("a process has ended over a media file (%s)", order.modality)
             except TimeoutError:
-                raise MediaError(too_slow(order.timeout_s), param="messages") from None
+                raise MediaError(too_slow(order.timeout_s)) from None
             bounded = msgspec.structs.replace(order, timeout_s=max(0.0, ends_at - time.monotonic()))
-        raise MediaError("cannot be decoded: the process that opens it dies", param="messages")
+        raise reason
 
     def close(self) -> None:
         """Ends all openers. Running orders fail."""

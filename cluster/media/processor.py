@@ -212,7 +212,7 @@ class MediaProcessor:
 
     def _check_modality(self, modality: Modality) -> None:
         if modality not in self.modalities:
-            raise UnsupportedError(f"this model takes no {modality} input", param="messages")
+            raise UnsupportedError(f"this model takes no {modality} input")
 
     def _try_out(self) -> None:
         """Raises ConfigError if the processor cannot be asked about an item without content."""

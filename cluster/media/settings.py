@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from cluster.errors import ClusterError, MediaError
+from cluster.errors import ClusterError, MediaError, RequestError
 from cluster.types.media import MediaOptions, Modality
 
 DEFAULT_OPTIONS = MediaOptions()
@@ -17,6 +17,7 @@ DEFAULT_OPTIONS = MediaOptions()
 BYTES_PER_PIXEL = 32
 OTHER_PROCESS_BYTES = 512 * 2**20  # stacks of a decoder's threads, free memory between blocks
 MAX_SURVEY_BYTES = 16 * 2**20
+TRUNCATED = "the file is truncated"
 
 
 class MediaLimits(msgspec.Struct, frozen=True):
@@ -75,18 +76,31 @@ def item_name(modality: Modality, item_idx: int) -> str:
 
 
 @contextmanager
-def naming(modality: Modality, item_idx: int | None) -> Iterator[None]:
+def naming(modality: Modality, item_idx: int | None, param: str | None = None) -> Iterator[None]:
     """Puts the item's name before every error, unless `item_idx` is None. Turns any exception of a decoder
-    into a MediaError."""
+    into a MediaError. `param`: the item's place in the request, if it is known here."""
     prefix = "" if item_idx is None else f"{item_name(modality, item_idx)}: "
     try:
         yield
     except MediaError as error:
         message = error.message if error.message.startswith(prefix) else prefix + error.message
-        raise MediaError(message, param=error.param or "messages") from error
+        raise MediaError(message, param=error.param or param) from error
+    except RequestError as error:
+        error.param = error.param or param
+        raise
     except ClusterError:
         raise
     except MemoryError as error:
-        raise MediaError(f"{prefix}too large to decode", param="messages") from error
+        raise MediaError(f"{prefix}too large to decode", param=param) from error
     except Exception as error:
-        raise MediaError(f"{prefix}cannot be decoded ({type(error).__name__})", param="messages") from error
+        raise MediaError(f"{prefix}cannot be decoded: {_defect(error)}", param=param) from error
+
+
+def _defect(error: Exception) -> str:
+    """What a library found wrong with a file. Its own words may contain addresses and paths."""
+    words = str(error)
+    if isinstance(error, EOFError) or "truncated" in words.lower():
+        return TRUNCATED
+    if "MAX_TEXT_CHUNK" in words or "MAX_TEXT_MEMORY" in words:
+        return "its metadata take more than 1 MiB when they are unpacked"
+    return "its content is damaged, or of a kind that this server does not read"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL.Image import Resampling
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,11 @@ class _Shapes:
     outputs, and some of them through numpy."""
 
     def __init__(self, processor: Any):
-        self._processor = processor
+        """A bicubic resize clamps its values, which meta tensors do not have: more than half of the time of a
+        layout. Any other resize gives the same shapes."""
+        self._processor = copy.copy(processor)
+        if getattr(processor, "resample", None) is not None:
+            self._processor.resample = Resampling.BILINEAR
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._processor, name)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import av
 import numpy as np
 
-from cluster.errors import MediaError
+from cluster.errors import MediaError, NoSoundError
 from cluster.media.budget import DecodeBudget
 from cluster.media.container import first_stream, open_container
 from cluster.media.settings import MediaSettings
@@ -40,7 +40,7 @@ def sound_pieces(data: bytes, settings: MediaSettings, budget: DecodeBudget) -> 
             raise MediaError("it has samples that are not finite numbers")
         yield piece
     if not num_samples:
-        raise MediaError("no audio samples")
+        raise NoSoundError("no audio samples")
 
 
 def _resampled(data: bytes, sampling_rate: int, budget: DecodeBudget) -> Iterator[av.AudioFrame]:

@@ -89,6 +89,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     options: MediaOptions = MediaOptions()
     is_returning: bool = False  # an earlier turn of the conversation contained it
     num_encoded_rows: int | None = None  # before pooling; None: only the geometry is known
+    item_idx: int = 0  # among the items of the client's request; a clip and its sound track are one
+    param: str = "messages"  # the request field that contained it
 
     @property
     def num_call_rows(self) -> int:

@@ -163,9 +163,9 @@ class Attempts:
         """Raises QuarantinedError."""
         if not self.quarantine:
             return
-        for item_idx, item in enumerate(client.items):
+        for item in client.items:
             if self.quarantine.is_barred(item.media_hash, now):
-                raise barred_item(item, item_idx)
+                raise barred_item(item)
         if self.quarantine.is_barred(content_of(client.request, client.hashes, self._placer.block_size), now):
             raise barred_request()
 

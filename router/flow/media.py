@@ -143,8 +143,9 @@ class MediaFlow:
         self._release(attempt, item_idx, now)
         if isinstance(error, MediaError):
             self._quarantine.survived(attempt.items[item_idx].media_hash)
-            name = item_name(attempt.request.prompt.media[item_idx].modality, item_idx)
-            self._owner.fail(attempt, MediaError(f"{name}: {error.message}", param="messages"))
+            item = attempt.items[item_idx]
+            name = item_name(item.modality, item.item_idx)
+            self._owner.fail(attempt, MediaError(f"{name}: {error.message}", param=error.param or item.param))
         elif isinstance(error, UnavailableError | OverloadedError | InternalError):
             self._cancel(attempt, item_idx, worker)  # in case it was asked again meanwhile
             self._move(attempt, item_idx, error, now)
@@ -162,7 +163,7 @@ class MediaFlow:
             if item_idx in attempt.unencoded and not state.is_shared and not state.is_held:
                 self._quarantine.lost(item.media_hash, worker.replica_id, now)
                 if self._quarantine.is_barred(item.media_hash, now):
-                    return self._owner.fail(attempt, barred_item(item, item_idx))
+                    return self._owner.fail(attempt, barred_item(item))
             self._give_up(attempt, item_idx, now)
             self._move(
                 attempt, item_idx, UnavailableError("the encode worker was lost", retry_after_s=1.0), now

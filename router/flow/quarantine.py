@@ -103,10 +103,10 @@ def content_of(request: GenerateRequest, hashes: Sequence[bytes], block_size: in
     return (hashes[-1] if hashes else b"", rest, tuple(item.media_hash for item in prompt.media))
 
 
-def barred_item(item: MediaItem, item_idx: int) -> QuarantinedError:
-    name = item_name(item.modality, item_idx)
+def barred_item(item: MediaItem) -> QuarantinedError:
+    name = item_name(item.modality, item.item_idx)
     return QuarantinedError(
-        f"{name}: the workers that encoded it were lost, so it is not tried again for now", param="messages"
+        f"{name}: the workers that encoded it were lost, so it is not tried again for now", param=item.param
     )
 
 

@@ -71,7 +71,7 @@ class PromptBuilder:
         if len(call.media) > self._caps.max_items:
             raise RequestError(
                 f"the request has {len(call.media)} media items; at most {self._caps.max_items} are accepted",
-                param="messages",
+                param=call.media[self._caps.max_items].param,
             )
 
     def chat(

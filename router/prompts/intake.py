@@ -90,7 +90,7 @@ class RequestMedia:
     read_at: float = 0.0  # on the door's clock: when all bytes had arrived
     _by_digest: dict[bytes, FetchedMedia] = field(default_factory=dict)
 
-    def keep(self, media: FetchedMedia) -> FetchedMedia:
+    def keep(self, media: FetchedMedia, param: str) -> FetchedMedia:
         """The one content that is kept for these bytes. Raises MediaTooLargeError and OverloadedError."""
         known = self._by_digest.get(media.digest)
         if known is not None:
@@ -98,7 +98,7 @@ class RequestMedia:
         max_bytes, num_bytes = self.bytes_in_work.limits.per_request, len(media.data)
         if self.num_bytes + num_bytes > max_bytes:
             raise MediaTooLargeError(
-                f"the media of this request have more than {max_bytes} bytes", param="messages"
+                f"the media of this request have more than {max_bytes} bytes", param=param
             )
         self.bytes_in_work.hold(self.tenant, num_bytes)
         self.num_bytes += num_bytes
@@ -165,7 +165,7 @@ class MediaIntake:
                 if not call.media_rules.omits_bad:
                     raise
                 return error
-            return media.keep(got)
+            return media.keep(got, source.param)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -194,7 +194,7 @@ class MediaIntake:
                 call.media_rules.omits_bad,
             )
             try:
-                with naming(source.modality, item_idx):
+                with naming(source.modality, item_idx, source.param):
                     if key not in known:
                         known[key] = await self._surveyors.survey(call.tenant, order, media.data, time)
                 contents.append(Content(media, known[key]))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import msgspec
 
@@ -53,6 +54,7 @@ class MeasuredItem:
     sound: MediaProbe | None  # of a clip with its sound track
     layout: MediaLayout
     encoded: MediaGeometry  # before pooling: what an encoder computes for the item
+    param: str  # the request field that contained it
 
     @property
     def num_tokens(self) -> int:
@@ -88,7 +90,9 @@ class MediaPlanner:
             try:
                 if isinstance(content, MediaError):
                     raise content
-                measured.append(self._measure_item(item_idx, source.modality, content, source.options))
+                measured.append(
+                    self._measure_item(item_idx, source.modality, content, source.options, source.param)
+                )
             except MediaError as error:
                 if not rules.omits_bad:
                     raise
@@ -113,7 +117,7 @@ class MediaPlanner:
         if reductions is None:
             raise ContextLengthError(
                 f"the media of this request have {total} tokens; there is room for {max(0, max_tokens)}",
-                param="messages",
+                param=_first_beyond(max_tokens, measured, [item.num_tokens for item in measured]),
             )
         reduced = [
             self._reduced(item, self._keep_frame_size(size, reduction))
@@ -158,6 +162,8 @@ class MediaPlanner:
                 geometry,
                 _options_of(item, kind),
                 num_encoded_rows=item.encoded.num_tokens if kind is item.modality else geometry.num_tokens,
+                item_idx=item.item_idx,
+                param=item.param,
             )
             for name, (kind, geometry) in zip(names, item.layout.parts, strict=True)
         ]
@@ -174,32 +180,33 @@ class MediaPlanner:
                 raise MediaError(
                     f"{name}: an encoder would compute {num_rows} rows for one picture; "
                     f"at most {max_picture_rows} are accepted",
-                    param="messages",
+                    param=item.param,
                 )
-        total = sum(item.num_encoded_rows for item in measured)
-        if total > max_rows:
+        num_rows = [item.num_encoded_rows for item in measured]
+        if sum(num_rows) > max_rows:
             raise RequestError(
-                f"encoders would compute {total} rows for this request; at most {max_rows} are accepted",
-                param="messages",
+                f"encoders would compute {sum(num_rows)} rows for this request; at most {max_rows} are "
+                "accepted",
+                param=_first_beyond(max_rows, measured, num_rows),
             )
 
     def processor(self, modality: Modality) -> MediaProcessor:
         if self._processor is None:
-            raise UnsupportedError(f"this model takes no {modality} input", param="messages")
+            raise UnsupportedError(f"this model takes no {modality} input")
         return self._processor
 
     def _measure_item(
-        self, item_idx: int, modality: Modality, content: Content, options: MediaOptions
+        self, item_idx: int, modality: Modality, content: Content, options: MediaOptions, param: str
     ) -> MeasuredItem:
-        processor = self.processor(modality)
         surveyed, sound = content.surveyed, None
-        with naming(modality, item_idx):
+        with naming(modality, item_idx, param):
+            processor = self.processor(modality)
             known = probe_of(modality, surveyed.survey, processor.settings, options)
             if surveyed.sound is not None:
                 sound = probe_of(Modality.AUDIO, surveyed.sound, processor.settings, options)
-        layout = processor.layout(known, options, sound, item_idx=item_idx)
-        encoded = processor.layout(known, _unpooled(options), sound, item_idx=item_idx).geometry
-        return MeasuredItem(item_idx, modality, content, options, known, sound, layout, encoded)
+            layout = processor.layout(known, options, sound, item_idx=item_idx)
+            encoded = processor.layout(known, _unpooled(options), sound, item_idx=item_idx).geometry
+        return MeasuredItem(item_idx, modality, content, options, known, sound, layout, encoded, param)
 
     def _encoded_size(self, item: MeasuredItem) -> MediaProbe:
         """The item in the size that the model sees, where reductions start. The file's size usually
@@ -237,13 +244,14 @@ class MediaPlanner:
         if reduction == Reduction():
             return item
         try:
-            after = self._measure_item(
-                item.item_idx, item.modality, item.content, _with_reduction(item.options, reduction)
-            )
+            after = self._measured_again(item, _with_reduction(item.options, reduction))
         except UnsupportedError:
             options = _with_reduction(item.options, replace(reduction, max_pixels=None))
-            after = self._measure_item(item.item_idx, item.modality, item.content, options)
+            after = self._measured_again(item, options)
         return item if after.layout == item.layout else after
+
+    def _measured_again(self, item: MeasuredItem, options: MediaOptions) -> MeasuredItem:
+        return self._measure_item(item.item_idx, item.modality, item.content, options, item.param)
 
     def _names(self, item: MeasuredItem, tenant: str) -> list[str]:
         fingerprint = self.processor(item.modality).fingerprint
@@ -255,6 +263,12 @@ class MediaPlanner:
 
 def _rows(layout: MediaLayout) -> int:
     return sum(geometry.num_tokens for _, geometry in layout.parts)
+
+
+def _first_beyond(limit: int, measured: Sequence[MeasuredItem], sizes: Sequence[int]) -> str:
+    """The place of the first item with which the sum of the sizes is above the limit."""
+    sums = zip(measured, accumulate(sizes), strict=True)
+    return next((item.param for item, total in sums if total > limit), measured[-1].param)
 
 
 def _unpooled(options: MediaOptions) -> MediaOptions:

@@ -221,6 +221,23 @@ async def test_a_request_that_gets_no_slot_is_told_to_come_again(host):
     await fetcher.aclose()
 
 
+async def test_hosts_that_hang_keep_no_other_tenant_from_its_media(host):
+    paths = [f"/{idx}" for idx in range(12)]
+    host.handlers |= dict.fromkeys(paths, drip_body) | {"/other": answer(b"pixels")}
+    fetcher = fetcher_of(host, max_concurrent=4)
+    hanging = [asyncio.create_task(read(fetcher, host.url(path), tenant="a")) for path in paths]
+    async with asyncio.timeout(30):
+        while len(host.requests) < 3:
+            await asyncio.sleep(0.005)
+    for _ in range(5):
+        assert (await read(fetcher, host.url("/other"), tenant="b")).data == b"pixels"
+    assert sum(request.path != "/other" for request in host.requests) == 3, "three of four slots"
+    for task in hanging:
+        task.cancel()
+    await asyncio.wait(hanging)
+    await fetcher.aclose()
+
+
 async def test_a_refused_connection_is_unreachable(fetcher, host):
     await host.__aexit__()
     with pytest.raises(MediaError, match=r"item 2 \(image\): the host cannot be reached$"):

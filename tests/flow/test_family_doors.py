@@ -300,3 +300,6 @@ async def test_a_clip_that_is_heard_is_answered_as_by_generate(
                 cluster.door, content, mm_processor_kwargs={"use_audio_in_video": True}
             )
             assert got == reference.tokens(content, is_heard=True)
+        silent: list[Part] = [(VIDEO, clip(3, 9, 44, 36)), "what is said?"]
+        got = await prompt_and_answer(cluster.door, silent, mm_processor_kwargs={"use_audio_in_video": True})
+        assert got == reference.tokens(silent), "as without the field"

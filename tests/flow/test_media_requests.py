@@ -10,7 +10,9 @@ import random
 from typing import Any
 
 import av
+import numpy as np
 import pytest
+from PIL import Image
 
 from bench.media_files import image, scenes, video_of
 from bench.workload import data_uri, make_case, png_bytes, wav_bytes
@@ -41,6 +43,30 @@ from tests.flow.test_law import MAX_TOKENS, MODEL
 @pytest.fixture(scope="module")
 def reference() -> MediaReference:
     return MediaReference(MODEL)
+
+
+def icon(seed: int) -> tuple[bytes, np.ndarray]:
+    """A circle on a transparent ground, and what is seen of it: a circle on white. Below the transparency is
+    noise."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (128, 128, 4), dtype=np.uint8)
+    rows, columns = np.ogrid[:128, :128]
+    is_circle = (rows - 64) ** 2 + (columns - 64) ** 2 < 40**2
+    pixels[is_circle] = (0, 0, 255, 255)
+    pixels[~is_circle, 3] = 0
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return out.getvalue(), np.where(is_circle[..., None], pixels[..., :3], np.uint8(255))
+
+
+async def test_a_transparent_picture_is_answered_as_generate_does_what_is_seen_of_it(reference):
+    async with serving() as (_, client):
+        for seed in range(2):
+            file, seen = icon(seed)
+            item = part("image", data_uri("image/png", file))
+            got = await ask(client, [item])
+            check(got, reference.answer(asked(item, images=(seen,)), MAX_TOKENS))
+            opaque = part("image", data_uri("image/png", png_bytes(seen)))
+            assert text_of(await ask(client, [opaque])) == text_of(got)
 
 
 # Where it lies
@@ -231,8 +257,14 @@ async def test_pixels_are_bounded_as_the_client_asks(reference):
     assert error["param"] == "mm_processor_kwargs.min_pixels"
 
 
+async def test_a_clip_without_sound_is_answered_by_what_is_seen():
+    async with serving() as (_, client):
+        seen = await ask(client, [clip_part(8)])
+        heard = await ask(client, [clip_part(8)], mm_processor_kwargs={"use_audio_in_video": True})
+    assert text_of(heard) == text_of(seen) and num_prompt_tokens(heard) == num_prompt_tokens(seen)
+
+
 REFUSED_FIELDS = (
-    {"mm_processor_kwargs": {"use_audio_in_video": True}},  # the clip has no sound
     {"media_io_kwargs": {"video": {"num_frames": 64}}},  # more than the model takes
     {"media_io_kwargs": {"video": {"strategy": "keyframes", "fps": 1.0}}},
 )
@@ -243,3 +275,4 @@ async def test_what_cannot_be_asked_of_a_clip_is_refused():
         for fields in REFUSED_FIELDS:
             error = await refusal(client, [clip_part(8)], **fields)
             assert error["code"] == "invalid_media" and error["message"].startswith("item 0 ("), fields
+            assert error["param"] == "messages[0].content[0]"

@@ -23,6 +23,7 @@ from cluster.media.fetch.cache import FOREVER, Freshness, Known, freshness
 from cluster.media.fetch.dial import Lookup, MayDial, open_session, system_lookup, was_refused
 from cluster.media.fetch.policy import FetchPolicy
 from cluster.media.fetch.urls import NOT_PUBLIC, is_internal, redirected
+from cluster.media.slots import FairSlots
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _VALIDATORS = ((hdrs.ETAG, hdrs.IF_NONE_MATCH), (hdrs.LAST_MODIFIED, hdrs.IF_MODIFIED_SINCE))
@@ -57,17 +58,19 @@ class Downloader:
         self._lookup = lookup or system_lookup(self._threads)
         self._is_public = is_public
         self._tls = tls
-        self._slots = asyncio.Semaphore(policy.max_concurrent)
+        # the others are left for tenants whose hosts answer
+        self._per_tenant = max(1, policy.max_concurrent * 3 // 4)
+        self._slots = FairSlots(policy.max_concurrent, self._per_tenant)
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # key: whether its hosts are trusted
 
-    async def get(self, url: URL, max_bytes: int, known: Known | None = None) -> Downloaded:
+    async def get(self, url: URL, max_bytes: int, known: Known | None = None, tenant: str = "") -> Downloaded:
         """`url` has passed `check_url`. If the host says that `known` is still valid, `known` is returned.
 
         Raises MediaError, without the item's name, or OverloadedError.
         """
         has_slot = False
         try:
-            async with asyncio.timeout(self._policy.total_timeout_s), self._slots:
+            async with asyncio.timeout(self._policy.total_timeout_s), self._slots.slot(tenant):
                 has_slot = True
                 return await self._follow(url, max_bytes, known)
         except aiohttp.ServerTimeoutError:
@@ -75,7 +78,7 @@ class Downloader:
         except TimeoutError:
             if not has_slot:
                 num_slots, waited_s = self._policy.max_concurrent, self._policy.total_timeout_s
-                text = overload.no_slot("downloads of media", waited_s, num_slots, num_slots)
+                text = overload.no_slot("downloads of media", waited_s, num_slots, self._per_tenant)
                 raise OverloadedError(text, retry_after_s=RETRY_AFTER_S) from None
             raise MediaError(f"not received within {self._policy.total_timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:

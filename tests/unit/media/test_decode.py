@@ -15,7 +15,7 @@ from cluster.media.decode import decode
 from cluster.media.hashing import media_hash
 from cluster.media.probe import probe
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling
-from cluster.media.sources import MediaSource, read_source
+from cluster.media.sources import PIECE_CHARS, MediaSource, read_source
 from cluster.media.torchvision_compat import ensure_torchvision
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 from tests.unit.media import files
@@ -44,29 +44,26 @@ def test_an_animation_sent_as_an_image_is_its_first_frame(form):
 
 
 def _saved(mode: str, form: str, **options) -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 255, (12, 17, 4), dtype=np.uint8)
-    image = Image.fromarray(pixels, "RGBA")
-    if mode == "I;16":
-        image = Image.fromarray(pixels[:, :, :2].copy().view(np.uint16)[:, :, 0])
+    pixels = np.random.default_rng(0).integers(0, 255, (12, 17, 3), dtype=np.uint8)
     out = io.BytesIO()
-    (image if mode == "I;16" else image.convert(mode)).save(out, form, **options)
+    Image.fromarray(pixels).convert(mode).save(out, form, **options)
     return out.getvalue()
 
 
 SAVED = {
     f"{mode} {form} {options}": _saved(mode, form, **options)
     for mode, form, options in [
-        ("L", "PNG", {}), ("LA", "PNG", {}), ("P", "PNG", {}), ("P", "PNG", {"transparency": 3}), ("RGB", "PNG", {}),
-        ("RGBA", "PNG", {}), ("1", "PNG", {}), ("I;16", "PNG", {}), ("I;16", "TIFF", {}), ("CMYK", "JPEG", {}), ("L", "JPEG", {}),
+        ("L", "PNG", {}), ("LA", "PNG", {}), ("P", "PNG", {}), ("RGB", "PNG", {}),
+        ("RGBA", "PNG", {}), ("1", "PNG", {}), ("CMYK", "JPEG", {}), ("L", "JPEG", {}),
         ("RGB", "JPEG", {"progressive": True}), ("RGBA", "WEBP", {}), ("RGB", "WEBP", {"lossless": True}), ("RGBA", "AVIF", {}),
-        ("P", "GIF", {"transparency": 0}), ("CMYK", "TIFF", {"compression": "tiff_lzw"}), ("RGBA", "TIFF", {}), ("P", "BMP", {}),
+        ("P", "GIF", {}), ("CMYK", "TIFF", {"compression": "tiff_lzw"}), ("RGBA", "TIFF", {}), ("P", "BMP", {}),
         ("RGB", "MPO", {}),
     ]
 } | {"rotated JPEG": files.rotated_jpeg(40, 20)}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_an_image_equals_what_transformers_loads(name):
+def test_an_opaque_image_equals_what_transformers_loads(name):
     ensure_torchvision()
     from transformers.image_utils import load_image
 
@@ -249,13 +246,53 @@ def test_a_data_uri_gives_its_bytes_and_declared_type():
     "url",
     [
         "", "file:///etc/passwd", "/etc/passwd", "ftp://x/y", "https://example.org/a.png", "data:", "data:image/png,abc", "javascript:1",
-        "data:image/png;base64,a b=", "data:image/png;base64,", "data:image/png;base64,AAAAAAAAAAAAAAAA",
+        "data:image/png;base64,a b=", "data:image/png;base64,QQ==QQ==", "data:image/png;base64,QQ=", "data:image/png;base64,", "data:image/png;base64,AAAAAAAAAAAAAAAA",
         "data:image/png;base64,äöü=",
     ],
 )  # fmt: skip
 def test_other_sources_are_refused(url):
     with pytest.raises(MediaError, match=r"item 1 \(image\)"):
         read_source(_source(url), 5, 1)
+
+
+@pytest.mark.parametrize("line_break", ["\r\n", "\n", " \t", "\f"])
+@pytest.mark.parametrize("num_bytes", [1, 56, 57, 58, 3 * PIECE_CHARS])
+def test_base64_may_have_the_line_breaks_of_mime(line_break, num_bytes):
+    data = np.random.default_rng(num_bytes).bytes(num_bytes)
+    text = base64.b64encode(data).decode()
+    lines = [text[start : start + 76] for start in range(0, len(text), 76)]
+    for body in (line_break.join(lines), line_break + line_break.join(lines) + line_break):
+        assert read_source(_source("data:;base64," + body), num_bytes)[0] == data
+        with pytest.raises(MediaError, match="larger than"):
+            read_source(_source("data:;base64," + body), num_bytes - 1)
+
+
+def test_base64_may_not_be_mostly_white_space_or_go_on_behind_its_padding():
+    text = base64.b64encode(bytes(PIECE_CHARS // 4 * 3 - 2)).decode()  # ends with a piece
+    assert text.endswith("=") and len(text) == PIECE_CHARS
+    assert read_source(_source("data:;base64," + text + "\r\n"), 1 << 20)[0]
+    for body in (text + "\r\nAAAA", text + "A", "AAAA" + " " * 100 + "AAAA", "A\n" * 4000, text + "\u2003"):
+        with pytest.raises(MediaError, match="not valid base64"):
+            read_source(_source("data:;base64," + body), 1 << 20)
+
+
+class WatchedText(str):
+    """Notes how long the pieces are that are taken of it."""
+
+    taken: list[int]
+
+    def __getitem__(self, key):
+        self.taken.append(len(super().__getitem__(key)))
+        return super().__getitem__(key)
+
+
+def test_base64_is_decoded_in_pieces_that_are_read_once():
+    for num_bytes in (1 << 20, 1 << 22):
+        body = base64.encodebytes(bytes(num_bytes)).decode()
+        url = WatchedText("data:;base64," + body)
+        url.taken = []
+        read_source(_source(url), num_bytes)
+        assert max(url.taken) <= PIECE_CHARS and sum(url.taken) < len(body) + 20
 
 
 def test_a_name_depends_on_bytes_modality_settings_options_and_tenant():

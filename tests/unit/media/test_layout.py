@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.config.families import family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
@@ -287,6 +288,24 @@ def test_a_clip_is_heard_by_omni_models_alone(families):
                 MediaOptions(audio_in_video=True),
                 MediaProbe(AUDIO, num_samples=1600),
             )
+
+
+class CountedOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_layout_computes_no_values(families):
+    """A clamp of a tensor without values takes longer than all the rest."""
+    _, media = families["qwen2_5_vl"]
+    with CountedOperations() as counted:
+        media.layout(MediaProbe(IMAGE, 333, 222), MediaOptions(max_pixels=30_000))
+    assert 5 < len(counted.names) < 60 and not any("clamp" in name for name in counted.names), counted.names
 
 
 # Limits

@@ -22,6 +22,8 @@ from cluster.media.decode import decode
 from cluster.media.decoders import Decoders
 from cluster.media.opener import DecodeOrder
 from cluster.media.processes import (
+    FORK_TIMEOUT_S,
+    START_TIMEOUT_S,
     Opener,
     OpenerEndedError,
     OpenerPool,
@@ -273,6 +275,63 @@ def test_what_does_not_start_is_unavailable_and_a_server_that_ends_is_started_ag
     hostile._process.wait()
     made.check()
     made.decoders.close()
+
+
+class HungServer:
+    """A server that is stopped. No time passes until its openers are given up."""
+
+    def __init__(self):
+        self.server = OpenerServer("tests.fakes.hostile_opener")
+        self.made = Pool(self.server)
+        self.made.decode("good")
+        self.pid = self.server._process.pid
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def wait_for(self, end: socket.socket, timeout_s: float) -> None:
+        if self.server._process.pid == self.pid and timeout_s == FORK_TIMEOUT_S:
+            raise TimeoutError
+
+    def ask(self, num_orders: int) -> None:
+        pool = OpenerPool(lambda: Opener(self.server))
+        pool.warm_up(num_orders)
+        blocking = wait_while(lambda: True)
+
+        async def wait(end: socket.socket, timeout_s: float) -> None:
+            self.wait_for(end, timeout_s)
+            await blocking(end, timeout_s)
+
+        with open_memory_file() as file:
+            os.write(file, b"good")
+            order = DecodeOrder(IMAGE, PLAIN, SMALL, 60.0)
+            for _ in range(num_orders):
+                run_blocking(pool.ask(order, file, wait, lambda shape, _: shape))
+        pool.close()
+
+    def close(self):
+        self.made.decoders.close()
+        self.server.close()
+
+
+def test_a_server_that_hangs_is_replaced_and_its_files_are_opened(caplog):
+    hung = HungServer()
+    hung.ask(3)
+    assert hung.server._process.pid != hung.pid
+    assert caplog.text.count("hangs: it is replaced") == 1 and "over a media file" not in caplog.text
+    hung.close()
+
+
+def test_a_server_that_imports_slowly_is_waited_for():
+    server = OpenerServer("tests.fakes.hostile_opener")
+    assert server.start_timeout_s == START_TIMEOUT_S
+    made = Pool(server)
+    made.decode("good")
+    assert server.start_timeout_s == FORK_TIMEOUT_S < START_TIMEOUT_S
+    server._process.kill()
+    server._process.wait()
+    Opener(server).close()
+    assert server.start_timeout_s == START_TIMEOUT_S, "the one in its place imports, too"
+    made.decoders.close()
+    server.close()
 
 
 def test_nothing_is_left_of_a_process_that_is_killed():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+from itertools import accumulate
 
 import pytest
 
@@ -76,9 +77,12 @@ class Intake:
     async def take_in(self, *contents: bytes, tenant: str = "", omits_bad: bool = False):
         media = tuple(
             MediaSource(
-                Modality.IMAGE, "data:;base64," + base64.b64encode(data).decode(), options=MediaOptions()
+                Modality.IMAGE,
+                "data:;base64," + base64.b64encode(data).decode(),
+                f"messages[0].content[{idx}]",
+                MediaOptions(),
             )
-            for data in contents
+            for idx, data in enumerate(contents)
         )
         return await self.intake.take_in(
             ChatCall(
@@ -104,10 +108,12 @@ async def test_equal_items_are_held_and_opened_once():
 
 
 async def test_a_request_of_too_many_bytes_is_refused_with_the_limit_and_nothing_is_held():
-    made = Intake()
+    made, pictures = Intake(), [image(30, 20 + idx) for idx in range(8)]
     with pytest.raises(MediaTooLargeError, match=f"more than {LIMITS.per_request} bytes") as refused:
-        await made.take_in(*(image(30, 20 + idx) for idx in range(8)), omits_bad=True)
-    assert refused.value.status == 413
+        await made.take_in(*pictures, omits_bad=True)
+    sums = list(accumulate(map(len, pictures)))
+    first_beyond = next(idx for idx, total in enumerate(sums) if total > LIMITS.per_request)
+    assert refused.value.status == 413 and refused.value.param == f"messages[0].content[{first_beyond}]"
     assert made.intake.num_held_bytes == 0
 
 
@@ -140,8 +146,10 @@ async def test_who_leaves_while_its_media_is_opened_holds_nothing():
 
 async def test_a_bad_item_ends_the_request_by_name_or_is_left_out():
     made = Intake()
-    with pytest.raises(MediaError, match=r"item 1 \(image\): not an image"):
-        await made.take_in(PICTURE, b"bad")
+    for bad, reason in ((b"bad", "not an image"), (b"", "empty")):
+        with pytest.raises(MediaError, match=rf"item 1 \(image\): {reason}") as refused:
+            await made.take_in(PICTURE, bad)
+        assert refused.value.param == "messages[0].content[1]"
     assert made.intake.num_held_bytes == 0
     media = await made.take_in(PICTURE, b"bad", OTHER, omits_bad=True)
     assert [isinstance(content, MediaError) for content in media.contents] == [False, True, False]

@@ -8,11 +8,11 @@ import math
 
 import pytest
 
-from bench.media_files import audio, image, scenes, video, video_of
+from bench.media_files import animation, audio, image, scenes, video, video_of
 from cluster.errors import ContextLengthError, MediaError, RequestError, UnsupportedError
 from cluster.media.fetch import FetchedMedia
 from cluster.media.opener import SurveyOrder, look
-from cluster.media.settings import MediaSettings, naming
+from cluster.media.settings import MediaLimits, MediaSettings, naming
 from cluster.media.sources import MediaSource
 from cluster.types.media import FrameStrategy, MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
 from router.calls import MediaNote, MediaRules
@@ -93,7 +93,7 @@ def contents_of(sources, contents, rules: MediaRules) -> list[Content | MediaErr
         try:
             if isinstance(content, MediaError):
                 raise content
-            with naming(source.modality, idx):
+            with naming(source.modality, idx, source.param):
                 media = fetched(content)
                 found.append(content_of(source.modality, media, source.options, rules.omits_bad))
         except MediaError as error:
@@ -104,7 +104,9 @@ def contents_of(sources, contents, rules: MediaRules) -> list[Content | MediaErr
 def look_at(plans: MediaPlanner, *items, rules: MediaRules = AS_NEEDED, **options):
     """items: (modality, bytes or error). Options are those of images and videos."""
     of = {kind: MediaOptions() if kind is AUDIO else MediaOptions(**options) for kind in Modality}
-    sources = [MediaSource(kind, "", options=of[kind]) for kind, _ in items]
+    sources = [
+        MediaSource(kind, "", f"messages[0].content[{idx}]", of[kind]) for idx, (kind, _) in enumerate(items)
+    ]
     return plans.measure(sources, contents_of(sources, [content for _, content in items], rules), rules)
 
 
@@ -157,12 +159,76 @@ def test_bad_items_are_left_out_where_the_client_prefers_that():
     assert all(f"item {note.item} ({note.modality})" in (note.error or "") for note in notes)
 
 
-def test_a_clip_without_a_sound_track_cannot_be_heard_and_is_left_out():
-    items = [(VIDEO, video_of(scenes(20), sound_s=2.0)), (VIDEO, video_of(scenes(20)))]
-    with pytest.raises(MediaError, match=r"item 1"):
-        look_at(planner(), *items, audio_in_video=True)
-    looks, notes = look_at(planner(), *items, rules=MediaRules(omits_bad=True), audio_in_video=True)
-    assert [look.item_idx for look in looks] == [0] and [note.item for note in notes] == [1]
+@pytest.mark.parametrize("omits_bad", [False, True])
+@pytest.mark.parametrize(
+    "silent",
+    [video_of(scenes(20)), *(animation(form=form) for form in ("GIF", "PNG", "WEBP", "AVIF"))],
+    ids=["mp4", "GIF", "PNG", "WEBP", "AVIF"],
+)
+def test_a_clip_without_a_sound_track_is_seen_alone(silent, omits_bad):
+    items, plans = [(VIDEO, video_of(scenes(20), sound_s=2.0)), (VIDEO, silent)], planner()
+    looks, notes = look_at(plans, *items, rules=MediaRules(omits_bad=omits_bad), audio_in_video=True)
+    assert not notes and [len(plans.items(look, "")) for look in looks] == [2, 1]
+    (plain,) = looks_at(plans, items[1])
+    assert looks[1].layout == plain.layout and looks[1].probe == plain.probe
+
+
+def test_a_sound_track_that_cannot_be_used_is_no_silence():
+    settings = MediaSettings(MediaLimits(max_audio_s=1.0))
+    order = SurveyOrder(VIDEO, MediaOptions(audio_in_video=True), settings, 60.0)
+    with pytest.raises(MediaError, match="longer than 1 seconds"):
+        look(order, video_of(scenes(20), sound_s=2.0))
+
+
+def test_errors_name_the_place_of_the_item_that_is_too_much():
+    plans = planner()
+    looks = looks_at(plans, (IMAGE, SMALL), (AUDIO, SOUND), (IMAGE, SMALL))
+    for limit, place in ((63, 0), (64, 1), (73, 1), (74, 2), (137, 2)):
+        with pytest.raises(ContextLengthError) as refused:
+            plans.reduce(looks, limit, MediaRules(is_exact=True), ReductionReason.BUDGET)
+        assert refused.value.param == f"messages[0].content[{place}]"
+        with pytest.raises(RequestError) as refused:
+            plans.check_rows(looks, 64, limit)
+        assert refused.value.param == f"messages[0].content[{place}]"
+    with pytest.raises(MediaError) as refused:
+        plans.check_rows(looks[1:], 63, 1000)
+    assert refused.value.param == "messages[0].content[2]"
+    for bad in (b"bad", MediaError("gone", param="messages[0].content[1]")):
+        with pytest.raises(MediaError) as refused:
+            look_at(plans, (IMAGE, SMALL), (VIDEO, bad))
+        assert refused.value.param == "messages[0].content[1]"
+    with pytest.raises(MediaError) as refused:
+        looks_at(plans, (IMAGE, SMALL), (VIDEO, CLIP), max_frames=0)
+    assert refused.value.param == "messages[0].content[1]"
+    (item,) = plans.items(looks[2], "")
+    assert (item.item_idx, item.param) == (2, "messages[0].content[2]")
+
+
+def test_reduction_asks_the_processor_a_bounded_number_of_times_for_each_item():
+    """All items of different sizes, so that no answer is known."""
+
+    class Counting(FakeProcessor):
+        num_layouts = 0
+
+        def layout(self, *args, **options):
+            self.num_layouts += 1
+            return super().layout(*args, **options)
+
+    counts = []
+    for num_items in (16, 64):
+        processor = Counting()
+        plans = MediaPlanner(processor, lambda _: False)
+        looks = looks_at(plans, *((IMAGE, image(64 + 4 * idx, 64)) for idx in range(num_items)))
+        processor.num_layouts = 0
+        plans.reduce(looks, sum(rows(looks)) // 3, MediaRules(), ReductionReason.BUDGET)
+        counts.append(processor.num_layouts)
+    assert counts[1] == 4 * counts[0] <= 16 * 64
+
+
+def test_a_model_without_media_names_the_place_of_the_first_item():
+    with pytest.raises(UnsupportedError, match="takes no audio input") as refused:
+        look_at(MediaPlanner(None, lambda _: False), (AUDIO, SOUND))
+    assert refused.value.param == "messages[0].content[0]"
 
 
 def test_a_heard_clip_is_two_items_and_its_sound_is_the_same_whichever_frames_are_taken():

@@ -39,7 +39,12 @@ from router.telemetry.timeline import RequestTimeline
 
 NOW = 7.0
 PROCESS = ProcessId("boot", 1, 2, 3)
-ITEMS = tuple(MediaItem(Modality.IMAGE, b"png", name, MediaGeometry(3)) for name in ("a", "b"))
+ITEMS = tuple(
+    MediaItem(
+        Modality.IMAGE, b"png", name, MediaGeometry(3), item_idx=idx, param=f"messages[{idx}].content[0]"
+    )
+    for idx, name in enumerate(("a", "b"))
+)
 
 
 def placed(name: str, offset: int) -> PlacedMedia:
@@ -215,7 +220,8 @@ def test_bad_media_is_not_carried_from_encoder_to_encoder():
     stage = Stage(2)
     stage.fails(0, MediaError("no picture"), item_idx=1)
     assert stage.started("e1") == []
-    assert stage.error().message == "item 1 (image): no picture"
+    error = stage.error()
+    assert (error.message, error.param) == ("item 1 (image): no picture", "messages[1].content[0]")
 
 
 def test_the_last_words_of_an_earlier_encoder_are_ignored():

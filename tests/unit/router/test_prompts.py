@@ -152,8 +152,13 @@ def test_rows_that_pooling_hides_are_refused_though_the_prompt_has_room():
 def test_too_many_items_are_refused_before_any_is_fetched():
     built = builder(max_items=2)
     built.check_count(call(user(IMAGE, IMAGE)))
-    with pytest.raises(RequestError, match="3 media items; at most 2"):
-        built.check_count(call(user(IMAGE), user(AUDIO, VIDEO)))
+    asked = call(user(IMAGE), user(AUDIO, VIDEO))
+    media = tuple(
+        msgspec.structs.replace(source, param=f"place {idx}") for idx, source in enumerate(asked.media)
+    )
+    with pytest.raises(RequestError, match="3 media items; at most 2") as refused:
+        built.check_count(msgspec.structs.replace(asked, media=media))
+    assert refused.value.param == "place 2", "of the first that is too many"
 
 
 @pytest.mark.parametrize(
