@@ -8,7 +8,7 @@ from collections import deque
 
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.pieces import TokenPieces
-from cluster.text.stop import StopStrings
+from cluster.text.stop import StopFilter
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason, TokenEvent
 from router.calls import ScoredToken, TextDelta, TokenScores
@@ -18,7 +18,7 @@ class AnswerText:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stop_strings: StopStrings,
+        stops: StopFilter,
         pieces: TokenPieces,
         *,
         shows_stop_token: bool = False,
@@ -28,7 +28,7 @@ class AnswerText:
         """`shows_stop_token`: the text of the token that ends the answer is part of it. `num_before`:
         characters that the client sees before the answer."""
         self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
+        self._stops = stops
         self._pieces = pieces
         self._shows_stop_token = shows_stop_token
         self._returns_token_ids = returns_token_ids
@@ -37,12 +37,12 @@ class AnswerText:
         self._waiting: deque[tuple[int, TokenScores]] = deque()  # end of the token's text, its scores
 
     def push(self, event: TokenEvent) -> TextDelta:
-        text, matched = self._stop_strings.push(self._detokenized(event))
+        text, matched = self._stops.push(self._detokenized(event))
         if matched is None and event.finish_reason is not None:
-            more, matched = self._stop_strings.push(self._detokenizer.flush())
+            more, matched = self._stops.push(self._detokenizer.flush())
             text += more
             if matched is None:
-                text += self._stop_strings.flush()
+                text += self._stops.flush()
         self._num_out += len(text)
         reason = None
         if matched is not None or event.finish_reason in (FinishReason.STOP, FinishReason.COMPLETE):

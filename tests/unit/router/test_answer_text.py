@@ -8,7 +8,7 @@ import pytest
 
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.pieces import TokenPieces
-from cluster.text.stop import StopStrings
+from cluster.text.stop import StopFilter, StopStrings
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason, TokenEvent
 from router.answer_text import AnswerText
@@ -25,7 +25,7 @@ def decode(token_ids: Sequence[int]) -> str:
 def answer_text(*stops: str, shows: bool = False, shows_special: bool = False) -> AnswerText:
     return AnswerText(
         Detokenizer(decode, () if shows_special else (END,)),
-        StopStrings(stops, keeps_match=shows),
+        StopFilter(StopStrings(stops), keeps_match=shows),
         TokenPieces(decode, lambda token_id: f"<0x{token_id:02X}>", ord("a")),
         shows_stop_token=shows,
         returns_token_ids=True,
