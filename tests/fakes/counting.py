@@ -87,7 +87,9 @@ class CountedPattern:
         ends: list[int] = []
         return ends[0] if self._match(items, 0, i, lambda end: not ends.append(end)) else None
 
-    def _repeated(self, op: str, least: int, most: int, body: Any, i: int, rest: Callable[[int], bool]) -> bool:
+    def _repeated(
+        self, op: str, least: int, most: int, body: Any, i: int, rest: Callable[[int], bool]
+    ) -> bool:
         """Repeats of single characters, and optional groups."""
         if len(body) > 1 or str(body[0][0]) in ("SUBPATTERN", "BRANCH"):
             assert op == "MAX_REPEAT" and (least, most) == (0, 1)
