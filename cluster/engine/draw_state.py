@@ -98,8 +98,8 @@ class DrawState:
         """Tokens that may not come behind these drafts: ends of bad words, and stop tokens before
         `min_tokens`. `num_generated`: tokens of this attempt before the drafts.
 
-        Bad words cost as many steps as there are drafts and tokens found, however many words there are; a draft
-        with which the answer leaves a word costs at most one step for each token of that word."""
+        Bad words cost as many steps as there are drafts and tokens found, however many words there are. A
+        draft with which the answer leaves a word costs at most one step for each token of that word."""
         stop = self.request.stop
         found = [*stop.stop_token_ids] if num_generated + len(drafts) < stop.min_tokens else []
         if self._bad_starts is not None:

@@ -1,5 +1,5 @@
-"""Finds given sequences (of characters, or of token ids) in a stream. Pure and frozen: all choices of a request
-share one automaton, and each keeps its own node."""
+"""Finds given sequences (of characters, or of token ids) in a stream. Pure and frozen: all choices of a
+request share one automaton, and each keeps its own node."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Stop strings over streamed text. Pure; `StopStrings` is shared by the choices of a request, each of which has
-a `StopFilter` of its own. A character costs O(1), however many and however long the stop strings are."""
+"""Stop strings over streamed text. Pure; `StopStrings` is shared by the choices of a request, each of which
+has a `StopFilter` of its own. A character costs O(1), however many and however long the stop strings are."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Tells the control tokens that a chat template writes from those that texts of a client form: alone, together with
-each other, or with letters of the template.
+"""Tells the control tokens that a chat template writes from those that texts of a client form: alone,
+together with each other, or with letters of the template.
 
-1. `Typed.marked` puts marks around each control token in a client's text, and one into each part of a token that
-   something else could complete. What the template makes of the text keeps the marks.
+1. `Typed.marked` puts marks around each control token in a client's text, and one into each part of a token
+   that something else could complete. What the template makes of the text keeps the marks.
 2. `Typed.resolved` reads the rendered text. A control token without marks is the template's. All others get
    transformers' own marks, with which its tokenizers encode them as letters (`encode_marked_chat`).
 
-Marks are private to one rendering, and no client can guess them. A text without parts of control tokens has none, so
-that a template sees it as it is. Not found is only what a template takes out of a text's middle, and the end of a
-token that is all letters.
+Marks are private to one rendering, and no client can guess them. A text without parts of control tokens has
+none, so that a template sees it as it is. Two ways stay open, which no known template and vocabulary have: a
+template that takes letters out of the middle of a text, and a token whose last part is all letters or digits
+and whose first part the template writes.
 
 `ControlTokens` is frozen and shared; a `Typed` belongs to one rendering.
 """
@@ -34,8 +35,8 @@ class ControlTokens:
         self._starts = frozenset(
             token[:n] for token in tokens if token[0] in firsts for n in range(1, len(token))
         )
-        # Group 1: a whole token. Otherwise the first letter of a beginning that stands at the end, before a space,
-        # or where another token may begin
+        # Group 1: a whole token. Otherwise the first letter of a beginning that stands at the end, before a
+        # space, or where another token may begin
         self.begun = re.compile(rf"({_any_of(tokens)})|(?={_any_of(self._starts)}(?:\s|\Z|{first})){first}")
         ends = (token[n:] for token in tokens for n in range(1, len(token)))
         self._ends = frozenset(end for end in ends if any(map(_is_sign, end)))
@@ -130,15 +131,15 @@ def _is_sign(char: str) -> bool:
 
 
 def _inner_parts(token: str, literals: Sequence[str]) -> Iterator[str]:
-    """What may stand between two of the template's literals in it: `think` if one ends with `<` and one begins
-    with `>`."""
+    """What may stand between two of the template's literals in it: `think` if one ends with `<` and one
+    begins with `>`."""
     starts = [n for n in range(1, len(token)) if any(text.endswith(token[:n]) for text in literals)]
     stops = [n for n in range(1, len(token)) if any(text.startswith(token[n:]) for text in literals)]
     return (token[start:stop] for start in starts for stop in stops if start < stop)
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern of the longest of these texts. It takes one step for each character, however many there are."""
+    """A pattern of the longest of these texts: one step for each character, however many there are."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

@@ -4,8 +4,8 @@ event loop.
 
 White space at the beginning and at the end of content and of reasoning is dropped, and that before a call.
 
-A letter costs the same wherever it comes in an answer: the parser gets the text in short pieces, it keeps no text
-that is out, and no more than `MAX_WAITING` characters wait.
+A letter costs the same wherever it comes in an answer: the parser gets the text in short pieces, it keeps no
+text that is out, and no more than `MAX_WAITING` characters wait.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class CountedDict(dict[Any, Any]):
 
 
 class CountedPattern:
-    """Counts the steps that a backtracking matcher without any shortcut takes for a pattern of `regex`: an upper
-    bound for the real one, which does the work."""
+    """Counts the steps that a backtracking matcher without any shortcut takes for a pattern of `regex`: an
+    upper bound for the real one, which does the work."""
 
     def __init__(self, pattern: Any):
         self._pattern = pattern

