@@ -8,7 +8,7 @@ from collections import deque
 
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.pieces import TokenPieces
-from cluster.text.stop import StopStrings
+from cluster.text.stop import StopFilter
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason, TokenEvent
 from router.calls import ScoredToken, TextDelta, TokenScores
@@ -18,7 +18,7 @@ class AnswerText:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stop_strings: StopStrings,
+        stops: StopFilter,
         pieces: TokenPieces,
         *,
         shows_stop_token: bool = False,
@@ -28,21 +28,22 @@ class AnswerText:
         """`shows_stop_token`: the text of the token that ends the answer is part of it. `num_before`:
         characters that the client sees before the answer."""
         self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
+        self._stops = stops
         self._pieces = pieces
         self._shows_stop_token = shows_stop_token
         self._returns_token_ids = returns_token_ids
         self._num_chars = num_before  # of all text, held back or not
         self._num_out = num_before  # of the text that is out
         self._waiting: deque[tuple[int, TokenScores]] = deque()  # end of the token's text, its scores
+        self._silent: list[TokenScores] = []  # of tokens before them, without text of their own
 
     def push(self, event: TokenEvent) -> TextDelta:
-        text, matched = self._stop_strings.push(self._detokenized(event))
+        text, matched = self._stops.push(self._detokenized(event))
         if matched is None and event.finish_reason is not None:
-            more, matched = self._stop_strings.push(self._detokenizer.flush())
+            more, matched = self._stops.push(self._detokenizer.flush())
             text += more
             if matched is None:
-                text += self._stop_strings.flush()
+                text += self._stops.flush()
         self._num_out += len(text)
         reason = None
         if matched is not None or event.finish_reason in (FinishReason.STOP, FinishReason.COMPLETE):
@@ -50,7 +51,9 @@ class AnswerText:
         elif event.finish_reason is not None:
             reason = "length"
         scores = (
-            self._scores_out(is_cut=matched is not None, is_over=reason is not None) if self._waiting else ()
+            self._scores_out(is_cut=matched is not None, is_over=reason is not None)
+            if self._waiting or self._silent
+            else ()
         )
         token_ids = event.token_ids if self._returns_token_ids else ()
         return TextDelta(text, len(event.token_ids), reason, scores, token_ids, stop_string=matched)
@@ -81,15 +84,13 @@ class AnswerText:
     def _scores_out(self, *, is_cut: bool, is_over: bool) -> tuple[TokenScores, ...]:
         """Of the tokens whose text is out. A token without text of its own goes with the next that has some:
         it may be the first part of a character."""
+        out: list[TokenScores] = []
+        while self._waiting and (is_cut or is_over or self._waiting[0][0] <= self._num_out):
+            end, scores = self._waiting.popleft()
+            self._silent.append(scores)
+            if end > scores.offset:
+                out += self._silent
+                self._silent = []
         if is_cut:
-            num_ready = sum(scores.offset < self._num_out for _, scores in self._waiting)
-        elif is_over:
-            num_ready = len(self._waiting)
-        else:
-            num_ready = 0
-            for i, (end, scores) in enumerate(self._waiting):
-                if end > self._num_out:
-                    break
-                if end > scores.offset:
-                    num_ready = i + 1
-        return tuple(self._waiting.popleft()[1] for _ in range(num_ready))
+            return tuple(scores for scores in (*out, *self._silent) if scores.offset < self._num_out)
+        return (*out, *self._silent) if is_over else tuple(out)

@@ -8,19 +8,21 @@ construction and with every default filled in. The door answers with deltas, usa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Literal
 
 import msgspec
 
 from cluster.media.sources import MediaSource
 from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions
+from cluster.text.stop import StopStrings
 from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure
 
 MAX_CALL_NAME_CHARS = 256  # of the function in a call that an answer has, and that a conversation repeats
 
 
-class StopRules(msgspec.Struct, frozen=True):
+class StopRules(msgspec.Struct, frozen=True, dict=True):
     """When a choice ends."""
 
     max_tokens: int | None  # None: the model's default, as far as the context has room
@@ -28,6 +30,11 @@ class StopRules(msgspec.Struct, frozen=True):
     strings: tuple[str, ...]
     min_tokens: int = 0
     shows_match: bool = False  # the stop string, or the stop token's text, is part of the answer
+
+    @cached_property
+    def matched(self) -> StopStrings:
+        """The strings, as all choices of all prompts look for them."""
+        return StopStrings(self.strings)
 
 
 class GuidanceRules(msgspec.Struct, frozen=True):

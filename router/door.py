@@ -32,7 +32,7 @@ from cluster.structure.checker import StructureChecker
 from cluster.structure.vocabulary import VocabularySource
 from cluster.text.defaults import GenerationDefaults, context_length
 from cluster.text.echo import echo_of
-from cluster.text.stop import StopStrings
+from cluster.text.stop import StopFilter
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Phase, Role
 from cluster.types.request import GenerateRequest, LogitChanges, StopParams
@@ -351,7 +351,7 @@ class Door:
         shown_ids = self._formats.shown_ids(call)
         text = AnswerText(
             self._text.detokenizer(skips_special=call.skips_special, shown_ids=shown_ids),
-            StopStrings(call.stop.strings, keeps_match=call.stop.shows_match),
+            StopFilter(call.stop.matched, keeps_match=call.stop.shows_match),
             self._text.pieces,
             shows_stop_token=call.stop.shows_match,
             returns_token_ids=call.returns_token_ids,

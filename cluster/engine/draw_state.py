@@ -8,11 +8,13 @@ token that the choice gets. So it is the same on every worker, and behind a pree
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, reduce
 from typing import Protocol
 
 import numpy as np
 
 from cluster.model.token_counts import TokenCounts
+from cluster.text.sequences import START, SequenceAutomaton
 from cluster.types.request import GenerateRequest, LogitChanges
 
 NO_CHANGES = LogitChanges()
@@ -84,7 +86,11 @@ class DrawState:
             prompt = request.prompt
             seen = prompt.token_ids[: prompt.num_asked] if changes.repetition_penalty != 1 else ()
             self.counts = TokenCounts(seen, generated)
-        self._generated = list(generated) if changes.bad_words else []
+        # The beginnings of bad words, all tokens but the last, and where the answer stands in them
+        self._bad_starts = _starts(changes.bad_words) if changes.bad_words else None
+        self._bad_node = (
+            START if self._bad_starts is None else reduce(self._bad_starts.step, generated, START)
+        )
 
     def accept(self, token_id: int) -> bool:
         """The choice has got this token. Returns whether its constraint is complete with it."""
@@ -92,16 +98,24 @@ class DrawState:
             self.constraint.accept(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
-        if self.changes.bad_words:
-            self._generated.append(token_id)
+        if self._bad_starts is not None:
+            self._bad_node = self._bad_starts.step(self._bad_node, token_id)
         return self.constraint is not None and self.constraint.is_complete
 
     def forbidden(self, num_generated: int, drafts: Sequence[int]) -> list[int]:
         """Tokens that may not come behind these drafts: ends of bad words, and stop tokens before
-        `min_tokens`. `num_generated`: tokens of this attempt before the drafts."""
-        stop, bad_words = self.request.stop, self.changes.bad_words
+        `min_tokens`. `num_generated`: tokens of this attempt before the drafts.
+
+        Bad words cost as many steps as there are drafts and tokens found, however many words there are. A
+        draft with which the answer leaves a word costs at most one step for each token of that word."""
+        stop = self.request.stop
         found = [*stop.stop_token_ids] if num_generated + len(drafts) < stop.min_tokens else []
-        if bad_words:
-            last = [*self._generated[-max(map(len, bad_words)) :], *drafts]
-            found += [end for *start, end in bad_words if last[len(last) - len(start) :] == start]
+        if self._bad_starts is not None:
+            node = reduce(self._bad_starts.step, drafts, self._bad_node)
+            found += [self.changes.bad_words[i][-1] for i in self._bad_starts.matches(node)]
         return found
+
+
+@lru_cache(maxsize=8)  # for the choices of a request, which begin together
+def _starts(bad_words: tuple[tuple[int, ...], ...]) -> SequenceAutomaton:
+    return SequenceAutomaton([word[:-1] for word in bad_words])

@@ -126,6 +126,7 @@ class AnswerSyntax:
                 continue
             delimiters = ("open", "open_pattern", "close", "close_pattern")
             kept = {key: field[key] for key in delimiters if key in field}
+            kept |= {key: _bare(kept[key]) for key in ("open_pattern", "close_pattern") if key in kept}
             groups = self.fields[name].open_re.groupindex if self.fields[name].open_re else {}
             captures = {group: f"{{{group}}}" for group in groups}
             transform = {"body": "{content}", "captures": captures}
@@ -141,6 +142,12 @@ class AnswerSyntax:
             if key in self._template
         }
         return load_response_template({**anchors, "fields": fields})
+
+
+def _bare(pattern: str) -> str:
+    """Without the white space around it, which the parser of an answer drops: looking for it at each place of
+    a long run takes time in proportion to the square of its length."""
+    return pattern.removeprefix(r"\s*").removesuffix(r"\s*")
 
 
 def _reads(template: dict[str, Any], form: CallForm | None) -> bool:

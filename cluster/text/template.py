@@ -1,15 +1,15 @@
 """The model's chat template: a conversation to the text of its prompt.
 
 Owns nothing but the template, which is transformers' (of the processor if it has one, else of the
-tokenizer). Thread safe. Special tokens that a client has typed, also in tools and variables, come out
-marked, so that they are encoded as letters.
+tokenizer). Thread safe. Special tokens that texts of a client form, also in tools and variables, come out
+marked, so that they are encoded as letters (`cluster.text.typed`).
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,18 +17,20 @@ from jinja2 import TemplateError
 
 from cluster.errors import RequestError, UnsupportedError
 from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions, ChatText
+from cluster.text.typed import ControlTokens, Typed
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # as templates call it in a message
 
 
 class ChatTemplate:
-    def __init__(self, tokenizer: Any, processor: Any, *, takes_media: bool):
-        """`processor`: transformers' own, for a model that takes media. `takes_media`: the template gets the
-        places of media items; without them it expects strings."""
+    def __init__(self, tokenizer: Any, processor: Any, placeholders: Iterable[str] = ()):
+        """`processor`: transformers' own, for a model that takes media. `placeholders`: what the template
+        writes for media items; without them it expects strings."""
         self._tokenizer = tokenizer
         has_template = getattr(processor, "chat_template", None) is not None
         self._owner = processor if has_template else tokenizer
-        self._takes_media = takes_media
+        self._placeholders = tuple(placeholders)
+        self._control: dict[str, ControlTokens] = {}  # by template
         self._wants_parts = self.exists and not self._renders_strings()
 
     @property
@@ -78,16 +80,26 @@ class ChatTemplate:
         tools = [json.loads(tool) for tool in options.tools] or None
         hints = [hint for hint in options.hints if self.has_variable(hint[0])]
         variables = {name: json.loads(value) for name, value in (*hints, *options.variables)}
-        source = self._source(has_tools=tools is not None)
-        mark = _marker(self._tokenizer._get_control_tokens(source))
+        typed = Typed(self._control_tokens(self._source(has_tools=tools is not None)))
+        # Roles are the API's own words: templates write control tokens of them
+        messages = [typed.marked(message) | {"role": message["role"]} for message in conversation]
         text = self._owner.apply_chat_template(
-            mark(conversation),
-            tools=mark(tools),
+            messages,
+            tools=typed.marked(tools),
             add_generation_prompt=True,
             tokenize=False,
-            **mark(variables),
+            **{name: typed.marked(value) for name, value in variables.items()},
         )
-        return _with_marks(text)
+        return typed.resolved(text)
+
+    def _control_tokens(self, source: str) -> ControlTokens:
+        if source not in self._control:
+            from transformers.utils.chat_template_utils import _get_template_literal_text
+
+            tokens = self._tokenizer._get_control_tokens(source)
+            literals = _get_template_literal_text(source).split("\0")
+            self._control[source] = ControlTokens((*tokens, *self._placeholders), literals)
+        return self._control[source]
 
     def _source(self, *, has_tools: bool) -> str:
         template = self._owner.chat_template
@@ -143,7 +155,7 @@ class ChatTemplate:
             if self._wants_parts:
                 return [{"type": "text", "text": message.content}] if message.content else []
             return message.content
-        if not self._takes_media:  # templates of text-only models expect a string
+        if not self._placeholders:  # templates of text-only models expect a string
             return "\n".join(part.text for part in message.content if isinstance(part, ChatText))
         return [
             {"type": "text", "text": part.text}
@@ -155,30 +167,3 @@ class ChatTemplate:
 
 def _no_variable(param: str) -> RequestError:
     return RequestError(f"{param}: this model's chat template has no such variable", param=param)
-
-
-def _marker(control_tokens: tuple[str, ...]) -> Callable[[Any], Any]:
-    """Marks these tokens in all strings of a JSON value. transformers' own function leaves names as they are;
-    those of a tool's parameters come from a client, too."""
-    from transformers.utils.chat_template_utils import _get_control_token_patterns, mark_control_tokens
-
-    pattern, _ = _get_control_token_patterns(control_tokens)
-
-    def mark(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {mark(name): mark(inner) for name, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [mark(inner) for inner in value]
-        return mark_control_tokens(value, pattern)
-
-    return mark
-
-
-def _with_marks(text: str) -> str:
-    """Templates that print a list or an object as it is, or as ASCII, write the marks in it as escapes."""
-    from transformers.utils.chat_template_utils import _CONTROL_TOKEN_END, _CONTROL_TOKEN_START
-
-    if "\\U000f000" in text or "\\udb80" in text:
-        for mark in (_CONTROL_TOKEN_START, _CONTROL_TOKEN_END):
-            text = text.replace(repr(mark)[1:-1], mark).replace(json.dumps(mark)[1:-1], mark)
-    return text

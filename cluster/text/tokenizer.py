@@ -13,7 +13,8 @@ A chat becomes a prompt in three steps, each as in the model's own processor:
 Special tokens typed by a client:
 
 * In a chat they are encoded as ordinary text (transformers' `sanitize_control_tokens`). "<|im_end|>" or an
-  image placeholder in a message is only letters to the model.
+  image placeholder in a message is only letters to the model, also where texts of several parts or fields
+  form it together (`cluster.text.typed`).
 * In a raw completion the client writes the whole prompt, so special tokens count. Media placeholders are
   refused, because a completion has no media.
 """
@@ -53,7 +54,7 @@ class TextProcessor:
         self._row_ids = frozenset(placeholder_ids.values())
         self._placeholders = _placeholders(processor)
         self._placeholder = _unmarked("|".join(map(re.escape, self._placeholders)))
-        self.template = ChatTemplate(tokenizer, processor, takes_media=bool(self._placeholders))
+        self.template = ChatTemplate(tokenizer, processor, self._placeholders)
         self._added = ([], []) if processor is None else _added_ids(tokenizer)
         self._special_ids = frozenset(tokenizer.all_special_ids) | {
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -220,7 +221,8 @@ def _unmarked(pattern: str) -> re.Pattern[str]:
     tokens."""
     from transformers.utils.chat_template_utils import _CONTROL_TOKEN_END, _CONTROL_TOKEN_START
 
-    return re.compile(f"{_CONTROL_TOKEN_START}.*?{_CONTROL_TOKEN_END}|({pattern or '(?!)'})")
+    start, end = _CONTROL_TOKEN_START, _CONTROL_TOKEN_END
+    return re.compile(f"{start}[^{start}{end}]*{end}|({pattern or '(?!)'})")
 
 
 def _added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from router.openai.limits import MAX_INT
 
 MAX_STOPS = 16
-MAX_STOP_CHARS = 1000
+MAX_STOP_CHARS = 1000  # of one
+MAX_ALL_STOP_CHARS = 2000  # the door builds their automaton on its event loop, in 1 µs for each
 MAX_LOGPROBS = 20  # tokens at one position, beside the one that was drawn
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256  # of one
+MAX_ALL_BAD_WORD_CHARS = 4000  # engines build their automaton
 MAX_ALLOWED = 4096  # token ids
 MAX_PRIORITY = 8
 MAX_FIELDS = 128  # of an object whose fields are named here: none has so many
 
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+def _together(max_chars: int) -> Callable[[list[str]], list[str]]:
+    """A validator of texts that have so many characters together."""
+
+    def check(texts: list[str]) -> list[str]:
+        if sum(map(len, texts)) > max_chars:
+            message = "this server accepts at most {max_chars} characters in all items together"
+            raise PydanticCustomError("too_many_chars", message, {"max_chars": max_chars})
+        return texts
+
+    return check
+
+
+StopList = Annotated[
+    list[StopString],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    AfterValidator(_together(MAX_ALL_STOP_CHARS)),
+]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]  # the vocabulary is checked with the whole call
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
@@ -51,8 +74,7 @@ class SamplingFields(BaseModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: (
         Annotated[
-            Annotated[StopString, Tag("<string>")]
-            | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<strings>")],
+            Annotated[StopString, Tag("<string>")] | Annotated[StopList, Tag("<strings>")],
             Discriminator(lambda value: "<string>" if isinstance(value, str) else "<strings>"),
         ]
         | None
@@ -67,7 +89,14 @@ class SamplingFields(BaseModel):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] | None = None
-    bad_words: Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    bad_words: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+            Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+            AfterValidator(_together(MAX_ALL_BAD_WORD_CHARS)),
+        ]
+        | None
+    ) = None
     allowed_token_ids: (
         Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None
     ) = None

@@ -42,7 +42,8 @@ class CallRegion:
         self._first_index = first_index
         self._new_id = new_id
         self._cast = cast
-        self._body = ""
+        self._texts: list[str] = []
+        self._num_chars = 0
         self._sent: list[str] = []  # arguments, of each call that has begun
         self._parse_from = 0
 
@@ -51,31 +52,38 @@ class CallRegion:
         return len(self._sent)
 
     def push(self, text: str) -> None:
-        self._body += text
+        self._texts.append(text)
+        self._num_chars += len(text)
 
     def progress(self, captures: dict[str, str]) -> tuple[ToolCallDelta, ...]:
         """What is new and certain. `captures`: named groups of the pattern that opened the region."""
-        if self._field.content != "json" or len(self._body) < self._parse_from:
+        if self._field.content != "json" or self._num_chars < self._parse_from:
             return ()
-        self._parse_from = len(self._body) * (GROWTH + 1) // GROWTH
+        self._parse_from = self._num_chars * (GROWTH + 1) // GROWTH
+        body = self._body()
         try:
-            named = self._calls(_completed(self._body, has_strings=False), captures)
-            calls = self._calls(_completed(self._body, has_strings=True), captures)
+            named = self._calls(_completed(body, has_strings=False), captures)
+            calls = self._calls(_completed(body, has_strings=True), captures)
         except _UNPARSABLE:
             return ()
         return tuple(self._pieces(calls[: len(named)], is_complete=False))
 
     def close(self, captures: dict[str, str], *, is_cut: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Text that is no call, and the rest of the calls. `is_cut`: the answer was cut within the region."""
+        body = self._body()
         try:
-            calls = self._calls(self._body, captures)
+            calls = self._calls(body, captures)
         except _UNPARSABLE:
             rest: tuple[ToolCallDelta, ...] = ()
             if is_cut or self._sent:
                 self._parse_from = 0
                 rest = self.progress(captures)
-            return ("" if self._sent else self._body), rest
+            return ("" if self._sent else body.strip()), rest
         return "", tuple(self._pieces(calls, is_complete=True))
+
+    def _body(self) -> str:
+        self._texts = ["".join(self._texts)]
+        return self._texts[0]
 
     def _calls(self, body: str, captures: dict[str, str]) -> list[tuple[str, Any]]:
         """Names and arguments. Raises one of `_UNPARSABLE`."""

@@ -2,7 +2,10 @@
 the regions; text that may still become the beginning of one waits. One object per choice, on the door's
 event loop.
 
-White space at the beginning and at the end of content and of reasoning is dropped.
+White space at the beginning and at the end of content and of reasoning is dropped, and that before a call.
+
+A letter costs the same wherever it comes in an answer: the parser gets the text in short pieces, it keeps no
+text that is out, and no more than `MAX_WAITING` characters wait.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ from router.answer_text import AnswerText
 from router.calls import TextDelta, ToolCallDelta
 from router.parsing.calls import CallRegion
 
+MAX_PIECE = 256  # characters that are looked through at once, once for each region that begins in them
+MAX_WAITING = 1024  # characters that may still become the beginning or the end of a region
+MAX_BEFORE = 64  # characters before them that patterns may look at
 _LETTERS = string.ascii_letters + string.digits
 
 
@@ -66,22 +72,42 @@ class AnswerParser:
         return self._num_calls > 0 and not self._is_parallel
 
     def push(self, text: str) -> Parts:
-        return self._parts(self._parser.feed(text)) if text and not self.is_over else Parts()
+        parts = Parts()
+        for start in range(0, len(text), MAX_PIECE):
+            if self.is_over:
+                break
+            events = self._parser.feed(text[start : start + MAX_PIECE])
+            self._bound(events)
+            self._add(parts, events)
+        return parts
 
     def finish(self, *, is_cut: bool) -> Parts:
         """The end of the answer. `is_cut`: the model would have gone on."""
         if self.is_over:
             return Parts()
         self._is_cut = is_cut and not self._has_end_of_calls()
-        return self._parts(self._parser.finalize()[1])
+        parts = Parts()
+        self._add(parts, self._parser.finalize()[1])
+        return parts
+
+    def _bound(self, events: list[dict[str, Any]]) -> None:
+        """Lets go of what waits for too long, and of what is out. The parser has no way to say so."""
+        parser = self._parser
+        if (num_more := len(parser._buffer) - parser._pos - MAX_WAITING) > 0:
+            end = parser._pos + num_more
+            parser._accumulate(events, parser._buffer[parser._pos : end])
+            parser._pos = end
+        if parser._pos > MAX_WAITING:  # not each time: a letter would cost what waits
+            parser._buffer = parser._buffer[parser._pos - MAX_BEFORE :]
+            parser._pos = MAX_BEFORE
+        parser._body = ""  # regions have their text from the events
 
     def _has_end_of_calls(self) -> bool:
         """Whether the last text, which waits because it could still grow, ends a region with calls."""
         end = self._parser._spec.fields[CALLS].close_re if self._region is not None else None
         return end is not None and end.search(self._parser._buffer, self._parser._pos) is not None
 
-    def _parts(self, events: Sequence[dict[str, Any]]) -> Parts:
-        parts = Parts()
+    def _add(self, parts: Parts, events: Sequence[dict[str, Any]]) -> None:
         for event in events:
             name, kind = event["field"], event["type"]
             if name == CALLS:
@@ -98,10 +124,10 @@ class AnswerParser:
         if not self._is_parallel:
             parts.calls = tuple(call for call in parts.calls if call.index == 0)
         self.has_call = self.has_call or bool(parts.calls)
-        return parts
 
     def _on_call(self, kind: str, event: dict[str, Any], parts: Parts) -> None:
         if kind == "region_open":
+            self._content.drop_space()
             self._region = CallRegion(
                 self._format.fields[CALLS],
                 self._num_calls,
@@ -159,15 +185,25 @@ class _Trimmed:
     """Text without white space at its beginning and end."""
 
     def __init__(self) -> None:
-        self._held = ""  # white space that the end may follow
+        self._held: list[str] = []  # white space that the end may follow
         self._has_begun = False
 
     def push(self, text: str) -> str:
-        text = self._held + text if self._has_begun else text.lstrip()
+        if not self._has_begun:
+            text = text.lstrip()
         out = text.rstrip()
-        self._held = text[len(out) :]
-        self._has_begun = self._has_begun or bool(out)
+        space = text[len(out) :]
+        if out:
+            self._has_begun = True
+            out = "".join((*self._held, out))
+            self._held = []
+        if space:
+            self._held.append(space)
         return out
+
+    def drop_space(self) -> None:
+        """The text goes on behind something else."""
+        self._held = []
 
 
 def is_in_reasoning(events: Sequence[dict[str, Any]]) -> bool:

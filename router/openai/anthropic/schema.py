@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.openai.fields import MAX_STOPS, Count, StopString, StrictModel, Unit
+from router.openai.fields import Count, StopList, StrictModel, Unit
 from router.openai.schema import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -186,5 +186,5 @@ class MessagesRequest(CountRequest):
     temperature: Unit | None = None
     top_p: Unit | None = None
     top_k: Count | None = None
-    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop_sequences: StopList | None = None
     stream: bool | None = None

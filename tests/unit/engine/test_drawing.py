@@ -9,6 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -17,6 +19,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from cluster.engine.draw_state import DrawState
 from cluster.engine.drawing import Drawer
 from cluster.engine.speculation import accept
 from cluster.engine.state import LanguageRequest, TokenSequence
@@ -24,6 +27,7 @@ from cluster.engine.timing import Stopwatch
 from cluster.model.sampling import sample
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import GenerateRequest, LogitChanges, Prompt, SamplingParams, StopParams
+from tests.fakes.counting import CountedDict
 
 VOCAB, NUM_TOKENS = 40, 24
 PROMPT = (3, 7, 7, 21, 5)
@@ -207,3 +211,47 @@ def test_a_late_mask_delays_tokens_and_changes_none(way: str):
     late = LateDigits()
     assert drawn(request, masks=late)[0] == answer and late.num_started > 2 * len(answer)
     assert drawn(request, answer, LateDigits())[0] == answer
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    bad_words=st.lists(
+        st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple), min_size=1, max_size=8
+    ),
+    answer=st.lists(st.integers(0, 2), max_size=20),
+    num_done=st.integers(0, 20),
+)
+def test_bad_words_forbid_their_last_token_behind_all_others(bad_words, answer, num_done):
+    request = request_of(
+        SamplingParams(), changes=LogitChanges(bad_words=tuple(bad_words)), stop=StopParams(1)
+    )
+    state = DrawState(request, answer[:num_done], None)
+    for i in range(num_done, len(answer) + 1):
+        for drafts in ([], answer[i : i + 3]):
+            read = (*answer[:i], *drafts)
+            expected = [end for *start, end in bad_words if [*read[len(read) - len(start) :]] == start]
+            assert sorted(state.forbidden(0, drafts)) == sorted(expected)
+        if i < len(answer):
+            state.accept(answer[i])
+
+
+@pytest.mark.parametrize("length", [60, 250])
+@pytest.mark.parametrize("num_choices", [1, 8])
+def test_what_bad_words_cost_in_a_step_does_not_depend_on_their_number_and_length(length, num_choices):
+    bad_words = tuple((*[1] * length, i) for i in range(2, 130))
+    request = request_of(SamplingParams(), changes=LogitChanges(bad_words=bad_words), stop=StopParams(1))
+    states = [DrawState(request, [], None) for _ in range(num_choices)]
+    (automaton,) = {id(state._bad_starts): state._bad_starts for state in states}.values()
+    assert automaton is not None
+    edges = automaton._edges = CountedDict(automaton._edges)
+    tokens = [*[1] * (length + 5), 0, *[1] * (length - 1), 0] * 5
+    num_found = 0
+    for state in states:
+        for token_id in tokens:
+            num_found += len(state.forbidden(0, [])) + len(state.forbidden(0, [1]))
+            state.accept(token_id)
+    assert num_found == 128 * 5 * (6 + 8) * num_choices and edges.num_lookups <= 4 * len(tokens) * num_choices
+    edges.num_lookups = 0
+    states[0].accept(1)
+    states[0].forbidden(0, [0])  # a draft that leaves a word
+    assert edges.num_lookups <= length + 2

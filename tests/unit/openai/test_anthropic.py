@@ -329,6 +329,7 @@ def test_a_schema_for_the_output_is_held():
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"messages": [{"role": "user", "content": [REDACTED]}]}, "messages[0].content[0]"),
         ({"stop_sequence": ["x"]}, "stop_sequences"),
+        ({"stop_sequences": ["a" * 1000] * 3}, "stop_sequences: this server accepts at most 2000 characters"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
 )  # fmt: skip

@@ -110,6 +110,14 @@ def test_a_wrong_field_is_named(door, fields, param):
     ("fields", "message"),
     [
         ({"stop": ["a"] * 17}, "stop: this server accepts at most 16 items"),
+        (
+            {"stop": ["a" * 1000] * 2 + ["b"]},
+            "stop: this server accepts at most 2000 characters in all items together",
+        ),
+        (
+            {"bad_words": ["a" * 250] * 16 + ["b"]},
+            "bad_words: this server accepts at most 4000 characters in all items together",
+        ),
         ({"n": 9}, "n: this server accepts at most 8"),
         ({"temperature": -1}, "temperature: this server accepts at least 0"),
         ({"foo": 1}, "unknown field 'foo'"),

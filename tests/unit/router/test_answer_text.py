@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from cluster.text.detokenizer import Detokenizer
 from cluster.text.pieces import TokenPieces
-from cluster.text.stop import StopStrings
+from cluster.text.stop import StopFilter, StopStrings
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason, TokenEvent
 from router.answer_text import AnswerText
@@ -25,7 +27,7 @@ def decode(token_ids: Sequence[int]) -> str:
 def answer_text(*stops: str, shows: bool = False, shows_special: bool = False) -> AnswerText:
     return AnswerText(
         Detokenizer(decode, () if shows_special else (END,)),
-        StopStrings(stops, keeps_match=shows),
+        StopFilter(StopStrings(stops), keeps_match=shows),
         TokenPieces(decode, lambda token_id: f"<0x{token_id:02X}>", ord("a")),
         shows_stop_token=shows,
         returns_token_ids=True,
@@ -78,6 +80,25 @@ def test_text_that_is_held_back_goes_out_at_the_end_with_its_scores():
     assert [delta.text for delta in deltas] == ["a", "b", "", "", "!\ufffd"]
     assert [len(delta.scores) for delta in deltas] == [1, 1, 0, 0, 3]
     assert deltas[-1].finish_reason == "length"
+
+
+def test_tokens_without_text_are_looked_at_once_and_go_out_with_the_next_that_has_some():
+    class Waiting(deque[Any]):
+        num_reads = 0
+
+        def __getitem__(self, idx: Any) -> Any:
+            self.num_reads += 1
+            return super().__getitem__(idx)
+
+        def __iter__(self) -> Any:
+            self.num_reads += len(self)
+            return super().__iter__()
+
+    text = answer_text()
+    waiting = text._waiting = Waiting()
+    deltas = pushed(text, [97, *[END] * 500, 98, *[END] * 5], 1, FinishReason.LENGTH)
+    numbers = [len(delta.scores) for delta in deltas]
+    assert numbers == [1, *[0] * 500, 501, 0, 0, 0, 0, 5] and waiting.num_reads <= 2 * len(deltas)
 
 
 @pytest.mark.parametrize(

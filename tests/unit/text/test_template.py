@@ -33,7 +33,7 @@ def model(text):
     tokenizer = copy.deepcopy(text._tokenizer)
     tokenizer.chat_template = TEMPLATE
     model._tokenizer = tokenizer
-    model.template = ChatTemplate(tokenizer, None, takes_media=False)
+    model.template = ChatTemplate(tokenizer, None)
     return model
 
 
@@ -67,7 +67,7 @@ def test_what_a_template_does_not_know_is_refused_by_name(model):
     tokenizer = copy.deepcopy(model._tokenizer)
     tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(UnsupportedError) as raised:
-        ChatTemplate(tokenizer, None, takes_media=False).check(ChatOptions((TOOL,)))
+        ChatTemplate(tokenizer, None).check(ChatOptions((TOOL,)))
     assert raised.value.param == "tools"
 
 
@@ -87,6 +87,6 @@ def test_hints_are_variables_where_the_template_has_them(model):
 def test_templates_for_tools_of_their_own_are_used(model):
     tokenizer = copy.deepcopy(model._tokenizer)
     tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
-    template = ChatTemplate(tokenizer, None, takes_media=False)
+    template = ChatTemplate(tokenizer, None)
     assert template.render(HELLO) == "plain" and template.render(HELLO, ChatOptions((TOOL,))) == "1 tools"
     assert template.takes_tools
