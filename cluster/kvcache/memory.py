@@ -92,33 +92,43 @@ class BlockMemory:
             start = end
         return runs
 
+    def beside(self, layout: MemoryLayout, num_blocks: int) -> BlockMemory:
+        """A new memory of the same kind, on the same device."""
+        return BlockMemory(layout, num_blocks, self.buffer.device)
+
     @property
     def base_address(self) -> int:
         return self.buffer.data_ptr()
 
+    @property
+    def enqueues(self) -> bool:
+        """Whether work on the bytes is enqueued and ends later (`mark`); on the CPU a call does it."""
+        return self.buffer.device.type == "cuda"
+
     def synchronize(self) -> None:
         """Waits until everything that this thread has enqueued on the device is in the buffer. Call it before
         bytes are sent. Does nothing on the CPU."""
-        if self.buffer.device.type == "cuda":
+        if self.enqueues:
             torch.cuda.current_stream(self.buffer.device).synchronize()
 
     def mark(self) -> Callable[[], bool] | None:
         """A function that says whether everything that this thread has enqueued so far is in the buffer. Any
         thread may call it; it does not wait. None: it is."""
-        if self.buffer.device.type != "cuda":
+        if not self.enqueues:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.buffer.device))
         return event.query
 
-    def use_own_stream(self) -> None:
+    def use_own_stream(self, priority: int = 0) -> None:
         """For a thread that moves bytes while another one computes: on CUDA, all that this thread enqueues
         from now on goes to this memory's device, which need not be the process's first, and to a stream of
-        its own, so that it waits for no step of the model. Bytes that others have enqueued are there for it
-        once `mark` or `synchronize` has said so. Does nothing on the CPU."""
-        if self.buffer.device.type == "cuda":
+        its own, so that it waits for no step of the model. `priority`: -1 starts its kernels before those
+        that wait on other streams. Bytes that others have enqueued are there for it once `mark` or
+        `synchronize` has said so. Does nothing on the CPU."""
+        if self.enqueues:
             torch.cuda.set_device(self.buffer.device)
-            torch.cuda.set_stream(torch.cuda.Stream(self.buffer.device))
+            torch.cuda.set_stream(torch.cuda.Stream(self.buffer.device, priority=priority))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Block targets[i] becomes a copy of block sources[i], in every segment. On CUDA the copy is
