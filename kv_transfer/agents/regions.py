@@ -66,6 +66,18 @@ class RegionTable:
         return views
 
 
+def merged(local: np.ndarray, remote: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same copies, ascending by local address; rows that follow each other on both sides become one."""
+    order = np.argsort(local[:, 0])
+    local, remote = local[order], remote[order]
+    ends = [rows[:-1, 0] + rows[:-1, 1] for rows in (local, remote)]
+    is_new = np.ones(len(local), dtype=bool)
+    is_new[1:] = (local[1:, 0] != ends[0]) | (remote[1:, 0] != ends[1])
+    firsts = np.flatnonzero(is_new)
+    sizes = np.add.reduceat(local[:, 1], firsts)
+    return np.stack([local[firsts, 0], sizes], 1), np.stack([remote[firsts, 0], sizes], 1)
+
+
 def check_sizes(local: np.ndarray, remote: np.ndarray) -> None:
     """Raises TransferError unless row i of the one has as many bytes as row i of the other."""
     if local.shape != remote.shape or not (local[:, 1] == remote[:, 1]).all():

@@ -28,6 +28,7 @@ import numpy as np
 
 from cluster.kvcache.memory import BlockMemory, block_descriptors
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferHandle, TransferState
+from kv_transfer.agents.regions import merged
 from kv_transfer.codecs.checksum import BlockSums, Checksum
 from kv_transfer.codecs.pending import Pending
 from kv_transfer.lease.envelope import Envelope, NoticeKind, digest_grant, encode
@@ -183,10 +184,11 @@ class LeaseWriter:
         self, peer: str, memory: BlockMemory, write: BlockWrite, base_address: int, num_blocks: int
     ) -> int:
         """From one memory to the owner's memory of the same layout, as writes of a bounded number of
-        descriptors. Returns the number of bytes."""
-        local = memory.descriptors(write.local_ids, write.segment_ids)
-        remote = block_descriptors(
-            memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids
+        descriptors. Blocks that are successive on both sides share one, whatever the order of their ids: a
+        pool gives blocks that were used out in falling runs. Returns the number of bytes."""
+        local, remote = merged(
+            memory.descriptors(write.local_ids, write.segment_ids),
+            block_descriptors(memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids),
         )
         for start in range(0, len(local), MAX_DESCRIPTORS):
             part = slice(start, start + MAX_DESCRIPTORS)
