@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from cluster.config.settings import REPOSITORY
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from kv_transfer.agents.transport_probe import probe_transport
+from kv_transfer.codecs.checksum import BlockSums
 from kv_transfer.codecs.quantisation import CODECS
 from kv_transfer.codecs.wire_memory import Wire
 
@@ -86,6 +88,19 @@ def codecs(rehearse: bool) -> Measurements:
             rate = 1 / coding.s_per_byte
             of_copy = rate * (1 + wire.ratio) / speed.bytes_per_s
             yield {"what": f"{codec} {what}", "gb_per_s": rate / 1e9, "of_copy": of_copy}
+    took_s = min(_summed_in(kv) for _ in range(5))
+    yield {"what": "checksum", "gb_per_s": kv.buffer.numel() / 1e9 / took_s}
+
+
+def _summed_in(kv: BlockMemory) -> float:
+    """Seconds, until the host has the sum."""
+    sums = BlockSums(kv)
+    start = time.perf_counter()
+    found = sums.of(range(kv.num_blocks))
+    sums.launch()
+    kv.synchronize()
+    found.value()
+    return time.perf_counter() - start
 
 
 def transfer(rehearse: bool) -> Measurements:

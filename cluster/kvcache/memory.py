@@ -17,6 +17,7 @@ import itertools
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -48,6 +49,12 @@ class MemoryLayout:
     def block_bytes(self) -> int:
         """Bytes of one block over all segments."""
         return sum(segment.block_bytes for segment in self.segments)
+
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """[segments, 2] uint64: bytes of one block before the segment, and in it."""
+        sizes = np.array([segment.block_bytes for segment in self.segments], dtype=np.uint64)
+        return np.stack([sizes.cumsum() - sizes, sizes], 1)
 
     @property
     def fingerprint(self) -> str:
@@ -180,13 +187,10 @@ def block_descriptors(
 ) -> np.ndarray:
     """`BlockMemory.descriptors` for a memory that may be in another process: pure arithmetic on the fields of
     a grant."""
-    sizes = [segment.block_bytes for segment in layout.segments]
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64) * np.uint64(num_blocks)
-    wanted = range(len(sizes)) if segment_ids is None else segment_ids
+    spans = layout.spans if segment_ids is None else layout.spans[list(segment_ids)]
+    starts, sizes = spans[:, :1], spans[:, 1:]
     blocks = np.asarray(block_ids, dtype=np.uint64)
-    rows = np.empty((len(wanted) * len(blocks), 2), dtype=np.uint64)
-    for i, segment in enumerate(wanted):
-        part = rows[i * len(blocks) : (i + 1) * len(blocks)]
-        part[:, 0] = np.uint64(base_address) + starts[segment] + blocks * np.uint64(sizes[segment])
-        part[:, 1] = sizes[segment]
-    return rows
+    rows = np.empty((len(spans), len(blocks), 2), dtype=np.uint64)
+    rows[..., 0] = np.uint64(base_address) + starts * np.uint64(num_blocks) + blocks * sizes
+    rows[..., 1] = sizes
+    return rows.reshape(-1, 2)

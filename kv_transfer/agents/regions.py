@@ -68,14 +68,15 @@ class RegionTable:
 
 def merged(local: np.ndarray, remote: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same copies, ascending by local address; rows that follow each other on both sides become one."""
-    order = np.argsort(local[:, 0])
-    local, remote = local[order], remote[order]
-    ends = [rows[:-1, 0] + rows[:-1, 1] for rows in (local, remote)]
+    order = local[:, 0].argsort()
+    sources, targets, sizes = local[order, 0], remote[order, 0], local[order, 1]
     is_new = np.ones(len(local), dtype=bool)
-    is_new[1:] = (local[1:, 0] != ends[0]) | (remote[1:, 0] != ends[1])
-    firsts = np.flatnonzero(is_new)
-    sizes = np.add.reduceat(local[:, 1], firsts)
-    return np.stack([local[firsts, 0], sizes], 1), np.stack([remote[firsts, 0], sizes], 1)
+    is_new[1:] = (sources[1:] - sources[:-1] != sizes[:-1]) | (targets[1:] - targets[:-1] != sizes[:-1])
+    (firsts,) = is_new.nonzero()
+    found = np.empty((2, len(firsts), 2), dtype=np.uint64)
+    found[0, :, 0], found[1, :, 0] = sources[firsts], targets[firsts]
+    found[:, :, 1] = np.add.reduceat(sizes, firsts)
+    return found[0], found[1]
 
 
 def check_sizes(local: np.ndarray, remote: np.ndarray) -> None:

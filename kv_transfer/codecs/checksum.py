@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -134,12 +133,10 @@ class BlockSums:
             self.use_triton()
 
     def use_triton(self) -> None:
-        memory, sizes = self._memory, [spec.block_bytes for spec in self._memory.layout.segments]
-        unit = 8 if all(size % 8 == 0 for size in sizes) else 1
-        starts = [memory.num_blocks * start for start in accumulate(sizes[:-1], initial=0)]
-        table = np.array([starts, sizes], dtype=np.int64).T // unit
+        memory, spans = self._memory, self._memory.layout.spans.astype(np.int64)
+        unit = 8 if (spans % 8 == 0).all() else 1
         elements = memory.buffer.view(torch.int64 if unit == 8 else torch.uint8)
-        self._tables = elements, upload(np.ascontiguousarray(table), memory.buffer.device)
+        self._tables = elements, upload(spans * (memory.num_blocks, 1) // unit, memory.buffer.device)
         self.of([0])
         self.launch()
         memory.synchronize()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -193,7 +192,7 @@ class Codec:
     def _plane_table(self) -> np.ndarray:
         """[layers, 2 (K, V), 6] int64: the fields of `CodecPlane`. Addresses are given as bytes of a block
         before the segment."""
-        kv_starts, wire_starts = _starts(self.kv_layout), _starts(self.wire_layout)
+        kv_starts, wire_starts = self.kv_layout.spans[:, 0], self.wire_layout.spans[:, 0]
         table = [
             (
                 kv_starts[i],
@@ -211,10 +210,6 @@ def _rows(job: CodingJob) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     count = len(job.layers)
     layers = np.tile(job.layers, len(job.wire_blocks))
     return layers, np.repeat(job.blocks, count, axis=0), np.repeat(job.wire_blocks, count)
-
-
-def _starts(layout: MemoryLayout) -> list[int]:
-    return [0, *accumulate(segment.block_bytes for segment in layout.segments)][:-1]
 
 
 def _ids(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, end: int) -> np.ndarray:

@@ -159,27 +159,18 @@ def code_groups(
         wire_rows = wire_block * (HALF_TOKENS * BITS // 4) + tokens
         first_code = tl.multiple_of(tl.load(segment + 1), ALIGNMENT)
         code_places = codes + first_code + wire_rows[:, None] * row_elements + channels[None, :]
-        scale_places = scales + tl.load(segment + 2)
+        segment_scales = scales + tl.load(segment + 2)
         if is_value:
             stride = heads * runs
-            scale_places += (wire_block * 2 * HALF_TOKENS + tokens) * stride + tile
+            value_scales = segment_scales + (wire_block * 2 * HALF_TOKENS + tokens) * stride + tile
             _code_values(
-                low, high, code_places, scale_places, stride, row_elements, mask, BITS, MAX_CODE, ENCODES
-            )
+                low, high, code_places, value_scales, stride, row_elements, mask, BITS, MAX_CODE, ENCODES
+            )  # fmt: skip
         else:
-            key_scales = scales + tl.load(segment + 2) + wire_block * row_elements + channels
+            key_scales = segment_scales + wire_block * row_elements + channels
             _code_keys(
-                low,
-                high,
-                code_places,
-                key_scales,
-                row_elements,
-                mask,
-                in_head < width,
-                BITS,
-                MAX_CODE,
-                ENCODES,
-            )
+                low, high, code_places, key_scales, row_elements, mask, in_head < width, BITS, MAX_CODE, ENCODES
+            )  # fmt: skip
 
 
 class SegmentTable:

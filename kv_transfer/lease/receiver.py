@@ -251,6 +251,8 @@ class Receiver:
         yield from self._take_events()
 
     def _take_events(self) -> list[LeaseEvent | LateWrite]:
+        if not self._events:
+            return []
         with self._lock:
             events, self._events = self._events, []
         return events
@@ -293,19 +295,25 @@ class Receiver:
             return
         with self._lock:
             lease = self._leases.get(envelope.lease_id)
+            if lease is not None:
+                self._on_word(lease, envelope, peer)
         if lease is None:
             self._on_word_without_lease(peer, envelope)
-        elif lease.settling is not None:  # its writer has said its last word
+        elif lease.settling is not None:
+            self._settle(lease)
+
+    def _on_word(self, lease: _Lease, envelope: Envelope, peer: str) -> None:
+        """Under the lock."""
+        if lease.settling is not None:  # its writer has said its last word
             self.num_ignored += 1
         elif envelope.digest != lease.digest:
             self.num_mismatched += 1
             lease.discard_reason = f"writer {peer} named other blocks or generations than were granted"
             logger.error("lease %s: %s", lease.lease_id, lease.discard_reason)
         elif lease.discard_reason is None and envelope.kind is NoticeKind.DONE:
-            self._begin_settling(lease, envelope, peer)
+            lease.settling = _Settling(envelope, peer, self._incoming.take_in(lease.grant, envelope))
         else:
-            with self._lock:
-                self._close(lease, _last_event(lease, envelope))
+            self._close(lease, _last_event(lease, envelope))
 
     def _on_word_without_lease(self, peer: str, envelope: Envelope) -> None:
         with self._lock:
@@ -323,14 +331,9 @@ class Receiver:
             self._events.append(LateWrite(envelope.lease_id, tuple(sorted(block_ids))))
         logger.error("writer %s wrote after lease %s had been taken back", peer, envelope.lease_id)
 
-    def _begin_settling(self, lease: _Lease, envelope: Envelope, peer: str) -> None:
-        """Not under the lock: on the CPU it takes as long as reading all the bytes."""
-        with self._lock:
-            lease.settling = _Settling(envelope, peer, self._incoming.take_in(lease.grant, envelope))
-        self._settle(lease)
-
     def _settle(self, lease: _Lease) -> None:
-        """Closes the lease if its bytes are checked and decoded. Not under the lock, likewise."""
+        """Closes the lease if its bytes are checked and decoded. Not under the lock: on the CPU it takes as
+        long as reading all the bytes."""
         settling = lease.settling
         assert settling is not None
         reason = None

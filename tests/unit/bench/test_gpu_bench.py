@@ -48,7 +48,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("machine", 2), ("steps-7b", 6), ("attention", 3), ("codecs", 4)]
+    ("name", "number"), [("machine", 2), ("steps-7b", 6), ("attention", 3), ("codecs", 5)]
 )
 def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
     found = list(PARTS[name].run(True))
