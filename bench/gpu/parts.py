@@ -97,7 +97,7 @@ def _summed_in(kv: BlockMemory) -> float:
     sums = BlockSums(kv)
     start = time.perf_counter()
     found = sums.of(range(kv.num_blocks))
-    sums.launch()
+    sums.begin()
     kv.synchronize()
     found.value()
     return time.perf_counter() - start

@@ -2,14 +2,14 @@
 
     python -m bench.transfer cost [--against CHECKOUT]     a checkout of another version, measured in turn
 
-`thread`: 16 prompts at once, each of 173 tokens with 24 layers, written layer by layer over the in-process agent
-and stepped by hand. Per lease, of both sides: how often the thread takes one of its locks, torch's operators
-(each is a launch on a GPU), descriptors, and microseconds of its own Python: its CPU time without the calls that
-move or sum bytes. Then when the first and the last of the 16 ends.
+`thread`: 16 prompts at once, each of 173 tokens with 24 layers, written layer by layer over the in-process
+agent and stepped by hand. Per lease, of both sides: how often the thread takes one of its locks, torch's
+operators (each is a launch on a GPU), descriptors, and microseconds of its own Python: its CPU time without
+the calls that move or sum bytes. Then when the first and the last of the 16 ends.
 
-`switching`: one lease at a time between two running transfer threads, next to a thread that computes in Python
-without a pause, as an engine between two steps. For each `sys.setswitchinterval`: from `finish` to the owner's
-event, and the turns of that thread.
+`switching`: one lease at a time between two running transfer threads, next to a thread that computes in
+Python without a pause, as an engine between two steps. For each `sys.setswitchinterval`: from `finish` to the
+owner's event, and the turns of that thread.
 """
 
 from __future__ import annotations
@@ -210,9 +210,7 @@ def report(against: Path | None) -> None:
         for name, checkout in checkouts.items():
             costs, *switched[name] = _of(checkout)
             print(f"| {name} | " + " | ".join(f"{value:.1f}" for value in costs.values()) + " |", flush=True)
-    print(
-        "\n| version | switch interval ms | hand-over ms: median · p90 | turns of the other thread a second |"
-    )
+    print("\n| version | switch interval ms | hand-over ms: median · p90 | turns of the other a second |")
     print("| --- | --- | --- | --- |")
     for name, rows in switched.items():
         for row in rows:

@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 SLOW_LANE = 20e9
 
 
-# How long a thread that computes in Python keeps the interpreter's lock from the transfer thread; Python's default
-# is 5 ms. A hand-over next to such a thread took 7.5 ms with the default and 3.4 ms with this one, and that thread
-# was no slower (`python -m bench.transfer cost`); half of it gained nothing more.
+# How long a thread that computes in Python keeps the interpreter's lock from the transfer thread; Python's
+# default is 5 ms. A hand-over next to such a thread took 7.5 ms with the default and 3.4 ms with this one,
+# and that thread was no slower (`python -m bench.transfer cost`); half of it gained nothing more.
 SWITCH_INTERVAL_S = 0.001
 
 

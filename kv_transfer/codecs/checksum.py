@@ -121,13 +121,13 @@ def _signed(word: int) -> int:
 
 class BlockSums:
     """Checksums of blocks of one memory: of their bytes in all segments, in this order. All that are asked
-    for between two calls of `launch` are one launch on a GPU."""
+    for between two calls of `begin` are one launch on a GPU."""
 
     def __init__(self, memory: BlockMemory):
         """On a GPU it waits until the kernel is compiled."""
         self._memory = memory
         self._batch = Batch(memory, self._run)
-        self.launch = self._batch.launch
+        self.begin = self._batch.begin
         self._tables: tuple[Tensor, Tensor] | None = None  # Triton's
         if memory.buffer.device.type == "cuda" and has_triton():
             self.use_triton()
@@ -138,7 +138,7 @@ class BlockSums:
         elements = memory.buffer.view(torch.int64 if unit == 8 else torch.uint8)
         self._tables = elements, upload(spans * (memory.num_blocks, 1) // unit, memory.buffer.device)
         self.of([0])
-        self.launch()
+        self.begin()
         memory.synchronize()
 
     def of(self, block_ids: Sequence[int]) -> Pending[Checksum]:
@@ -163,7 +163,7 @@ class BlockSums:
         if not memory.enqueues:
             return done([Checksum("stream", checksum(memory.descriptors(ids))) for ids in jobs])
         if self._tables is not None:
-            totals = self._launch(jobs, *self._tables)
+            totals = self._enqueue(jobs, *self._tables)
         else:
             totals = torch.stack([_tensor_total(self._bytes(ids)) for ids in jobs])
         found = download(totals)
@@ -171,7 +171,7 @@ class BlockSums:
             memory, lambda: [Checksum("tensor", total & _WORD_MASK) for total in found.tolist()]
         )
 
-    def _launch(self, jobs: Sequence[Sequence[int]], elements: Tensor, segments: Tensor) -> Tensor:
+    def _enqueue(self, jobs: Sequence[Sequence[int]], elements: Tensor, segments: Tensor) -> Tensor:
         """One copy to the device: the totals, which begin as zeros, and the blocks behind them."""
         from kv_transfer.codecs.triton_checksum import add_sums
 
@@ -196,5 +196,5 @@ def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> Pending[Ch
     """`BlockSums.of`, alone."""
     sums = BlockSums(memory)
     found = sums.of(block_ids)
-    sums.launch()
+    sums.begin()
     return found

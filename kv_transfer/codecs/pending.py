@@ -1,10 +1,10 @@
 """Results that a device is still computing, and jobs that are gathered for one launch.
 
-The transfer thread must not wait for a device. What it asks for is a `Pending`: it looks at it in later polls.
-On the CPU a job is done before the call returns.
+The transfer thread must not wait for a device. What it asks for is a `Pending`: it looks at it in later
+polls. On the CPU a job is done before the call returns.
 
     batch.add(job) -> Pending      while the leases are looked at
-    batch.launch()                 once at the end of a poll: all jobs that were added since, as one call
+    batch.begin()                  once at the end of a poll: all jobs that were added since, as one call
     pending.is_done()              in the next polls; then pending.value()
 """
 
@@ -37,38 +37,38 @@ def done(value: R) -> Pending[R]:
 
 
 class Batch(Generic[J, R]):
-    """Belongs to the thread that launches."""
+    """Belongs to one thread."""
 
     def __init__(self, memory: BlockMemory, run: Callable[[list[J]], Pending[Sequence[R]]]):
         """`run` enqueues jobs on the current stream of the memory's device and returns their results in
         order."""
         self._memory = memory
         self._run = run
-        self._next: _Launch[J, R] = _Launch([])
+        self._next: _Gathered[J, R] = _Gathered([])
 
     def add(self, job: J) -> Pending[R]:
         """Runs the job at once where nothing is enqueued; there it raises what the job raises."""
         if not self._memory.enqueues:
             (value,) = self._run([job]).value()
             return done(value)
-        launch, number = self._next, len(self._next.jobs)
-        launch.jobs.append(job)
-        return Pending(launch.is_done, lambda: launch.values()[number])
+        gathered, number = self._next, len(self._next.jobs)
+        gathered.jobs.append(job)
+        return Pending(gathered.is_done, lambda: gathered.values()[number])
 
-    def launch(self) -> None:
+    def begin(self) -> None:
         """Does not raise: the jobs' values do."""
-        launch = self._next
-        if not launch.jobs:
+        gathered = self._next
+        if not gathered.jobs:
             return
-        self._next = _Launch([])
+        self._next = _Gathered([])
         try:
-            launch.results = self._run(launch.jobs)
+            gathered.results = self._run(gathered.jobs)
         except Exception as error:  # the jobs' edge: each of them raises it
-            launch.error = error
+            gathered.error = error
 
 
 @dataclass(eq=False)
-class _Launch(Generic[J, R]):
+class _Gathered(Generic[J, R]):
     jobs: list[J]
     results: Pending[Sequence[R]] | None = None
     error: Exception | None = None

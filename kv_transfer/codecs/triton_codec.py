@@ -1,12 +1,12 @@
 """The codecs on a GPU: the same bytes as `quantisation` makes, for all groups, layers, K and V in one launch.
 Importing it needs triton.
 
-Tried in Triton's interpreter and compiled for sm_80, sm_90 and sm_100 (Triton 3.9). On an H100 an earlier form,
-with a launch for each segment, coded at 24 GB/s; this one has not run on a GPU. Goal: 700 GB/s, as `Wire`
-measures it.
+Tried in Triton's interpreter and compiled for sm_80, sm_90 and sm_100 (Triton 3.9). On an H100 an earlier
+form, with a launch for each segment, coded at 24 GB/s; this one has not run on a GPU. Goal: 700 GB/s, as
+`Wire` measures it.
 
-A program codes a tile: the tokens of one group, up to RUN_CHANNELS channels of its K or V. K is one run of all
-its channels; V has runs in each head. `SegmentTable` holds what differs between segments.
+A program codes a tile: the tokens of one group, up to RUN_CHANNELS channels of its K or V. K is one run of
+all its channels; V has runs in each head. `SegmentTable` holds what differs between segments.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def code_groups(
 ):  # fmt: skip
     """Grid (J * 2 * NUM_TILES). kv, codes, scales: the buffers of KV and wire in elements of KV, bytes and
     float16. segments [2 * layers, 6] int64: `SegmentTable`. jobs [J, 2 + 64 / BLOCK_SIZE] int32: layer, wire
-    block, KV blocks of a group. ALIGNMENT divides all starts and widths: rows are read and written in vectors."""
+    block, KV blocks of a group. ALIGNMENT divides all starts and widths, so that rows move in vectors."""
     BLOCKS: tl.constexpr = 2 * HALF_TOKENS // BLOCK_SIZE
     MAX_CODE: tl.constexpr = 127.0 if BITS == 8 else 7.0
     tile = tl.program_id(0) % NUM_TILES
@@ -168,8 +168,9 @@ def code_groups(
             )  # fmt: skip
         else:
             key_scales = segment_scales + wire_block * row_elements + channels
+            in_row = in_head < width
             _code_keys(
-                low, high, code_places, key_scales, row_elements, mask, in_head < width, BITS, MAX_CODE, ENCODES
+                low, high, code_places, key_scales, row_elements, mask, in_row, BITS, MAX_CODE, ENCODES
             )  # fmt: skip
 
 

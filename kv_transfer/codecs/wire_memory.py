@@ -8,7 +8,7 @@
 The door decides whether KV travels coded; if it does, decode grants wire blocks. These travel raw: a group
 without a wire block on either side, and tokens that make no whole group.
 
-Blocks are allocated and freed on any thread. `encode`, `decode` and `launch` belong to the agent's thread.
+Blocks are allocated and freed on any thread. `encode`, `decode` and `begin` belong to the agent's thread.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ class Wire:
         """All layers of these groups, likewise."""
         return self._decodings.add(self.codec.job(self._kv, groups, self.memory, wire_ids))
 
-    def launch(self) -> None:
+    def begin(self) -> None:
         """Begins what was asked for since the last call: encodings as one launch, decodings as another."""
-        self._encodings.launch()
-        self._decodings.launch()
+        self._encodings.begin()
+        self._decodings.begin()
 
     def _encode(self, jobs: list[CodingJob]) -> Pending[Sequence[None]]:
         self.codec.code(self._kv, self.memory, jobs, encodes=True)
@@ -152,11 +152,11 @@ class Wire:
         for _ in range(MEASURED_ROUNDS):
             start = time.perf_counter()
             self.encode(groups, wire_ids, layers)
-            self.launch()
+            self.begin()
             self.memory.synchronize()
             between = time.perf_counter()
             self.decode(wire_ids, groups)
-            self.launch()
+            self.begin()
             self._kv.synchronize()
             encode_s.append(between - start)
             decode_s.append(time.perf_counter() - between)

@@ -17,7 +17,7 @@ from kv_transfer.lease.envelope import Envelope, contract_of
 
 class IncomingMemory:
     """Registered with the agent when it is made. `coded_part` and `free_wire` are any thread's, `take_in` and
-    `launch` the agent's."""
+    `begin` the agent's."""
 
     def __init__(self, agent: Agent, memory: BlockMemory, model: str, wire: Wire | None):
         self.memory = memory
@@ -75,11 +75,11 @@ class IncomingMemory:
         groups = [grant.block_ids[first : first + wire.blocks_per_group] for first in firsts]
         return wire.decode([part.block_ids[i] for i in envelope.coded], groups)
 
-    def launch(self) -> None:
+    def begin(self) -> None:
         """Begins what was asked for since the last call, on a GPU."""
         for gathered in (self.wire, self._sums, self._wire_sums):
             if gathered is not None:
-                gathered.launch()
+                gathered.begin()
 
 
 class TakingIn:

@@ -10,9 +10,9 @@ lease stays open until then, also after its deadline, and its source blocks stay
 tells the owner that bytes were written, perhaps after the owner gave the blocks away. If the peer stays
 unreachable, the lease waits until the transport gives the connection up (PeerLostError).
 
-Coding and summing read the source blocks, too, and may take several rounds on a GPU. They are under way like a
-write: the lease ends after them, whatever has happened meanwhile. Once all bytes are in the owner's memory, the
-deadline does not matter any more.
+Coding and summing read the source blocks, too, and may take several rounds on a GPU. They are under way like
+a write: the lease ends after them, whatever has happened meanwhile. Once all bytes are in the owner's memory,
+the deadline does not matter any more.
 
 No abort is sent if a write failed, a post raised, or the peer is lost: what was posted may still land, so
 only the owner's timer may end the lease.

@@ -16,10 +16,10 @@ class LinkMeter:
 
     When the last write in flight ended is known only within a gap: from the last instant at which the thread
     posted or found a write PENDING to the one at which it found all DONE. A thread that comes back late is no
-    slow link. So a measurement is an interval, and what counts of it is the duration nearest to what the known
-    speed predicts: the link is not called slower than the gap's begin proves, nor faster than its end does. A
-    link whose speed is not known yet is measured by the end of gaps up to MAX_GAP_S alone. Where the transport
-    knows when a write ended (`Agent.ended_at`), there is no gap.
+    slow link. So a measurement is an interval, and what counts is the duration in it that is nearest to what
+    the known speed predicts: the link is not called slower than the gap's begin proves, nor faster than its
+    end does. A link whose speed is not known yet is measured by the end of gaps up to MAX_GAP_S alone. Where
+    the transport knows when a write ended (`Agent.ended_at`), there is no gap.
     """
 
     def __init__(self) -> None:
@@ -57,17 +57,17 @@ class LinkMeter:
         begin = min(end, self._pending_at) if ended_at is None else end
         self._measure(begin - self._since, end - self._since)
 
-    def _measure(self, least_s: float, most_s: float) -> None:
-        if most_s <= 0:
+    def _measure(self, min_s: float, max_s: float) -> None:
+        if max_s <= 0:
             return
         is_small = self._num_bytes < MIN_MEASURED_BYTES
         bytes_s = self._num_bytes / (self.bytes_per_s or math.inf)
         known_s = self.latency_s + bytes_s if is_small else bytes_s
         if (is_small and not self.latency_s) or (not is_small and not self.bytes_per_s):
-            if most_s - least_s > MAX_GAP_S:
+            if max_s - min_s > MAX_GAP_S:
                 return
-            known_s = most_s
-        took_s = min(max(known_s, least_s), most_s)
+            known_s = max_s
+        took_s = min(max(known_s, min_s), max_s)
         if is_small:
             newest = max(0.0, took_s - bytes_s)
             self.latency_s += (NEW_SHARE if self.latency_s else 1.0) * (newest - self.latency_s)

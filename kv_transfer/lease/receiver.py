@@ -244,7 +244,7 @@ class Receiver:
         for peer, data in notifications:
             self._on_notification(peer, data)
             yield from self._take_events()
-        self._incoming.launch()
+        self._incoming.begin()
         with self._lock:
             self._look_at_writers()
             self._expire()
@@ -271,11 +271,9 @@ class Receiver:
 
     def _revoke(self, lease_id: str, reason: str) -> None:
         lease = self._leases.get(lease_id)
-        if lease is None:
-            return
-        if lease.settling is not None:  # the blocks are being read and written
+        if lease is not None and lease.settling is not None:  # the blocks are being read and written
             lease.discard_reason = reason
-        else:
+        elif lease is not None:
             self._close(lease, Aborted(lease_id, reason))
 
     def _close(self, lease: _Lease, event: LeaseEvent) -> None:

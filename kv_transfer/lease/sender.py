@@ -141,7 +141,7 @@ class Sender:
                 yield event
         for gathered in (self.wire, *self._sums):
             if gathered is not None:
-                gathered.launch()
+                gathered.begin()
 
     def fail_all(self, error: TransferError) -> list[SendEvent]:
         """The agent is closed: every open lease ends here, and its owner is not told."""

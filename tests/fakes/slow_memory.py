@@ -1,5 +1,5 @@
-"""A block memory in CPU memory that behaves like a GPU's: what is enqueued on it is computed `num_looks` looks
-later, and until then `unfinished` counts it."""
+"""A block memory in CPU memory that behaves like a GPU's: what is enqueued on it is computed `num_looks`
+looks later, and until then it is `unfinished`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ class SlowMemory(BlockMemory):
     @property
     def enqueues(self) -> bool:
         return True
+
+    def use_own_stream(self, priority: int = 0) -> None:
+        pass
 
     def beside(self, layout: MemoryLayout, num_blocks: int) -> SlowMemory:
         return SlowMemory(layout, num_blocks, num_looks=self.num_looks)

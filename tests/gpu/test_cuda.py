@@ -121,7 +121,7 @@ def test_a_gpu_and_a_cpu_find_the_same_checksum_for_the_same_bytes() -> None:
     assert pending.is_done() and BlockSums(here).match([3, 1, 6], sent).value()
     sums = BlockSums(there)
     checks = [sums.match(ids, sent) for ids in ([3, 1, 6], [1, 3, 6])]
-    sums.launch()
+    sums.begin()
     there.synchronize()
     assert [check.value() for check in checks] == [True, False]
 

@@ -92,7 +92,7 @@ def test_a_wire_codes_all_that_is_asked_for_in_one_launch(
     coded = [wire.encode([[0, 3, 5, 1], [7, 6, 2, 4]], [2, 0], [1]), wire.encode([[0, 1, 2, 3]], [1], [0, 1])]
     decoded = wire.decode([1], [[0, 1, 2, 3]])
     assert not launches
-    wire.launch()
+    wire.begin()
     assert [launch.arguments["ENCODES"] for launch in launches] == [True, False]
     assert not any(pending.is_done() for pending in (*coded, decoded))
     assert simulated.num_syncs == num_syncs
@@ -114,11 +114,11 @@ def test_the_checks_of_several_leases_are_one_launch_and_no_wait(
     simulated.operators.clear()
     num_syncs = simulated.num_syncs
     found = [sums.of([3, 1]), sums.of([]), sums.match([4], Checksum("tensor", 0))]
-    sums.launch()
+    sums.begin()
     (launch,) = launches
     assert (launch.kernel, launch.grid) == ("sum_blocks", (3, 4))
     assert simulated.operators.count("aten._to_copy.default") == 1, "one copy of ids"
     assert [pending.is_done() for pending in found] == [False, True, False]
-    sums.launch()
+    sums.begin()
     assert len(launches) == 1 and simulated.num_syncs == num_syncs
     assert launch.arguments["blocks"].tolist() == [[0, 0, 3], [0, 1, 1], [1, 0, 4]]

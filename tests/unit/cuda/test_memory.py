@@ -89,7 +89,7 @@ def test_checksums_of_a_gpus_memory_hold_on_both_sides(device: SimulatedCuda, mo
     assert found.is_done() and BlockSums(here).match([3, 1], found.value()).value()
     sums = BlockSums(there)
     checks = [sums.match([1, 3], found.value()), sums.match([3, 1], found.value())]
-    sums.launch()
+    sums.begin()
     there.synchronize()
     assert [check.value() for check in checks] == [False, True]
 

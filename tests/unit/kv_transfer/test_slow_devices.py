@@ -1,6 +1,6 @@
-"""Leases whose bytes a device sums, codes and decodes over several polls: whatever happens meanwhile, no block is
-given back before the device is done, and each lease has one end. How faults of the transport end such leases:
-test_leases.py, test_wire.py."""
+"""Leases whose bytes a device sums, codes and decodes over several polls: whatever happens meanwhile, no
+block is given back before the device is done, and each lease has one end. How faults of the transport end
+such leases: test_leases.py, test_wire.py."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_the_kernel_finds_torchs_sums(kind: str, monkeypatch: pytest.MonkeyPatch
     add_sums = gpu.add_sums
     monkeypatch.setattr(gpu, "add_sums", lambda *tables: (launches.append(tables), add_sums(*tables)))
     found = [sums.of(ids) for ids in LISTS]
-    sums.launch()
+    sums.begin()
     assert len(launches) == 1
     for ids, pending in zip(LISTS, found, strict=True):
         assert pending.is_done()
