@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 # Bytes per second; transfers through the host's memory are slower, over CUDA IPC ten times as fast.
 SLOW_LANE = 20e9
-
-
 # How long a thread that computes in Python keeps the interpreter's lock from the transfer thread; Python's
 # default is 5 ms. A hand-over next to such a thread took 7.5 ms with the default and 3.4 ms with this one,
 # and that thread was no slower (`python -m bench.transfer cost`); half of it gained nothing more.
@@ -48,8 +46,8 @@ class WorkerSetup:
 
 def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     """Selects this process's CPU variant, lets its threads change places sooner, and on a GPU with float32
-    switches TF32 off: torch allows its 10 bits of mantissa in convolutions unless told otherwise. Raises ConfigError if the configuration asks for a
-    device or a variant that is not available."""
+    switches TF32 off: torch allows its 10 bits of mantissa in convolutions unless told otherwise. Raises
+    ConfigError if the configuration asks for a device or a variant that is not available."""
     environment = read_environment()
     select(args.cpu_kernels)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

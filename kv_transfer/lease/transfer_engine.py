@@ -2,14 +2,14 @@
 
     any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort; return at once
     transfer thread  step(): notifications in, writes out, events to `on_event`. While a write is posted or
-                     bytes are summed or coded, every `poll_interval_s`; while a lease is open, less often the longer nothing happens
-                     (`pause_s`); while the last word of a writer is missing, every LATE_POLL_INTERVAL_S;
-                     else asleep
+                     bytes are summed or coded, every `poll_interval_s`; while a lease is open, less often
+                     the longer nothing happens (`pause_s`); while the last word of a writer is missing, every
+                     LATE_POLL_INTERVAL_S; else asleep
 
 A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. It never
-waits for a device: what a GPU computes is looked at in a later step. After the
-last lease has closed the thread polls for another `linger_s`, less and less often, because a notification
-that was just sent may need the transport's progress to get out: the first one to a peer waits for its answer.
+waits for a device: what a GPU computes is looked at in a later step. After the last lease has closed the
+thread polls for another `linger_s`, less and less often, because a notification that was just sent may need
+the transport's progress to get out: the first one to a peer waits for its answer.
 `on_event` runs on the transfer thread and should only put the event into the owner's inbox.
 
 An unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`. The next step tries
