@@ -6,11 +6,13 @@
                                     [--repeats 3] [--codec raw]
     python -m bench.transfer accuracy --out results.jsonl [--model deploy/demo_model] [--samples 100] [--seed 20261122]
                                     [--codecs raw,int8,int4] [--prompts short,long] [--tasks TASK …]
+    python -m bench.transfer cost [--against CHECKOUT]
     python -m bench.transfer table results.jsonl
     python -m bench.transfer plot  results.jsonl --out results.svg
 
 `lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such
-as text-0.5b of `python -m bench.engine models`, `accuracy` what `accuracy.py` does. All append to the file.
+as text-0.5b of `python -m bench.engine models`, `accuracy` what `accuracy.py` does. These append to the file.
+`cost` prints what `cost.py` describes.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ def main() -> None:
     accuracy.add_argument("--cache", type=Path, default=WORD_CACHE, help="spoken words")
     for command in (lanes, hidden, accuracy):
         command.add_argument("--out", type=Path, required=True)
+    cost = commands.add_parser("cost")
+    cost.add_argument("--against", type=Path, help="a checkout of another version")
     table = commands.add_parser("table")
     plot = commands.add_parser("plot")
     plot.add_argument("--out", type=Path, required=True)
@@ -71,6 +75,12 @@ def _lanes(arguments: argparse.Namespace) -> None:
 
     with lanes(arguments.agents.split(","), arguments.codecs.split(",")) as every:
         records.append(arguments.out, measure(every, _numbers(arguments.blocks), arguments.repeats))
+
+
+def _cost(arguments: argparse.Namespace) -> None:
+    from bench.transfer.cost import report
+
+    report(arguments.against)
 
 
 def _hidden(arguments: argparse.Namespace) -> None:
@@ -138,7 +148,14 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-COMMANDS = {"lanes": _lanes, "hidden": _hidden, "accuracy": _accuracy, "table": _table, "plot": _plot}
+COMMANDS = {
+    "lanes": _lanes,
+    "hidden": _hidden,
+    "accuracy": _accuracy,
+    "cost": _cost,
+    "table": _table,
+    "plot": _plot,
+}
 
 if __name__ == "__main__":
     main()

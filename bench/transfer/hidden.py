@@ -61,12 +61,15 @@ class SlowLink:
         handle = self._agent.post(peer, local, remote, notification)
         num_bytes = int(local[:, 1].sum())
         self._link.num_bytes += num_bytes
-        self._free_at = max(self._free_at, time.perf_counter()) + num_bytes / self._link.bytes_per_s
+        self._free_at = max(self._free_at, time.monotonic()) + num_bytes / self._link.bytes_per_s
         return handle, self._free_at
 
     def poll(self, handle: Any) -> TransferState:
         inner, due_at = handle
-        return TransferState.PENDING if time.perf_counter() < due_at else self._agent.poll(inner)
+        return TransferState.PENDING if time.monotonic() < due_at else self._agent.poll(inner)
+
+    def ended_at(self, handle: Any) -> float:
+        return handle[1]
 
     def release(self, handle: Any) -> None:
         self._agent.release(handle[0])

@@ -17,6 +17,7 @@ import itertools
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -48,6 +49,12 @@ class MemoryLayout:
     def block_bytes(self) -> int:
         """Bytes of one block over all segments."""
         return sum(segment.block_bytes for segment in self.segments)
+
+    @cached_property
+    def spans(self) -> np.ndarray:
+        """[segments, 2] uint64: bytes of one block before the segment, and in it."""
+        sizes = np.array([segment.block_bytes for segment in self.segments], dtype=np.uint64)
+        return np.stack([sizes.cumsum() - sizes, sizes], 1)
 
     @property
     def fingerprint(self) -> str:
@@ -92,33 +99,43 @@ class BlockMemory:
             start = end
         return runs
 
+    def beside(self, layout: MemoryLayout, num_blocks: int) -> BlockMemory:
+        """A new memory of the same kind, on the same device."""
+        return BlockMemory(layout, num_blocks, self.buffer.device)
+
     @property
     def base_address(self) -> int:
         return self.buffer.data_ptr()
 
+    @property
+    def enqueues(self) -> bool:
+        """Whether work on the bytes is enqueued and ends later (`mark`); on the CPU a call does it."""
+        return self.buffer.device.type == "cuda"
+
     def synchronize(self) -> None:
         """Waits until everything that this thread has enqueued on the device is in the buffer. Call it before
         bytes are sent. Does nothing on the CPU."""
-        if self.buffer.device.type == "cuda":
+        if self.enqueues:
             torch.cuda.current_stream(self.buffer.device).synchronize()
 
     def mark(self) -> Callable[[], bool] | None:
         """A function that says whether everything that this thread has enqueued so far is in the buffer. Any
         thread may call it; it does not wait. None: it is."""
-        if self.buffer.device.type != "cuda":
+        if not self.enqueues:
             return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.buffer.device))
         return event.query
 
-    def use_own_stream(self) -> None:
+    def use_own_stream(self, priority: int = 0) -> None:
         """For a thread that moves bytes while another one computes: on CUDA, all that this thread enqueues
         from now on goes to this memory's device, which need not be the process's first, and to a stream of
-        its own, so that it waits for no step of the model. Bytes that others have enqueued are there for it
-        once `mark` or `synchronize` has said so. Does nothing on the CPU."""
-        if self.buffer.device.type == "cuda":
+        its own, so that it waits for no step of the model. `priority`: -1 starts its kernels before those
+        that wait on other streams. Bytes that others have enqueued are there for it once `mark` or
+        `synchronize` has said so. Does nothing on the CPU."""
+        if self.enqueues:
             torch.cuda.set_device(self.buffer.device)
-            torch.cuda.set_stream(torch.cuda.Stream(self.buffer.device))
+            torch.cuda.set_stream(torch.cuda.Stream(self.buffer.device, priority=priority))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Block targets[i] becomes a copy of block sources[i], in every segment. On CUDA the copy is
@@ -170,13 +187,10 @@ def block_descriptors(
 ) -> np.ndarray:
     """`BlockMemory.descriptors` for a memory that may be in another process: pure arithmetic on the fields of
     a grant."""
-    sizes = [segment.block_bytes for segment in layout.segments]
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.uint64) * np.uint64(num_blocks)
-    wanted = range(len(sizes)) if segment_ids is None else segment_ids
+    spans = layout.spans if segment_ids is None else layout.spans[list(segment_ids)]
+    starts, sizes = spans[:, :1], spans[:, 1:]
     blocks = np.asarray(block_ids, dtype=np.uint64)
-    rows = np.empty((len(wanted) * len(blocks), 2), dtype=np.uint64)
-    for i, segment in enumerate(wanted):
-        part = rows[i * len(blocks) : (i + 1) * len(blocks)]
-        part[:, 0] = np.uint64(base_address) + starts[segment] + blocks * np.uint64(sizes[segment])
-        part[:, 1] = sizes[segment]
-    return rows
+    rows = np.empty((len(spans), len(blocks), 2), dtype=np.uint64)
+    rows[..., 0] = np.uint64(base_address) + starts * np.uint64(num_blocks) + blocks * sizes
+    rows[..., 1] = sizes
+    return rows.reshape(-1, 2)

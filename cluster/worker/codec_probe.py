@@ -67,6 +67,7 @@ def codec_error(model: LanguageModel, kv: BlockMemory, wire: Wire) -> CodecError
         group = [block_table[first : first + length]]
         wire.encode(group, [0], layers)
         wire.decode([0], group)
+        wire.begin()
     arrived = model.forward([predicted], kv).log_softmax(-1)
     agreement = (computed.argmax(-1) == arrived.argmax(-1)).double().mean()
     divergence = (computed.exp() * (computed - arrived)).sum(-1).mean()

@@ -87,6 +87,11 @@ class Agent(Protocol):
         """If it raises, the write has FAILED."""
         ...
 
+    def ended_at(self, handle: TransferHandle) -> float | None:
+        """When a write that is DONE had left, by `time.monotonic`; None: this transport knows only that it
+        was over when it was polled."""
+        ...
+
     def notify(self, peer: str, payload: bytes) -> None: ...
 
     def notifications(self) -> list[tuple[str, bytes]]:

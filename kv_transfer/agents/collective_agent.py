@@ -113,6 +113,9 @@ class CollectiveAgent:
     def poll(self, handle: PostedWrite) -> TransferState:
         return handle.link.poll(handle)
 
+    def ended_at(self, handle: PostedWrite) -> float | None:
+        return handle.sent_at
+
     def notify(self, peer: str, payload: bytes) -> None:
         self._link(peer).notify(payload)
 

@@ -19,6 +19,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class PostedWrite:
     link: OutgoingLink
     runs: list[torch.Tensor]
     header: PostHeader
-    is_sent: bool = False  # its bytes have left; set by the link's thread
+    sent_at: float | None = None  # its bytes have left; set by the link's thread
     is_acknowledged: bool = False  # its bytes are in the peer's memory; set by the agent's thread
     state: TransferState = TransferState.PENDING
 
@@ -130,7 +131,7 @@ class OutgoingLink:
         """Raises the link's error, once for each write that failed with it."""
         if write.state is TransferState.PENDING:
             self.progress()
-            if write.is_acknowledged and write.is_sent:
+            if write.is_acknowledged and write.sent_at is not None:
                 write.state = TransferState.DONE
             elif self.error is not None:
                 write.state = TransferState.FAILED
@@ -210,7 +211,7 @@ class OutgoingLink:
             return
         frames.write(item.header, WRITE_TIMEOUT_S)
         channel.send(item.runs)
-        item.is_sent = True
+        item.sent_at = time.monotonic()
 
 
 class IncomingLink:

@@ -165,7 +165,8 @@ class InProcessAgent:
                 handle.state = TransferState.FAILED
                 raise PeerLostError(f"peer {handle.peer.name} is gone")
             if error is not None:
-                _move(handle.local[: len(handle.local) // 2], handle.remote)
+                handle.local[:, 1] //= 2
+                _move(handle.local, handle.remote)
                 handle.state = TransferState.FAILED
             elif not self._network.faults.is_parted:
                 handle.num_polls_left -= 1
@@ -176,6 +177,9 @@ class InProcessAgent:
         if isinstance(error, PeerLostError):
             raise error
         return handle.state
+
+    def ended_at(self, handle: InProcessWrite) -> None:
+        return None
 
     def notify(self, peer: str, payload: bytes) -> None:
         self._begin("notify")

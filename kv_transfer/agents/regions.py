@@ -66,6 +66,19 @@ class RegionTable:
         return views
 
 
+def merged(local: np.ndarray, remote: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same copies, ascending by local address; rows that follow each other on both sides become one."""
+    order = local[:, 0].argsort()
+    sources, targets, sizes = local[order, 0], remote[order, 0], local[order, 1]
+    is_new = np.ones(len(local), dtype=bool)
+    is_new[1:] = (sources[1:] - sources[:-1] != sizes[:-1]) | (targets[1:] - targets[:-1] != sizes[:-1])
+    (firsts,) = is_new.nonzero()
+    found = np.empty((2, len(firsts), 2), dtype=np.uint64)
+    found[0, :, 0], found[1, :, 0] = sources[firsts], targets[firsts]
+    found[:, :, 1] = np.add.reduceat(sizes, firsts)
+    return found[0], found[1]
+
+
 def check_sizes(local: np.ndarray, remote: np.ndarray) -> None:
     """Raises TransferError unless row i of the one has as many bytes as row i of the other."""
     if local.shape != remote.shape or not (local[:, 1] == remote[:, 1]).all():

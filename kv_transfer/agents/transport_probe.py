@@ -29,7 +29,7 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, block_descriptors
 from kv_transfer.agents.agent import TransferError, TransferState
 from kv_transfer.agents.factory import make_agent
-from kv_transfer.codecs.checksum import checksum_blocks
+from kv_transfer.codecs.checksum import Checksum, checksum_blocks
 
 LAYOUT = MemoryLayout((SegmentSpec(1, (1 << 20,), torch.uint8),))
 NUM_BLOCKS = 32
@@ -101,7 +101,7 @@ def _measure(device: torch.device, pipe: Connection, deadline: float) -> float:
             if state is TransferState.FAILED:
                 raise TransferError("a write failed")
         pipe.send(None)
-        if _receive(pipe, deadline) != checksum_blocks(memory, blocks):
+        if _receive(pipe, deadline) != _checksum(memory):
             raise TransferError("the bytes that arrived are not those that were sent")
         return memory.buffer.numel() / min(times[1:])
     finally:
@@ -114,6 +114,12 @@ def _receive(pipe: Connection, deadline: float) -> Any:
     return pipe.recv()
 
 
+def _checksum(memory: BlockMemory) -> Checksum:
+    found = checksum_blocks(memory, range(NUM_BLOCKS))
+    memory.synchronize()
+    return found.value()
+
+
 def main(pipe_fd: int, device: str) -> None:
     pipe = Connection(pipe_fd)
     memory = BlockMemory(LAYOUT, NUM_BLOCKS, device)
@@ -123,7 +129,7 @@ def main(pipe_fd: int, device: str) -> None:
     while not pipe.poll(0.001):
         agent.notifications()  # drives the transport
     pipe.recv()
-    pipe.send(checksum_blocks(memory, range(NUM_BLOCKS)))
+    pipe.send(_checksum(memory))
     pipe.poll(TIMEOUT_S)  # the agent must live until the other process has ended the pipe
 
 

@@ -16,15 +16,16 @@ compiler numpy does, with the same value. Any thread; the native call releases t
 
 `tensor_checksum`, for any device of torch, suits many threads. Every word is mixed, one to one, with a weight
 of its place in the block; the mixed words of a block are added; the sums of the blocks are mixed with their
-places and added likewise.
+places and added likewise. On a GPU `triton_checksum` computes it, or the operators of torch where Triton is
+missing.
 
-`checksum_blocks` and `has_checksum` choose between the two by the device of a block memory.
+`BlockSums` chooses between the two by the device of a block memory.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -33,8 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.config.machine import has_triton
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.codecs import native as native_code
+from kv_transfer.codecs.pending import Batch, Pending, done, download, upload, when_computed
 
 STREAMS = 256
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -83,10 +86,14 @@ def _folded(states: list[int], num_bytes: int) -> int:
     return total ^ total >> 29
 
 
-@torch.inference_mode()
 def tensor_checksum(segments: Iterable[Tensor]) -> int:
-    """64 bits. Each segment is [n, bytes] uint8, the bytes of n blocks in it; all on one device. Waits for
-    the device."""
+    """64 bits. Each segment is [n, bytes] uint8, the bytes of n blocks in it; all in CPU memory."""
+    return int(_tensor_total(segments)) & _WORD_MASK
+
+
+@torch.inference_mode()
+def _tensor_total(segments: Iterable[Tensor]) -> Tensor:
+    """[] int64, on the segments' device."""
     total: Tensor | int = 0
     for number, blocks in enumerate(segments):
         device = blocks.device
@@ -94,7 +101,8 @@ def tensor_checksum(segments: Iterable[Tensor]) -> int:
         sums = _mixed(words, _weights(words.shape[1], device)).sum(1)
         places = torch.arange(1, len(blocks) + 1, device=device) * _signed(_STEP) + 2 * number
         total = total + _mixed(sums, places | 1).sum()
-    return int(total) & _WORD_MASK
+    assert isinstance(total, Tensor)
+    return total
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
@@ -111,27 +119,82 @@ def _signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
-    """Of the bytes of these blocks in all segments, in this order. Reads them once; waits for this thread's
-    stream."""
-    if memory.buffer.device.type == "cpu":
-        return Checksum("stream", checksum(memory.descriptors(block_ids)))
-    return _tensor_checksum(memory, block_ids)
+class BlockSums:
+    """Checksums of blocks of one memory: of their bytes in all segments, in this order. All that are asked
+    for between two calls of `begin` are one launch on a GPU."""
+
+    def __init__(self, memory: BlockMemory):
+        """On a GPU it waits until the kernel is compiled."""
+        self._memory = memory
+        self._batch = Batch(memory, self._run)
+        self.begin = self._batch.begin
+        self._tables: tuple[Tensor, Tensor] | None = None  # Triton's
+        if memory.buffer.device.type == "cuda" and has_triton():
+            self.use_triton()
+
+    def use_triton(self) -> None:
+        memory, spans = self._memory, self._memory.layout.spans.astype(np.int64)
+        unit = 8 if (spans % 8 == 0).all() else 1
+        elements = memory.buffer.view(torch.int64 if unit == 8 else torch.uint8)
+        self._tables = elements, upload(spans * (memory.num_blocks, 1) // unit, memory.buffer.device)
+        self.of([0])
+        self.begin()
+        memory.synchronize()
+
+    def of(self, block_ids: Sequence[int]) -> Pending[Checksum]:
+        """Reads the bytes once, on the CPU at once."""
+        if self._memory.enqueues and not block_ids:
+            return done(Checksum("tensor", 0))
+        return self._batch.add(block_ids)
+
+    def match(self, block_ids: Sequence[int], expected: Checksum | None) -> Pending[bool]:
+        """Whether the blocks hold what the writer sent. True also if it cannot be checked: a GPU cannot
+        compute a CPU's checksum."""
+        enqueues = self._memory.enqueues
+        if expected is None or (expected.kind == "stream" and enqueues):
+            return done(True)
+        if expected.kind == "tensor" and not enqueues:
+            return done(tensor_checksum(self._bytes(block_ids)) == expected.value)
+        found = self.of(block_ids)
+        return Pending(found.is_done, lambda: found.value() == expected)
+
+    def _run(self, jobs: Sequence[Sequence[int]]) -> Pending[Sequence[Checksum]]:
+        memory = self._memory
+        if not memory.enqueues:
+            return done([Checksum("stream", checksum(memory.descriptors(ids))) for ids in jobs])
+        if self._tables is not None:
+            totals = self._enqueue(jobs, *self._tables)
+        else:
+            totals = torch.stack([_tensor_total(self._bytes(ids)) for ids in jobs])
+        found = download(totals)
+        return when_computed(
+            memory, lambda: [Checksum("tensor", total & _WORD_MASK) for total in found.tolist()]
+        )
+
+    def _enqueue(self, jobs: Sequence[Sequence[int]], elements: Tensor, segments: Tensor) -> Tensor:
+        """One copy to the device: the totals, which begin as zeros, and the blocks behind them."""
+        from kv_transfer.codecs.triton_checksum import add_sums
+
+        first = len(jobs) + len(jobs) % 2  # the kernel is compiled for pointers to 16 bytes
+        counts = [len(ids) for ids in jobs]
+        table = np.zeros(first + 3 * sum(counts), dtype=np.int64)
+        blocks = table[first:].reshape(-1, 3)
+        blocks[:, 0] = np.repeat(np.arange(len(jobs)), counts)
+        blocks[:, 1] = np.concatenate([np.arange(count) for count in counts])
+        blocks[:, 2] = np.concatenate([np.asarray(ids) for ids in jobs])
+        there = upload(table, self._memory.buffer.device)
+        add_sums(elements, segments, there[:first], there[first:].view(-1, 3))
+        return there[: len(jobs)]
+
+    def _bytes(self, block_ids: Sequence[int]) -> Iterator[Tensor]:
+        ids = upload(np.asarray(block_ids, dtype=np.int64), self._memory.buffer.device)
+        for segment in self._memory.segments:
+            yield segment.flatten(1).view(torch.uint8).index_select(0, ids)
 
 
-def has_checksum(memory: BlockMemory, block_ids: Sequence[int], expected: Checksum | None) -> bool:
-    """Whether the blocks hold what the writer sent. True also if it cannot be checked: a GPU cannot compute a
-    CPU's checksum."""
-    if expected is None or (expected.kind == "stream" and memory.buffer.device.type != "cpu"):
-        return True
-    if expected.kind == "tensor":
-        return _tensor_checksum(memory, block_ids) == expected
-    return checksum_blocks(memory, block_ids) == expected
-
-
-def _tensor_checksum(memory: BlockMemory, block_ids: Sequence[int]) -> Checksum:
-    if not block_ids:
-        return Checksum("tensor", 0)
-    ids = torch.tensor(block_ids, device=memory.buffer.device)
-    blocks = (segment.flatten(1).view(torch.uint8).index_select(0, ids) for segment in memory.segments)
-    return Checksum("tensor", tensor_checksum(blocks))
+def checksum_blocks(memory: BlockMemory, block_ids: Sequence[int]) -> Pending[Checksum]:
+    """`BlockSums.of`, alone."""
+    sums = BlockSums(memory)
+    found = sums.of(block_ids)
+    sums.begin()
+    return found

@@ -3,10 +3,10 @@
 Three implementations make the same bytes:
 
     native code (codec.cpp)      on the CPU
-    Triton (`triton_codec`)      on a GPU, int8
-    torch (`quantisation`)       everywhere else
+    Triton (`triton_codec`)      on a GPU
+    torch (`quantisation`)       where the other two cannot be built
 
-A codec keeps no state. Any thread may call it, several at the same time on distinct groups. Native calls
+Any thread may call it, several at the same time on distinct groups. Native calls
 release the interpreter's lock.
 
 Letters: G groups, n = 64 / block_size blocks of a group, H KV heads, D width.
@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from cluster.config.machine import has_triton
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from kv_transfer.codecs import native as native_code
+from kv_transfer.codecs.pending import Pending, download, upload, when_computed
 from kv_transfer.codecs.quantisation import (
     BITS,
     DTYPES,
@@ -39,10 +39,22 @@ from kv_transfer.codecs.quantisation import (
     wire_layout,
 )
 
+if TYPE_CHECKING:
+    from kv_transfer.codecs.triton_codec import SegmentTable
+
+
+@dataclass(frozen=True, eq=False)
+class CodingJob:
+    """Groups that are coded in the same layers. Contiguous int64."""
+
+    blocks: np.ndarray  # [G, n]
+    wire_blocks: np.ndarray  # [G]
+    layers: np.ndarray
+
 
 class Codec:
-    """Codes groups of one KV layout. Holds no memory, only the offsets in it; may be shared between
-    threads."""
+    """Codes groups of one KV layout. Holds offsets only, on a GPU also the tables of the memories that it
+    coded last; may be shared between threads."""
 
     def __init__(
         self, kv_layout: MemoryLayout, name: CodecName, native: ctypes.CDLL | Literal["auto"] | None = "auto"
@@ -56,6 +68,7 @@ class Codec:
         self.blocks_per_group = GROUP_TOKENS // self.block_size
         self._native = native_code.load() if native == "auto" else native
         self._planes = self._plane_table()
+        self._table: tuple[BlockMemory, BlockMemory, SegmentTable] | None = None
 
     def encode_groups(
         self,
@@ -70,7 +83,7 @@ class Codec:
         On CUDA the work is enqueued on the current stream. Raises before a byte is written: IndexError if an
         id is outside its memory, ValueError if a memory has another layout or a group has not n blocks.
         """
-        self._code("codec_encode", kv, blocks, wire, wire_blocks, layers)
+        self.code(kv, wire, [self.job(kv, blocks, wire, wire_blocks, layers)], encodes=True)
 
     def decode_groups(
         self,
@@ -80,35 +93,17 @@ class Codec:
         blocks: Sequence[Sequence[int]] | np.ndarray,
     ) -> None:
         """The inverse of `encode_groups`, in all layers."""
-        self._code("codec_decode", kv, blocks, wire, wire_blocks)
+        self.code(kv, wire, [self.job(kv, blocks, wire, wire_blocks)], encodes=False)
 
-    def relative_error(
-        self, kv: BlockMemory, block_ids: Sequence[int], wire: BlockMemory, wire_block_id: int, layer: int
-    ) -> tuple[float, float]:
-        """mean |x - x'| / mean |x| of K and of V, for one group that `wire` holds: x lies in `kv`, x' is what
-        will arrive.
-
-        0 if all x are zero. Waits for the device.
-        """
-        errors = []
-        for segment in (2 * layer, 2 * layer + 1):
-            rows = self._gathered(kv.segments[segment], torch.tensor([block_ids], device=kv.buffer.device))
-            codes, scales = (wire.segments[2 * segment + part][[wire_block_id]] for part in (0, 1))
-            arrived = dequantise(Coded(codes, scales), self.name, rows.dtype, holds_keys(segment))
-            size = rows.float().abs().mean()
-            error = (rows.float() - arrived.float()).abs().mean()
-            errors.append(float(torch.where(size == 0, 0.0, error / size)))
-        return errors[0], errors[1]
-
-    def _code(
+    def job(
         self,
-        function: Literal["codec_encode", "codec_decode"],
         kv: BlockMemory,
         blocks: Sequence[Sequence[int]] | np.ndarray,
         wire: BlockMemory,
         wire_blocks: Sequence[int] | np.ndarray,
         layers: Sequence[int] | None = None,
-    ) -> None:
+    ) -> CodingJob:
+        """Raises like `encode_groups`."""
         if kv.layout != self.kv_layout or wire.layout != self.wire_layout:
             raise ValueError("the memory has another layout than the codec")
         block_ids = _ids(blocks, kv.num_blocks)
@@ -118,55 +113,86 @@ class Codec:
                 f"{len(wire_ids)} groups of {self.blocks_per_group} blocks cannot be {block_ids.shape} blocks"
             )
         chosen = np.arange(self.num_layers) if layers is None else _ids(layers, self.num_layers)
-        if self._native is not None and kv.buffer.device.type == "cpu":
-            self._call_native(function, kv, block_ids, wire, wire_ids, chosen)
-            return
-        encodes = function == "codec_encode"
-        device = kv.buffer.device
-        blocks_tensor, wire_tensor = (torch.from_numpy(ids).to(device) for ids in (block_ids, wire_ids))
-        for segment in (chosen[:, None] * 2 + (0, 1)).flatten().tolist():
-            rows, codes, scales = kv.segments[segment], *wire.segments[2 * segment : 2 * segment + 2]
-            if device.type == "cuda" and self.name == "int8" and has_triton():
-                from kv_transfer.codecs import triton_codec
+        return CodingJob(block_ids, wire_ids, chosen)
 
-                triton_codec.code_groups(
-                    rows, blocks_tensor, codes, scales, wire_tensor, holds_keys(segment), encodes
-                )
-            elif encodes:
-                coded = quantise(self._gathered(rows, blocks_tensor), self.name, holds_keys(segment))
-                codes.index_copy_(0, wire_tensor, coded.codes)
-                scales.index_copy_(0, wire_tensor, coded.scales)
+    def code(self, kv: BlockMemory, wire: BlockMemory, jobs: Sequence[CodingJob], *, encodes: bool) -> None:
+        """All jobs; with Triton one launch, which does not wait."""
+        device = kv.buffer.device
+        if device.type == "cuda" and has_triton():
+            layers, blocks, wire_ids = (
+                np.concatenate(parts) for parts in zip(*map(_rows, jobs), strict=True)
+            )
+            self._table_of(kv, wire).code(layers, blocks, wire_ids, encodes=encodes)
+            return
+        for job in jobs:
+            if self._native is not None and device.type == "cpu":
+                self._call_native("codec_encode" if encodes else "codec_decode", kv, wire, job)
             else:
-                coded = Coded(codes[wire_tensor], scales[wire_tensor])
+                self._code_by_torch(kv, wire, job, encodes)
+
+    def relative_error(
+        self, kv: BlockMemory, block_ids: Sequence[int], wire: BlockMemory, wire_block_id: int, layer: int
+    ) -> Pending[tuple[float, float]]:
+        """mean |x - x'| / mean |x| of K and of V, for one group that `wire` holds: x lies in `kv`, x' is what
+        will arrive.
+
+        0 if all x are zero. Enqueued like `encode_groups`.
+        """
+        errors = []
+        for segment in (2 * layer, 2 * layer + 1):
+            rows = torch.cat([kv.segments[segment][block_id] for block_id in block_ids])[None]
+            codes, scales = (
+                wire.segments[2 * segment + part][wire_block_id : wire_block_id + 1] for part in (0, 1)
+            )
+            arrived = dequantise(Coded(codes, scales), self.name, rows.dtype, holds_keys(segment))
+            size = rows.float().abs().mean()
+            error = (rows.float() - arrived.float()).abs().mean()
+            errors.append(torch.where(size == 0, 0.0, error / size))
+        found = download(torch.stack(errors))
+        return when_computed(kv, lambda: (float(found[0]), float(found[1])))
+
+    def _code_by_torch(self, kv: BlockMemory, wire: BlockMemory, job: CodingJob, encodes: bool) -> None:
+        blocks, wire_ids = (upload(ids, kv.buffer.device) for ids in (job.blocks, job.wire_blocks))
+        for segment in (job.layers[:, None] * 2 + (0, 1)).flatten().tolist():
+            rows, codes, scales = kv.segments[segment], *wire.segments[2 * segment : 2 * segment + 2]
+            if encodes:
+                groups = rows[blocks.flatten()].view(len(blocks), GROUP_TOKENS, *rows.shape[2:])
+                coded = quantise(groups, self.name, holds_keys(segment))
+                codes.index_copy_(0, wire_ids, coded.codes)
+                scales.index_copy_(0, wire_ids, coded.scales)
+            else:
+                coded = Coded(codes[wire_ids], scales[wire_ids])
                 groups = dequantise(coded, self.name, rows.dtype, holds_keys(segment))
-                rows.index_copy_(0, blocks_tensor.flatten(), groups.reshape(-1, *rows.shape[1:]))
+                rows.index_copy_(0, blocks.flatten(), groups.reshape(-1, *rows.shape[1:]))
+
+    def _table_of(self, kv: BlockMemory, wire: BlockMemory) -> SegmentTable:
+        if self._table is None or self._table[:2] != (kv, wire):
+            from kv_transfer.codecs.triton_codec import SegmentTable
+
+            self._table = kv, wire, SegmentTable(kv, wire, self._planes, BITS[self.name])
+        return self._table[2]
 
     def _call_native(
         self,
-        function: str,
+        function: Literal["codec_encode", "codec_decode"],
         kv: BlockMemory,
-        block_ids: np.ndarray,
         wire: BlockMemory,
-        wire_ids: np.ndarray,
-        layers: np.ndarray,
+        job: CodingJob,
     ) -> None:
-        planes = self._planes[layers]
+        planes = self._planes[job.layers]
         planes[..., 0] = kv.base_address + kv.num_blocks * planes[..., 0]
         planes[..., 1:3] = wire.base_address + wire.num_blocks * planes[..., 1:3]
         call = native_code.CodecCall(
-            planes.ctypes.data, block_ids.ctypes.data, wire_ids.ctypes.data, 2 * len(layers), len(wire_ids),
-            self.block_size, DTYPES.index(self.kv_layout.segments[0].dtype), BITS[self.name],
+            planes.ctypes.data, job.blocks.ctypes.data, job.wire_blocks.ctypes.data, 2 * len(job.layers),
+            len(job.wire_blocks), self.block_size, DTYPES.index(self.kv_layout.segments[0].dtype),
+            BITS[self.name],
         )  # fmt: skip
         getattr(self._native, function)(call)
-
-    def _gathered(self, rows: Tensor, block_ids: Tensor) -> Tensor:
-        """[G, 64, H, D] of blocks [G, n]."""
-        return rows[block_ids.flatten()].view(len(block_ids), GROUP_TOKENS, *rows.shape[2:])
 
     def _plane_table(self) -> np.ndarray:
         """[layers, 2 (K, V), 6] int64: the fields of `CodecPlane`. Addresses are given as bytes of a block
         before the segment."""
-        kv_starts, wire_starts = _starts(self.kv_layout), _starts(self.wire_layout)
+        kv_starts, wire_starts = self.kv_layout.spans[:, 0], self.wire_layout.spans[:, 0]
         table = [
             (
                 kv_starts[i],
@@ -179,8 +205,11 @@ class Codec:
         return np.array(table, dtype=np.int64).reshape(self.num_layers, 2, 6)
 
 
-def _starts(layout: MemoryLayout) -> list[int]:
-    return [0, *accumulate(segment.block_bytes for segment in layout.segments)][:-1]
+def _rows(job: CodingJob) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Layers, blocks and wire blocks of each group in each layer."""
+    count = len(job.layers)
+    layers = np.tile(job.layers, len(job.wire_blocks))
+    return layers, np.repeat(job.blocks, count, axis=0), np.repeat(job.wire_blocks, count)
 
 
 def _ids(values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray, end: int) -> np.ndarray:

@@ -8,7 +8,7 @@
 The door decides whether KV travels coded; if it does, decode grants wire blocks. These travel raw: a group
 without a wire block on either side, and tokens that make no whole group.
 
-Blocks are allocated and freed on any thread. `encode` and `decode` belong to the agent's thread.
+Blocks are allocated and freed on any thread. `encode`, `decode` and `begin` belong to the agent's thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.curves import CodecSpeed
-from kv_transfer.codecs.codec import Codec
+from kv_transfer.codecs.codec import Codec, CodingJob
+from kv_transfer.codecs.pending import Batch, Pending, when_computed
 from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName
 
 MEASURED_GROUPS, MEASURED_ROUNDS = 8, 3
@@ -46,11 +47,13 @@ class Wire:
         """
         self.codec = Codec(kv.layout, codec)
         num_blocks = max(1, num_tokens // GROUP_TOKENS)
-        self.memory = BlockMemory(self.codec.wire_layout, num_blocks, kv.buffer.device)
+        self.memory = kv.beside(self.codec.wire_layout, num_blocks)
         self.ratio = self.memory.layout.block_bytes / (self.codec.blocks_per_group * kv.layout.block_bytes)
         self._kv = kv
         self._pool = BlockPool(num_blocks, GROUP_TOKENS)
         self._lock = threading.Lock()
+        self._encodings = Batch(self._kv, self._encode)
+        self._decodings = Batch(self._kv, self._decode)
         self.counts = CodingCounts()
         self._num_until_look = LOOK_EVERY
         self.encoding, self.decoding = self._measured()
@@ -100,20 +103,41 @@ class Wire:
         with self._lock:
             self._pool.free(block_ids)
 
-    def encode(self, groups: Sequence[Sequence[int]], wire_ids: Sequence[int], layers: Sequence[int]) -> None:
-        """KV blocks of each group to its wire block. The bytes are there when it returns."""
-        self.codec.encode_groups(self._kv, groups, self.memory, wire_ids, layers)
-        self.memory.synchronize()
-        self._num_until_look -= len(groups) * len(layers)
-        if self._num_until_look <= 0:
-            self._num_until_look = LOOK_EVERY
-            errors = self.codec.relative_error(self._kv, groups[-1], self.memory, wire_ids[-1], layers[-1])
-            self.counts.key_error, self.counts.value_error = errors
+    def encode(
+        self, groups: Sequence[Sequence[int]], wire_ids: Sequence[int], layers: Sequence[int]
+    ) -> Pending[None]:
+        """KV blocks of each group to its wire block. Both must not change or be freed before it is done."""
+        return self._encodings.add(self.codec.job(self._kv, groups, self.memory, wire_ids, layers))
 
-    def decode(self, wire_ids: Sequence[int], groups: Sequence[Sequence[int]]) -> None:
-        """All layers of these groups. The bytes are there when it returns."""
-        self.codec.decode_groups(self.memory, wire_ids, self._kv, groups)
-        self._kv.synchronize()
+    def decode(self, wire_ids: Sequence[int], groups: Sequence[Sequence[int]]) -> Pending[None]:
+        """All layers of these groups, likewise."""
+        return self._decodings.add(self.codec.job(self._kv, groups, self.memory, wire_ids))
+
+    def begin(self) -> None:
+        """Begins what was asked for since the last call: encodings as one launch, decodings as another."""
+        self._encodings.begin()
+        self._decodings.begin()
+
+    def _encode(self, jobs: list[CodingJob]) -> Pending[Sequence[None]]:
+        self.codec.code(self._kv, self.memory, jobs, encodes=True)
+        self._num_until_look -= sum(len(job.wire_blocks) * len(job.layers) for job in jobs)
+        last = jobs[-1]
+        if self._num_until_look > 0:
+            return when_computed(self.memory, lambda: [None] * len(jobs))
+        self._num_until_look = LOOK_EVERY
+        errors = self.codec.relative_error(
+            self._kv, last.blocks[-1], self.memory, last.wire_blocks[-1], last.layers[-1]
+        )
+
+        def value() -> Sequence[None]:
+            self.counts.key_error, self.counts.value_error = errors.value()
+            return [None] * len(jobs)
+
+        return Pending(errors.is_done, value)
+
+    def _decode(self, jobs: list[CodingJob]) -> Pending[Sequence[None]]:
+        self.codec.code(self._kv, self.memory, jobs, encodes=False)
+        return when_computed(self._kv, lambda: [None] * len(jobs))
 
     def _measured(self) -> tuple[CodecSpeed, CodecSpeed]:
         """Of encoding and of decoding: the fastest of a few rounds."""
@@ -128,8 +152,12 @@ class Wire:
         for _ in range(MEASURED_ROUNDS):
             start = time.perf_counter()
             self.encode(groups, wire_ids, layers)
+            self.begin()
+            self.memory.synchronize()
             between = time.perf_counter()
             self.decode(wire_ids, groups)
+            self.begin()
+            self._kv.synchronize()
             encode_s.append(between - start)
             decode_s.append(time.perf_counter() - between)
         num_bytes = count * per_group * self._kv.layout.block_bytes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.types.transfer import CodedPart
 from kv_transfer.agents.agent import TransferError
+from kv_transfer.codecs.pending import Pending
 from kv_transfer.codecs.wire_memory import Wire
 
 SEGMENTS_PER_LAYER = 4  # of a wire memory
@@ -20,6 +21,14 @@ class BlockWrite:
     local_ids: Sequence[int]
     remote_ids: Sequence[int]
     segment_ids: Sequence[int] | None  # None: all
+
+
+@dataclass(frozen=True, eq=False)
+class CodedWrite:
+    """From wire memory to wire memory, once it is coded."""
+
+    coding: Pending[None]
+    write: BlockWrite
 
 
 class GroupCoding:
@@ -44,11 +53,11 @@ class GroupCoding:
 
     def encode(
         self, sources: dict[int, int], segment_ids: Sequence[int] | None
-    ) -> tuple[BlockWrite, dict[int, int]]:
+    ) -> tuple[CodedWrite | None, dict[int, int]]:
         """Codes those blocks of a write that travel coded. `sources`: place in the grant → local block.
 
-        Returns the write from wire memory to wire memory, and the sources that remain raw. Raises
-        TransferError if a group was begun coded and the rest of it comes in parts.
+        Returns what is to be written when it is coded, and the sources that remain raw. Raises TransferError
+        if a group was begun coded and the rest of it comes in parts.
         """
         layers = _whole_layers(segment_ids, self.wire.codec.num_layers)
         places: dict[int, list[int]] = {}
@@ -63,17 +72,19 @@ class GroupCoding:
                 raise TransferError(f"group {group} was begun whole; the rest of it came in parts")
         wire_ids = {group: wire_id for group in places if (wire_id := self._wire_ids[group]) is not None}
         if layers is None or not wire_ids:
-            return BlockWrite([], [], None), sources
+            return None, sources
         local_ids = list(wire_ids.values())
-        self.wire.encode(
+        pending = self.wire.encode(
             [[sources[place] for place in places[group]] for group in wire_ids], local_ids, layers
         )
-        coded = BlockWrite(
+        write = BlockWrite(
             local_ids,
             [self.part.block_ids[group] for group in wire_ids],
             [SEGMENTS_PER_LAYER * layer + i for layer in layers for i in range(SEGMENTS_PER_LAYER)],
         )
-        return coded, {place: block for place, block in sources.items() if not self.covers(place)}
+        return CodedWrite(pending, write), {
+            place: block for place, block in sources.items() if not self.covers(place)
+        }
 
     def free(self) -> None:
         """Frees the wire blocks: the lease is over."""

@@ -3,24 +3,28 @@ bytes are right."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import CodedPart, Grant
 from kv_transfer.agents.agent import Agent
-from kv_transfer.codecs.checksum import has_checksum
+from kv_transfer.codecs.checksum import BlockSums
+from kv_transfer.codecs.pending import Pending, done
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.envelope import Envelope, contract_of
 
 
 class IncomingMemory:
-    """Registered with the agent when it is made. `coded_part` and `free_wire` are any thread's, `take_in` the
-    agent's."""
+    """Registered with the agent when it is made. `coded_part` and `free_wire` are any thread's, `take_in` and
+    `begin` the agent's."""
 
     def __init__(self, agent: Agent, memory: BlockMemory, model: str, wire: Wire | None):
         self.memory = memory
         self.wire = wire
         self.contract = contract_of(memory, model, "raw" if wire is None else wire.codec.name)
+        self._sums = BlockSums(memory)
+        self._wire_sums = None if wire is None else BlockSums(wire.memory)
         agent.register(memory)
         if wire is not None:
             agent.register(wire.memory)
@@ -48,23 +52,59 @@ class IncomingMemory:
         if grant.coded is not None and self.wire is not None:
             self.wire.free(grant.coded.block_ids)
 
-    def take_in(self, grant: Grant, envelope: Envelope) -> bool:
-        """Checks all bytes and decodes the coded groups. False: the bytes are not those that were sent. Takes
-        as long as reading."""
-        if not _fit(envelope.written, len(grant.block_ids)):
-            return False
-        if not has_checksum(self.memory, [grant.block_ids[i] for i in envelope.written], envelope.checksum):
-            return False
-        if not envelope.coded:
-            return True
+    def take_in(self, grant: Grant, envelope: Envelope) -> TakingIn:
+        """The check of all bytes and the decoding of coded groups; nothing begins before its `advance`."""
+        return TakingIn(self._checks(grant, envelope), partial(self._decode, grant, envelope))
+
+    def _checks(self, grant: Grant, envelope: Envelope) -> Iterator[Pending[bool]]:
+        part, wire_sums = grant.coded, self._wire_sums
+        wire_ids = () if part is None or wire_sums is None else part.block_ids
+        if not (_fit(envelope.written, len(grant.block_ids)) and _fit(envelope.coded, len(wire_ids))):
+            yield done(False)
+            return
+        yield self._sums.match([grant.block_ids[i] for i in envelope.written], envelope.checksum)
+        if envelope.coded and wire_sums is not None:
+            yield wire_sums.match([wire_ids[i] for i in envelope.coded], envelope.coded_checksum)
+
+    def _decode(self, grant: Grant, envelope: Envelope) -> Pending[None]:
+        """Of a notification that fits the grant."""
         wire, part = self.wire, grant.coded
-        if wire is None or part is None or not _fit(envelope.coded, len(part.block_ids)):
-            return False
-        wire_ids = [part.block_ids[i] for i in envelope.coded]
-        if not has_checksum(wire.memory, wire_ids, envelope.coded_checksum):
-            return False
+        if not envelope.coded or wire is None or part is None:
+            return done(None)
         firsts = (part.first_blocks[i] for i in envelope.coded)
-        wire.decode(wire_ids, [grant.block_ids[first : first + wire.blocks_per_group] for first in firsts])
+        groups = [grant.block_ids[first : first + wire.blocks_per_group] for first in firsts]
+        return wire.decode([part.block_ids[i] for i in envelope.coded], groups)
+
+    def begin(self) -> None:
+        """Begins what was asked for since the last call, on a GPU."""
+        for gathered in (self.wire, self._sums, self._wire_sums):
+            if gathered is not None:
+                gathered.begin()
+
+
+class TakingIn:
+    """The bytes of one lease: they are checked, then its coded groups are decoded. Both may take several
+    rounds."""
+
+    def __init__(self, checks: Iterator[Pending[bool]], decode: Callable[[], Pending[None]]):
+        self._checks_to_begin = checks
+        self._checks: list[Pending[bool]] = []
+        self._decode = decode
+        self._decoding: Pending[None] | None = None
+
+    def advance(self) -> bool | None:
+        """False: the bytes are not those that were sent. None: call it again, the device still reads or
+        writes."""
+        if self._decoding is None:
+            self._checks += self._checks_to_begin
+            if not all(check.is_done() for check in self._checks):
+                return None
+            if not all(check.value() for check in self._checks):
+                return False
+            self._decoding = self._decode()
+        if not self._decoding.is_done():
+            return None
+        self._decoding.value()
         return True
 
 

@@ -1,14 +1,18 @@
 """One lease on the writer's agent thread: posts what is queued, waits until it has arrived, tells the owner.
 
-    open --finish--> draining --all writes DONE, done notified--> Finished
-    open, draining --abort--> draining --no write in flight, abort notified--> SendAborted
-    open, draining --write, peer or clock fails--> draining --no write in flight, abort tried--> SendFailed
+    open --finish--> draining --all writes DONE--> summing --checksums there, done notified--> Finished
+    any --abort--> draining --nothing under way, abort notified--> SendAborted
+    any --write, peer or clock fails--> draining --nothing under way, abort tried--> SendFailed
 
 Nothing is posted after the grant's deadline, which is checked before each post. A write that was posted
 cannot be called off: the transport reads its source and writes its target until it is DONE or FAILED. So the
 lease stays open until then, also after its deadline, and its source blocks stay out of use. Then an abort
 tells the owner that bytes were written, perhaps after the owner gave the blocks away. If the peer stays
 unreachable, the lease waits until the transport gives the connection up (PeerLostError).
+
+Coding and summing read the source blocks, too, and may take several rounds on a GPU. They are under way like
+a write: the lease ends after them, whatever has happened meanwhile. Once all bytes are in the owner's memory,
+the deadline does not matter any more.
 
 No abort is sent if a write failed, a post raised, or the peer is lost: what was posted may still land, so
 only the owner's timer may end the lease.
@@ -24,10 +28,12 @@ import numpy as np
 
 from cluster.kvcache.memory import BlockMemory, block_descriptors
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferHandle, TransferState
-from kv_transfer.codecs.checksum import checksum_blocks
+from kv_transfer.agents.regions import merged
+from kv_transfer.codecs.checksum import BlockSums, Checksum
+from kv_transfer.codecs.pending import Pending
 from kv_transfer.lease.envelope import Envelope, NoticeKind, digest_grant, encode
 from kv_transfer.lease.events import Finished, SendAborted, SendEvent, SendFailed
-from kv_transfer.lease.group_coding import BlockWrite
+from kv_transfer.lease.group_coding import BlockWrite, CodedWrite
 from kv_transfer.lease.outgoing import Outgoing, QueuedWrite, expired
 from kv_transfer.lease.peer_links import PeerLinks
 
@@ -43,22 +49,54 @@ class SentBytes:
     coded: int = 0  # as they travelled
 
 
+@dataclass(frozen=True)
+class SenderSide:
+    """What all lease writers of one sender share. Agent's thread."""
+
+    memory: BlockMemory
+    sums: BlockSums  # of `memory`
+    wire_sums: BlockSums | None
+    links: PeerLinks
+    sent: SentBytes
+    now: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Summing:
+    """The checksums that the owner is told, of what was written raw and coded."""
+
+    written: tuple[int, ...]
+    checksum: Pending[Checksum]
+    coded: tuple[int, ...]
+    coded_checksum: Pending[Checksum] | None
+
+    def is_done(self) -> bool:
+        coded = self.coded_checksum
+        return self.checksum.is_done() and (coded is None or coded.is_done())
+
+    def told_in(self, envelope: Envelope) -> Envelope:
+        coded = None if self.coded_checksum is None else self.coded_checksum.value()
+        return msgspec.structs.replace(
+            envelope,
+            written=self.written,
+            checksum=self.checksum.value(),
+            coded=self.coded,
+            coded_checksum=coded,
+        )
+
+
 class LeaseWriter:
-    def __init__(
-        self,
-        outgoing: Outgoing,
-        memory: BlockMemory,
-        links: PeerLinks,
-        sent: SentBytes,
-        now: Callable[[], float],
-    ):
+    def __init__(self, outgoing: Outgoing, side: SenderSide):
         self.outgoing = outgoing
         self.peer: str | None = None  # once connected
-        self._memory = memory
-        self._links = links
-        self._sent = sent
-        self._now = now
+        self._memory = side.memory
+        self._side = side
+        self._links = side.links
+        self._sent = side.sent
+        self._now = side.now
         self._in_flight: list[TransferHandle] = []
+        self._coded: list[CodedWrite] = []  # not yet posted
+        self._summing: Summing | None = None
         self._has_posted = False
         self._error: TransferError | None = None
         # Bytes may still land: the owner must not be told that the writer has stopped.
@@ -67,23 +105,30 @@ class LeaseWriter:
     @property
     def is_writing(self) -> bool:
         """Whether the next `advance` may find something done."""
-        return bool(self._in_flight or self.outgoing.queued)
+        return bool(self._in_flight or self._coded or self._summing or self.outgoing.queued)
 
     def advance(self) -> SendEvent | None:
         """One round; the event that ends the lease, or None. Belongs to `Sender.poll`."""
         outgoing = self.outgoing
         # Read before the queue: writes queued before finish are seen now, a later abort in the next round.
         payload, abort_reason = outgoing.payload, outgoing.abort_reason
+        is_aborted = abort_reason is not None
         try:
-            self._post_queued(is_aborted=abort_reason is not None)
+            self._post_queued(is_aborted=is_aborted)
+            self._post_coded(is_aborted=is_aborted)
         except TransferError as error:
             self._fail(error)
         self._settle()
-        is_sent = payload is not None and not outgoing.queued and not self._in_flight
-        if not is_sent and abort_reason is None and self._now() >= outgoing.expires_at:
+        is_sent = payload is not None and not (outgoing.queued or self._coded or self._in_flight)
+        if not is_sent and not is_aborted and self._now() >= outgoing.expires_at:
             self._fail(expired(outgoing.grant))
-        is_ending = self._error is not None or abort_reason is not None
-        if self._in_flight or not (is_sent or is_ending):
+        if self._in_flight or self._coded:
+            return None
+        if self._error is None and not is_aborted:
+            if not is_sent:
+                return None
+            self._summing = self._summing or self._begin_summing()
+        if self._summing is not None and not self._summing.is_done():
             return None
         return self._conclude(payload, abort_reason)
 
@@ -114,24 +159,36 @@ class LeaseWriter:
         grant, coding, raw = self.outgoing.grant, self.outgoing.coding, write.sources
         if coding is not None:
             coded, raw = coding.encode(write.sources, write.segment_ids)
-            if coded.local_ids:
-                part = coding.part
-                self._sent.coded += self._post(
-                    peer, coding.wire.memory, coded, part.base_address, part.num_blocks
-                )
+            if coded is not None:
+                self._coded.append(coded)
+                self._post_coded()
         if raw:
             remote_ids = [grant.block_ids[place] for place in raw]
             blocks = BlockWrite(list(raw.values()), remote_ids, write.segment_ids)
             self._sent.raw += self._post(peer, self._memory, blocks, grant.base_address, grant.num_blocks)
 
+    def _post_coded(self, is_aborted: bool = False) -> None:
+        """What is coded by now; of a lease that has failed it is dropped."""
+        for coded in [each for each in self._coded if each.coding.is_done()]:
+            self._coded.remove(coded)
+            if self._error is None and not is_aborted:
+                coded.coding.value()
+                coding = self.outgoing.coding
+                assert coding is not None
+                part = coding.part
+                self._sent.coded += self._post(
+                    self._connect(), coding.wire.memory, coded.write, part.base_address, part.num_blocks
+                )
+
     def _post(
         self, peer: str, memory: BlockMemory, write: BlockWrite, base_address: int, num_blocks: int
     ) -> int:
         """From one memory to the owner's memory of the same layout, as writes of a bounded number of
-        descriptors. Returns the number of bytes."""
-        local = memory.descriptors(write.local_ids, write.segment_ids)
-        remote = block_descriptors(
-            memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids
+        descriptors. Blocks that are successive on both sides share one, whatever the order of their ids: a
+        pool gives blocks that were used out in falling runs. Returns the number of bytes."""
+        local, remote = merged(
+            memory.descriptors(write.local_ids, write.segment_ids),
+            block_descriptors(memory.layout, base_address, num_blocks, write.remote_ids, write.segment_ids),
         )
         for start in range(0, len(local), MAX_DESCRIPTORS):
             part = slice(start, start + MAX_DESCRIPTORS)
@@ -206,20 +263,21 @@ class LeaseWriter:
         outgoing = self.outgoing
         envelope = Envelope(outgoing.lease_id, digest_grant(outgoing.grant), kind, payload)
         if kind is NoticeKind.DONE:
-            envelope = self._with_checksums(envelope)
+            assert self._summing is not None
+            envelope = self._summing.told_in(envelope)
         elif self._has_posted:
             coded = () if outgoing.coding is None else tuple(outgoing.coding.coded_groups)
             written = tuple(sorted(outgoing.sources))
             envelope = msgspec.structs.replace(envelope, written=written, coded=coded)
         self._links.notify(self._connect(), encode(envelope))
 
-    def _with_checksums(self, envelope: Envelope) -> Envelope:
-        coding, sources = self.outgoing.coding, self.outgoing.sources
-        raw = sorted(sources)
+    def _begin_summing(self) -> Summing:
+        coding, sources, side = self.outgoing.coding, self.outgoing.sources, self._side
+        raw, groups, coded_sum = sorted(sources), {}, None
         if coding is not None:
+            assert side.wire_sums is not None
             raw = [place for place in raw if not coding.covers(place)]
             groups = coding.coded_groups
-            found = checksum_blocks(coding.wire.memory, list(groups.values()))
-            envelope = msgspec.structs.replace(envelope, coded=tuple(groups), coded_checksum=found)
-        found = checksum_blocks(self._memory, [sources[place] for place in raw])
-        return msgspec.structs.replace(envelope, written=tuple(raw), checksum=found)
+            coded_sum = side.wire_sums.of(list(groups.values()))
+        found = side.sums.of([sources[place] for place in raw])
+        return Summing(tuple(raw), found, tuple(groups), coded_sum)

@@ -6,12 +6,20 @@ import math
 
 MIN_MEASURED_BYTES = 256 << 10  # the duration of smaller writes says little about a link
 NEW_SHARE = 0.25  # of the newest measurement
+MAX_GAP_S = 0.005  # a thread that looks every millisecond comes back in less, unless something holds it up
 
 
 class LinkMeter:
     """Bytes over the time in which any were in flight; newer times weigh more.
 
     The mean is over seconds per byte, not over speeds: a link that has become slow shows at once.
+
+    When the last write in flight ended is known only within a gap: from the last instant at which the thread
+    posted or found a write PENDING to the one at which it found all DONE. A thread that comes back late is no
+    slow link. So a measurement is an interval, and what counts is the duration in it that is nearest to what
+    the known speed predicts: the link is not called slower than the gap's begin proves, nor faster than its
+    end does. A link whose speed is not known yet is measured by the end of gaps up to MAX_GAP_S alone. Where
+    the transport knows when a write ended (`Agent.ended_at`), there is no gap.
     """
 
     def __init__(self) -> None:
@@ -20,26 +28,48 @@ class LinkMeter:
         self._num_in_flight = 0
         self._num_bytes = 0
         self._since = 0.0
+        self._pending_at = 0.0  # when a write was last known to be in flight, or was just posted
 
-    def posted(self, num_bytes: int, at: float) -> None:
-        """`at`: seconds, before the transport got the write."""
+    def posted(self, num_bytes: int, at: float, returned_at: float) -> None:
+        """`at`: seconds, before the transport got the write; `returned_at`: after its call, in which it may
+        have copied the bytes."""
         if self._num_in_flight == 0:
             self._since, self._num_bytes = at, 0
         self._num_in_flight += 1
         self._num_bytes += num_bytes
+        self._pending_at = returned_at
+
+    def pending(self, at: float) -> None:
+        """A write was found in flight."""
+        self._pending_at = at
 
     def cancelled(self) -> None:
         """A write will never arrive: the writes that are in flight with it are not measured."""
         self._num_in_flight -= 1
         self._num_bytes = 0
 
-    def arrived(self, at: float) -> None:
+    def arrived(self, at: float, ended_at: float | None = None) -> None:
+        """A write was found DONE. `ended_at`: when it ended, if the transport knows."""
         self._num_in_flight -= 1
-        took_s = at - self._since
-        if self._num_in_flight or self._num_bytes == 0 or took_s <= 0:
+        if self._num_in_flight or self._num_bytes == 0:
             return
-        if self._num_bytes < MIN_MEASURED_BYTES:
-            newest = max(0.0, took_s - self._num_bytes / (self.bytes_per_s or math.inf))
+        end = at if ended_at is None else min(at, ended_at)
+        begin = min(end, self._pending_at) if ended_at is None else end
+        self._measure(begin - self._since, end - self._since)
+
+    def _measure(self, min_s: float, max_s: float) -> None:
+        if max_s <= 0:
+            return
+        is_small = self._num_bytes < MIN_MEASURED_BYTES
+        bytes_s = self._num_bytes / (self.bytes_per_s or math.inf)
+        known_s = self.latency_s + bytes_s if is_small else bytes_s
+        if (is_small and not self.latency_s) or (not is_small and not self.bytes_per_s):
+            if max_s - min_s > MAX_GAP_S:
+                return
+            known_s = max_s
+        took_s = min(max(known_s, min_s), max_s)
+        if is_small:
+            newest = max(0.0, took_s - bytes_s)
             self.latency_s += (NEW_SHARE if self.latency_s else 1.0) * (newest - self.latency_s)
             return
         newest = took_s / self._num_bytes

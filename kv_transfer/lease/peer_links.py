@@ -45,7 +45,7 @@ class PeerLinks:
     def post(self, peer: str, local: np.ndarray, remote: np.ndarray, at: float) -> TransferHandle:
         """`Agent.post`. `at`: the time just before."""
         handle = self._agent.post(peer, local, remote)
-        self._meters.setdefault(peer, LinkMeter()).posted(int(local[:, 1].sum()), at)
+        self._meters.setdefault(peer, LinkMeter()).posted(int(local[:, 1].sum()), at, self._now())
         return handle
 
     def poll(self, peer: str, handle: TransferHandle) -> TransferState:
@@ -56,7 +56,9 @@ class PeerLinks:
         finally:
             if (meter := self._meters.get(peer)) is not None:
                 if state is TransferState.DONE:
-                    meter.arrived(self._now())
+                    meter.arrived(self._now(), self._agent.ended_at(handle))
+                elif state is TransferState.PENDING:
+                    meter.pending(self._now())
                 elif state is TransferState.FAILED:
                     meter.cancelled()
         return state

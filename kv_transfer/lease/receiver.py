@@ -8,9 +8,10 @@ In call order:
     owner   cancel(lease_id), if the bytes are no longer wanted; the blocks stay out of use
     writer  done: poll() returns Completed | writer stopped: Aborted | silence for ttl + margin: Expired
 
-    open --done--> Completed            open --abort--> Aborted            open --ttl + margin--> Expired
+    open --abort--> Aborted             open --ttl + margin--> Expired
     open --cancel--> unwanted    unwanted --done or abort--> Aborted    unwanted --ttl + margin--> Expired
-    open --foreign digest--> refused    refused ends like unwanted    open --done, other bytes--> Aborted
+    open --foreign digest--> refused    refused ends like unwanted
+    open --done--> settling --bytes right--> Completed    settling --other bytes, cancel, revoke--> Aborted
     open, unwanted, refused --all processes of the writer have ended, and IN_FLIGHT_S later--> Aborted
 
 A lease has exactly one event. Only after it may the owner free or reuse the blocks. A notification
@@ -21,7 +22,8 @@ A lease has exactly one event. Only after it may the owner free or reuse the blo
   place, so the lease will end as Aborted, but not before its real writer has stopped or its time is over;
 * of a writer that is done: says what was written, with a checksum. If the bytes do not match, the lease ends
   as Aborted. Groups that came coded (`kv_transfer.codecs.wire_memory`) are decoded before the lease is
-  Completed.
+  Completed. Meanwhile the lease is settling: on a GPU over several polls, which look and do not wait. Nothing
+  ends it before the device is done with its blocks.
 
 Why no late write reaches a block that has a new holder. Writes are one-sided: the owner cannot refuse one,
 and registered memory stays writable. So blocks are fenced, out of use, until one of these is known:
@@ -52,7 +54,7 @@ import heapq
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -65,7 +67,7 @@ from kv_transfer.agents.agent import Agent, TransferError
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.envelope import Envelope, NoticeKind, decode, digest_grant
 from kv_transfer.lease.events import Aborted, Completed, Expired, LateWrite, LeaseEvent
-from kv_transfer.lease.incoming_memory import IncomingMemory
+from kv_transfer.lease.incoming_memory import IncomingMemory, TakingIn
 from kv_transfer.lease.processes import has_ended
 
 logger = logging.getLogger(__name__)
@@ -85,11 +87,20 @@ class _Lease:
     processes: tuple[ProcessId, ...] = ()  # of the writer, once they are known
     is_orphaned: bool = False  # they have ended
     discard_reason: str | None = None  # set: the bytes will not be accepted, for this reason
-    is_settling: bool = False  # its bytes are being checked and decoded: it ends right after that
+    settling: _Settling | None = None  # its writer is done
 
     @property
     def lease_id(self) -> str:
         return self.grant.lease_id
+
+
+@dataclass(frozen=True)
+class _Settling:
+    """The bytes of a lease are being checked and decoded; it ends right after that."""
+
+    envelope: Envelope
+    peer: str
+    bytes_in: TakingIn
 
 
 class Receiver:
@@ -135,6 +146,11 @@ class Receiver:
         """Leases whose event has not been delivered."""
         with self._lock:
             return len(self._leases) + len(self._events)
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the next `poll` may find that bytes are checked or decoded. Agent's thread."""
+        return bool(self._settling_leases())
 
     @property
     def totals(self) -> ReceivedTotals:
@@ -205,14 +221,15 @@ class Receiver:
             self._revoke(lease_id, reason)
 
     def revoke_all(self, reason: str) -> None:
-        """`revoke` for every open lease: the agent is closed, or the memory is going away."""
+        """Every open lease ends with the next poll, settling or not: the agent's thread has stopped and its
+        stream is empty."""
         with self._lock:
-            for lease_id in list(self._leases):
-                self._revoke(lease_id, reason)
+            for lease in list(self._leases.values()):
+                self._close(lease, Aborted(lease.lease_id, reason))
 
-    def poll(self) -> list[LeaseEvent | LateWrite]:
-        """Takes in notifications, then lets time pass. If the transport fails here, leases expire all the
-        same."""
+    def poll(self) -> Iterator[LeaseEvent | LateWrite]:
+        """Takes in notifications, then lets time pass; yields each end as it comes; to be exhausted. If the
+        transport fails here, leases expire all the same."""
         try:
             notifications = self._agent.notifications()
             self.failure = None
@@ -221,11 +238,26 @@ class Receiver:
                 logger.warning("notifications could not be read: %s", error)
             self.failure = error
             notifications = []
+        for lease in self._settling_leases():
+            self._settle(lease)
+            yield from self._take_events()
         for peer, data in notifications:
             self._on_notification(peer, data)
+            yield from self._take_events()
+        self._incoming.begin()
         with self._lock:
             self._look_at_writers()
             self._expire()
+        yield from self._take_events()
+
+    def _settling_leases(self) -> list[_Lease]:
+        with self._lock:  # other threads grant
+            return [lease for lease in self._leases.values() if lease.settling is not None]
+
+    def _take_events(self) -> list[LeaseEvent | LateWrite]:
+        if not self._events:
+            return []
+        with self._lock:
             events, self._events = self._events, []
         return events
 
@@ -243,11 +275,9 @@ class Receiver:
 
     def _revoke(self, lease_id: str, reason: str) -> None:
         lease = self._leases.get(lease_id)
-        if lease is None:
-            return
-        if lease.is_settling:  # the agent's thread is reading and writing the blocks
+        if lease is not None and lease.settling is not None:  # the blocks are being read and written
             lease.discard_reason = reason
-        else:
+        elif lease is not None:
             self._close(lease, Aborted(lease_id, reason))
 
     def _close(self, lease: _Lease, event: LeaseEvent) -> None:
@@ -268,18 +298,24 @@ class Receiver:
         with self._lock:
             lease = self._leases.get(envelope.lease_id)
             if lease is not None:
-                lease.is_settling = envelope.digest == lease.digest
+                self._on_word(lease, envelope, peer)
         if lease is None:
             self._on_word_without_lease(peer, envelope)
-        elif not lease.is_settling:
+        elif lease.settling is not None:
+            self._settle(lease)
+
+    def _on_word(self, lease: _Lease, envelope: Envelope, peer: str) -> None:
+        """Under the lock."""
+        if lease.settling is not None:  # its writer has said its last word
+            self.num_ignored += 1
+        elif envelope.digest != lease.digest:
             self.num_mismatched += 1
             lease.discard_reason = f"writer {peer} named other blocks or generations than were granted"
             logger.error("lease %s: %s", lease.lease_id, lease.discard_reason)
+        elif lease.discard_reason is None and envelope.kind is NoticeKind.DONE:
+            lease.settling = _Settling(envelope, peer, self._incoming.take_in(lease.grant, envelope))
         else:
-            if lease.discard_reason is None and envelope.kind is NoticeKind.DONE:
-                self._settle(lease, envelope, peer)
-            with self._lock:
-                self._close(lease, _last_event(lease, envelope))
+            self._close(lease, _last_event(lease, envelope))
 
     def _on_word_without_lease(self, peer: str, envelope: Envelope) -> None:
         with self._lock:
@@ -297,25 +333,38 @@ class Receiver:
             self._events.append(LateWrite(envelope.lease_id, tuple(sorted(block_ids))))
         logger.error("writer %s wrote after lease %s had been taken back", peer, envelope.lease_id)
 
-    def _settle(self, lease: _Lease, envelope: Envelope, peer: str) -> None:
-        """Not under the lock: it takes as long as reading all the bytes."""
+    def _settle(self, lease: _Lease) -> None:
+        """Closes the lease if its bytes are checked and decoded. Not under the lock: on the CPU it takes as
+        long as reading all the bytes."""
+        settling = lease.settling
+        assert settling is not None
+        reason = None
         try:
-            if self._incoming.take_in(lease.grant, envelope):
+            is_right = settling.bytes_in.advance()
+            if is_right is None:
                 return
-            self.num_corrupt += 1
-            reason = f"the bytes that arrived are not those that writer {peer} sent"
+            if not is_right:
+                self.num_corrupt += 1
+                reason = f"the bytes that arrived are not those that writer {settling.peer} sent"
         except Exception as error:  # a bug; it must not cost the other leases their notifications
             logger.exception("lease %s cannot be taken in", lease.lease_id)
             reason = f"internal error: {error!r}"
-        lease.discard_reason = reason
-        logger.error("lease %s: %s", lease.lease_id, reason)
+        if reason is not None:
+            logger.error("lease %s: %s", lease.lease_id, reason)
+        with self._lock:
+            lease.discard_reason = reason or lease.discard_reason
+            self._close(lease, _last_event(lease, settling.envelope))
 
     def _look_at_writers(self) -> None:
         now = self._clock.now()
         if now < self._look_at:
             return
         self._look_at = now + LOOK_EVERY_S
-        leases = [lease for lease in self._leases.values() if lease.processes and not lease.is_orphaned]
+        leases = [
+            lease
+            for lease in self._leases.values()
+            if lease.processes and not lease.is_orphaned and lease.settling is None
+        ]
         processes = {process for lease in leases for process in lease.processes}
         ended = {process for process in processes if self._has_ended(process)}
         for lease in leases:
@@ -331,7 +380,7 @@ class Receiver:
         while self._expiries and self._expiries[0][0] <= now:
             expires_at, lease_id = heapq.heappop(self._expiries)
             lease = self._leases.get(lease_id)
-            if lease is not None and lease.expires_at == expires_at:
+            if lease is not None and lease.expires_at == expires_at and lease.settling is None:
                 if lease.is_orphaned:
                     self._close(lease, Aborted(lease_id, "the process that was to write has ended"))
                 else:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -34,11 +34,12 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.types.curves import Link
 from cluster.types.transfer import ReceivedGrant, SentTotals
 from kv_transfer.agents.agent import Agent, LayoutMismatchError, TransferError
+from kv_transfer.codecs.checksum import BlockSums
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.envelope import contract_of
 from kv_transfer.lease.events import SendEvent, SendFailed
 from kv_transfer.lease.group_coding import GroupCoding
-from kv_transfer.lease.lease_writer import LeaseWriter, SentBytes
+from kv_transfer.lease.lease_writer import LeaseWriter, SenderSide, SentBytes
 from kv_transfer.lease.outgoing import Outgoing, WriterSide
 from kv_transfer.lease.peer_links import PeerLinks
 
@@ -68,6 +69,9 @@ class Sender:
         self._links = PeerLinks(agent, clock.now, self._on_lost)
         self._side = WriterSide(memory.num_blocks, clock.now, wake, self._block_s)
         self._sent = SentBytes()
+        wire_sums = None if wire is None else BlockSums(wire.memory)
+        self._sums = BlockSums(memory), wire_sums
+        self._writer_side = SenderSide(memory, *self._sums, self._links, self._sent, clock.now)
         self._lock = threading.Lock()  # guards the tables of open and used leases
         self._open: dict[str, LeaseWriter] = {}
         self._used: deque[tuple[float, str]] = deque()  # closed leases, oldest first: when to forget, lease
@@ -79,7 +83,8 @@ class Sender:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a write is in flight, or waits until its bytes are in the memory. Agent's thread."""
+        """Whether a write is in flight or waits until its bytes are in the memory, or bytes are coded or
+        summed. Agent's thread."""
         return any(writer.is_writing for writer in self._writers())
 
     @property
@@ -109,7 +114,7 @@ class Sender:
         if self.wire is not None and grant.coded is not None:
             coding = GroupCoding(self.wire, grant.coded)
         outgoing = Outgoing(received, coding, self._side)
-        writer = LeaseWriter(outgoing, self.memory, self._links, self._sent, self._now)
+        writer = LeaseWriter(outgoing, self._writer_side)
         with self._lock:
             if grant.lease_id in self._open or grant.lease_id in self._used_ids:
                 raise TransferError(f"lease {grant.lease_id} was opened before; it can be written once")
@@ -121,9 +126,10 @@ class Sender:
         for writer in self._writers():
             writer.outgoing.abort(reason)
 
-    def poll(self) -> list[SendEvent]:
-        """Posts what was asked for, looks at the writes in flight, and returns the ends of leases."""
-        events: list[SendEvent] = []
+    def poll(self) -> Iterator[SendEvent]:
+        """Posts what was asked for, looks at the writes in flight, and yields the ends of leases, each as it
+        comes; to be exhausted. What the leases want coded and summed on a GPU is launched at the end,
+        together."""
         for writer in self._writers():
             try:
                 event = writer.advance()
@@ -132,8 +138,10 @@ class Sender:
                 event = writer.fail_by_bug(TransferError(f"internal error: {error!r}"))
             if event is not None:
                 self._close(writer)
-                events.append(event)
-        return events
+                yield event
+        for gathered in (self.wire, *self._sums):
+            if gathered is not None:
+                gathered.begin()
 
     def fail_all(self, error: TransferError) -> list[SendEvent]:
         """The agent is closed: every open lease ends here, and its owner is not told."""

@@ -1,14 +1,15 @@
 """The thread that moves bytes: one agent, its sender and its receiver.
 
     any thread       grant / cancel / revoke, open, and the outgoing lease's write / finish / abort; return at once
-    transfer thread  step(): notifications in, writes out, events to `on_event`. While a write is posted,
-                     every `poll_interval_s`; while a lease is open, less often the longer nothing happens
-                     (`pause_s`); while the last word of a writer is missing, every LATE_POLL_INTERVAL_S;
-                     else asleep
+    transfer thread  step(): notifications in, writes out, events to `on_event`. While a write is posted or
+                     bytes are summed or coded, every `poll_interval_s`; while a lease is open, less often
+                     the longer nothing happens (`pause_s`); while the last word of a writer is missing, every
+                     LATE_POLL_INTERVAL_S; else asleep
 
-A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. After the
-last lease has closed the thread polls for another `linger_s`, less and less often, because a notification
-that was just sent may need the transport's progress to get out: the first one to a peer waits for its answer.
+A step may copy megabytes (NIXL on one host copies inside the call); granting never waits for it. It never
+waits for a device: what a GPU computes is looked at in a later step. After the last lease has closed the
+thread polls for another `linger_s`, less and less often, because a notification that was just sent may need
+the transport's progress to get out: the first one to a peer waits for its answer.
 `on_event` runs on the transfer thread and should only put the event into the owner's inbox.
 
 An unexpected error in a step is logged and reaches the owner as `TransferEngineFailed`. The next step tries
@@ -22,7 +23,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
@@ -172,7 +174,9 @@ class TransferEngine:
         try:
             has_moved = self._step_in()
             if self._sender is not None:
-                self._deliver(self._sender.poll())
+                for event in self._sender.poll():
+                    self._step_in()  # what the owner was told leaves now: only this drives the transport
+                    self._deliver([event])
             self._is_failing = False
         except Exception as error:  # the thread's edge: the owner is told, the thread lives on
             if not self._is_failing:
@@ -228,19 +232,27 @@ class TransferEngine:
 
     def _run(self) -> None:
         if self._memory is not None:
-            self._memory.use_own_stream()
+            self._memory.use_own_stream(priority=-1)
         while True:
             with self._condition:
-                if self._thread is None:
-                    return
-                self._is_awake = False
+                is_over, self._is_awake = self._thread is None, False
+            if is_over:
+                return self._let_device_end()
             is_busy = self.step()
             with self._condition:
                 if not self._is_awake and self._thread is not None:
                     self._condition.wait(self.pause_s() if is_busy else self._idle_s)
 
+    def _let_device_end(self) -> None:
+        """Nothing that this thread has enqueued reads or writes blocks after it has ended."""
+        if self._memory is not None:
+            with suppress(RuntimeError):  # the device is lost
+                self._memory.synchronize()
+
     def pause_s(self) -> float:
         """How long the thread sleeps between two steps, unless it is woken."""
+        if self._receiver is not None and self._receiver.is_settling:
+            return self._poll_interval_s
         if self._sender is not None and self._sender.num_open:
             if self._sender.is_writing:
                 return self._poll_interval_s
@@ -272,7 +284,7 @@ class TransferEngine:
         if self._sender is not None:
             self._deliver(self._sender.fail_all(error))
 
-    def _deliver(self, events: Sequence[TransferEvent]) -> None:
+    def _deliver(self, events: Iterable[TransferEvent]) -> None:
         for event in events:
             self._moved_at = self._clock.now()
             try:

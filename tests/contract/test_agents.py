@@ -13,6 +13,7 @@ from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents import factory as agents_of_the_cluster
 from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
+from kv_transfer.agents.regions import merged
 from kv_transfer.lease.events import Completed, Finished
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.contract.agents import (
@@ -251,8 +252,10 @@ def test_one_row_outside_the_memory_spoils_the_write(agents):
     assert run_write(writer, owner, [0], [0]) is TransferState.DONE
 
 
-@pytest.mark.parametrize("step", [1, -1], ids=["one run", "many runs"])
-def test_32_mib_move_in_one_write(agents, step):
+@pytest.mark.parametrize(
+    ("step", "merges"), [(1, False), (-1, False), (1, True)], ids=["one run", "many runs", "one descriptor"]
+)
+def test_32_mib_move_in_one_write(agents, step, merges):
     writer, owner = agents
     source, target = (BlockMemory(BIG_LAYOUT, NUM_BIG_BLOCKS) for _ in agents)
     writer.register(source)
@@ -260,6 +263,9 @@ def test_32_mib_move_in_one_write(agents, step):
     source.buffer.view(torch.int64).copy_(torch.arange(source.buffer.numel() // 8))
     blocks = list(range(NUM_BIG_BLOCKS))
     local, remote = source.descriptors(blocks), target.descriptors(blocks[::step])
+    if merges:
+        local, remote = merged(local, remote)
+        assert len(local) == 1
     assert run_rows(writer, owner, local, remote, b"big") is TransferState.DONE
     wait_for(lambda: owner.inbox, writer, owner)
     for ours, theirs in zip(source.segments, target.segments, strict=True):

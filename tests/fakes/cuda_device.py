@@ -252,7 +252,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         if func is _aten.copy_.default:
             into, source = args[0], args[1]
             if _is_on_cuda(into) != _is_on_cuda(source):
-                self._crosses(source, kwargs.get("non_blocking", len(args) > 2 and args[2]))
+                asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
+                self._crosses(asynchronous and (_is_on_cuda(into) or into.data_ptr() in self.pinned))
             _held(into).copy_(_held(source))
             if _is_on_cuda(into):
                 self._note_copy(source, into)
@@ -262,11 +263,11 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         out = func(_held(source), **kwargs)
         if place.type == "cpu":
             if _is_on_cuda(source):
-                self._crosses(source, asynchronous)
+                self._crosses(False)
                 out = out.clone() if out is _held(source) else out
             return self._pin(out) if is_pinned else out
         if not _is_on_cuda(source):
-            self._crosses(source, asynchronous)
+            self._crosses(asynchronous)
         made = CudaTensor(out, self._place(place))
         self.operators.append(str(func))
         self._note_copy(source, made)
@@ -284,10 +285,10 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             number, read, written, written, "copy", defaultdict(list)
         )
 
-    def _crosses(self, source: Tensor, asynchronous: bool) -> None:
+    def _crosses(self, asynchronous: bool) -> None:
         if self.capture is not None:
             raise RuntimeError("CUDA error: a copy between host and device while a graph is recorded")
-        if not asynchronous or _is_on_cuda(source):
+        if not asynchronous:
             self.sync("a copy between host and device")
 
     def _pin(self, tensor: Tensor) -> Tensor:

@@ -20,7 +20,11 @@ from unittest import mock
 
 from tests.fakes.cuda_device import CudaTensor
 
-KERNELS = ("cluster.model.cuda.kernels", "kv_transfer.codecs.triton_codec")
+KERNELS = (
+    "cluster.model.cuda.kernels",
+    "kv_transfer.codecs.triton_codec",
+    "kv_transfer.codecs.triton_checksum",
+)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from router.openai.schema import ChatRequest
 from router.openai.translate import CallContext, chat_call
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
+from tests.fakes.slow_memory import SlowMemory
 from tests.flow.local_cluster import HANG_S, PATIENT_DOOR, LocalCluster, local_cluster
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
@@ -256,6 +257,17 @@ async def test_answers_over_coded_kv_are_nearly_always_the_same(
         assert sum(each.raw_bytes for each in sent) > 0
         assert all(wire.num_used == 0 for wire in wires(cluster))
     assert ("epdg_transfer_codec_error" in metrics) and ("epdg_transfer_coded_bytes_total" in metrics)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_devices_that_check_and_code_over_several_polls_change_no_answer(expected, monkeypatch, codec):
+    for module in ("cluster.worker.language", "encoder_service.service"):
+        monkeypatch.setattr(f"{module}.BlockMemory", SlowMemory)
+    args = cluster_args(48, "in_process").model_copy(update={"transfer": TransferArgs(codec=codec)})
+    async with local_cluster(args, (1, 1, 2)) as cluster:
+        await check_all(cluster, part_of(expected, 3), 16)
+        sent = cluster.prefills[0]._process.transfer_engine.sent
+        assert (sent.coded_groups > 0) == (codec == "int8") and sent.raw_bytes > 0
 
 
 async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected, monkeypatch):

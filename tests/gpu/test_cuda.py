@@ -21,7 +21,9 @@ from cluster.model.cuda.libraries import installed
 from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import QuantizedRows, kv_segments
 from cluster.model.language import LanguageModel
-from kv_transfer.codecs.checksum import checksum_blocks, has_checksum
+from kv_transfer.codecs.checksum import BlockSums, checksum_blocks
+from kv_transfer.codecs.codec import Codec
+from kv_transfer.codecs.quantisation import CODECS
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.gpu.cases import Heads, check_recorded_steps, paged_case
 
@@ -113,9 +115,37 @@ def test_a_gpu_and_a_cpu_find_the_same_checksum_for_the_same_bytes() -> None:
     for segment in here.segments:
         segment.normal_()
     there.buffer.copy_(here.buffer)
-    sent = checksum_blocks(there, [3, 1, 6])
-    assert has_checksum(here, [3, 1, 6], sent) and has_checksum(there, [3, 1, 6], sent)
-    assert not has_checksum(there, [1, 3, 6], sent)
+    pending = checksum_blocks(there, [3, 1, 6])
+    there.synchronize()
+    sent = pending.value()
+    assert pending.is_done() and BlockSums(here).match([3, 1, 6], sent).value()
+    sums = BlockSums(there)
+    checks = [sums.match(ids, sent) for ids in ([3, 1, 6], [1, 3, 6])]
+    sums.begin()
+    there.synchronize()
+    assert [check.value() for check in checks] == [True, False]
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gpu_codes_the_bytes_of_the_cpu_and_decodes_them_alike(name, dtype) -> None:
+    layout = MemoryLayout(kv_segments([(2, 80), (2, 64), (1, 130), (3, 24)], 16, dtype))
+    codec = Codec(layout, name)
+    here, there = BlockMemory(layout, 12), BlockMemory(layout, 12, DEVICE)
+    for segment in here.segments:
+        segment.normal_()
+        segment[2] *= 1e-7
+        segment[5] *= 1e4
+        segment[:, 3, 0] = 0
+    there.buffer.copy_(here.buffer)
+    groups, wire_ids = [[7, 0, 3, 8], [1, 2, 5, 6]], [2, 0]
+    found = []
+    for kv in (here, there):
+        wire, back = kv.beside(codec.wire_layout, 3), kv.beside(layout, 12)
+        codec.encode_groups(kv, groups, wire, wire_ids)
+        codec.decode_groups(wire, wire_ids, back, groups)
+        found.append((wire.buffer.cpu(), back.buffer.cpu()))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_omni", "llava_onevision", "qwen3_vl"])

@@ -184,14 +184,18 @@ class SimulatedAgent:
         error = self._network.faults.failing.pop("poll", None)
         if handle.state is TransferState.PENDING:
             if error is not None and not handle.target.is_closed:
-                half = len(handle.local) // 2
                 self._network.check_landing(handle)
-                _move(handle.local[:half], handle.remote[:half])
+                half = handle.local.copy()
+                half[:, 1] //= 2
+                _move(half, handle.remote)
                 self._network.fail(handle)
             if handle.target.is_closed or error is PeerLostError:
                 self._network.fail(handle)
                 raise PeerLostError(f"peer {handle.target.name} is gone")
         return handle.state
+
+    def ended_at(self, handle: SimulatedWrite) -> None:
+        return None
 
     def notify(self, peer: str, payload: bytes) -> None:
         self._begin("notify")
@@ -219,11 +223,11 @@ class SimulatedAgent:
     def blocks_of(self, write: SimulatedWrite) -> dict[BlockMemory, list[int]]:
         """The blocks of this agent's memories that the write touches."""
         found: dict[BlockMemory, set[int]] = {}
-        for address in write.remote[:, 0].tolist():
+        for address, num_bytes in write.remote.tolist():
             for memory in self._memories:
                 offset = address - memory.base_address
                 if 0 <= offset < memory.buffer.numel():
-                    found.setdefault(memory, set()).add(_block_at(memory, offset))
+                    found.setdefault(memory, set()).update(_blocks_at(memory, offset, offset + num_bytes))
         return {memory: sorted(blocks) for memory, blocks in found.items()}
 
     def _begin(self, verb: str) -> None:
@@ -240,13 +244,14 @@ class SimulatedAgent:
         return agent
 
 
-def _block_at(memory: BlockMemory, offset: int) -> int:
+def _blocks_at(memory: BlockMemory, start: int, end: int) -> set[int]:
+    """The blocks in these bytes of the memory, which may run over several segments."""
+    found: set[int] = set()
     for segment in memory.layout.segments:
-        size = segment.block_bytes * memory.num_blocks
-        if offset < size:
-            return offset // segment.block_bytes
-        offset -= size
-    raise AssertionError("an address behind the memory")
+        size, num_bytes = segment.block_bytes, segment.block_bytes * memory.num_blocks
+        found.update(range(max(0, start) // size, -(-min(end, num_bytes) // size)))
+        start, end = start - num_bytes, end - num_bytes
+    return found
 
 
 def _move(local: np.ndarray, remote: np.ndarray) -> None:

@@ -32,12 +32,13 @@ REHEARSED = {  # test file: places
     """,
     "test_memory.py": """
         cluster/kvcache/memory.py:BlockMemory.__init__ cluster/kvcache/memory.py:BlockMemory.mark
+        cluster/kvcache/memory.py:BlockMemory.enqueues
         cluster/kvcache/memory.py:BlockMemory.synchronize
         cluster/kvcache/memory.py:BlockMemory.use_own_stream
         cluster/model/cuda/copies.py:StepMatrix.__init__
         cluster/model/cuda/uploads.py:Uploads.__init__ cluster/model/cuda/uploads.py:Uploads.copy
-        kv_transfer/codecs/checksum.py:checksum_blocks kv_transfer/codecs/checksum.py:has_checksum
-        kv_transfer/codecs/codec.py:Codec._code
+        kv_transfer/codecs/checksum.py:BlockSums.__init__ kv_transfer/codecs/codec.py:Codec.code
+        kv_transfer/codecs/pending.py:upload kv_transfer/codecs/pending.py:download
     """,
     "test_libraries.py": """
         cluster/model/cuda/choice.py:_Step.seconds cluster/model/cuda/choice.py:choose
@@ -75,6 +76,7 @@ REHEARSED = {  # test file: places
 NOT_REHEARSED = {
     "cluster/model/cuda/kernels.py:module": "Triton: test_cuda_attention.py, test_cuda_compile.py",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
+    "kv_transfer/codecs/triton_checksum.py:module": "Triton: test_triton_checksum.py, likewise",
     "kv_transfer/agents/collective_agent.py:built_backends": "asks this build of torch",
 }
 

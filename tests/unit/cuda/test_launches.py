@@ -12,8 +12,9 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention
 from cluster.model.cuda import decode_attention
 from cluster.model.kv_format import KvCacheDtype, LayerCache, QuantizedRows, kv_segments, layer_cache
-from kv_transfer.codecs import codec
-from kv_transfer.codecs.codec import Codec
+from kv_transfer.codecs import checksum, codec
+from kv_transfer.codecs.checksum import BlockSums, Checksum
+from kv_transfer.codecs.wire_memory import Wire
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.strict_triton import Launch, strict_triton
 
@@ -21,8 +22,14 @@ NUM_HEADS, KV_HEADS, WIDTH, BLOCK_SIZE = 6, 2, 80, 16
 
 
 @pytest.fixture
-def launches() -> Iterator[list[Launch]]:
-    with SimulatedCuda(), strict_triton() as made:
+def simulated() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda() as device:
+        yield device
+
+
+@pytest.fixture
+def launches(simulated: SimulatedCuda) -> Iterator[list[Launch]]:
+    with strict_triton() as made:
         yield made
 
 
@@ -65,16 +72,53 @@ def test_int8_rows_are_written_and_gathered_in_one_launch_each(launches: list[La
     assert (gather.kernel, gather.grid) == ("gather_quantised", (3, KV_HEADS))
 
 
-def test_the_codec_codes_each_segment_in_one_launch(launches: list[Launch], monkeypatch) -> None:
-    monkeypatch.setattr(codec, "has_triton", lambda: True)
-    layout = MemoryLayout(kv_segments([(KV_HEADS, WIDTH)] * 4, BLOCK_SIZE, torch.bfloat16))
-    made = Codec(layout, "int8", None)
-    kv, wire = BlockMemory(layout, 8, "cuda"), BlockMemory(made.wire_layout, 3, "cuda")
-    made.encode_groups(kv, [[0, 3, 5, 1], [7, 6, 2, 4]], wire, [2, 0])
-    made.decode_groups(wire, [1], kv, [[0, 1, 2, 3]])
-    assert [launch.kernel for launch in launches] == ["code_keys", "code_values"] * 4
-    assert [launch.arguments["ENCODES"] for launch in launches] == [True] * 4 + [False] * 4
-    assert [launch.grid[0] for launch in launches] == [2] * 4 + [1] * 4
-    assert [launch.arguments["rows"].data_ptr() for launch in launches[:4]] == [
-        segment.data_ptr() for segment in kv.segments
-    ]
+CODED = MemoryLayout(kv_segments([(KV_HEADS, WIDTH)] * 4, BLOCK_SIZE, torch.bfloat16))
+
+
+@pytest.fixture
+def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (codec, checksum):
+        monkeypatch.setattr(module, "has_triton", lambda: True)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_wire_codes_all_that_is_asked_for_in_one_launch(
+    name, launches: list[Launch], triton_everywhere, simulated: SimulatedCuda
+) -> None:
+    kv = BlockMemory(CODED, 8, "cuda")
+    wire = Wire(kv, name, 3 * 64)
+    launches.clear()
+    num_syncs = simulated.num_syncs
+    coded = [wire.encode([[0, 3, 5, 1], [7, 6, 2, 4]], [2, 0], [1]), wire.encode([[0, 1, 2, 3]], [1], [0, 1])]
+    decoded = wire.decode([1], [[0, 1, 2, 3]])
+    assert not launches
+    wire.begin()
+    assert [launch.arguments["ENCODES"] for launch in launches] == [True, False]
+    assert not any(pending.is_done() for pending in (*coded, decoded))
+    assert simulated.num_syncs == num_syncs
+    encoding, decoding = launches
+    assert encoding.arguments["jobs"].tolist() == [
+        [1, 2, 0, 3, 5, 1], [1, 0, 7, 6, 2, 4], [0, 1, 0, 1, 2, 3], [1, 1, 0, 1, 2, 3],
+    ]  # fmt: skip
+    assert encoding.grid == (4 * 2 * 4,) and decoding.grid == (2 * 2 * 4,)  # 2 heads, 2 runs of channels
+    assert encoding.arguments["kv"].data_ptr() == kv.base_address
+    kv.synchronize()
+    assert all(pending.is_done() for pending in (*coded, decoded))
+
+
+def test_the_checks_of_several_leases_are_one_launch_and_no_wait(
+    launches: list[Launch], triton_everywhere, simulated: SimulatedCuda
+) -> None:
+    sums = BlockSums(BlockMemory(CODED, 8, "cuda"))
+    launches.clear()
+    simulated.operators.clear()
+    num_syncs = simulated.num_syncs
+    found = [sums.of([3, 1]), sums.of([]), sums.match([4], Checksum("tensor", 0))]
+    sums.begin()
+    (launch,) = launches
+    assert (launch.kernel, launch.grid) == ("sum_blocks", (3, 4))
+    assert simulated.operators.count("aten._to_copy.default") == 1, "one copy of ids"
+    assert [pending.is_done() for pending in found] == [False, True, False]
+    sums.begin()
+    assert len(launches) == 1 and simulated.num_syncs == num_syncs
+    assert launch.arguments["blocks"].tolist() == [[0, 0, 3], [0, 1, 1], [1, 0, 4]]

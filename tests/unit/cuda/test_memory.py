@@ -17,8 +17,8 @@ from cluster.model.cuda.uploads import Uploads
 from cluster.model.kv_format import kv_segments, quantize
 from encoder_service.cache import EmbeddingCache
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.codecs import codec
-from kv_transfer.codecs.checksum import checksum_blocks, has_checksum
+from kv_transfer.codecs import checksum, codec
+from kv_transfer.codecs.checksum import BlockSums, checksum_blocks
 from kv_transfer.codecs.codec import Codec
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.cuda_device import SimulatedCuda
@@ -64,7 +64,7 @@ def test_codes_are_the_cpus_bytes(name, device: SimulatedCuda, monkeypatch) -> N
         )
         made.encode_groups(kv, groups, wire, wire_ids)
         made.decode_groups(wire, wire_ids, back, groups)
-        errors = made.relative_error(kv, groups[0], wire, 1, 0)
+        errors = made.relative_error(kv, groups[0], wire, 1, 0).value()
         found.append((wire.buffer.cpu(), back.buffer.cpu(), errors))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert found[0][2] == pytest.approx(found[1][2], rel=1e-4)
@@ -79,10 +79,19 @@ def test_kv_is_quantised_to_the_cpus_codes_and_scales(device: SimulatedCuda) -> 
         assert torch.equal(ours.cpu(), theirs)
 
 
-def test_checksums_of_a_gpus_memory_hold_on_both_sides(device: SimulatedCuda) -> None:
+def test_checksums_of_a_gpus_memory_hold_on_both_sides(device: SimulatedCuda, monkeypatch) -> None:
+    """Of plain torch, likewise."""
+    monkeypatch.setattr(checksum, "has_triton", lambda: False)
     there, here = filled("cuda"), filled("cpu")
-    found = checksum_blocks(there, [3, 1])
-    assert has_checksum(here, [3, 1], found) and not has_checksum(there, [1, 3], found)
+    found, num_syncs = checksum_blocks(there, [3, 1]), device.num_syncs
+    assert not found.is_done() and num_syncs == device.num_syncs
+    there.synchronize()
+    assert found.is_done() and BlockSums(here).match([3, 1], found.value()).value()
+    sums = BlockSums(there)
+    checks = [sums.match([1, 3], found.value()), sums.match([3, 1], found.value())]
+    sums.begin()
+    there.synchronize()
+    assert [check.value() for check in checks] == [False, True]
 
 
 def test_embeddings_in_the_encoders_cache_are_there_when_they_are_complete(device: SimulatedCuda) -> None:

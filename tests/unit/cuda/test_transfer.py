@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cluster.clock import SystemClock
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from kv_transfer.agents import collective_group, collective_link, nixl_agent, transport_probe
@@ -22,6 +23,8 @@ from kv_transfer.agents.agent import Agent, TransferError, TransferState
 from kv_transfer.agents.collective_agent import CollectiveAgent
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.agents.nixl_agent import NixlAgent, NixlMetadata
+from kv_transfer.lease.events import Completed
+from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes import strict_nccl, vram_nixl
 from tests.fakes.cuda_device import SimulatedCuda
 
@@ -89,6 +92,30 @@ def test_nixl_moves_blocks_between_two_gpus(strict: None) -> None:
     check_blocks(target, [2, 5])
     owner.close()
     writer.close()
+
+
+def test_the_checks_of_a_lease_do_not_wait_for_the_device(strict: None, device: SimulatedCuda) -> None:
+    """Neither side's thread: the word and the lease's end come in the step after the device is done."""
+    source, target, sent, received = memory("cuda:0", 1.0), memory("cuda:1", 0.0), [], []
+    writer = TransferEngine(NixlAgent("writer"), SystemClock(), sent.append, outgoing=source)
+    owner = TransferEngine(NixlAgent("owner"), SystemClock(), received.append, incoming=target)
+    grants = [owner.grant(name, blocks, [0, 0], 60.0) for name, blocks in (("a", [1, 3]), ("b", [2, 6]))]
+    for grant in grants:
+        outgoing = writer.open(grant.received(time.monotonic()))
+        outgoing.write([4, 5], [0, 1])
+        outgoing.finish(b"payload")
+    for engine, where, events in ((writer, "cuda:0", sent), (owner, "cuda:1", received)):
+        torch.cuda.set_device(where)
+        before = device.num_syncs
+        for _ in range(10):
+            engine.step()
+        assert not events and device.num_syncs == before
+        torch.cuda.current_stream().synchronize()
+        engine.step()
+        assert [event.lease_id for event in events] == ["a", "b"]
+    assert received == [Completed("a", b"payload"), Completed("b", b"payload")]
+    for engine in (writer, owner):
+        engine.close()
 
 
 def test_nixl_is_told_kind_and_device_of_every_memory(strict: None) -> None:

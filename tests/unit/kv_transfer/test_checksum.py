@@ -3,8 +3,6 @@ found."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -15,14 +13,14 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.native.variants import runnable_variants
 from kv_transfer.codecs import native as native_code
 from kv_transfer.codecs.checksum import (
+    BlockSums,
     Checksum,
     checksum,
-    checksum_blocks,
-    has_checksum,
     native_checksum,
     numpy_checksum,
     tensor_checksum,
 )
+from tests.fakes.slow_memory import SlowMemory
 
 VARIANTS = {v.name: cdll for v in runnable_variants() if (cdll := native_code.load_variant(v))}
 sizes = st.one_of(st.integers(0, 40), st.integers(2000, 2100), st.integers(4000, 9000))
@@ -148,7 +146,8 @@ def test_a_cpu_checks_what_a_gpu_sent_and_a_gpu_leaves_a_cpus_sum_alone():
     sum_of_gpu = Checksum(
         "tensor", tensor_checksum([memory.segments[0][[2, 1]].flatten(1).view(torch.uint8)])
     )
-    assert has_checksum(memory, [2, 1], sum_of_gpu) and not has_checksum(memory, [1, 2], sum_of_gpu)
-    assert has_checksum(memory, [2, 1], checksum_blocks(memory, [2, 1])) and has_checksum(memory, [2], None)
-    on_device = SimpleNamespace(buffer=SimpleNamespace(device=torch.device("cuda")))
-    assert has_checksum(on_device, [2, 1], Checksum("stream", 1))
+    sums = BlockSums(memory)
+    assert sums.match([2, 1], sum_of_gpu).value() and not sums.match([1, 2], sum_of_gpu).value()
+    assert sums.match([2, 1], sums.of([2, 1]).value()).value() and sums.match([2], None).value()
+    on_device = BlockSums(SlowMemory(memory.layout, 4))
+    assert on_device.match([2, 1], Checksum("stream", 1)).value()

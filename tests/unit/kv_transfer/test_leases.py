@@ -12,6 +12,7 @@ from kv_transfer.lease import lease_writer
 from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, LateWrite, SendAborted
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
+from tests.fakes.slow_memory import SlowMemory
 
 LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,), torch.float32)))
 
@@ -19,8 +20,8 @@ LAYOUT = MemoryLayout((SegmentSpec(4, (2,), torch.float32), SegmentSpec(4, (3,),
 class Pair(LeasePair):
     """Eight blocks on either side; the writer's are full of numbers."""
 
-    def __init__(self):
-        super().__init__(BlockMemory(LAYOUT, 8), BlockMemory(LAYOUT, 8))
+    def __init__(self, kind=BlockMemory):
+        super().__init__(kind(LAYOUT, 8), kind(LAYOUT, 8))
         for segment in self.source.segments:
             segment.copy_(torch.arange(1, segment.numel() + 1).view_as(segment))
 
@@ -300,21 +301,22 @@ def run_scenario(pair):
     return grant
 
 
-def count_operations():
-    pair = Pair()
+def count_operations(kind):
+    pair = Pair(kind)
     run_scenario(pair)
     assert Completed("one", b"payload") in pair.received
     return pair.network.faults.num_operations
 
 
+@pytest.mark.parametrize("kind", [BlockMemory, SlowMemory])
 @pytest.mark.parametrize(
     "error", [TransferError("scripted"), PeerLostError("scripted")], ids=["fails", "lost"]
 )
-def test_whatever_operation_fails_every_lease_ends_once_and_no_wrong_byte_is_accepted(error):
-    num_operations = count_operations()
+def test_whatever_operation_fails_every_lease_ends_once_and_no_wrong_byte_is_accepted(error, kind):
+    num_operations = count_operations(kind)
     assert num_operations > 20
     for n in range(1, num_operations + 1):
-        pair = Pair()
+        pair = Pair(kind)
         pair.network.faults.fail_at(n, error)
         grant = run_scenario(pair)
         pair.audit()
@@ -353,11 +355,11 @@ def test_how_long_a_block_takes_to_a_peer_is_measured_and_forgotten_with_it(pair
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
     outgoing.finish(b"")
     pair.writer.step()
-    pair.clock.at += 2.0
+    pair.clock.at += 0.002
     pair.step(3)
-    assert outgoing.block_s == pytest.approx(0.5)
+    assert outgoing.block_s == pytest.approx(0.0005)
     later = pair.open(pair.grant("later", 1))
-    assert later.block_s == pytest.approx(0.5)  # before anything of this lease was posted
+    assert later.block_s == pytest.approx(0.0005)  # before anything of this lease was posted
     pair.network.kill("owner")
     later.write([1], [0])
     later.finish(b"")

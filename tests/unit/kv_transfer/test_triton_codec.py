@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,33 +16,52 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
 from cluster.model.kv_format import kv_segments  # noqa: E402
 from kv_transfer.codecs import triton_codec as gpu  # noqa: E402
 from kv_transfer.codecs.codec import Codec  # noqa: E402
+from kv_transfer.codecs.quantisation import BITS, CodecName  # noqa: E402
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETS, reason="wants TRITON_INTERPRET=1")
 needs_compiler = pytest.mark.skipif(INTERPRETS, reason="interpreting: nothing is compiled")
-GROUPS = torch.tensor([[6, 1, 4, 3], [0, 5, 2, 7]])
-WIRE_BLOCKS = torch.tensor([2, 0])
+each_codec = pytest.mark.parametrize("name", ["int8", "int4"])
+NUM_GROUPS = 3
+WIRE_BLOCKS = [2, 0]
 
 
-def memories(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Codec, BlockMemory, BlockMemory]:
-    torch.manual_seed(0)
-    layout = MemoryLayout(kv_segments([shape, shape], 16, dtype))
-    codec = Codec(layout, "int8", None)
-    kv = BlockMemory(layout, 8)
-    for segment in kv.segments:
-        segment.normal_()
-        segment[:, :, 0, 1] = 0
-        segment[:, 2] *= 1e-7
-        segment[5, 1] *= 1e4
-        segment[3, 3, 0, 0] = torch.nan
-        segment[2, 4, 0, 2] = -torch.inf
-    return codec, kv, BlockMemory(codec.wire_layout, 3)
+class Case:
+    """Two layers of differing shapes; numbers of every kind in them."""
 
+    def __init__(self, name: CodecName, key: tuple[int, int], value: tuple[int, int], dtype, block_size: int):
+        layout = MemoryLayout(kv_segments([key, value, value, key], block_size, dtype))
+        self.codec = Codec(layout, name, None)
+        per_group = self.codec.blocks_per_group
+        self.kv = self.memory(layout, NUM_GROUPS * per_group)
+        generator = torch.Generator().manual_seed(0)
+        order = torch.randperm(self.kv.num_blocks, generator=generator).view(NUM_GROUPS, per_group)
+        self.groups = order[:2].numpy()
+        for segment in self.kv.segments:
+            segment.normal_(generator=generator)
+            rows = segment.flatten(0, 1)
+            rows[:, 0, 1] = 0
+            rows[2::7] *= 1e-7
+            rows[5] *= 1e4
+            rows[3 + block_size, 0, 0] = torch.nan
+            rows[4 + 2 * block_size, -1, 2] = -torch.inf
 
-def launch(kv: BlockMemory, wire: BlockMemory, *, encodes: bool) -> None:
-    for segment in (0, 1):
-        codes, scales = wire.segments[2 * segment : 2 * segment + 2]
-        gpu.code_groups(kv.segments[segment], GROUPS, codes, scales, WIRE_BLOCKS, segment == 0, encodes)
+    @staticmethod
+    def memory(layout: MemoryLayout, num_blocks: int) -> BlockMemory:
+        return BlockMemory(layout, num_blocks)
+
+    def wire(self) -> BlockMemory:
+        return BlockMemory(self.codec.wire_layout, 3)
+
+    def launch(self, kv: BlockMemory, wire: BlockMemory, layers: list[int], *, encodes: bool) -> None:
+        table = gpu.SegmentTable(kv, wire, self.codec._planes, BITS[self.codec.name])
+        count = len(layers)
+        table.code(
+            np.tile(layers, 2),
+            np.repeat(self.groups, count, axis=0),
+            np.repeat(WIRE_BLOCKS, count),
+            encodes=encodes,
+        )
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
@@ -49,41 +69,49 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 
 
 @needs_interpreter
+@each_codec
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16]
-)  # the interpreter truncates bfloat16, GPUs round it
-@pytest.mark.parametrize("shape", [(2, 64), (3, 80), (1, 24)])
-def test_the_kernels_code_as_torch_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    codec, kv, wire = memories(shape, dtype)
-    expected = BlockMemory(codec.wire_layout, 3)
-    codec.encode_groups(kv, GROUPS.numpy(), expected, WIRE_BLOCKS.numpy())
-    launch(kv, wire, encodes=True)
+    ("key", "value", "block_size"),
+    [((2, 64), (2, 64), 16), ((3, 80), (1, 72), 32), ((1, 24), (5, 8), 64), ((2, 130), (2, 66), 1)],
+)
+def test_the_kernel_codes_as_torch_does(name, dtype, key, value, block_size: int) -> None:
+    case = Case(name, key, value, dtype, block_size)
+    wire, expected = case.wire(), case.wire()
+    case.codec.encode_groups(case.kv, case.groups, expected, WIRE_BLOCKS)
+    case.launch(case.kv, wire, [0, 1], encodes=True)
     assert all(map(same, wire.segments, expected.segments))
-    arrived, expected_kv = BlockMemory(kv.layout, 8), BlockMemory(kv.layout, 8)
-    codec.decode_groups(wire, WIRE_BLOCKS.numpy(), expected_kv, GROUPS.numpy())
-    launch(arrived, wire, encodes=False)
+    if dtype == torch.bfloat16:
+        return  # when it decodes, the interpreter truncates bfloat16; GPUs round it
+    arrived, expected_kv = (BlockMemory(case.kv.layout, case.kv.num_blocks) for _ in range(2))
+    case.codec.decode_groups(wire, WIRE_BLOCKS, expected_kv, case.groups)
+    case.launch(arrived, wire, [0, 1], encodes=False)
     assert all(map(same, arrived.segments, expected_kv.segments))
 
 
+@needs_interpreter
+@each_codec
+def test_only_the_layers_that_are_named_are_coded(name: CodecName) -> None:
+    case = Case(name, (2, 16), (2, 16), torch.float32, 16)
+    wire, expected = case.wire(), case.wire()
+    case.codec.encode_groups(case.kv, case.groups, expected, WIRE_BLOCKS, [1])
+    case.launch(case.kv, wire, [1], encodes=True)
+    assert all(map(same, wire.segments, expected.segments))
+    assert not wire.segments[0].any()
+
+
 @needs_compiler
+@each_codec
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("encodes", [True, False])
-@pytest.mark.parametrize("is_key", [True, False])
-def test_a_codec_kernel_compiles(is_key: bool, encodes: bool, kind: str, capability: int) -> None:
+def test_the_codec_kernel_compiles(encodes: bool, kind: str, name: CodecName, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = gpu.code_keys if is_key else gpu.code_values
-    sizes = {"CHANNELS": 512, "TILE": 64} if is_key else {"HEADS": 4, "WIDTH": 128, "RUNS": 2, "TILE": 16}
-    constants = {**sizes, "BLOCK_SIZE": 16, "ENCODES": encodes}
-    pointers = {
-        "rows": f"*{kind}",
-        "blocks": "*i64",
-        "codes": "*i8",
-        "scales": "*fp16",
-        "wire_blocks": "*i64",
-    }
+    kernel = gpu.code_groups
+    constants = {"NUM_TILES": 8, "BLOCK_SIZE": 16, "BITS": BITS[name], "ALIGNMENT": 16, "ENCODES": encodes}
+    pointers = {"kv": f"*{kind}", "codes": "*i8", "scales": "*fp16", "segments": "*i64", "jobs": "*i32"}
     signature = {arg: "constexpr" if arg in constants else pointers[arg] for arg in kernel.arg_names}
     attributes = {
         (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg in pointers

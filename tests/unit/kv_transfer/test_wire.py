@@ -13,6 +13,7 @@ from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
+from tests.fakes.slow_memory import SlowMemory
 
 LAYERS, BLOCK_SIZE, NUM_BLOCKS = 3, 16, 24
 PER_GROUP = 4
@@ -25,8 +26,8 @@ MAX_ERROR = 0.5 / 127 + 1e-3  # of the largest element around: half a step, and 
 class Pair(LeasePair):
     """Their KV travels as int8."""
 
-    def __init__(self, writer_tokens=6 * 64, owner_tokens=6 * 64):
-        source, target = BlockMemory(LAYOUT, NUM_BLOCKS), BlockMemory(LAYOUT, NUM_BLOCKS)
+    def __init__(self, writer_tokens=6 * 64, owner_tokens=6 * 64, kind=BlockMemory):
+        source, target = kind(LAYOUT, NUM_BLOCKS), kind(LAYOUT, NUM_BLOCKS)
         writer_wire = Wire(source, "int8", writer_tokens)
         super().__init__(source, target, writer_wire, Wire(target, "int8", owner_tokens))
         for segment in source.segments:
@@ -204,7 +205,7 @@ def test_a_lease_that_is_revoked_while_it_is_decoded_ends_once_and_after_that(pa
     def revoke_meanwhile(wire_ids, groups):
         pair.owner.revoke("lease", "its writer is dead")
         assert pair.owner_wire.num_used == 2, "still being read"
-        decode(wire_ids, groups)
+        return decode(wire_ids, groups)
 
     monkeypatch.setattr(pair.owner_wire, "decode", revoke_meanwhile)
     pair.step(2)
@@ -244,17 +245,18 @@ def test_a_done_notice_for_wire_blocks_that_were_granted_again_completes_nothing
 # ------------------------------------------------------------------------------------------------ every fault
 
 
+@pytest.mark.parametrize("kind", [BlockMemory, SlowMemory])
 @pytest.mark.parametrize("post_polls", [0, 2])
-def test_whichever_operation_fails_nothing_wrong_arrives_and_nothing_stays(post_polls):
+def test_whichever_operation_fails_nothing_wrong_arrives_and_nothing_stays(post_polls, kind):
     for nth in range(1, 200):
-        pair = Pair()
+        pair = Pair(kind=kind)
         pair.network.faults = FaultScript(post_polls=post_polls)
         pair.network.faults.fail_at(nth)
         grant = pair.grant()
         send(pair, grant)
-        pair.step(12)
+        pair.step(24)
         pair.clock.at += TTL_S + MARGIN_S
-        pair.step(2)
+        pair.step(8)
         (event,) = pair.received
         if isinstance(event, Completed):
             assert_arrived(pair, grant, 8)
