@@ -10,8 +10,8 @@ lease stays open until then, also after its deadline, and its source blocks stay
 tells the owner that bytes were written, perhaps after the owner gave the blocks away. If the peer stays
 unreachable, the lease waits until the transport gives the connection up (PeerLostError).
 
-No abort is sent if a write failed, a post raised, or the peer is lost: what was posted may still land, so
-only the owner's timer may end the lease.
+No abort is sent if a write failed, a post failed midway, or the peer is lost: what was posted may still land,
+so only the owner's timer may end the lease.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ import msgspec
 import numpy as np
 
 from cluster.kvcache.memory import BlockMemory, block_descriptors
-from kv_transfer.agents.agent import PeerLostError, TransferError, TransferHandle, TransferState
+from kv_transfer.agents.agent import (
+    NotPostedError,
+    PeerLostError,
+    TransferError,
+    TransferHandle,
+    TransferState,
+)
 from kv_transfer.codecs.checksum import checksum_blocks
 from kv_transfer.lease.envelope import Envelope, NoticeKind, digest_grant, encode
 from kv_transfer.lease.events import Finished, SendAborted, SendEvent, SendFailed
@@ -142,12 +148,14 @@ class LeaseWriter:
         posted_at = self._now()
         if posted_at >= self.outgoing.expires_at:
             raise expired(self.outgoing.grant)
-        self._has_posted = True
         try:
             self._in_flight.append(self._links.post(peer, local, remote, posted_at))
-        except TransferError:
+        except NotPostedError:
+            raise
+        except Exception:
             self._is_silent = True  # a part may have been posted
             raise
+        self._has_posted = True
 
     def _connect(self) -> str:
         if self.peer is None:
