@@ -9,8 +9,8 @@ A worker is in the table before the listener hears of it.
 
 If messages about grants were lost with the last connection, the owners of the grants are told when there is
 another one: of a grant that was passed on and not read, that no worker has it; anything else once more. A
-connection that this door closes is not made again, so its worker is told before what this door has read. Lives
-on the door's event loop.
+connection that this door closes is not made again, so its worker is told before what this door has read.
+Lives on the door's event loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import logging
 from typing import Protocol
 
 from cluster.errors import ClusterError, UnavailableError
-from cluster.rpc import Connection, SentLog, connect
+from cluster.rpc import Connection, SentLog, connect, grant_name
 from cluster.types.members import Member, Phase, Role
 from cluster.types.messages import (
     AnyMessage,
@@ -31,7 +31,6 @@ from cluster.types.messages import (
     PhasesAssigned,
     ReturnGrant,
     Tokens,
-    grant_name,
 )
 
 logger = logging.getLogger(__name__)

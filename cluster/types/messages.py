@@ -91,14 +91,13 @@ class Hello(ChannelMessage, frozen=True):
 
     protocol_version: int
     name: str  # of the process; no other process ever has it
-    # `grant_name` of the last message that this process has read from the other, over all connections. Empty:
-    # it has read none. None: it does not know the other one
+    # `cluster.rpc.grant_name` of the last message that this process has read from the other, over all
+    # connections. Empty: it has read none. None: it does not know the other one
     last_read: str | None = None
 
 
 class Goodbye(ChannelMessage, frozen=True):
-    """The last frame of a door that closes the connection: it reads nothing more. The worker has drained, or the
-    door ends."""
+    """The last frame of a door that closes the connection: it reads nothing more."""
 
     last_read: str | None  # as in `Hello`
 
@@ -389,19 +388,8 @@ class Cancel(ChannelMessage, frozen=True):
 
 
 AnyMessage = (
-    Hello | Goodbye | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
+    Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
     | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded
     | CacheChanged | BlocksChanged | Measured | Stalled | PhasesAssigned | Ping | Pong | Tokens | Failed
-    | Preempted | Cancel
+    | Preempted | Cancel | Goodbye
 )  # fmt: skip
-
-
-def grant_name(message: ChannelMessage) -> str:
-    """Only messages with equal content have equal names. Empty: the message is not about a grant."""
-    match message:
-        case DecodeGranted() | FeatureGranted() | DecodeTarget() | EncodeTarget():
-            return f"{type(message).__name__} {message.grant.lease_id}"
-        case GrantPassed() | ReturnGrant():
-            return f"{type(message).__name__} {message.lease_id}"
-        case _:
-            return ""

@@ -2,9 +2,9 @@
 doors.
 
 When a door's connection ends, everything that the door requested is cancelled. A grant that the door has not
-read is taken back: at once, if it was not sent; if it was on its way, when the door says so, because it closes
-the connection itself or has dialled again. Lives on the event loop. The engine lives on its own thread and sends through
-`deliver_from_thread`, once per step.
+read is taken back: at once, if it was not sent; if it was on its way, when the door says so, because it
+closes the connection itself or has dialled again. Lives on the event loop. The engine lives on its own thread
+and sends through `deliver_from_thread`, once per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from cluster.errors import to_info
 from cluster.ids import new_process_name
-from cluster.rpc import Connection, SentLog, Server
+from cluster.rpc import Connection, SentLog, Server, grant_name
 from cluster.types.members import Phase
 from cluster.types.messages import (
     AnyMessage,
@@ -30,7 +30,6 @@ from cluster.types.messages import (
     Pong,
     ReturnGrant,
     Stalled,
-    grant_name,
 )
 from cluster.worker.outbox import DoorId
 from cluster.worker.seat import EngineSeat

@@ -219,8 +219,8 @@ class Attempt:
 
     @property
     def num_losses(self) -> int:
-        """How many attempts each of its choices has lost before: choices of one attempt have shared all earlier
-        ones."""
+        """How many attempts each of its choices has lost before. Choices of one attempt have shared all
+        earlier ones."""
         return self.client.choices[self.choice_idxs[0]].num_losses
 
     @property
