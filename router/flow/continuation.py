@@ -110,7 +110,7 @@ class Continuation:
         if attempt.blamed:
             client.avoided |= {worker.replica_id for worker in attempt.blamed}
             client_idxs = [attempt.choice_idxs[idx] for idx in left]
-            if attempt.num_losses == MAX_REPLAYS:
+            if attempt.num_losses >= MAX_REPLAYS:
                 return self._fail(client, client_idxs, error)
             for idx in client_idxs:
                 client.choices[idx].num_losses += 1
