@@ -8,8 +8,9 @@ gets nothing new, and the listener closes its connection when its last request i
 A worker is in the table before the listener hears of it.
 
 If messages about grants were lost with the last connection, the owners of the grants are told when there is
-another one: of a grant that was passed on and not read, that no worker has it; anything else once more. Lives
-on the door's event loop.
+another one: of a grant that was passed on and not read, that no worker has it; anything else once more. A
+connection that this door closes is not made again, so its worker is told before what this door has read.
+Lives on the door's event loop.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import logging
 from typing import Protocol
 
 from cluster.errors import ClusterError, UnavailableError
-from cluster.rpc import Connection, SentLog, connect
+from cluster.rpc import Connection, SentLog, connect, grant_name
 from cluster.types.curves import Link
 from cluster.types.members import Member, Phase, Role
 from cluster.types.messages import (
     AnyMessage,
     DecodeTarget,
     EncodeTarget,
+    Goodbye,
     LoadReport,
     Measured,
     PhasesAssigned,
     ReturnGrant,
     Tokens,
-    grant_name,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,10 @@ class Peer:
     def is_idle(self) -> bool:
         """No request holds anything there."""
         return all(load.is_idle for load in self.loads.values())
+
+    def say_goodbye(self) -> None:
+        """What comes after this counts as not read. To be called before the connection is closed."""
+        self.connection.send(Goodbye(self.log.last_read))
 
     def reported(self, load: LoadReport) -> None:
         self.loads[_part(self.member, load.is_of_encoder)] = load
@@ -129,7 +134,8 @@ class MemberTable:
         """The worker has drained."""
         peer = self._peers.pop(replica_id, None)
         if peer is not None:
-            asyncio.ensure_future(peer.connection.aclose())
+            peer.say_goodbye()
+            self._close_later(peer.connection)
             self._listener.on_lost(peer)
 
     async def aclose(self) -> None:
@@ -137,7 +143,12 @@ class MemberTable:
             task.cancel()
         peers, self._peers = list(self._peers.values()), {}
         for peer in peers:
+            peer.say_goodbye()
+        for peer in peers:
             await peer.connection.aclose()
+
+    def _close_later(self, connection: Connection) -> None:
+        asyncio.ensure_future(connection.aclose())
 
     def _start_dialling(self, member: Member) -> None:
         if member.replica_id not in self._peers and member.replica_id not in self._dialling:

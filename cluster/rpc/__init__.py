@@ -12,7 +12,7 @@ The package owns sockets and nothing else; it does not interpret messages.
 
 from cluster.rpc.address import new_address
 from cluster.rpc.connection import Connection
-from cluster.rpc.sent_log import SentLog
+from cluster.rpc.sent_log import SentLog, grant_name
 from cluster.rpc.server import Server, connect
 
-__all__ = ["Connection", "SentLog", "Server", "connect", "new_address"]
+__all__ = ["Connection", "SentLog", "Server", "connect", "grant_name", "new_address"]

@@ -4,7 +4,7 @@ A connection that breaks does not say which messages are lost with it. So each s
 worker, keeps
 
 * the name of the last message that it has read from the other (`last_read`), and tells it in its `Hello` when
-  the two are connected again;
+  the two are connected again; a door also in the `Goodbye` before it closes a connection;
 * the names of the last messages that it has sent to the other, in order. Those behind the other's `last_read`
   were not read. They never will be: a process closes a connection before it says what it has read over it.
 
@@ -17,9 +17,30 @@ from __future__ import annotations
 from collections import deque
 from typing import Generic, TypeVar
 
+from cluster.types.messages import (
+    ChannelMessage,
+    DecodeGranted,
+    DecodeTarget,
+    EncodeTarget,
+    FeatureGranted,
+    GrantPassed,
+    ReturnGrant,
+)
+
 Entry = TypeVar("Entry")
 
 MAX_SENT = 1000  # more than are on their way at any time
+
+
+def grant_name(message: ChannelMessage) -> str:
+    """Only messages with equal content have equal names. Empty: the message is not about a grant."""
+    match message:
+        case DecodeGranted() | FeatureGranted() | DecodeTarget() | EncodeTarget():
+            return f"{type(message).__name__} {message.grant.lease_id}"
+        case GrantPassed() | ReturnGrant():
+            return f"{type(message).__name__} {message.lease_id}"
+        case _:
+            return ""
 
 
 class SentLog(Generic[Entry]):

@@ -38,6 +38,8 @@ When something fails:
                 read, so those behind it are lost (`cluster.rpc.sent_log`). The worker takes its lost grants
                 back; for a lost DecodeTarget or EncodeTarget the door returns the grant to its owner; a lost
                 GrantPassed or ReturnGrant is sent again
+    door → any  Goodbye, before it closes the connection itself: as `Hello`, for a door that does not dial
+                again
 
 At any time:
 
@@ -70,7 +72,7 @@ from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 
 class FinishReason(StrEnum):
@@ -89,9 +91,15 @@ class Hello(ChannelMessage, frozen=True):
 
     protocol_version: int
     name: str  # of the process; no other process ever has it
-    # `grant_name` of the last message that this process has read from the other, over all connections. Empty:
-    # it has read none. None: it does not know the other one
+    # `cluster.rpc.grant_name` of the last message that this process has read from the other, over all
+    # connections. Empty: it has read none. None: it does not know the other one
     last_read: str | None = None
+
+
+class Goodbye(ChannelMessage, frozen=True):
+    """The last frame of a door that closes the connection: it reads nothing more."""
+
+    last_read: str | None  # as in `Hello`
 
 
 class StartDecode(ChannelMessage, frozen=True):
@@ -383,16 +391,5 @@ AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
     | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded
     | CacheChanged | BlocksChanged | Measured | Stalled | PhasesAssigned | Ping | Pong | Tokens | Failed
-    | Preempted | Cancel
+    | Preempted | Cancel | Goodbye
 )  # fmt: skip
-
-
-def grant_name(message: ChannelMessage) -> str:
-    """Only messages with equal content have equal names. Empty: the message is not about a grant."""
-    match message:
-        case DecodeGranted() | FeatureGranted() | DecodeTarget() | EncodeTarget():
-            return f"{type(message).__name__} {message.grant.lease_id}"
-        case GrantPassed() | ReturnGrant():
-            return f"{type(message).__name__} {message.lease_id}"
-        case _:
-            return ""

@@ -2,9 +2,9 @@
 doors.
 
 When a door's connection ends, everything that the door requested is cancelled. A grant that the door has not
-read is taken back: at once, if it was not sent; if it was lost with the connection, when the door dials again
-and says so. Lives on the event loop. The engine lives on its own thread and sends through
-`deliver_from_thread`, once per step.
+read is taken back: at once, if it was not sent; if it was on its way, when the door says so, because it
+closes the connection itself or has dialled again. Lives on the event loop. The engine lives on its own thread
+and sends through `deliver_from_thread`, once per step.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 
 from cluster.errors import to_info
 from cluster.ids import new_process_name
-from cluster.rpc import Connection, SentLog, Server
+from cluster.rpc import Connection, SentLog, Server, grant_name
 from cluster.types.members import Phase
 from cluster.types.messages import (
     AnyMessage,
     DecodeGranted,
     Failed,
     FeatureGranted,
+    Goodbye,
     PhasesAssigned,
     Ping,
     Pong,
     ReturnGrant,
     Stalled,
-    grant_name,
 )
 from cluster.worker.outbox import DoorId
 from cluster.worker.seat import EngineSeat
@@ -151,8 +151,7 @@ class WorkerShell:
         self._connections[door] = connection
         name, last_read = connection.peer_name, None if self._has_forgotten else ""
         log = self._logs[name] = self._logs.pop(name, None) or SentLog(name, last_read)
-        for lease_id in log.take_unread(connection.peer_last_read):
-            self._handle(door, ReturnGrant(lease_id))
+        self._take_back(door, log, connection.peer_last_read)
         self._is_alone.clear()
         for seat in self._seats:
             seat.loop.call(seat.outbox.add_door, door)
@@ -161,10 +160,21 @@ class WorkerShell:
         if self._assigned.epoch:
             connection.send(self._assigned)
 
+    def _take_back(self, door: DoorId, log: SentLog[str], last_read: str | None) -> None:
+        """Grants that were sent to the door after the last one that it has read."""
+        for lease_id in log.take_unread(last_read):
+            self._handle(door, ReturnGrant(lease_id))
+
     def _on_message(self, connection: Connection, message: AnyMessage) -> None:
         """An error ends the request that the message is about, not the connection with its other requests."""
         if isinstance(message, Ping):
             return connection.send(Pong())
+        if isinstance(message, Goodbye):
+            # The door reads nothing more: grants that are ready later must not be sent.
+            connection.abort()
+            return self._take_back(
+                self._doors[connection], self._logs[connection.peer_name], message.last_read
+            )
         if name := grant_name(message):
             self._logs[connection.peer_name].last_read = name
         try:

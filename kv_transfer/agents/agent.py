@@ -18,6 +18,7 @@ only the errors below; the transport's own errors are translated.
 
     UnavailableError
     └── TransferError           this transfer failed; the request may be retried elsewhere
+        ├── NotPostedError      this write was refused, and no part of it was posted
         ├── PeerLostError       the peer process or the connection is gone; disconnect it
         ├── LeaseExpiredError   the grant's time is over; nothing was posted after it
         └── LayoutMismatchError the two memories do not have equal layouts
@@ -25,6 +26,8 @@ only the errors below; the transport's own errors are translated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
 
@@ -40,6 +43,10 @@ class TransferError(UnavailableError):
     """A transfer failed; the request may be retried with other workers."""
 
 
+class NotPostedError(TransferError):
+    """A write was refused before any part of it was posted."""
+
+
 class PeerLostError(TransferError):
     """The peer process, or the connection to it, is gone."""
 
@@ -50,6 +57,17 @@ class LeaseExpiredError(TransferError):
 
 class LayoutMismatchError(TransferError):
     """Writer and owner have different layouts of a block: they run different models or configurations."""
+
+
+@contextmanager
+def before_posting() -> Iterator[None]:
+    """What fails in here fails before a part of the write is posted. A lost peer stays one."""
+    try:
+        yield
+    except PeerLostError:
+        raise
+    except TransferError as error:
+        raise NotPostedError(error.message) from error
 
 
 class TransferState(Enum):
@@ -76,10 +94,9 @@ class Agent(Protocol):
     ) -> TransferHandle:
         """Start writing `local[i]` to `remote[i]`; both are [n, 2] uint64 (address, bytes), n >= 1.
 
-        The source must not change until the handle is DONE or FAILED. If it raises, a part may have been
-        posted, unless the peer or the memory was unknown. A notification that is not empty
-        reaches the peer after the bytes. On a GPU the caller has synchronised with the kernels that filled
-        the source.
+        The source must not change until the handle is DONE or FAILED. If it raises anything but a
+        NotPostedError, a part may have been posted. A notification that is not empty reaches the peer after
+        the bytes. On a GPU the caller has synchronised with the kernels that filled the source.
         """
         ...
 

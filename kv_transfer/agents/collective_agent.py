@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
-from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState, before_posting
 from kv_transfer.agents.collective_frames import Backend
 from kv_transfer.agents.collective_link import CollectiveMetadata, IncomingLink, OutgoingLink, PostedWrite
 from kv_transfer.agents.regions import RegionTable, check_sizes, locate
@@ -103,10 +103,11 @@ class CollectiveAgent:
     def post(
         self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b""
     ) -> PostedWrite:
-        check_sizes(local, remote)
-        link = self._link(peer)
-        locate(remote, link.owner.regions)
-        write = link.post(self._table.runs(local), remote, notification)
+        with before_posting():
+            check_sizes(local, remote)
+            link = self._link(peer)
+            locate(remote, link.owner.regions)
+            write = link.post(self._table.runs(local), remote, notification)
         self._handles[id(write)] = write
         return write
 

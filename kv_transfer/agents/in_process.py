@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from cluster.kvcache.memory import BlockMemory
-from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState, before_posting
 from kv_transfer.agents.regions import Region, RegionTable, check_sizes, locate
 
 
@@ -146,10 +146,11 @@ class InProcessAgent:
         self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b""
     ) -> InProcessWrite:
         self._begin("post")
-        check_sizes(local, remote)
-        target = self._reach(peer)
-        locate(local, self._table.regions)
-        locate(remote, target._table.regions)
+        with before_posting():
+            check_sizes(local, remote)
+            target = self._reach(peer)
+            locate(local, self._table.regions)
+            locate(remote, target._table.regions)
         write = InProcessWrite(
             target, local.copy(), remote.copy(), notification, self._network.faults.post_polls
         )

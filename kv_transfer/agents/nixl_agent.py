@@ -40,7 +40,7 @@ import torch
 from cluster.config.environment import tell_net_devices
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
-from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState, before_posting
 
 logger = logging.getLogger(__name__)
 
@@ -186,10 +186,11 @@ class NixlAgent:
         known = self._peers.get(peer)
         if known is None:
             raise PeerLostError(f"peer {peer} is not connected")
-        local_descs = self._descriptors(local, tuple(self._regions), self.name)
-        remote_descs = self._descriptors(remote, known.regions, peer)
-        with self._mapped():
+        with before_posting(), self._mapped():
+            local_descs = self._descriptors(local, tuple(self._regions), self.name)
+            remote_descs = self._descriptors(remote, known.regions, peer)
             transfer = self._agent.initialize_xfer("WRITE", local_descs, remote_descs, peer, notification)
+        with self._mapped():
             try:
                 state = _STATES[self._agent.transfer(transfer)]
             except BaseException:

@@ -14,8 +14,8 @@ Coding and summing read the source blocks, too, and may take several rounds on a
 a write: the lease ends after them, whatever has happened meanwhile. Once all bytes are in the owner's memory,
 the deadline does not matter any more.
 
-No abort is sent if a write failed, a post raised, or the peer is lost: what was posted may still land, so
-only the owner's timer may end the lease.
+No abort is sent if a write failed, a post failed midway, or the peer is lost: what was posted may still land,
+so only the owner's timer may end the lease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ import msgspec
 import numpy as np
 
 from cluster.kvcache.memory import BlockMemory, block_descriptors
-from kv_transfer.agents.agent import PeerLostError, TransferError, TransferHandle, TransferState
+from kv_transfer.agents.agent import (
+    NotPostedError,
+    PeerLostError,
+    TransferError,
+    TransferHandle,
+    TransferState,
+)
 from kv_transfer.agents.regions import merged
 from kv_transfer.codecs.checksum import BlockSums, Checksum
 from kv_transfer.codecs.pending import Pending
@@ -199,12 +205,14 @@ class LeaseWriter:
         posted_at = self._now()
         if posted_at >= self.outgoing.expires_at:
             raise expired(self.outgoing.grant)
-        self._has_posted = True
         try:
             self._in_flight.append(self._links.post(peer, local, remote, posted_at))
-        except TransferError:
+        except NotPostedError:
+            raise
+        except Exception:
             self._is_silent = True  # a part may have been posted
             raise
+        self._has_posted = True
 
     def _connect(self) -> str:
         if self.peer is None:

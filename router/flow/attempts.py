@@ -56,7 +56,7 @@ from router.policy import Decision, RequestView
 
 logger = logging.getLogger(__name__)
 
-MAX_MOVES = 2  # times that a request leaves a worker that makes no progress: perhaps all are merely slow
+MAX_MOVES = 2  # times that a choice leaves a worker that makes no progress: perhaps all are merely slow
 
 
 class AttemptOwner(Protocol):
@@ -332,7 +332,7 @@ class Attempts:
     def _on_silent(self, attempt: Attempt, worker: WorkerState, now: float) -> None:
         if worker.role.encodes:
             self._media.on_silent(attempt, worker, now)
-        if attempt.needs(worker) and attempt.client.num_replays < MAX_MOVES and self._can_do_without(worker):
+        if attempt.needs(worker) and attempt.num_losses < MAX_MOVES and self._can_do_without(worker):
             stopped = UnavailableError(f"the {worker.role} worker makes no progress", retry_after_s=1.0)
             self.fail(attempt, stopped, worker)
 

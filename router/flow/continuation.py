@@ -26,8 +26,8 @@ from router.flow.state import Attempt, ClientRequest
 
 logger = logging.getLogger(__name__)
 
-# Of one request. Losses of workers end it sooner (`router.flow.quarantine`): this bounds the failures of
-# workers that live.
+# Of one choice. Losses of workers end its request sooner (`router.flow.quarantine`): this bounds the failures
+# of workers that live.
 MAX_REPLAYS = 5
 
 MAX_UNPLACED = 1024  # works; requests beyond it fail at once. What has begun is always kept.
@@ -100,17 +100,20 @@ class Continuation:
         self.start(client, rest, client_idxs, now)
 
     def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
-        """Choices without a token go on together, each other one by itself. If no worker is blamed, it
-        is no failure, and not counted."""
+        """Choices without a token go on together, each other one by itself. If a worker is blamed, each of
+        them has had one loss more. Choices that one worker's end interrupts in several attempts do not add
+        up: how often a choice may go on does not depend on how many others its request has."""
         client, choices = attempt.client, attempt.choices
         left = [idx for idx, choice in enumerate(choices) if choice.is_open and not choice.is_complete]
         if not left:
             return
         if attempt.blamed:
-            client.num_replays += 1
             client.avoided |= {worker.replica_id for worker in attempt.blamed}
-            if client.num_replays > MAX_REPLAYS:
-                return self._fail(client, [attempt.choice_idxs[idx] for idx in left], error)
+            client_idxs = [attempt.choice_idxs[idx] for idx in left]
+            if attempt.num_losses >= MAX_REPLAYS:
+                return self._fail(client, client_idxs, error)
+            for idx in client_idxs:
+                client.choices[idx].num_losses += 1
             self.num_replays += 1
         logger.info("request %s goes on elsewhere: %s", client.request_id, error)
         fresh = [idx for idx in left if not choices[idx].token_ids]

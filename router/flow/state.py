@@ -110,6 +110,7 @@ class ClientChoice:
 
     attempt: Attempt | None = None  # that works for it now; None: it waits for admission or for a worker
     idx: int = 0  # of the choice in that attempt
+    num_losses: int = 0  # attempts for it that failed because of a worker, and that others took over from
     is_open: bool = True  # it is still read
     has_first_token: bool = False
     is_over: bool = False  # the reader has been sent the last token, or an error
@@ -133,7 +134,6 @@ class ClientRequest:
     tenant: str = ""
     started_at: float = 0.0  # of the first attempt
     num_attempts: int = 0  # since the start
-    num_replays: int = 0  # attempts that failed because of a worker, and that others took over from
     num_tokens: int = 0  # that readers have been sent, of all choices
     avoided: frozenset[str] = frozenset()  # workers, by replica id, with which an attempt failed
     choices: list[ClientChoice] = field(default_factory=list)
@@ -216,6 +216,12 @@ class Attempt:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def num_losses(self) -> int:
+        """How many attempts each of its choices has lost before. Choices of one attempt have shared all
+        earlier ones."""
+        return self.client.choices[self.choice_idxs[0]].num_losses
 
     @property
     def is_local(self) -> bool:

@@ -188,13 +188,14 @@ class _Routes:
         return await self._answer(request, call, self._door.complete, answer, completion_name)
 
     async def respond(self, request: Request) -> Response:
-        def translate(body: bytes) -> tuple[ResponsesRequest, ChatCall]:
+        def translate(body: bytes) -> tuple[ChatCall, ResponsesFormat]:
+            # Parsed values are many times as large as the body, so they do not live as long as the answer.
             asked = parse(ResponsesRequest, body)
-            return asked, responses_call(asked, self._context(request))
+            call = responses_call(asked, self._context(request))
+            return call, ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
 
-        asked, call = await self._call(request, translate)
-        answer = ResponsesFormat(_new_id("resp", "_"), int(time.time()), asked, call)
-        if not asked.background:
+        call, answer = await self._call(request, translate)
+        if not answer.is_background:
             return await self._answer(request, call, self._door.chat, answer, responses_name)
         kept = self._kept.add(answer, tenant_of(request))
         begin, report = _starting(request, call, self._door.chat), self._report(request, {})

@@ -11,7 +11,7 @@ import torch
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
 from kv_transfer.agents import factory as agents_of_the_cluster
-from kv_transfer.agents.agent import PeerLostError, TransferError, TransferState
+from kv_transfer.agents.agent import NotPostedError, PeerLostError, TransferError, TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.agents.regions import merged
 from kv_transfer.lease.events import Completed, Finished
@@ -112,9 +112,9 @@ def test_memory_that_is_not_registered_is_refused(agents):
     peer = writer.connect(owner.metadata())
     outside = owner.memory.descriptors([0])
     outside[:, 0] += np.uint64(owner.memory.buffer.numel())
-    with pytest.raises(TransferError):
+    with pytest.raises(NotPostedError):
         writer.post(peer, writer.memory.descriptors([0]), outside)
-    with pytest.raises(TransferError):
+    with pytest.raises(NotPostedError):
         writer.post(peer, outside, owner.memory.descriptors([0]))
 
 
@@ -246,7 +246,7 @@ def test_one_row_outside_the_memory_spoils_the_write(agents):
         remote[2, column] += np.uint64(change)
         if column == 1:
             local[2, 1] = remote[2, 1]
-        with pytest.raises(TransferError):
+        with pytest.raises(NotPostedError):
             writer.post(peer, local, remote)
     assert not owner.memory.buffer.any()
     assert run_write(writer, owner, [0], [0]) is TransferState.DONE

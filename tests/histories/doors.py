@@ -46,11 +46,8 @@ class SimulatedMembers(MemberTable):
         super().__init__(door.name, listener, None)
         self._door = door
 
-    def close(self, replica_id: str) -> None:
-        peer = self._peers.pop(replica_id, None)
-        if peer is not None:
-            run(peer.connection.aclose())
-            self._listener.on_lost(peer)
+    def _close_later(self, connection: Any) -> None:
+        run(connection.aclose())
 
     def _start_dialling(self, member: Member) -> None:
         if member.replica_id not in self._peers and member.replica_id not in self._dialling:

@@ -184,7 +184,9 @@ class History:
         knows_ends = self.world.shape.is_one_host or not counts["kills"]
         # A writer whose request was cancelled connects for its last word alone.
         has_said = not self.world.transfers.faults.num_failed_connects
-        return set(counts) <= QUICK - {"door kills"} and knows_ends and has_said
+        # No door dials a worker again that is listed no more.
+        dials_again = not (counts["drains"] and counts["cuts"])
+        return set(counts) <= QUICK - {"door kills"} and knows_ends and has_said and dials_again
 
     def _allowed_errors(self) -> tuple[type[Exception], ...]:
         """What a client may be told. What is lost goes on elsewhere, so an error has a reason: the cluster is

@@ -42,6 +42,8 @@ FOCUS = {
     "read_grants_lost": "cuts",
     "door_drop_frees_the_first": "cuts",
     "drained_worker_kept": "drains",
+    "gone_without_a_word": "drains",
+    "losses_add_up": "cuts",
     "suspect_held_for_ever": "strikes",
     "encoder_lost_ignored": "kills",
     "deadline_ignored": "long losses",

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +24,7 @@ from kv_transfer.lease import lease_writer
 from kv_transfer.lease.receiver import Receiver
 from kv_transfer.lease.sender import Sender
 
-Change = tuple[Any, str, Callable[..., Any]]  # owner, name, what takes its place
+Change = tuple[Any, str, Any]  # owner, name, what takes its place
 
 
 def nothing(*_: Any, **__: Any) -> None:

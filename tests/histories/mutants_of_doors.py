@@ -11,6 +11,7 @@ from router.flow.attempts import Attempts
 from router.flow.media import MediaFlow
 from router.flow.request_flow import RequestFlow
 from router.flow.state import Attempt, ChoiceState
+from router.members import Peer
 from router.policy.cluster import ClusterView
 from router.policy.pool import WorkerPool
 from tests.histories.mutants import Change, nothing
@@ -111,6 +112,17 @@ def drained_worker_kept() -> Change:
     return Attempts, "check_drained", nothing
 
 
+def gone_without_a_word() -> Change:
+    """The door does not say what it has read when it closes a connection."""
+    return Peer, "say_goodbye", nothing
+
+
+def losses_add_up() -> Change:
+    """How often a choice may go on depends on its request's other choices."""
+    of_all = property(lambda self: sum(choice.num_losses for choice in self.client.choices))
+    return Attempt, "num_losses", of_all
+
+
 def moved_item_not_called_off() -> Change:
     """An item that was encoded, and moves because its encoder is lost, is not called off where it goes."""
     move = MediaFlow._move
@@ -137,6 +149,6 @@ def former_encoder_heard() -> Change:
 ALL = (
     grant_not_returned, first_token_twice, early_tokens_lost, resumed_one_token_back, charge_kept,
     in_flight_kept, admission_kept, lost_worker_unnoticed, deadline_ignored, landed_without_cancel,
-    suspect_held_for_ever, needs_no_worker, drained_worker_kept, moved_item_not_called_off,
-    former_encoder_heard,
+    suspect_held_for_ever, needs_no_worker, drained_worker_kept, gone_without_a_word, losses_add_up,
+    moved_item_not_called_off, former_encoder_heard,
 )  # fmt: skip

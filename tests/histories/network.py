@@ -61,6 +61,8 @@ class End:
         self._network.cut(self, at_once=True)
 
     async def aclose(self) -> None:
+        """What was sent arrives; what is on its way to this end is not read any more."""
+        self.is_deaf = True
         self._network.cut(self, at_once=False)
 
 

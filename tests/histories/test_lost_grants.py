@@ -74,6 +74,23 @@ def test_a_grant_that_is_returned_over_a_connection_that_breaks_is_returned_over
         assert small.world.network.num_heard[ReturnGrant.__name__] == 1
 
 
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_grant_on_its_way_to_a_door_that_has_done_with_its_worker_is_taken_back(role):
+    """The worker drains: the door closes the connection and does not dial again (seed 66298)."""
+    small = Small(1, is_one_host=False)
+    with small.world.lease_ids():
+        small.submit()
+        door, story = small.world.doors[0], small.world.clients.stories["r"]
+
+        def drain(*_: object) -> None:
+            door.later(0.0, door.members.update, role, [])
+            door.later(0.0, small.world.clients.leave, story, 0)
+
+        small.world.network.when_sent["FeatureGranted" if role is Role.PREFILL else "DecodeGranted"] = drain
+        small.run(SOON_S)
+        assert small.world.network.num_heard["Goodbye"] == 1 and not small.leases
+
+
 def test_of_a_writer_that_has_ended_the_owner_is_told_over_the_next_connection():
     """It had the grant, and the owner did not know that."""
     small = Small(1)

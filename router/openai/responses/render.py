@@ -35,7 +35,7 @@ class ResponsesFormat:
     def __init__(self, response_id: str, created: int, request: ResponsesRequest, call: ChatCall):
         self.response_id = response_id
         self._fields = _fields(response_id, created, request, call)
-        self._is_background = bool(request.background)
+        self.is_background = bool(request.background)
         self.whole: bytes | None = None  # when the answer has ended
         self._items = OutputItems(response_id)
         self.num_events = 0
@@ -64,7 +64,7 @@ class ResponsesFormat:
         self._last = generation
         begun = {"response": self._response("in_progress", generation)}
         events = [("response.created", begun), ("response.in_progress", begun)]
-        return self._events(events[self._is_background :])
+        return self._events(events[self.is_background :])
 
     def queued(self) -> bytes:
         """The first events of a background response."""

@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
-from kv_transfer.agents.agent import LayoutMismatchError, LeaseExpiredError, PeerLostError, TransferError
+from kv_transfer.agents.agent import (
+    LayoutMismatchError,
+    LeaseExpiredError,
+    NotPostedError,
+    PeerLostError,
+    TransferError,
+)
 from kv_transfer.lease import lease_writer
-from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, LateWrite, SendAborted
+from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, LateWrite, SendAborted, SendFailed
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.leases import MARGIN_S, TTL_S, LeasePair
 from tests.fakes.slow_memory import SlowMemory
@@ -100,6 +106,24 @@ def test_an_unused_right_can_be_given_back(pair):
     pair.open(pair.grant()).abort("not needed")
     pair.step(2)
     assert pair.received == [Aborted("lease", "not needed")]
+
+
+@pytest.mark.parametrize("num_posted", [0, 1])
+def test_a_write_that_was_refused_before_a_part_was_posted_ends_the_lease(pair, num_posted):
+    """The writer says that it has stopped, behind what it had posted before, and the owner need not wait for
+    the time."""
+    pair.network.faults.post_polls = 3
+    outgoing = pair.open(pair.grant())
+    if num_posted:
+        outgoing.write([7], [0])
+        pair.step()
+    pair.network.faults.fail("post", num_posted + 1, NotPostedError("no registered memory"))
+    outgoing.write([6], [1])
+    pair.step()
+    assert bool(pair.sent) == (not num_posted), "a write is in flight"
+    pair.step(4)
+    assert [type(event) for event in pair.sent] == [SendFailed]
+    assert pair.received == [Aborted("lease", "no registered memory")]
 
 
 def test_a_cancelled_lease_keeps_its_blocks_until_the_writer_is_done(pair):

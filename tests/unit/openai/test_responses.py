@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 
 import openai
@@ -54,6 +55,27 @@ def of_chat(**fields):
     return chat_call(
         parse(ChatRequest, json.dumps({"model": "m", **fields}).encode()), CallContext("m", FakeDoor.defaults)
     )
+
+
+def test_what_was_parsed_is_not_held_until_the_answer_ends():
+    """Log-probabilities that are sent back take 47 times their bytes, and the body's budget has the bytes."""
+
+    class Looking(FakeDoor):
+        num_parsed = -1
+
+        async def chat(self, call):
+            self.num_parsed = num_parsed()
+            return await super().chat(call)
+
+    def num_parsed() -> int:
+        return sum(isinstance(each, ResponsesRequest) for each in gc.get_objects())
+
+    gc.collect()
+    door, before = Looking(), num_parsed()
+    text = {"type": "output_text", "text": "a", "logprobs": [{"token": "a", "logprob": -0.5}]}
+    said = [{"role": "assistant", "content": [text]}, {"role": "user", "content": "b"}]
+    assert respond(door, input=said).status_code == 200
+    assert door.num_parsed == before
 
 
 def test_a_response_is_valid_and_repeats_what_was_asked(door):

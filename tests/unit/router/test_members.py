@@ -15,6 +15,7 @@ from cluster.types.messages import (
     Cancel,
     DecodeGranted,
     DecodeTarget,
+    Goodbye,
     GrantPassed,
     LoadReport,
     ReturnGrant,
@@ -255,6 +256,21 @@ async def test_a_worker_is_told_which_of_its_grants_was_read_last(pair, workers)
     await redial(pair, workers, workers.connections[0])
     said = [connection.peer_last_read for connection in workers.connections]
     assert said == [None, None, "DecodeGranted a"]
+
+
+@pytest.mark.parametrize("is_door_ending", [False, True])
+async def test_a_worker_is_told_what_was_read_before_its_connection_is_closed(pair, workers, is_door_ending):
+    """What is read behind that counts for nothing."""
+    workers.connections[0].send(DecodeGranted("r", grant("a")))
+    await until(lambda: pair._logs["owner"].last_read)
+    peer = pair._peers["owner"]
+    if is_door_ending:
+        await pair.aclose()
+    else:
+        pair.close("owner")
+        peer.connection._on_message(peer.connection, DecodeGranted("r", grant("b")))
+    await until(lambda: workers.heard)
+    assert ("owner", Goodbye("DecodeGranted a")) in workers.heard
 
 
 async def test_a_grant_of_a_worker_that_has_left_the_table_may_still_come(pair, workers):

@@ -22,7 +22,7 @@ from cluster.types.messages import (
 from cluster.types.request import Guidance, Prompt, SamplingParams, StopParams
 from router.flow.continuation import MAX_REPLAYS, MAX_UNPLACED
 from tests.fakes.placement import EPD, curves_of
-from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, ScriptedFlow
+from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, Reader, ScriptedFlow
 
 TWO = msgspec.structs.replace(
     REQUEST, sampling=(SamplingParams(), SamplingParams(seed=1)), stop=StopParams(9)
@@ -227,6 +227,58 @@ def test_what_a_worker_gives_up_is_tried_again_but_not_for_ever(door, role):
         door.fail(role, item_idx=0 if role is Role.ENCODE else None, name=name)
     reader.check_error(UnavailableError, f"{role} gave up")
     assert door.flow.is_idle
+
+
+def begin_apart(door: ScriptedFlow, num_choices: int) -> list[Reader]:
+    """Each choice has tokens of its own, and so its next attempt, too."""
+    sampling = tuple(SamplingParams(seed=idx) for idx in range(num_choices))
+    request = msgspec.structs.replace(REQUEST, sampling=sampling, stop=StopParams(9))
+    readers = door.submit(request, [ITEM], [b"block"])
+    door.tell(Role.PREFILL, PrefillAdmitted("r"))
+    for idx in range(num_choices):
+        door.token(Role.PREFILL, idx, choice=idx)
+    return readers
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+def test_how_often_a_choice_may_be_lost_does_not_depend_on_how_many_there_are(door, num_choices):
+    """The end of a connection interrupts them all, each in an attempt of its own (seed 63798)."""
+    readers = begin_apart(door, num_choices)
+    for _ in range(MAX_REPLAYS):
+        door.lose(Role.DECODE)
+        door.join(Role.DECODE)
+        assert not any(reader.has_ended for reader in readers)
+        assert door.flow.num_running == num_choices
+    door.lose(Role.DECODE)
+    for reader in readers:
+        reader.check_error(UnavailableError, "decode worker was lost")
+
+
+def test_a_choice_that_is_lost_alone_costs_the_others_nothing(door):
+    """Their workers give them up one by one."""
+    readers = begin_apart(door, 3)
+    door.lose(Role.DECODE)
+    door.join(Role.DECODE)
+    first, *others = door.flow._attempts._attempts
+    for _ in range(MAX_REPLAYS):
+        door.fail(Role.PREFILL, name=first)
+        first = started(door, "prefill").request.request_id
+    for name in others:
+        door.fail(Role.PREFILL, name=name)
+    assert [reader.has_ended for reader in readers] == [True, False, False]
+
+
+def test_all_choices_leave_a_worker_that_is_stopped(door):
+    """Each in an attempt of its own."""
+    begin_apart(door, 4)
+    door.lose(Role.DECODE)
+    door.join(Role.DECODE)
+    door.join(Role.DECODE, "decode-2")
+    for _ in range(20):
+        door.wait(0.1)
+        for moving in ("prefill", "encode", "decode-2"):
+            door.tell(moving, Pong())
+    assert door.num_requests("decode-2") == 4 and door.num_requests(Role.DECODE) == 0
 
 
 def test_a_call_that_serve_refuses_goes_to_another_decode_worker(door):

@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from cluster.rpc import Connection, connect
-from cluster.types.messages import AnyMessage, DecodeGranted, DecodeTarget, GrantPassed, ReturnGrant
+from cluster.types.messages import (
+    AnyMessage,
+    Cancel,
+    DecodeGranted,
+    DecodeTarget,
+    Goodbye,
+    GrantPassed,
+    ReturnGrant,
+)
 from cluster.types.transfer import Contract, Grant
 from cluster.worker.outbox import Outbox
 from cluster.worker.shell import MAX_DOORS, WorkerShell
@@ -25,12 +33,13 @@ def granted(lease_id: str) -> DecodeGranted:
 class Worker:
     """Its sockets, around an engine that does nothing."""
 
-    def __init__(self, address: str):
-        setup: Any = SimpleNamespace(address=address, replica_id="w", secret=None)
+    def __init__(self, address: str, secret: str | None = None):
+        setup: Any = SimpleNamespace(address=address, replica_id="w", secret=secret)
         loop = SimpleNamespace(call=lambda *_: None, on_failure=lambda _: None)
         engine, outbox = SimpleNamespace(drop_door=None), Outbox(lambda _: None)
         self.heard: list[AnyMessage] = []
         seat: Any = SimpleNamespace(loop=loop, outbox=outbox, engine=engine)
+        self.secret = secret
         self.shell = WorkerShell(setup, [seat], lambda _, message: self.heard.append(message))
 
     @property
@@ -43,7 +52,11 @@ class Worker:
         num_doors = self.door
         address = self.shell._server.address
         connection = await connect(
-            address, name, lambda _, message: read.append(message), last_read=last_read
+            address,
+            name,
+            lambda _, message: read.append(message),
+            last_read=last_read,
+            secret=self.secret,
         )
         await until(lambda: self.door > num_doors)
         return connection, read
@@ -88,6 +101,30 @@ async def test_a_grant_that_its_door_has_not_read_is_taken_back_when_the_door_di
     await worker.lose(again)
     await worker.dial("DecodeGranted a")
     assert worker.heard == [ReturnGrant("b")], "once"
+
+
+@pytest.mark.parametrize("is_tcp", [False, True])
+async def test_a_grant_that_a_door_leaves_unread_is_taken_back_when_it_says_goodbye(worker, is_tcp):
+    """The worker has drained, so the door does not dial again. The grant lies in its socket, and others are
+    ready when the worker has read the farewell (seed 66298)."""
+    if is_tcp:
+        worker = Worker("tcp:127.0.0.1:0", "secret")
+        await worker.shell.start()
+    connection, read = await worker.dial()
+    worker.shell.send(worker.door, granted("a"))
+    await until(lambda: read)
+    connection._transport.pause_reading()
+    worker.shell.send(worker.door, granted("b"))
+    connection.send(Cancel("r"))
+    connection.send(Goodbye("DecodeGranted a"))
+    closing = asyncio.ensure_future(connection.aclose())
+    await until(lambda: len(worker.heard) == 2)
+    worker.shell.send(worker.door, granted("c"))
+    assert worker.heard == [Cancel("r"), ReturnGrant("b"), ReturnGrant("c")]
+    await closing
+    await until(lambda: not worker.shell._connections)
+    if is_tcp:
+        await worker.shell.aclose()
 
 
 async def test_a_grant_that_was_read_stays_and_so_do_those_of_other_doors(worker):
