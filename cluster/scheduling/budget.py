@@ -13,7 +13,7 @@ steps stay within 25% of the target.
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,12 +28,13 @@ def tokens_that_fit(limit_s: Number, fixed_s: Number, token_s: Number, least: Nu
     """How many tokens of prompts a step may compute that should last no longer than `limit_s`: those that
     fill the time beside the step's fixed part, and at least `least`. Seconds and tokens, numbers or arrays of
     one shape."""
-    return np.maximum((limit_s - fixed_s) / np.maximum(token_s, LEAST_TOKEN_S), least)
+    fitting = (limit_s - fixed_s) / np.maximum(token_s, LEAST_TOKEN_S)
+    return cast(Number, np.maximum(fitting, least))
 
 
 def tokens_of_fixed_part(fixed_s: Number, token_s: Number) -> Number:
     """How many tokens cost as much as the fixed part of a step. Numbers or arrays of one shape."""
-    return fixed_s / np.maximum(token_s, LEAST_TOKEN_S)
+    return cast(Number, fixed_s / np.maximum(token_s, LEAST_TOKEN_S))
 
 
 class StepBudget:

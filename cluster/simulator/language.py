@@ -313,7 +313,9 @@ class SimLanguage:
         a step of the answers in it, behind the step that runs."""
         rest_s = self.answers.step_ends_at() - self._loop.now
         self.answers.pause()
-        return rest_s + call_s + self._answers_s() if self.answers.running and not self.is_dead else call_s
+        if self.is_dead or not self.answers.running:
+            return call_s
+        return rest_s + call_s + max(0.0, self.true_step_s() - self.answers_fixed_s)
 
     def resume(self) -> None:
         """The encoder's call is over."""

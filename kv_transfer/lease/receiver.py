@@ -124,9 +124,8 @@ class Receiver:
         self._metadata = agent.metadata()
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
-        self._expiries: list[
-            tuple[float, str]
-        ] = []  # heap; entries of closed and orphaned leases are skipped
+        # Heap; entries of closed and orphaned leases are skipped
+        self._expiries: list[tuple[float, str]] = []
         self._look_at = 0.0  # when the writers' processes are looked at next
         self._taken_back: OrderedDict[str, tuple[float, Grant]] = OrderedDict()  # until when, ascending
         self._events: list[LeaseEvent | LateWrite] = []  # not yet returned by poll
@@ -255,8 +254,6 @@ class Receiver:
             return [lease for lease in self._leases.values() if lease.settling is not None]
 
     def _take_events(self) -> list[LeaseEvent | LateWrite]:
-        if not self._events:
-            return []
         with self._lock:
             events, self._events = self._events, []
         return events

@@ -66,7 +66,7 @@ REHEARSED = {  # test file: places
     "../engine/test_mixed_roles.py": "cluster/engine/limits.py:_num_kv_blocks",
     "../serving/test_composition.py": "cluster/app.py:actor_options_of",
     "../serving/test_preflight.py": """ cluster/serving/preflight.py:_check_machine
-        cluster/serving/preflight.py:check_memory
+        cluster/serving/preflight.py:_is_on_gpu
     """,
     "../serving/test_fork_server.py": "cluster/serving/fork_server.py:check_forkable",
     "../kv_transfer/test_nixl_import.py": "kv_transfer/agents/nixl_agent.py:load_nixl",
