@@ -100,7 +100,12 @@ class Costs:
         monkeypatch.setattr(content_parsers, "re", SimpleNamespace(finditer=finditer, escape=regex.escape))
 
 
-@pytest.mark.parametrize("name", ORDER)
+QUICK = ("hermes", "mistral_args", "llama3")  # the others take 3 to 12 s each
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ORDER]
+)
 def test_an_answer_of_twice_the_length_costs_twice_as_much(monkeypatch, name):
     costs = Costs(monkeypatch, name)
     many = {*SPACES, *LETTERS, *beginnings(name)}
