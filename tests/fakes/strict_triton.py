@@ -20,7 +20,13 @@ from unittest import mock
 
 from tests.fakes.cuda_device import CudaTensor
 
-KERNELS = ("cluster.model.cuda.kernels", "kv_transfer.codecs.triton_codec")
+KERNELS = (
+    "cluster.model.cuda.attention_kernels",
+    "cluster.model.cuda.kernels",
+    "cluster.model.cuda.layer_kernels",
+    "kv_transfer.codecs.triton_codec",
+)
+OPTIONS = frozenset(("num_warps", "num_stages", "enable_fp_fusion"))  # of the compiler, beside the arguments
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class _Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
         arguments = self._signature.bind(*args, **kwargs).arguments
         for name, value in arguments.items():
             is_constant = self._signature.parameters[name].annotation == "tl.constexpr"

@@ -142,10 +142,11 @@ def _run_scores(
 @triton.jit
 def _add_run(
     out, correction, probs, contents, scales, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, dtype: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr, loaded: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """out [len(probs), RUN] float32, corrected, plus a run of the values weighted by probs (float32)."""
-    values = _load_run(contents, rows, row_mask, number, WIDTH, RUN, dtype)
+    """out [len(probs), RUN] float32, corrected, plus a run of the values weighted by probs (float32). The
+    values come as `loaded`, which holds codes exactly, and are multiplied as `dtype`."""
+    values = _load_run(contents, rows, row_mask, number, WIDTH, RUN, loaded).to(dtype)
     if scales is not None:
         probs *= _run_scale(scales, rows, row_mask, number, RUNS)
     return tl.dot(probs.to(dtype), values, out * correction[:, None], input_precision="ieee")
@@ -247,22 +248,22 @@ def attend(
             largest = new_largest
             out0 = _add_run(
                 out0, correction, probs, value, value_scales, key_rows, inside, 0, V_WIDTH, V_RUN, V_RUNS,
-                value_dtype,
+                dtype, value_dtype,
             )  # fmt: skip
             if V_RUNS > 1:
                 out1 = _add_run(
                     out1, correction, probs, value, value_scales, key_rows, inside, 1, V_WIDTH, V_RUN, V_RUNS,
-                    value_dtype,
+                    dtype, value_dtype,
                 )  # fmt: skip
             if V_RUNS > 2:
                 out2 = _add_run(
                     out2, correction, probs, value, value_scales, key_rows, inside, 2, V_WIDTH, V_RUN, V_RUNS,
-                    value_dtype,
+                    dtype, value_dtype,
                 )  # fmt: skip
             if V_RUNS > 3:
                 out3 = _add_run(
                     out3, correction, probs, value, value_scales, key_rows, inside, 3, V_WIDTH, V_RUN, V_RUNS,
-                    value_dtype,
+                    dtype, value_dtype,
                 )  # fmt: skip
         if place < 0:
             if sinks is not None:

@@ -119,7 +119,7 @@ def tiles_for(num_heads: int, cache: LayerCache, dtype: torch.dtype) -> Tiles:
     is_quantised, is_exact = key_scales is not None, dtype == torch.float32
     widest = max(cache.key.row_shape[1], cache.value.row_shape[1])
     is_wide = widest > 128
-    prompt_tile = 32 if is_exact else 64 if is_wide else 128
+    prompt_tile = _SMALLEST_TILE if is_exact else 64 if is_wide else 128
     return Tiles(
         group,
         row_tile=max(_SMALLEST_TILE, power_of_two(group)),
