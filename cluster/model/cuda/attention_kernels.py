@@ -51,6 +51,7 @@ def plan(
     tile. items [2, capacity, ITEM_WIDTH]: sequence, first token, number of tokens, first key, end of the
     keys, place of the first token's partial result (-1: there is one share only), shares. counts [2].
     seq_shares, seq_places [B]: shares of a token's keys, and the place of the first token's first share."""
+    # size: two passes over the same numbers, which have no names outside
     of_tiles = tl.program_id(1)
     numbers = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     seq = tl.zeros([ITEMS], tl.int32)  # of each item
@@ -112,7 +113,8 @@ def plan(
 
 @triton.jit
 def _load_run(
-    contents, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr, dtype: tl.constexpr
+    contents, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """[len(rows), RUN] of `dtype`: one run of channels of rows of WIDTH. rows: int64."""
     columns = number * RUN + tl.arange(0, RUN)
@@ -142,13 +144,13 @@ def _run_scores(
 @triton.jit
 def _add_run(
     out, correction, probs, contents, scales, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, loaded: tl.constexpr, dtype: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr, FACTOR: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """out [len(probs), RUN] float32, corrected, plus a run of the values weighted by probs (float32). The
-    values come as `loaded`, which holds codes exactly, and are multiplied as `dtype`."""
-    values = _load_run(contents, rows, row_mask, number, WIDTH, RUN, loaded).to(dtype)
+    """out [len(probs), RUN] float32, corrected, plus a run of the values weighted by probs (float32) and, if
+    they have scales, by FACTOR."""
+    values = _load_run(contents, rows, row_mask, number, WIDTH, RUN, dtype)
     if scales is not None:
-        probs *= _run_scale(scales, rows, row_mask, number, RUNS)
+        probs *= _run_scale(scales, rows, row_mask, number, RUNS) * FACTOR
     return tl.dot(probs.to(dtype), values, out * correction[:, None], input_precision="ieee")
 
 
@@ -185,19 +187,16 @@ def attend(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     K_WIDTH: tl.constexpr, K_RUN: tl.constexpr, K_RUNS: tl.constexpr,
     V_WIDTH: tl.constexpr, V_RUN: tl.constexpr, V_RUNS: tl.constexpr,
-    TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
     """Grid (P, KV_HEADS): a program takes the items p, p + P, … of one list for one KV head. ROWS: the rows
     of a tile, GROUP query heads of each of an item's tokens. A token whose keys are one share is stored
     divided, to `out`; else partial_out [places, heads, V_WIDTH] gets its sums and partial_stats [places,
-    heads, 2] the largest score times log2(e) and the sum of exponentials, in float32."""
+    heads, 2] the largest score times log2(e) and the sum of exponentials, in float32. FACTOR multiplies INT8
+    values' scales, and is taken out of the result."""
+    # size: one loop over up to four runs of channels, whose accumulators cannot be a list
     kv_head = tl.program_id(1)
     dtype: tl.constexpr = query.dtype.element_ty
-    # Codes are exact in bfloat16; in float16 the products of probabilities and scales would leave its range.
-    if value_scales is not None and dtype == tl.float16:
-        value_dtype: tl.constexpr = tl.bfloat16
-    else:
-        value_dtype: tl.constexpr = dtype
     row_numbers = tl.arange(0, ROWS)
     heads = kv_head * GROUP + row_numbers % GROUP
     num_items = tl.load(count)
@@ -248,34 +247,34 @@ def attend(
             largest = new_largest
             out0 = _add_run(
                 out0, correction, probs, value, value_scales, key_rows, inside, 0, V_WIDTH, V_RUN, V_RUNS,
-                dtype, value_dtype,
+                FACTOR, dtype,
             )  # fmt: skip
             if V_RUNS > 1:
                 out1 = _add_run(
                     out1, correction, probs, value, value_scales, key_rows, inside, 1, V_WIDTH, V_RUN, V_RUNS,
-                    dtype, value_dtype,
+                    FACTOR, dtype,
                 )  # fmt: skip
             if V_RUNS > 2:
                 out2 = _add_run(
                     out2, correction, probs, value, value_scales, key_rows, inside, 2, V_WIDTH, V_RUN, V_RUNS,
-                    dtype, value_dtype,
+                    FACTOR, dtype,
                 )  # fmt: skip
             if V_RUNS > 3:
                 out3 = _add_run(
                     out3, correction, probs, value, value_scales, key_rows, inside, 3, V_WIDTH, V_RUN, V_RUNS,
-                    dtype, value_dtype,
+                    FACTOR, dtype,
                 )  # fmt: skip
         if place < 0:
             if sinks is not None:
                 total += tl.exp2(tl.load(sinks + heads).to(tl.float32) * LOG2_E - largest)
-            divisor = tl.where(is_row, total, 1.0)
+            divisor = tl.where(is_row, total, 1.0) * FACTOR
             _store_runs(out, rows, is_row, divisor, out0, out1, out2, out3, V_WIDTH, V_RUN, V_RUNS)
         else:
             parts = (place + token_numbers * shares).to(tl.int64) * (KV_HEADS * GROUP) + heads
             tl.store(partial_stats + parts * 2, largest, mask=is_row)
             tl.store(partial_stats + parts * 2 + 1, total, mask=is_row)
-            ones = tl.full([ROWS], 1.0, tl.float32)
-            _store_runs(partial_out, parts, is_row, ones, out0, out1, out2, out3, V_WIDTH, V_RUN, V_RUNS)
+            factors = tl.full([ROWS], FACTOR, tl.float32)
+            _store_runs(partial_out, parts, is_row, factors, out0, out1, out2, out3, V_WIDTH, V_RUN, V_RUNS)
 
 
 @triton.jit

@@ -89,7 +89,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Activation:
+class GateActivation:
     """act(min(gate, limit)) * (clamp(up, -limit, limit) + offset)."""
 
     kind: ActivationKind = ActivationKind.SILU
@@ -168,7 +168,7 @@ def rope_write(
     return out
 
 
-def gate(shares: Tensor, activation: Activation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def gate(shares: Tensor, activation: GateActivation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """act(gate) · up. shares [S, T, 2·F]: the product with [gate; up], contiguous. Returns [T, F] in `dtype`,
     the model's. Rounds to it: both sums of shares, the clamped values, act's result, up + offset, the
     product. Differs from the modules by the device's exp and erf only (an alpha other than 1 is rounded less

@@ -35,7 +35,7 @@ def _rounded(numbers, dtype: tl.constexpr):
 def _summed(shares, offsets, mask, share_stride, SHARES: tl.constexpr, dtype: tl.constexpr):
     """The product's elements at `offsets` in float32, rounded to `dtype`."""
     total = tl.load(shares + offsets, mask=mask, other=0.0).to(tl.float32)
-    for share in tl.static_range(1, SHARES):
+    for share in range(1, SHARES):
         total += tl.load(shares + share * share_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     return _rounded(total, dtype)
 

@@ -33,9 +33,12 @@ MAX_SHARES = 32  # of one token's keys, as in `attention_kernels`
 MAX_PLACES = 128  # of one sequence, as there
 _ITEM_WIDTH = 8
 _ITEMS_PER_PROGRAM = 128
-_SEQS_PER_PASS = 32
+_SEQS_PER_PASS = 64
 _SMALLEST_TILE = 16  # rows that matrix units take
 _NO_WINDOW = 1 << 30
+# Of the scales of float16 values: probability times scale may be below float16's normal range. No scale is
+# above 516, so no product with the factor is above its range.
+_HALF_FACTOR = 64.0
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Tiles:
     row_keys: int  # keys of an inner step
     prompt_keys: int
     prompt_warps: int
+    row_programs: int  # of a multiprocessor at once; more would begin when the first have ended
+    prompt_programs: int
     key_run: tuple[int, int]  # channels that are worked on at once, and how often
     value_run: tuple[int, int]
 
@@ -75,7 +80,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """The work of a step for all layers with one window. On the device, int32; valid for that step."""
 
     window: int
@@ -127,12 +132,14 @@ def tiles_for(num_heads: int, cache: LayerCache, dtype: torch.dtype) -> Tiles:
         row_keys=32 if is_exact or is_wide else 64,
         prompt_keys=32 if is_exact or is_wide else 64,
         prompt_warps=4 if is_exact else 8,
+        row_programs=2 if is_wide else 3,
+        prompt_programs=3 if is_exact else 1,
         key_run=_run(cache.key.row_shape[1], is_quantised),
         value_run=_run(cache.value.row_shape[1], is_quantised),
     )
 
 
-def plan(step: StepTensors, tiles: Tiles, window: int | None) -> Plan:
+def plan(step: StepTensors, tiles: Tiles, window: int | None) -> AttentionPlan:
     """One launch. `window` as in `LayerAttention`."""
     from cluster.model.cuda import attention_kernels
 
@@ -140,7 +147,9 @@ def plan(step: StepTensors, tiles: Tiles, window: int | None) -> Plan:
     capacity = item_capacity(num_tokens, num_seqs, tiles, step.is_decode)
     numbers = step.seqs.new_empty(2 * capacity * _ITEM_WIDTH + 2 + 2 * num_seqs)
     items, counts, seq_shares, seq_places = numbers.split([2 * capacity * _ITEM_WIDTH, 2, num_seqs, num_seqs])
-    made = Plan(window or _NO_WINDOW, items.view(2, capacity, _ITEM_WIDTH), counts, seq_shares, seq_places)
+    made = AttentionPlan(
+        window or _NO_WINDOW, items.view(2, capacity, _ITEM_WIDTH), counts, seq_shares, seq_places
+    )
     attention_kernels.plan[(-(-capacity // _ITEMS_PER_PROGRAM), 1 if step.is_decode else 2)](
         step.starts, step.contexts, step.indices, step.ends, items, counts, seq_shares, seq_places, num_seqs,
         made.window, capacity,
@@ -151,8 +160,8 @@ def plan(step: StepTensors, tiles: Tiles, window: int | None) -> Plan:
 
 
 def attend(
-    query: Tensor, cache: LayerCache, layer: LayerAttention, step: StepTensors, plan: Plan, tiles: Tiles,
-    num_processors: int, out: Tensor | None = None,
+    query: Tensor, cache: LayerCache, layer: LayerAttention, step: StepTensors, plan: AttentionPlan,
+    tiles: Tiles, num_processors: int, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """query [T, Hq, D], contiguous, of any float dtype; the new K and V are in the cache. layer: its window
     is that of `plan`; sinks [Hq] in any float dtype. num_processors: the device's multiprocessors. Returns
@@ -168,9 +177,10 @@ def attend(
     places = place_capacity(num_tokens, len(step.contexts))
     partial_out = query.new_empty((places, num_heads, value_width), dtype=torch.float32)
     partial_stats = query.new_empty((places, num_heads, 2), dtype=torch.float32)
-    lists = [(tiles.row_tile, tiles.row_keys, 4, 4)]
+    factor = _HALF_FACTOR if value_scales is not None and query.dtype == torch.float16 else 1.0
+    lists = [(tiles.row_tile, tiles.row_keys, 4, tiles.row_programs)]
     if not step.is_decode:
-        lists.append((tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, 2))
+        lists.append((tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, tiles.prompt_programs))
     for number, (rows, keys, warps, per_processor) in enumerate(lists):
         wanted = -(-num_processors * per_processor // kv_heads)
         attention_kernels.attend[(min(wanted, plan.items.shape[1]), kv_heads)](
@@ -180,7 +190,7 @@ def attend(
             BLOCK_SIZE=step.block_size, KV_HEADS=kv_heads, GROUP=tiles.group, ROWS=rows,
             K_WIDTH=key_width, K_RUN=tiles.key_run[0], K_RUNS=tiles.key_run[1],
             V_WIDTH=value_width, V_RUN=tiles.value_run[0], V_RUNS=tiles.value_run[1],
-            TILE=keys, HAS_SOFTCAP=layer.softcap is not None, num_warps=warps, num_stages=2,
+            TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor, num_warps=warps, num_stages=3,
         )  # fmt: skip
     attention_kernels.merge[(num_tokens, num_heads)](
         partial_out, partial_stats, step.seqs, step.starts, plan.seq_shares, plan.seq_places, layer.sinks,

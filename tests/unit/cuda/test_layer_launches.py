@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, PagedBatch
-from cluster.model.cuda.layer_calls import Activation, Norm, Rope, add_norm, gate, lookup, rope_write
+from cluster.model.cuda.layer_calls import GateActivation, Norm, Rope, add_norm, gate, lookup, rope_write
 from cluster.model.cuda.paged_attention import (
     MAX_PLACES,
     MAX_SHARES,
@@ -71,7 +71,7 @@ def layer(step: StepTensors, cache: LayerCache, attention: LayerAttention) -> tu
     query = rope_write(product((HEADS + 2 * KV_HEADS) * WIDTH), cos, sin, slots, cache, HEADS, rope)
     out = attend(query, cache, attention, step, made, tiles, num_processors=132)
     add_norm(residual, product(HIDDEN), pre=norm, post=norm, scale=0.5)
-    return gate(product(2 * INNER), Activation(), BF16), out
+    return gate(product(2 * INNER), GateActivation(), BF16), out
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])

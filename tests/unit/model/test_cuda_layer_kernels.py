@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.cuda.layer_calls import (
-    Activation,
     ActivationKind,
+    GateActivation,
     Norm,
     NormForm,
     Rope,
@@ -240,11 +240,11 @@ def mlp(name: str) -> nn.Module:
 
 
 MLPS = {
-    "silu": Activation(),
-    "gemma": Activation(ActivationKind.GELU_TANH),
-    "gelu": Activation(ActivationKind.GELU),
-    "deepseek_v4": Activation(limit=0.4),
-    "quick_gelu": Activation(alpha=1.702),
+    "silu": GateActivation(),
+    "gemma": GateActivation(ActivationKind.GELU_TANH),
+    "gelu": GateActivation(ActivationKind.GELU),
+    "deepseek_v4": GateActivation(limit=0.4),
+    "quick_gelu": GateActivation(alpha=1.702),
 }
 
 
@@ -262,14 +262,14 @@ def test_the_clamped_gate_of_gpt_oss() -> None:
     expected = modeling("gpt_oss").GptOssExperts._apply_gate(
         SimpleNamespace(alpha=1.702, limit=7.0), interleaved
     )
-    activation = Activation(limit=7.0, alpha=1.702, offset=1.0)
+    activation = GateActivation(limit=7.0, alpha=1.702, offset=1.0)
     assert_close(gate(torch.cat([gates, ups], -1)[None], activation, torch.float32), expected)
 
 
 def test_shares_of_a_product_are_summed_first() -> None:
     shares = torch.randn(2, 3, 40)
     gates, ups = shares.sum(0).split(20, -1)
-    assert_close(gate(shares, Activation(), torch.float32), nn.functional.silu(gates) * ups)
+    assert_close(gate(shares, GateActivation(), torch.float32), nn.functional.silu(gates) * ups)
 
 
 def test_tokens_are_looked_up_by_id_or_by_the_board() -> None:

@@ -193,13 +193,14 @@ sizes_of_steps = st.lists(
 @example(sizes=[(9000, 1)] * 33 + [(500, 30)], window=None, group=7, with_spans=False)
 @example(sizes=[(40000, 8)], window=None, group=40, with_spans=False)
 def test_the_plan_covers_every_token_and_key_once(sizes, window, group, with_spans) -> None:
-    counts, contexts = (np.array(numbers) for numbers in zip(*((new, old + new) for old, new in sizes), strict=True))
+    counts = np.array([new for _, new in sizes])
+    contexts = counts + [old for old, _ in sizes]
     starts = np.concatenate([[0], counts.cumsum()])
     seqs = np.repeat(np.arange(len(sizes)), counts)
     indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
     ends = contexts[seqs] if with_spans else indices + 1
     tensors = [torch.from_numpy(each.astype(np.int32)) for each in (seqs, indices, ends, starts, contexts)]
-    tiles = Tiles(group, max(16, group), max(64, group), 64, 64, 8, (16, 1), (16, 1))
+    tiles = Tiles(group, max(16, group), max(64, group), 64, 64, 8, 3, 1, (16, 1), (16, 1))
     step = StepTensors(*tensors, torch.zeros(len(sizes), 1), 4, bool((counts < 2).all()))
     made = plan(step, tiles, window)
     capacity = item_capacity(len(seqs), len(sizes), tiles, step.is_decode)
