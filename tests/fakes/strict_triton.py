@@ -60,7 +60,9 @@ def strict_triton() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     triton.__dict__.update(
-        jit=lambda function: _Kernel(function, launches),
+        jit=lambda function=None, **_options: (
+            partial(_Kernel, launches=launches) if function is None else _Kernel(function, launches)
+        ),
         cdiv=lambda count, size: -(-count // size),
         language=language,
     )

@@ -13,6 +13,8 @@ is summed in an order that its own sequence's context and number of new tokens d
 Blocks are [num_blocks, BLOCK_SIZE, KV_HEADS, width], contiguous. A head's channels are worked on in runs of
 `*_RUN`, at most four. INT8 blocks have one float16 scale for each run of 64 channels: it multiplies the run's
 scores (K) or the probabilities (V), never the elements.
+
+Sizes that differ from step to step are not specialised, so that no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def _share_sizes(context, new, window):
     return tl.maximum((units + share_units - 1) // share_units, 1), share_units
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "window", "capacity"])
 def plan(
     starts, contexts, indices, ends, items, counts, seq_shares, seq_places, num_seqs, window, capacity,
     ROW_TOKENS: tl.constexpr, TILE_TOKENS: tl.constexpr, ITEMS: tl.constexpr, SEQS: tl.constexpr,
@@ -48,9 +50,12 @@ def plan(
     """Grid (cdiv(capacity, ITEMS), 1 or 2): a program finds ITEMS items of one list, 0 rows, 1 tiles. Each
     program counts the items of all sequences again, so none waits for another. A sequence with at most
     ROW_TOKENS new tokens is one row item for each share of its keys; of others TILE_TOKENS tokens are one
-    tile. items [2, capacity, ITEM_WIDTH]: sequence, first token, number of tokens, first key, end of the
-    keys, place of the first token's partial result (-1: there is one share only), shares. counts [2].
-    seq_shares, seq_places [B]: shares of a token's keys, and the place of the first token's first share."""
+    tile.
+
+    items [2, capacity, ITEM_WIDTH]: sequence, first token, number of tokens, first key, end of the keys,
+    place of the first token's partial result (-1: there is one share only), shares. counts [2, 4]: number of
+    items, and padding. seq_shares, seq_places [B]: shares of a token's keys, and the place of the first
+    token's first share."""
     # size: two passes over the same numbers, which have no names outside
     of_tiles = tl.program_id(1)
     numbers = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
@@ -82,7 +87,7 @@ def plan(
         num_items += tl.sum(own_items, 0)
         num_places += tl.sum(own_places, 0)
     if tl.program_id(0) == 0:
-        tl.store(counts + of_tiles, num_items)
+        tl.store(counts + of_tiles * 4, num_items)
     inside = numbers < num_items
     start = tl.load(starts + seq, mask=inside, other=0)
     new = tl.load(starts + seq + 1, mask=inside, other=0) - start
@@ -179,7 +184,7 @@ def _store_runs(
         _store_run(target, rows, row_mask, out3 / divisor[:, None], 3, WIDTH, RUN)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def attend(
     query, key, key_scales, value, value_scales, tables, indices, ends, items, count, sinks, out,
     partial_out, partial_stats,

@@ -99,21 +99,35 @@ class GateActivation:
 
 
 def add_norm(
-    residual: Tensor, shares: Tensor | None, *, pre: Norm | None = None, post: Norm | None = None,
+    residual: Tensor, shares: Tensor | None, pre: Norm, *, post: Norm | None = None,
     scale: float | None = None, out: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """residual += scale · post(Σ shares); returns pre(residual).
 
     residual [T, N], contiguous, in the model's dtype, changed in place. shares [S, T, N], contiguous; None:
-    the residual stays as it is. out [T, N]: where the result goes; made if there is none. Returns None if
-    `pre` is None. Rounds to the model's dtype: the sum of the shares, post's result (and its inner rounding),
-    the product with `scale`, the new residual, pre's result. The residual equals that of the modules bit by
-    bit where there is no `post`; norms differ by the order of a float32 sum."""
+    the residual stays as it is. out [T, N]: where the result goes; made if there is none.
+
+    Rounds to the model's dtype: the sum of the shares, post's result (and its inner rounding), the product
+    with `scale`, the new residual, pre's result. The residual equals that of the modules bit by bit where
+    there is no `post`; norms differ by the order of a float32 sum."""
+    if out is None:
+        out = torch.empty_like(residual)
+    _add_norm(residual, shares, pre, post, scale, out)
+    return out
+
+
+def add(residual: Tensor, shares: Tensor, *, post: Norm | None = None, scale: float | None = None) -> None:
+    """`add_norm` without a norm for what follows: the next half has none, or is no fused one."""
+    _add_norm(residual, shares, None, post, scale, None)
+
+
+def _add_norm(
+    residual: Tensor, shares: Tensor | None, pre: Norm | None, post: Norm | None, scale: float | None,
+    out: Tensor | None,
+) -> None:  # fmt: skip
     from cluster.model.cuda import layer_kernels
 
     num_tokens, width = residual.shape
-    if pre is not None and out is None:
-        out = torch.empty_like(residual)
     pad = power_of_two(width)
     layer_kernels.add_norm[(num_tokens,)](
         residual, shares, out, None if post is None else post.weight, None if pre is None else pre.weight,
@@ -123,7 +137,6 @@ def add_norm(
         POST_FORM=_form(post), HAS_PRE=pre is not None, PRE_FORM=_form(pre), HAS_SCALE=scale is not None,
         num_warps=min(max(pad // 512, 4), 16), enable_fp_fusion=False,
     )  # fmt: skip
-    return None if pre is None else out
 
 
 def rope_write(

@@ -43,14 +43,15 @@ def _summed(shares, offsets, mask, share_stride, SHARES: tl.constexpr, dtype: tl
 @triton.jit
 def _weighted(scaled, weight, columns, mask, FORM: tl.constexpr, dtype: tl.constexpr):
     """An RMSNorm after its division by the root mean square. Returns float32, rounded to `dtype`."""
-    if weight is None:
-        return _rounded(scaled, dtype)
-    factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    if FORM == ROUNDED:
-        return _rounded(factors * _rounded(scaled, dtype), dtype)
-    if FORM == PLUS_ONE:
-        return _rounded(scaled * (1.0 + factors), dtype)
-    return _rounded(factors * scaled, dtype)
+    if weight is not None:
+        factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        if FORM == ROUNDED:
+            scaled = factors * _rounded(scaled, dtype)
+        elif FORM == PLUS_ONE:
+            scaled = scaled * (1.0 + factors)
+        else:
+            scaled = factors * scaled
+    return _rounded(scaled, dtype)
 
 
 @triton.jit

@@ -43,7 +43,8 @@ _HALF_FACTOR = 64.0
 
 @dataclass(frozen=True)
 class StepTensors:
-    """One packed step, on the device, int32. The new tokens of a sequence are neighbours, in order."""
+    """One packed step, on the device, int32. The new tokens of a sequence are neighbours, in order. Each
+    tensor begins at a multiple of 16 bytes: Triton compiles other code for one that does not."""
 
     seqs: Tensor  # [T]: row of each new token's sequence; -1: padding
     indices: Tensor  # [T]: its index among the sequence's positions
@@ -85,9 +86,9 @@ class AttentionPlan:
 
     window: int
     items: Tensor  # [2, capacity, 8]: as `attention_kernels.plan` says; of rows, then of prompt tiles
-    counts: Tensor  # [2]
-    seq_shares: Tensor  # [B]: shares of the keys of a sequence's tokens
-    seq_places: Tensor  # [B]: where the partial results of its first token begin
+    counts: Tensor  # [2, 4]: of items, and padding
+    seq_shares: Tensor  # [B] and padding: shares of the keys of a sequence's tokens
+    seq_places: Tensor  # [B] and padding: where the partial results of its first token begin
 
 
 def can_attend(cache: LayerCache) -> bool:
@@ -132,8 +133,8 @@ def tiles_for(num_heads: int, cache: LayerCache, dtype: torch.dtype) -> Tiles:
         row_keys=32 if is_exact or is_wide else 64,
         prompt_keys=32 if is_exact or is_wide else 64,
         prompt_warps=4 if is_exact else 8,
-        row_programs=2 if is_wide else 3,
-        prompt_programs=3 if is_exact else 1,
+        row_programs=2 if is_exact or is_wide else 3,
+        prompt_programs=2 if is_exact else 1,
         key_run=_run(cache.key.row_shape[1], is_quantised),
         value_run=_run(cache.value.row_shape[1], is_quantised),
     )
@@ -145,10 +146,10 @@ def plan(step: StepTensors, tiles: Tiles, window: int | None) -> AttentionPlan:
 
     num_tokens, num_seqs = len(step.seqs), len(step.contexts)
     capacity = item_capacity(num_tokens, num_seqs, tiles, step.is_decode)
-    numbers = step.seqs.new_empty(2 * capacity * _ITEM_WIDTH + 2 + 2 * num_seqs)
-    items, counts, seq_shares, seq_places = numbers.split([2 * capacity * _ITEM_WIDTH, 2, num_seqs, num_seqs])
+    sizes = [2 * capacity * _ITEM_WIDTH, 2 * 4, _aligned(num_seqs), _aligned(num_seqs)]
+    items, counts, seq_shares, seq_places = step.seqs.new_empty(sum(sizes)).split(sizes)
     made = AttentionPlan(
-        window or _NO_WINDOW, items.view(2, capacity, _ITEM_WIDTH), counts, seq_shares, seq_places
+        window or _NO_WINDOW, items.view(2, capacity, _ITEM_WIDTH), counts.view(2, 4), seq_shares, seq_places
     )
     attention_kernels.plan[(-(-capacity // _ITEMS_PER_PROGRAM), 1 if step.is_decode else 2)](
         step.starts, step.contexts, step.indices, step.ends, items, counts, seq_shares, seq_places, num_seqs,
@@ -185,7 +186,7 @@ def attend(
         wanted = -(-num_processors * per_processor // kv_heads)
         attention_kernels.attend[(min(wanted, plan.items.shape[1]), kv_heads)](
             query, key, key_scales, value, value_scales, step.tables, step.indices, step.ends,
-            plan.items[number], plan.counts[number:], layer.sinks, out, partial_out, partial_stats,
+            plan.items[number], plan.counts[number], layer.sinks, out, partial_out, partial_stats,
             layer.scaling, layer.softcap or 1.0, plan.window, step.tables.stride(0),
             BLOCK_SIZE=step.block_size, KV_HEADS=kv_heads, GROUP=tiles.group, ROWS=rows,
             K_WIDTH=key_width, K_RUN=tiles.key_run[0], K_RUNS=tiles.key_run[1],
@@ -212,6 +213,11 @@ def item_capacity(num_tokens: int, num_seqs: int, tiles: Tiles, is_decode: bool)
     if is_decode:
         return MAX_SHARES * num_seqs
     return min(MAX_SHARES * num_tokens, MAX_PLACES * num_seqs + num_tokens // tiles.prompt_tokens)
+
+
+def _aligned(count: int) -> int:
+    """So many numbers of four bytes that the next tensor begins at a multiple of 16 bytes."""
+    return -(-count // 4) * 4
 
 
 def _run(width: int, is_quantised: bool) -> tuple[int, int]:

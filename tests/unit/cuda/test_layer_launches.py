@@ -66,11 +66,11 @@ def layer(step: StepTensors, cache: LayerCache, attention: LayerAttention) -> tu
     cos, sin = torch.ones(2, num_tokens, WIDTH, dtype=BF16, device="cuda")
     slots = torch.zeros(num_tokens, dtype=torch.int32, device="cuda")
     residual = torch.zeros(num_tokens, HIDDEN, dtype=BF16, device="cuda")
-    add_norm(residual, product(HIDDEN), pre=norm)
+    add_norm(residual, product(HIDDEN), norm)
     rope = Rope(WIDTH, query_norm=head_norm, key_norm=head_norm)
     query = rope_write(product((HEADS + 2 * KV_HEADS) * WIDTH), cos, sin, slots, cache, HEADS, rope)
     out = attend(query, cache, attention, step, made, tiles, num_processors=132)
-    add_norm(residual, product(HIDDEN), pre=norm, post=norm, scale=0.5)
+    add_norm(residual, product(HIDDEN), norm, post=norm, scale=0.5)
     return gate(product(2 * INNER), GateActivation(), BF16), out
 
 

@@ -63,12 +63,20 @@ def check_compiles(
             },
             {"shares": "*fp32"},
         ),
+        (
+            "add_norm",
+            {
+                "WIDTH": 896, "PAD": 1024, "SHARES": 0, "HAS_POST": False, "POST_FORM": 0, "HAS_PRE": True,
+                "PRE_FORM": 0, "HAS_SCALE": False, "shares": None, "post_weight": None, "pre_weight": None,
+            },
+            {},
+        ),
         ("rope_write", {**ROPE, "key_scales": None, "value_scales": None}, {}),
         ("rope_write", {**ROPE, "ROTATION": 1, "TABLE": 2}, {"key": "*i8", "value": "*i8"}),
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
         ("lookup", {"WIDTH": 896, "TILE": 1024}, {}),
     ],
-    ids=["add_norm", "rope_write", "rope_write int8", "gate", "lookup"],
+    ids=["add_norm", "norm", "rope_write", "rope_write int8", "gate", "lookup"],
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:
     check_compiles(layer_kernels, name, constants, kinds, capability, enable_fp_fusion=False)

@@ -208,7 +208,7 @@ def test_the_plan_covers_every_token_and_key_once(sizes, window, group, with_spa
     covered = [np.zeros(end, dtype=int) for end in ends]
     places: list[int] = []
     for of_tiles in range(1 if step.is_decode else 2):
-        num_items = int(made.counts[of_tiles])
+        num_items = int(made.counts[of_tiles, 0])
         assert num_items <= capacity
         for seq, token, num_tokens, first, end, place, shares in made.items[
             of_tiles, :num_items, :7
