@@ -21,10 +21,13 @@ from unittest import mock
 from tests.fakes.cuda_device import CudaTensor
 
 KERNELS = (
+    "cluster.model.cuda.attention_kernels",
     "cluster.model.cuda.kernels",
+    "cluster.model.cuda.layer_kernels",
     "kv_transfer.codecs.triton_codec",
     "kv_transfer.codecs.triton_checksum",
 )
+OPTIONS = frozenset(("num_warps", "num_stages", "enable_fp_fusion"))  # of the compiler, beside the arguments
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class _Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        kwargs = {name: value for name, value in kwargs.items() if name not in OPTIONS}
         arguments = self._signature.bind(*args, **kwargs).arguments
         for name, value in arguments.items():
             is_constant = self._signature.parameters[name].annotation == "tl.constexpr"
@@ -57,7 +61,9 @@ def strict_triton() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
     triton, language = ModuleType("triton"), ModuleType("triton.language")
     triton.__dict__.update(
-        jit=lambda function: _Kernel(function, launches),
+        jit=lambda function=None, **_options: (
+            partial(_Kernel, launches=launches) if function is None else _Kernel(function, launches)
+        ),
         cdiv=lambda count, size: -(-count // size),
         language=language,
     )

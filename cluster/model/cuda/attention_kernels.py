@@ -1,0 +1,317 @@
+"""Triton kernels of attention over paged KV for any mix of prompt chunks and answers. Importing them needs
+triton; `paged_attention` launches them and says what they compute. Tried in Triton's interpreter and compiled
+for sm_80, sm_90 and sm_100 (Triton 3.9); unmeasured, never run on a GPU.
+
+`plan` cuts a step into work items, of which an `attend` program takes every P-th; `merge` joins what the
+shares of a token's keys gave. Two lists of items: rows (sequences with few new tokens) and tiles (the
+others), one launch of `attend` for each with its own tile sizes.
+
+A token sees the keys [max(0, index - window + 1), end). Key tiles begin at multiples of TILE, shares at
+multiples of SHARE_UNIT, and a key tile that a row does not see leaves the row's numbers as they are. So a row
+is summed in an order that its own sequence's context and number of new tokens decide, in any company.
+
+Blocks are [num_blocks, BLOCK_SIZE, KV_HEADS, width], contiguous. A head's channels are worked on in runs of
+`*_RUN`, at most four. INT8 blocks have one float16 scale for each run of 64 channels: it multiplies the run's
+scores (K) or the probabilities (V), never the elements.
+
+Sizes that differ from step to step are not specialised, so that no step waits for the compiler.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+KEYS_PER_SHARE = tl.constexpr(256)
+MAX_SHARES = tl.constexpr(32)  # of one token's keys
+MAX_PLACES = tl.constexpr(128)  # shares times new tokens of one sequence, if there are several shares
+SHARE_UNIT = tl.constexpr(128)  # a share is so many keys, or a multiple; a multiple of every TILE
+ITEM_WIDTH = tl.constexpr(8)  # numbers of a work item
+
+
+@triton.jit
+def _share_sizes(context, new, window):
+    """How the keys of a sequence's tokens are cut. Returns the number of shares, and the units of a share. Of
+    the sequence alone: a window shortens what its tokens see together, and shifts where they begin."""
+    seen = tl.minimum(context, new + window - 1)
+    units = (seen + SHARE_UNIT - 1) // SHARE_UNIT + tl.where(seen < context, 1, 0)
+    shares = tl.minimum((seen + KEYS_PER_SHARE - 1) // KEYS_PER_SHARE, MAX_SHARES)
+    shares = tl.maximum(tl.minimum(shares, MAX_PLACES // tl.maximum(new, 1)), 1)
+    share_units = tl.maximum((units + shares - 1) // shares, 1)
+    return tl.maximum((units + share_units - 1) // share_units, 1), share_units
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window", "capacity"])
+def plan(
+    starts, contexts, indices, ends, items, counts, seq_shares, seq_places, num_seqs, window, capacity,
+    ROW_TOKENS: tl.constexpr, TILE_TOKENS: tl.constexpr, ITEMS: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(capacity, ITEMS), 1 or 2): a program finds ITEMS items of one list, 0 rows, 1 tiles. Each
+    program counts the items of all sequences again, so none waits for another. A sequence with at most
+    ROW_TOKENS new tokens is one row item for each share of its keys; of others TILE_TOKENS tokens are one
+    tile.
+
+    items [2, capacity, ITEM_WIDTH]: sequence, first token, number of tokens, first key, end of the keys,
+    place of the first token's partial result (-1: there is one share only), shares. counts [2, 4]: number of
+    items, and padding. seq_shares, seq_places [B]: shares of a token's keys, and the place of the first
+    token's first share."""
+    # size: two passes over the same numbers, which have no names outside
+    of_tiles = tl.program_id(1)
+    numbers = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    seq = tl.zeros([ITEMS], tl.int32)  # of each item
+    first_item = tl.zeros([ITEMS], tl.int32)  # of that sequence
+    first_place = tl.zeros([ITEMS], tl.int32)
+    num_items = 0
+    num_places = 0
+    for first in range(0, num_seqs, SEQS):
+        seqs = first + tl.arange(0, SEQS)
+        valid = seqs < num_seqs
+        start = tl.load(starts + seqs, mask=valid, other=0)
+        new = tl.load(starts + seqs + 1, mask=valid, other=0) - start
+        context = tl.load(contexts + seqs, mask=valid, other=0)
+        shares, _ = _share_sizes(context, new, window)
+        is_tiles = tl.where(new > ROW_TOKENS, 1, 0)
+        tiles = tl.where(is_tiles == 1, (new + TILE_TOKENS - 1) // TILE_TOKENS, 1)
+        own_items = tl.where((is_tiles == of_tiles) & (new > 0), tiles * shares, 0)
+        own_places = tl.where(shares > 1, new * shares, 0)
+        item_ends = num_items + tl.cumsum(own_items, 0)
+        places = num_places + tl.cumsum(own_places, 0) - own_places
+        if tl.program_id(0) + of_tiles == 0:
+            tl.store(seq_shares + seqs, shares, mask=valid)
+            tl.store(seq_places + seqs, places, mask=valid)
+        is_before = (item_ends[None, :] <= numbers[:, None]) & valid[None, :]
+        seq += tl.sum(is_before.to(tl.int32), 1)
+        first_item = tl.maximum(first_item, tl.max(tl.where(is_before, item_ends[None, :], 0), 1))
+        first_place += tl.sum(tl.where(is_before, own_places[None, :], 0), 1)
+        num_items += tl.sum(own_items, 0)
+        num_places += tl.sum(own_places, 0)
+    if tl.program_id(0) == 0:
+        tl.store(counts + of_tiles * 4, num_items)
+    inside = numbers < num_items
+    start = tl.load(starts + seq, mask=inside, other=0)
+    new = tl.load(starts + seq + 1, mask=inside, other=0) - start
+    context = tl.load(contexts + seq, mask=inside, other=0)
+    shares, share_units = _share_sizes(context, new, window)
+    tile_tokens = tl.where(new > ROW_TOKENS, TILE_TOKENS, ROW_TOKENS)
+    tiles = (new + tile_tokens - 1) // tile_tokens
+    # The last tiles of a prompt see the most keys, so they come first.
+    first_token = (tiles - 1 - (numbers - first_item) // shares) * tile_tokens
+    share = (numbers - first_item) % shares
+    num_tokens = tl.minimum(tile_tokens, new - first_token)
+    token = start + first_token
+    index = tl.load(indices + token, mask=inside, other=0)
+    tile_end = tl.load(ends + token + num_tokens - 1, mask=inside, other=0)
+    seen_from = tl.maximum(index - window + 1, 0)
+    first_key = (seen_from // SHARE_UNIT + share * share_units) * SHARE_UNIT
+    end_key = tl.minimum(first_key + share_units * SHARE_UNIT, tile_end)
+    place = tl.where(shares > 1, first_place + first_token * shares + share, -1)
+    record = items + (of_tiles * capacity + numbers) * ITEM_WIDTH
+    tl.store(record, seq, mask=inside)
+    tl.store(record + 1, token, mask=inside)
+    tl.store(record + 2, num_tokens, mask=inside)
+    tl.store(record + 3, tl.maximum(first_key, seen_from), mask=inside)
+    tl.store(record + 4, end_key, mask=inside)
+    tl.store(record + 5, place, mask=inside)
+    tl.store(record + 6, shares, mask=inside)
+
+
+@triton.jit
+def _load_run(
+    contents, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """[len(rows), RUN] of `dtype`: one run of channels of rows of WIDTH. rows: int64."""
+    columns = number * RUN + tl.arange(0, RUN)
+    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(contents + rows[:, None] * WIDTH + columns[None, :], mask=mask, other=0).to(dtype)
+
+
+@triton.jit
+def _run_scale(scales, rows, row_mask, number: tl.constexpr, RUNS: tl.constexpr):
+    """[1, len(rows)] float32."""
+    return tl.load(scales + rows * RUNS + number, mask=row_mask, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _run_scores(
+    query, contents, scales, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+):  # fmt: skip
+    """[len(query), len(rows)] float32: a run's part of the products of queries and keys."""
+    keys = _load_run(contents, rows, row_mask, number, WIDTH, RUN, query.dtype)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if scales is not None:
+        scores *= _run_scale(scales, rows, row_mask, number, RUNS)
+    return scores
+
+
+@triton.jit
+def _add_run(
+    out, correction, probs, contents, scales, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr, FACTOR: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """out [len(probs), RUN] float32, corrected, plus a run of the values weighted by probs (float32) and, if
+    they have scales, by FACTOR."""
+    values = _load_run(contents, rows, row_mask, number, WIDTH, RUN, dtype)
+    if scales is not None:
+        probs *= _run_scale(scales, rows, row_mask, number, RUNS) * FACTOR
+    return tl.dot(probs.to(dtype), values, out * correction[:, None], input_precision="ieee")
+
+
+@triton.jit
+def _store_run(
+    target, rows, row_mask, numbers, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr
+):  # fmt: skip
+    columns = number * RUN + tl.arange(0, RUN)
+    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
+    offsets = rows[:, None] * WIDTH + columns[None, :]
+    tl.store(target + offsets, numbers.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_runs(
+    target, rows, row_mask, divisor, out0, out1, out2, out3, WIDTH: tl.constexpr, RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+):  # fmt: skip
+    """Stores the accumulators, divided; those from RUNS on are not used."""
+    _store_run(target, rows, row_mask, out0 / divisor[:, None], 0, WIDTH, RUN)
+    if RUNS > 1:
+        _store_run(target, rows, row_mask, out1 / divisor[:, None], 1, WIDTH, RUN)
+    if RUNS > 2:
+        _store_run(target, rows, row_mask, out2 / divisor[:, None], 2, WIDTH, RUN)
+    if RUNS > 3:
+        _store_run(target, rows, row_mask, out3 / divisor[:, None], 3, WIDTH, RUN)
+
+
+@triton.jit(do_not_specialize=["window", "table_stride"])
+def attend(
+    query, key, key_scales, value, value_scales, tables, indices, ends, items, count, sinks, out,
+    partial_out, partial_stats,
+    scaling, softcap, window, table_stride,
+    BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    K_WIDTH: tl.constexpr, K_RUN: tl.constexpr, K_RUNS: tl.constexpr,
+    V_WIDTH: tl.constexpr, V_RUN: tl.constexpr, V_RUNS: tl.constexpr,
+    TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Grid (P, KV_HEADS): a program takes the items p, p + P, … of one list for one KV head. ROWS: the rows
+    of a tile, GROUP query heads of each of an item's tokens. A token whose keys are one share is stored
+    divided, to `out`; else partial_out [places, heads, V_WIDTH] gets its sums and partial_stats [places,
+    heads, 2] the largest score times log2(e) and the sum of exponentials, in float32. FACTOR multiplies INT8
+    values' scales, and is taken out of the result."""
+    # size: one loop over up to four runs of channels, whose accumulators cannot be a list
+    kv_head = tl.program_id(1)
+    dtype: tl.constexpr = query.dtype.element_ty
+    row_numbers = tl.arange(0, ROWS)
+    heads = kv_head * GROUP + row_numbers % GROUP
+    num_items = tl.load(count)
+    for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        record = items + number * ITEM_WIDTH
+        seq, first_token, num_tokens = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+        first_key, end_key = tl.load(record + 3), tl.load(record + 4)
+        place, shares = tl.load(record + 5), tl.load(record + 6)
+        token_numbers = row_numbers // GROUP
+        is_row = token_numbers < num_tokens
+        tokens = first_token + token_numbers
+        seen_to = tl.load(ends + tokens, mask=is_row, other=0)
+        seen_from = tl.maximum(tl.load(indices + tokens, mask=is_row, other=0) - window + 1, 0)
+        rows = tokens.to(tl.int64) * (KV_HEADS * GROUP) + heads
+        query0 = _load_run(query, rows, is_row, 0, K_WIDTH, K_RUN, dtype)
+        if K_RUNS > 1:
+            query1 = _load_run(query, rows, is_row, 1, K_WIDTH, K_RUN, dtype)
+        if K_RUNS > 2:
+            query2 = _load_run(query, rows, is_row, 2, K_WIDTH, K_RUN, dtype)
+        if K_RUNS > 3:
+            query3 = _load_run(query, rows, is_row, 3, K_WIDTH, K_RUN, dtype)
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out0 = tl.zeros([ROWS, V_RUN], tl.float32)
+        out1, out2, out3 = out0, out0, out0
+        for tile_start in range(first_key // TILE * TILE, end_key, TILE):
+            positions = tile_start + tl.arange(0, TILE)
+            inside = (positions >= first_key) & (positions < end_key)
+            block = tl.load(tables + seq * table_stride + positions // BLOCK_SIZE, mask=inside, other=0)
+            key_rows = (block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * KV_HEADS + kv_head
+            scores = _run_scores(query0, key, key_scales, key_rows, inside, 0, K_WIDTH, K_RUN, K_RUNS)
+            if K_RUNS > 1:
+                scores += _run_scores(query1, key, key_scales, key_rows, inside, 1, K_WIDTH, K_RUN, K_RUNS)
+            if K_RUNS > 2:
+                scores += _run_scores(query2, key, key_scales, key_rows, inside, 2, K_WIDTH, K_RUN, K_RUNS)
+            if K_RUNS > 3:
+                scores += _run_scores(query3, key, key_scales, key_rows, inside, 3, K_WIDTH, K_RUN, K_RUNS)
+            scores *= scaling
+            if HAS_SOFTCAP:  # softcap * tanh(scores / softcap)
+                scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+            sees = (positions[None, :] >= seen_from[:, None]) & (positions[None, :] < seen_to[:, None])
+            scores = tl.where(sees & inside[None, :], scores * LOG2_E, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+            probs = tl.exp2(scores - shift[:, None])
+            correction = tl.exp2(largest - shift)
+            total = total * correction + tl.sum(probs, 1)
+            largest = new_largest
+            out0 = _add_run(
+                out0, correction, probs, value, value_scales, key_rows, inside, 0, V_WIDTH, V_RUN, V_RUNS,
+                FACTOR, dtype,
+            )  # fmt: skip
+            if V_RUNS > 1:
+                out1 = _add_run(
+                    out1, correction, probs, value, value_scales, key_rows, inside, 1, V_WIDTH, V_RUN, V_RUNS,
+                    FACTOR, dtype,
+                )  # fmt: skip
+            if V_RUNS > 2:
+                out2 = _add_run(
+                    out2, correction, probs, value, value_scales, key_rows, inside, 2, V_WIDTH, V_RUN, V_RUNS,
+                    FACTOR, dtype,
+                )  # fmt: skip
+            if V_RUNS > 3:
+                out3 = _add_run(
+                    out3, correction, probs, value, value_scales, key_rows, inside, 3, V_WIDTH, V_RUN, V_RUNS,
+                    FACTOR, dtype,
+                )  # fmt: skip
+        if place < 0:
+            if sinks is not None:
+                total += tl.exp2(tl.load(sinks + heads).to(tl.float32) * LOG2_E - largest)
+            divisor = tl.where(is_row, total, 1.0) * FACTOR
+            _store_runs(out, rows, is_row, divisor, out0, out1, out2, out3, V_WIDTH, V_RUN, V_RUNS)
+        else:
+            parts = (place + token_numbers * shares).to(tl.int64) * (KV_HEADS * GROUP) + heads
+            tl.store(partial_stats + parts * 2, largest, mask=is_row)
+            tl.store(partial_stats + parts * 2 + 1, total, mask=is_row)
+            factors = tl.full([ROWS], FACTOR, tl.float32)
+            _store_runs(partial_out, parts, is_row, factors, out0, out1, out2, out3, V_WIDTH, V_RUN, V_RUNS)
+
+
+@triton.jit
+def merge(
+    partial_out, partial_stats, seqs, starts, seq_shares, seq_places, sinks, out,
+    HEADS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SHARES_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, HEADS). Joins the shares of one head of one token; stores nothing if there is one share.
+    SHARES_PAD is a constant, so that the order of the sum is one, too. A token of no sequence becomes
+    zero."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(seqs + token)
+    columns = tl.arange(0, V_PAD)
+    inside = columns < V_WIDTH
+    target = out + (token.to(tl.int64) * HEADS + head) * V_WIDTH + columns
+    if seq < 0:
+        tl.store(target, tl.zeros([V_PAD], tl.float32).to(out.dtype.element_ty), mask=inside)
+    else:
+        num_shares = tl.load(seq_shares + seq)
+        if num_shares > 1:
+            numbers = tl.arange(0, SHARES_PAD)
+            is_share = numbers < num_shares
+            place = tl.load(seq_places + seq) + (token - tl.load(starts + seq)) * num_shares
+            parts = (place + numbers).to(tl.int64) * HEADS + head
+            largest = tl.load(partial_stats + parts * 2, mask=is_share, other=float("-inf"))
+            totals = tl.load(partial_stats + parts * 2 + 1, mask=is_share, other=0.0)
+            top = tl.max(largest, 0)
+            weights = tl.exp2(largest - top)
+            total = tl.sum(weights * totals, 0)
+            if sinks is not None:
+                total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - top)
+            mask = (is_share & (totals > 0.0))[:, None] & inside[None, :]
+            sums = tl.load(partial_out + parts[:, None] * V_WIDTH + columns[None, :], mask=mask, other=0.0)
+            joined = tl.sum(sums * weights[:, None], 0) / total
+            tl.store(target, joined.to(out.dtype.element_ty), mask=inside)

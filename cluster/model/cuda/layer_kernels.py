@@ -1,0 +1,246 @@
+"""Triton kernels of a decoder layer between its matrix products. Importing them needs triton; `layer_calls`
+launches them and says what they compute. Tried in Triton's interpreter and compiled for sm_80, sm_90 and
+sm_100 (Triton 3.9); unmeasured, never run on a GPU.
+
+Each kernel reads the last product as SHARES partial results [SHARES, T, width], sums them in order in float32
+and rounds the sum to the model's dtype: a product that is cut along its inner dimension needs no launch of
+its own for the sum. Sums are float32, and a value is rounded to the model's dtype where transformers' modules
+round it. A row's result depends on that row alone. `*_PAD` is a size rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from cluster.model.kv_format import GROUP_WIDTH, MAX_CODE
+
+SCALE_RUN = tl.constexpr(GROUP_WIDTH)  # channels that share one scale
+LARGEST_CODE = tl.constexpr(float(MAX_CODE))
+# 1.5 * 2**23: adding and subtracting it rounds a small float32 half to even
+ROUNDING = tl.constexpr(12582912.0)
+ROUNDED, FLOAT, PLUS_ONE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # `NormForm`
+HALVES, PAIRS = tl.constexpr(0), tl.constexpr(1)  # `Rotation`
+FULL, HALF, PAIRED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # `Table`
+SILU, GELU, GELU_TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # `ActivationKind`
+
+
+@triton.jit
+def _rounded(numbers, dtype: tl.constexpr):
+    """numbers float32, rounded to `dtype`, as float32."""
+    return numbers.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _summed(shares, offsets, mask, share_stride, SHARES: tl.constexpr, dtype: tl.constexpr):
+    """The product's elements at `offsets` in float32, rounded to `dtype`."""
+    total = tl.load(shares + offsets, mask=mask, other=0.0).to(tl.float32)
+    for share in range(1, SHARES):
+        total += tl.load(shares + share * share_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    return _rounded(total, dtype)
+
+
+@triton.jit
+def _weighted(scaled, weight, columns, mask, FORM: tl.constexpr, dtype: tl.constexpr):
+    """An RMSNorm after its division by the root mean square. Returns float32, rounded to `dtype`."""
+    if weight is not None:
+        factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        if FORM == ROUNDED:
+            scaled = factors * _rounded(scaled, dtype)
+        elif FORM == PLUS_ONE:
+            scaled = scaled * (1.0 + factors)
+        else:
+            scaled = factors * scaled
+    return _rounded(scaled, dtype)
+
+
+@triton.jit
+def add_norm(
+    residual, shares, out, post_weight, pre_weight,
+    share_stride, scale, post_epsilon, pre_epsilon,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, SHARES: tl.constexpr, HAS_POST: tl.constexpr,
+    POST_FORM: tl.constexpr, HAS_PRE: tl.constexpr, PRE_FORM: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """Grid (T,): one row a program. SHARES 0: nothing is added to the residual, which is only read."""
+    columns = tl.arange(0, PAD)
+    mask = columns < WIDTH
+    offsets = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    dtype: tl.constexpr = residual.dtype.element_ty
+    total = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    if SHARES > 0:
+        added = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
+        if HAS_POST:
+            scaled = added * tl.rsqrt(tl.sum(added * added, 0) / WIDTH + post_epsilon)
+            added = _weighted(scaled, post_weight, columns, mask, POST_FORM, dtype)
+        if HAS_SCALE:
+            added = _rounded(added * scale, dtype)
+        total = _rounded(total + added, dtype)
+        tl.store(residual + offsets, total.to(dtype), mask=mask)
+    if HAS_PRE:
+        scaled = total * tl.rsqrt(tl.sum(total * total, 0) / WIDTH + pre_epsilon)
+        normed = _weighted(scaled, pre_weight, columns, mask, PRE_FORM, dtype)
+        tl.store(out + offsets, normed.to(dtype), mask=mask)
+
+
+@triton.jit
+def _rotated(
+    shares, cos, sin, weight, heads, num_heads, share_stride, epsilon,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, SHARES: tl.constexpr, ROTARY: tl.constexpr,
+    ROTATION: tl.constexpr, TABLE: tl.constexpr, NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr,
+    FORM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotary embedding of some heads of one token, whose first head `shares` points to. Returns
+    [len(heads), PAD] float32, rounded to `dtype`; columns from WIDTH on are zero."""
+    columns = tl.arange(0, PAD)
+    mask = (heads < num_heads)[:, None] & (columns < WIDTH)[None, :]
+    offsets = heads[:, None] * WIDTH + columns[None, :]
+    own = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
+    if NORM_BEFORE:
+        inverse = tl.rsqrt(tl.sum(own * own, 1) / WIDTH + epsilon)[:, None]
+        own = _weighted(own * inverse, weight, columns[None, :], mask, FORM, dtype)
+    if ROTARY > 0:
+        half: tl.constexpr = ROTARY // 2
+        rotates = columns < ROTARY
+        if ROTATION == HALVES:
+            partners = tl.where(columns < half, columns + half, columns - half)
+            signs = tl.where(columns < half, -1.0, 1.0)
+        else:
+            partners = columns ^ 1
+            signs = tl.where(columns % 2 == 0, -1.0, 1.0)
+        partners = tl.where(rotates, partners, columns)
+        offsets = heads[:, None] * WIDTH + partners[None, :]
+        other = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
+        if NORM_BEFORE:
+            other = _weighted(other * inverse, weight, partners[None, :], mask, FORM, dtype)
+        angles = columns
+        if TABLE == HALF:
+            angles = columns % half
+        if TABLE == PAIRED:
+            angles = columns // 2
+        cosines = tl.load(cos + angles, mask=rotates, other=1.0).to(tl.float32)[None, :]
+        sines = tl.load(sin + angles, mask=rotates, other=0.0).to(tl.float32)[None, :]
+        own = tl.where(rotates[None, :], own * cosines + (other * signs[None, :]) * sines, own)
+        own = _rounded(own, dtype)
+    if NORM_AFTER:
+        inverse = tl.rsqrt(tl.sum(own * own, 1) / WIDTH + epsilon)[:, None]
+        own = _weighted(own * inverse, weight, columns[None, :], mask, FORM, dtype)
+    return tl.where(mask, own, 0.0)
+
+
+@triton.jit
+def _write(
+    rows, store, scales, slot, heads,
+    KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """rows [HEADS, PAD] float32, rounded to the model's dtype and zero from WIDTH on, to one slot. Codes and
+    scales are those of `kv_format.quantize`."""
+    columns = tl.arange(0, PAD)
+    is_head = heads < KV_HEADS
+    mask = is_head[:, None] & (columns < WIDTH)[None, :]
+    targets = slot * KV_HEADS + heads
+    if scales is not None:
+        run: tl.constexpr = SCALE_RUN if PAD > SCALE_RUN else PAD
+        runs: tl.constexpr = PAD // run
+        num_runs: tl.constexpr = (WIDTH + SCALE_RUN - 1) // SCALE_RUN
+        grouped = tl.reshape(rows, [HEADS, runs, run])
+        scale = tl.div_rn(tl.max(tl.abs(grouped), 2), LARGEST_CODE).to(tl.float16)
+        divisors = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))[:, :, None]
+        ratios = tl.div_rn(grouped, tl.broadcast_to(divisors, grouped.shape))
+        ratios = tl.minimum(tl.maximum((ratios + ROUNDING) - ROUNDING, -LARGEST_CODE), LARGEST_CODE)
+        rows = tl.reshape(tl.where(scale[:, :, None] == 0.0, 0.0, ratios), [HEADS, PAD])
+        numbers = tl.arange(0, runs)
+        scale_mask = is_head[:, None] & (numbers < num_runs)[None, :]
+        tl.store(scales + targets[:, None] * num_runs + numbers[None, :], scale, mask=scale_mask)
+    tl.store(store + targets[:, None] * WIDTH + columns[None, :], rows.to(store.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_write(
+    shares, cos, sin, slots, query_weight, key_weight, query, key, key_scales, value, value_scales,
+    share_stride, table_stride, query_epsilon, key_epsilon,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr,
+    V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SHARES: tl.constexpr, HEADS: tl.constexpr,
+    ROTARY: tl.constexpr, ROTATION: tl.constexpr, TABLE: tl.constexpr, NORM_BEFORE: tl.constexpr,
+    NORM_AFTER: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, tiles): HEADS heads of one token a program; first tiles of q, then of k, then of v. HEADS is a
+    constant of the model: it decides how a norm's sum is cut among threads."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
+    kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    row_width: tl.constexpr = QUERY_HEADS * K_WIDTH + KV_HEADS * (K_WIDTH + V_WIDTH)
+    dtype: tl.constexpr = query.dtype.element_ty
+    shares += token * row_width
+    cos += token * table_stride
+    sin += token * table_stride
+    members = tl.arange(0, HEADS)
+    if tile < query_tiles:
+        heads = tile * HEADS + members
+        rows = _rotated(
+            shares, cos, sin, query_weight, heads, QUERY_HEADS, share_stride, query_epsilon,
+            K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
+        )  # fmt: skip
+        columns = tl.arange(0, K_PAD)
+        targets = (token * QUERY_HEADS + heads)[:, None] * K_WIDTH + columns[None, :]
+        mask = (heads < QUERY_HEADS)[:, None] & (columns < K_WIDTH)[None, :]
+        tl.store(query + targets, rows.to(dtype), mask=mask)
+    elif tile < query_tiles + kv_tiles:
+        heads = (tile - query_tiles) * HEADS + members
+        rows = _rotated(
+            shares + QUERY_HEADS * K_WIDTH, cos, sin, key_weight, heads, KV_HEADS, share_stride, key_epsilon,
+            K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
+        )  # fmt: skip
+        slot = tl.load(slots + token).to(tl.int64)
+        _write(rows, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
+    else:
+        heads = (tile - query_tiles - kv_tiles) * HEADS + members
+        columns = tl.arange(0, V_PAD)
+        mask = (heads < KV_HEADS)[:, None] & (columns < V_WIDTH)[None, :]
+        offsets = (QUERY_HEADS + KV_HEADS) * K_WIDTH + heads[:, None] * V_WIDTH + columns[None, :]
+        rows = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
+        slot = tl.load(slots + token).to(tl.int64)
+        _write(rows, value, value_scales, slot, heads, KV_HEADS, V_WIDTH, V_PAD, HEADS)
+
+
+@triton.jit
+def gate(
+    shares, out, share_stride, limit, alpha, offset,
+    WIDTH: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, KIND: tl.constexpr,
+    HAS_LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, cdiv(WIDTH, TILE))."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < WIDTH
+    offsets = token * (2 * WIDTH) + columns
+    gates = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
+    ups = _summed(shares, offsets + WIDTH, mask, share_stride, SHARES, dtype)
+    if HAS_LIMIT:
+        gates = _rounded(tl.minimum(gates, limit), dtype)
+        ups = _rounded(tl.minimum(tl.maximum(ups, -limit), limit), dtype)
+    if KIND == SILU:
+        acted = gates * tl.sigmoid(alpha * gates)
+    elif KIND == GELU:
+        acted = 0.5 * gates * (1.0 + tl.erf(gates * 0.7071067811865476))
+    else:  # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
+        acted = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
+    product = _rounded(acted, dtype) * _rounded(ups + offset, dtype)
+    tl.store(out + token * WIDTH + columns, product.to(dtype), mask=mask)
+
+
+@triton.jit
+def lookup(
+    token_ids, board, embedding, out, first_id, num_ids, WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, cdiv(WIDTH, TILE))."""
+    token = tl.program_id(0).to(tl.int64)
+    token_id = tl.load(token_ids + token).to(tl.int64)
+    if token_id < 0:
+        token_id = tl.load(board + (-1 - token_id)).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < WIDTH
+    rows = token_id - first_id + tl.zeros([TILE], tl.int64)
+    is_here = mask & (rows >= 0) & (rows < num_ids)
+    values = tl.load(embedding + rows * WIDTH + columns, mask=is_here, other=0.0)
+    tl.store(out + token * WIDTH + columns, values, mask=mask)

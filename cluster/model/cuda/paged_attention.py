@@ -1,0 +1,227 @@
+"""Launches the attention kernel over paged KV (`attention_kernels`) for any mix of prompt chunks and answers:
+causal, with windows, with media spans whose positions see each other, soft caps, sinks, and plain or INT8 KV.
+
+    step_tensors    what the kernels know of a step, on the device
+    plan            once a step and distinct window: cuts the step into work items, on the device
+    attend          once a layer: one launch for each list of items, then the shares are merged
+
+Grids and scratch follow from the sizes T and B of the step's tensors alone, never from contexts, so all of it
+can be recorded in a CUDA graph; a token of no sequence and a sequence without new tokens are padding. Nothing
+synchronises. Scratch is allocated by each call (from the graph's pool, if one is recorded), so nothing is
+owned. Needs triton, which the first call imports; enqueues on the current stream. Unmeasured: never run on a
+GPU.
+
+A row's bits depend on its own sequence: its tokens of this step, its context and the window. float32 products
+are exact ones (`ieee`); in 16 bits, scores and sums are float32 and probabilities are rounded before they
+meet the values, as flash-attn does. Letters as in `attention`, and M blocks of the longest table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.cuda.tiles import power_of_two, tensors_of
+from cluster.model.kv_format import GROUP_WIDTH, LayerCache
+
+MAX_WIDTH = 256  # channels of a head that fit a program's registers
+MAX_SHARES = 32  # of one token's keys, as in `attention_kernels`
+MAX_PLACES = 128  # of one sequence, as there
+_ITEM_WIDTH = 8
+_ITEMS_PER_PROGRAM = 128
+_SEQS_PER_PASS = 64
+_SMALLEST_TILE = 16  # rows that matrix units take
+_NO_WINDOW = 1 << 30
+# Of the scales of float16 values: probability times scale may be below float16's normal range. No scale is
+# above 516, so no product with the factor is above its range.
+_HALF_FACTOR = 64.0
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """One packed step, on the device, int32. The new tokens of a sequence are neighbours, in order. Each
+    tensor begins at a multiple of 16 bytes: Triton compiles other code for one that does not."""
+
+    seqs: Tensor  # [T]: row of each new token's sequence; -1: padding
+    indices: Tensor  # [T]: its index among the sequence's positions
+    ends: Tensor  # [T]: it sees positions below this; index + 1, or the end of its media span
+    starts: Tensor  # [B + 1]: first token of each sequence; the last: number of tokens that are no padding
+    contexts: Tensor  # [B]: KV length, including new tokens
+    tables: Tensor  # [B, M]: block ids; entries behind the context are any ids. Rows are contiguous
+    block_size: int
+    is_decode: bool  # no sequence has more than one new token; known without reading the device
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a model's heads are cut; constants of the model and its KV format."""
+
+    group: int  # query heads that share a KV head
+    row_tile: int  # rows of a tile, for sequences with few new tokens: tokens * group
+    prompt_tile: int  # the same for others
+    row_keys: int  # keys of an inner step
+    prompt_keys: int
+    prompt_warps: int
+    row_programs: int  # of a multiprocessor at once; more would begin when the first have ended
+    prompt_programs: int
+    key_run: tuple[int, int]  # channels that are worked on at once, and how often
+    value_run: tuple[int, int]
+
+    @property
+    def row_tokens(self) -> int:
+        return self.row_tile // self.group
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt_tile // self.group
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The work of a step for all layers with one window. On the device, int32; valid for that step."""
+
+    window: int
+    items: Tensor  # [2, capacity, 8]: as `attention_kernels.plan` says; of rows, then of prompt tiles
+    counts: Tensor  # [2, 4]: of items, and padding
+    seq_shares: Tensor  # [B] and padding: shares of the keys of a sequence's tokens
+    seq_places: Tensor  # [B] and padding: where the partial results of its first token begin
+
+
+def can_attend(cache: LayerCache) -> bool:
+    return max(cache.key.row_shape[1], cache.value.row_shape[1]) <= MAX_WIDTH
+
+
+def step_tensors(batch: PagedBatch) -> StepTensors:
+    """Of a step whose sizes are on the host. Copies to the device; made once per step by the caller."""
+    counts, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
+    starts = np.concatenate([[0], counts.cumsum()])
+    seqs = np.repeat(np.arange(len(counts)), counts)
+    indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
+    ends = indices + 1
+    for seq, spans in enumerate(batch.bidirectional_spans):
+        own_indices, own_ends = (each[starts[seq] : starts[seq + 1]] for each in (indices, ends))
+        for start, end in spans:
+            own_ends[(own_indices >= start) & (own_indices < end)] = end
+    device = batch.slots.device
+
+    def on_device(numbers: np.ndarray) -> Tensor:
+        return torch.from_numpy(numbers.astype(np.int32)).to(device, non_blocking=True)
+
+    return StepTensors(
+        on_device(seqs), on_device(indices), on_device(ends), on_device(starts), on_device(contexts),
+        batch.block_tables.int(), batch.block_size, batch.is_decode,
+    )  # fmt: skip
+
+
+def tiles_for(num_heads: int, cache: LayerCache, dtype: torch.dtype) -> Tiles:
+    """dtype: of the queries. Sizes are chosen by what the compiler needs for them (registers, shared memory),
+    not measured."""
+    key, key_scales = tensors_of(cache.key)
+    group = num_heads // key.shape[2]
+    is_quantised, is_exact = key_scales is not None, dtype == torch.float32
+    widest = max(cache.key.row_shape[1], cache.value.row_shape[1])
+    is_wide = widest > 128
+    prompt_tile = _SMALLEST_TILE if is_exact else 64 if is_wide else 128
+    return Tiles(
+        group,
+        row_tile=max(_SMALLEST_TILE, power_of_two(group)),
+        prompt_tile=max(prompt_tile, power_of_two(group)),
+        row_keys=32 if is_exact or is_wide else 64,
+        prompt_keys=32 if is_exact or is_wide else 64,
+        prompt_warps=4 if is_exact else 8,
+        row_programs=2 if is_exact or is_wide else 3,
+        prompt_programs=2 if is_exact else 1,
+        key_run=_run(cache.key.row_shape[1], is_quantised),
+        value_run=_run(cache.value.row_shape[1], is_quantised),
+    )
+
+
+def plan(step: StepTensors, tiles: Tiles, window: int | None) -> AttentionPlan:
+    """One launch. `window` as in `LayerAttention`."""
+    from cluster.model.cuda import attention_kernels
+
+    num_tokens, num_seqs = len(step.seqs), len(step.contexts)
+    capacity = item_capacity(num_tokens, num_seqs, tiles, step.is_decode)
+    sizes = [2 * capacity * _ITEM_WIDTH, 2 * 4, _aligned(num_seqs), _aligned(num_seqs)]
+    items, counts, seq_shares, seq_places = step.seqs.new_empty(sum(sizes)).split(sizes)
+    made = AttentionPlan(
+        window or _NO_WINDOW, items.view(2, capacity, _ITEM_WIDTH), counts.view(2, 4), seq_shares, seq_places
+    )
+    attention_kernels.plan[(-(-capacity // _ITEMS_PER_PROGRAM), 1 if step.is_decode else 2)](
+        step.starts, step.contexts, step.indices, step.ends, items, counts, seq_shares, seq_places, num_seqs,
+        made.window, capacity,
+        ROW_TOKENS=tiles.row_tokens, TILE_TOKENS=tiles.prompt_tokens, ITEMS=_ITEMS_PER_PROGRAM,
+        SEQS=_SEQS_PER_PASS, num_warps=4,
+    )  # fmt: skip
+    return made
+
+
+def attend(
+    query: Tensor, cache: LayerCache, layer: LayerAttention, step: StepTensors, plan: AttentionPlan,
+    tiles: Tiles, num_processors: int, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """query [T, Hq, D], contiguous, of any float dtype; the new K and V are in the cache. layer: its window
+    is that of `plan`; sinks [Hq] in any float dtype. num_processors: the device's multiprocessors. Returns
+    [T, Hq, Dv] in query's dtype; padding tokens become zero."""
+    from cluster.model.cuda import attention_kernels
+
+    num_tokens, num_heads, key_width = query.shape
+    key, key_scales = tensors_of(cache.key)
+    value, value_scales = tensors_of(cache.value)
+    kv_heads, value_width = cache.value.row_shape
+    if out is None:
+        out = query.new_empty(num_tokens, num_heads, value_width)
+    places = place_capacity(num_tokens, len(step.contexts))
+    partial_out = query.new_empty((places, num_heads, value_width), dtype=torch.float32)
+    partial_stats = query.new_empty((places, num_heads, 2), dtype=torch.float32)
+    factor = _HALF_FACTOR if value_scales is not None and query.dtype == torch.float16 else 1.0
+    lists = [(tiles.row_tile, tiles.row_keys, 4, tiles.row_programs)]
+    if not step.is_decode:
+        lists.append((tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, tiles.prompt_programs))
+    for number, (rows, keys, warps, per_processor) in enumerate(lists):
+        wanted = -(-num_processors * per_processor // kv_heads)
+        attention_kernels.attend[(min(wanted, plan.items.shape[1]), kv_heads)](
+            query, key, key_scales, value, value_scales, step.tables, step.indices, step.ends,
+            plan.items[number], plan.counts[number], layer.sinks, out, partial_out, partial_stats,
+            layer.scaling, layer.softcap or 1.0, plan.window, step.tables.stride(0),
+            BLOCK_SIZE=step.block_size, KV_HEADS=kv_heads, GROUP=tiles.group, ROWS=rows,
+            K_WIDTH=key_width, K_RUN=tiles.key_run[0], K_RUNS=tiles.key_run[1],
+            V_WIDTH=value_width, V_RUN=tiles.value_run[0], V_RUNS=tiles.value_run[1],
+            TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor, num_warps=warps, num_stages=3,
+        )  # fmt: skip
+    attention_kernels.merge[(num_tokens, num_heads)](
+        partial_out, partial_stats, step.seqs, step.starts, plan.seq_shares, plan.seq_places, layer.sinks,
+        out,
+        HEADS=num_heads, V_WIDTH=value_width, V_PAD=power_of_two(value_width), SHARES_PAD=MAX_SHARES,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def place_capacity(num_tokens: int, num_seqs: int) -> int:
+    """The most partial results of a step, each of a token and a share of its keys."""
+    return min(MAX_SHARES * num_tokens, MAX_PLACES * num_seqs)
+
+
+def item_capacity(num_tokens: int, num_seqs: int, tiles: Tiles, is_decode: bool) -> int:
+    """The most items of one list. A sequence with several shares has at most MAX_PLACES items, one without at
+    most one for each token of its own."""
+    if is_decode:
+        return MAX_SHARES * num_seqs
+    return min(MAX_SHARES * num_tokens, MAX_PLACES * num_seqs + num_tokens // tiles.prompt_tokens)
+
+
+def _aligned(count: int) -> int:
+    """So many numbers of four bytes that the next tensor begins at a multiple of 16 bytes."""
+    return -(-count // 4) * 4
+
+
+def _run(width: int, is_quantised: bool) -> tuple[int, int]:
+    """Channels of a run (a power of two that matrix units take) and the number of runs of a head."""
+    padded = max(_SMALLEST_TILE, power_of_two(width))
+    run = min(padded, GROUP_WIDTH) if is_quantised or padded > width else padded
+    return run, -(-width // run)

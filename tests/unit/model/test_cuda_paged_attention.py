@@ -1,0 +1,230 @@
+"""The attention kernel over paged KV: its plan covers every token and key once, and in Triton's interpreter
+it equals dense attention for every mix. The interpreter has to be asked for: TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cluster.model.attention import LayerAttention
+from cluster.model.cuda.paged_attention import (
+    StepTensors,
+    Tiles,
+    attend,
+    item_capacity,
+    place_capacity,
+    plan,
+    step_tensors,
+    tiles_for,
+)
+from tests.unit.model.attention_cases import Shape, Step, dense, make_step
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="runs Triton's interpreter: wants triton and TRITON_INTERPRET=1",
+)
+SMALL = Shape(heads=4, kv_heads=2, key_width=16, value_width=16)
+CAUSAL = LayerAttention(0.3)
+
+
+def attended(shape: Shape, step: Step, layer: LayerAttention, tensors: StepTensors | None = None) -> Tensor:
+    step.cache.write(step.batch.slots, step.key, step.value)
+    tensors = tensors or step_tensors(step.batch)
+    tiles = tiles_for(shape.heads, step.cache, shape.dtype)
+    made = plan(tensors, tiles, layer.sliding_window)
+    return attend(step.query, step.cache, layer, tensors, made, tiles, num_processors=1)
+
+
+MIXES = {
+    "answers": [(3, 1), (0, 1), (290, 1)],
+    "prompts": [(0, 40), (0, 3)],
+    "mixed": [(7, 5), (290, 1), (0, 20), (130, 2)],
+    "drafts of several shares": [(520, 3), (2, 4)],
+}
+
+
+SINKS = torch.linspace(-1, 1, 4)
+LAYERS = {
+    "causal": (CAUSAL, "auto"),
+    "causal, INT8": (CAUSAL, "int8"),
+    "window and sinks": (LayerAttention(0.3, sliding_window=9, sinks=SINKS), "int8"),
+    "wide window and cap": (LayerAttention(0.3, sliding_window=270, softcap=2.0), "auto"),
+    "cap and sinks": (LayerAttention(0.3, softcap=2.0, sinks=SINKS), "int8"),
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_mix_equals_dense_attention(mix: str, name: str) -> None:
+    layer, kv_cache_dtype = LAYERS[name]
+    shape = replace(SMALL, kv_cache_dtype=kv_cache_dtype)
+    step = make_step(shape, MIXES[mix], spans=mix == "mixed")
+    expected = dense(shape, step, layer)
+    torch.testing.assert_close(attended(shape, step, layer), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(1, 1, 64, 64, block_size=1, kv_cache_dtype="int8"),
+        Shape(7, 1, 80, 80, block_size=16),
+        Shape(7, 1, 80, 80, block_size=16, kv_cache_dtype="int8"),
+        Shape(6, 2, 96, 24, block_size=16, kv_cache_dtype="int8"),
+        Shape(14, 2, 128, 128, block_size=32),
+        Shape(8, 2, 256, 256, block_size=8),
+        Shape(8, 2, 256, 256, block_size=8, kv_cache_dtype="int8"),
+        Shape(3, 3, 192, 128, block_size=5),
+        Shape(40, 1, 16, 16),
+    ],
+    ids=lambda shape: f"{shape.heads}/{shape.kv_heads}/{shape.key_width}/{shape.value_width}",
+)
+def test_every_shape_of_heads_equals_dense_attention(shape: Shape) -> None:
+    step = make_step(shape, [(258, 1), (30, 12)], spans=True)
+    expected = dense(shape, step, CAUSAL)
+    torch.testing.assert_close(attended(shape, step, CAUSAL), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_half_precision_errs_by_the_rounding_of_probabilities(kv_cache_dtype) -> None:
+    """Values that are small, so that probability times scale would be lost in float16."""
+    shape = replace(SMALL, dtype=torch.float16, kv_cache_dtype=kv_cache_dtype)
+    step = make_step(shape, [(258, 1), (5, 9)])
+    step.value.mul_(1e-3)
+    for _, value in step.contexts:
+        value.mul_(1e-3)
+    for i, (key, value) in enumerate(step.contexts):
+        positions = torch.arange(len(key))
+        slots = step.batch.block_tables[i][positions // 4] * 4 + positions % 4
+        step.cache.write(slots, key, value)
+    expected, out = dense(shape, step, CAUSAL), attended(shape, step, CAUSAL).float()
+    assert float((out - expected).norm() / expected.norm()) < (2e-3 if kv_cache_dtype == "auto" else 2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_unwritten_rows_are_not_read(window: int | None) -> None:
+    layer = LayerAttention(0.3, sliding_window=window)
+    step = make_step(SMALL, MIXES["mixed"])
+    expected = dense(SMALL, step, layer)
+    for i, (new, context) in enumerate(zip(step.batch.query_lens, step.batch.context_lens, strict=True)):
+        first = 0 if window is None else max(0, context - new - window + 1)
+        unseen = torch.cat([torch.arange(first), torch.arange(context, step.batch.block_tables.shape[1] * 4)])
+        blocks = step.batch.block_tables[i][unseen // 4]
+        for store in (step.cache.key, step.cache.value):
+            store.data.flatten(0, 1)[(blocks * 4 + unseen % 4)[blocks > 0]] = float("nan")
+    step.batch.kv.segments[0][0] = step.batch.kv.segments[1][0] = float("nan")
+    torch.testing.assert_close(attended(SMALL, step, layer), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", [CAUSAL, LayerAttention(0.3, sliding_window=300, softcap=2.0)])
+def test_a_row_has_the_same_bits_alone_and_in_company(layer: LayerAttention) -> None:
+    sizes = [(520, 3), (7, 5), (290, 1), (0, 20)]
+    together = make_step(SMALL, sizes)
+    out = attended(SMALL, together, layer)
+    first = 0
+    for i, (new, context) in enumerate(
+        zip(together.batch.query_lens, together.batch.context_lens, strict=True)
+    ):
+        batch, own = together.batch, slice(first, first + new)
+        alone = replace(
+            batch, slots=batch.slots[own], query_lens=[new], context_lens=[context],
+            block_tables=batch.block_tables[i : i + 1], bidirectional_spans=[()],
+        )  # fmt: skip
+        step = replace(
+            together,
+            batch=alone,
+            query=together.query[own],
+            key=together.key[own],
+            value=together.value[own],
+        )
+        assert torch.equal(attended(SMALL, step, layer), out[own])
+        first += new
+
+
+def padded(tensors: StepTensors, num_tokens: int, num_seqs: int) -> StepTensors:
+    """The step in the buffers of a larger one."""
+    more_tokens, more_seqs = num_tokens - len(tensors.seqs), num_seqs - len(tensors.contexts)
+
+    def filled(numbers: Tensor, count: int, value: int) -> Tensor:
+        return torch.cat([numbers, numbers.new_full((count,), value)])
+
+    return replace(
+        tensors,
+        seqs=filled(tensors.seqs, more_tokens, -1),
+        indices=filled(tensors.indices, more_tokens, 0),
+        ends=filled(tensors.ends, more_tokens, 0),
+        starts=filled(tensors.starts, more_seqs, int(tensors.starts[-1])),
+        contexts=filled(tensors.contexts, more_seqs, 0),
+        tables=torch.nn.functional.pad(tensors.tables, (0, 3, 0, more_seqs)),
+    )
+
+
+def test_padding_changes_no_bit_and_gives_zeros() -> None:
+    step = make_step(SMALL, [(7, 5), (290, 1), (0, 20)])
+    out = attended(SMALL, step, CAUSAL)
+    tensors = padded(step_tensors(step.batch), len(out) + 5, 7)
+    query = torch.cat([step.query, torch.full_like(step.query[:5], float("nan"))])
+    filled = attended(SMALL, replace(step, query=query), CAUSAL, tensors)
+    assert torch.equal(filled[:-5], out)
+    assert torch.equal(filled[-5:], torch.zeros_like(filled[-5:]))
+
+
+sizes_of_steps = st.lists(
+    st.tuples(st.sampled_from([0, 1, 60, 256, 700, 3000]), st.sampled_from([0, 1, 2, 7, 40, 130])),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=15)
+@given(
+    sizes=sizes_of_steps,
+    window=st.sampled_from([None, 1, 100, 129, 1000]),
+    group=st.sampled_from([1, 7, 40]),
+    with_spans=st.booleans(),
+)
+@example(sizes=[(9000, 1)] * 33 + [(500, 30)], window=None, group=7, with_spans=False)
+@example(sizes=[(40000, 8)], window=None, group=40, with_spans=False)
+def test_the_plan_covers_every_token_and_key_once(sizes, window, group, with_spans) -> None:
+    counts = np.array([new for _, new in sizes])
+    contexts = counts + [old for old, _ in sizes]
+    starts = np.concatenate([[0], counts.cumsum()])
+    seqs = np.repeat(np.arange(len(sizes)), counts)
+    indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
+    ends = contexts[seqs] if with_spans else indices + 1
+    tensors = [torch.from_numpy(each.astype(np.int32)) for each in (seqs, indices, ends, starts, contexts)]
+    tiles = Tiles(group, max(16, group), max(64, group), 64, 64, 8, 3, 1, (16, 1), (16, 1))
+    step = StepTensors(*tensors, torch.zeros(len(sizes), 1), 4, bool((counts < 2).all()))
+    made = plan(step, tiles, window)
+    capacity = item_capacity(len(seqs), len(sizes), tiles, step.is_decode)
+    num_places = place_capacity(len(seqs), len(sizes))
+    covered = [np.zeros(end, dtype=int) for end in ends]
+    places: list[int] = []
+    for of_tiles in range(1 if step.is_decode else 2):
+        num_items = int(made.counts[of_tiles, 0])
+        assert num_items <= capacity
+        for seq, token, num_tokens, first, end, place, shares in made.items[
+            of_tiles, :num_items, :7
+        ].tolist():
+            assert (counts[seq] > tiles.row_tokens) == of_tiles
+            assert 0 < num_tokens <= (tiles.prompt_tokens if of_tiles else tiles.row_tokens)
+            assert (place < 0) == (shares == 1) and shares == made.seq_shares[seq]
+            for row in range(token, token + num_tokens):
+                assert seqs[row] == seq
+                seen_from = max(0, indices[row] - (window or 1 << 30) + 1)
+                covered[row][max(first, seen_from) : end] += 1
+                if shares > 1:
+                    places.append(place + (row - token) * shares)
+                    first_place = int(made.seq_places[seq]) + (row - starts[seq]) * shares
+                    assert 0 <= places[-1] - first_place < shares
+    assert len(set(places)) == len(places) and max(places, default=-1) < num_places
+    for row, numbers in enumerate(covered):
+        seen_from = max(0, indices[row] - (window or 1 << 30) + 1)
+        assert (numbers[seen_from:] == 1).all() and not numbers[:seen_from].any()
