@@ -25,6 +25,7 @@ REHEARSED = {  # test file: places
         cluster/model/attention.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
+    "test_layer_launches.py": "cluster/model/cuda/paged_attention.py:step_tensors.on_device",
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
         cluster/model/logprobs.py:RawLogprobs.__init__ cluster/model/sampling.py:_ascending
@@ -75,6 +76,8 @@ REHEARSED = {  # test file: places
 }
 NOT_REHEARSED = {
     "cluster/model/cuda/kernels.py:module": "Triton: test_cuda_attention.py, test_cuda_compile.py",
+    "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
+    "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
     "kv_transfer/codecs/triton_checksum.py:module": "Triton: test_triton_checksum.py, likewise",
     "kv_transfer/agents/collective_agent.py:built_backends": "asks this build of torch",
