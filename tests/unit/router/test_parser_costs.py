@@ -118,6 +118,7 @@ def test_an_answer_of_twice_the_length_costs_twice_as_much(monkeypatch, name):
                     assert large <= 2.5 * small + 4000, (size, before, filler, behind, small, large)
 
 
+@pytest.mark.slow
 def test_the_counted_matcher_sees_what_is_quadratic():
     """The patterns that Hermes and Qwen had."""
     import regex
