@@ -17,7 +17,7 @@ from bench.chaos.processes import REPLICAS, Processes
 from bench.ray_access import ray_headers
 from cluster.serving.launch import LocalCluster, processes_of
 from tests.serve.conftest import audit, configuration
-from tests.serve.test_replicas import HANG_S, pid_of
+from tests.serve.test_replicas import GUARD_S, HANG_S, pid_of
 
 LONG, SHORT = 1500, 4
 
@@ -73,7 +73,7 @@ async def test_requests_and_replicas_do_not_notice(cluster: LocalCluster, kind: 
     processes = Processes(cluster.folder)
     (old,) = processes.of(kind)
     before = {replica: processes.of(replica) for replica in REPLICAS}
-    async with asyncio.timeout(HANG_S), httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
+    async with asyncio.timeout(GUARD_S), httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as client:
         answer = asyncio.create_task(client.post("/v1/chat/completions", json=body(LONG)))
         os.kill(old, signal.SIGKILL)
         while processes.of(kind) in ([], [old]):
@@ -119,7 +119,8 @@ def is_driver(pid: int) -> bool:
 
 
 async def until_taken_over(cluster: LocalCluster, client: httpx.AsyncClient) -> None:
-    """Serve's controller lists all replicas as running."""
+    """Serve's controller lists all replicas as running, and Ray's dashboard, which starts late on a busy
+    machine, says so."""
     while (url := cluster.dashboard_url()) is None:
         await asyncio.sleep(0.2)
     states: list[str] = []

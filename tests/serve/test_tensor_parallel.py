@@ -15,7 +15,15 @@ import pytest
 from bench import equality
 from bench.workload import Reference, make_cases
 from cluster.serving.launch import LocalCluster, processes_of
-from tests.serve.test_replicas import HANG_S, ask, pid_of, pids_of, until_running, wait_for_health
+from tests.serve.test_replicas import (
+    HANG_S,
+    ask,
+    pid_of,
+    pids_of,
+    stopped_controller,
+    until_running,
+    wait_for_health,
+)
 
 
 def rank_of(cluster: LocalCluster, leader: int) -> int:
@@ -58,8 +66,9 @@ async def test_workers_are_replaced_that_lose_a_rank_or_their_first_process(para
     async with httpx.AsyncClient(base_url=parallel.url, timeout=HANG_S) as client:
         await until_running(client, "decode", 2)  # another test may have cost one
     prefill, killed = pid_of(parallel, "Prefill"), pids_of(parallel, "Decode")[0]
-    os.kill(rank_of(parallel, prefill), signal.SIGKILL)
-    await asyncio.to_thread(wait_for_health, parallel.url, 503, timeout_s=2)
+    with stopped_controller(parallel):
+        os.kill(rank_of(parallel, prefill), signal.SIGKILL)
+        await asyncio.to_thread(wait_for_health, parallel.url, 503)
     rank = os.pidfd_open(rank_of(parallel, killed))
     os.kill(killed, signal.SIGKILL)
     has_ended, _, _ = await asyncio.to_thread(select.select, [rank], [], [], 120)
@@ -69,6 +78,6 @@ async def test_workers_are_replaced_that_lose_a_rank_or_their_first_process(para
         while killed in (now := pids_of(parallel, "Decode")) or len(now) < 2:
             await asyncio.sleep(0.5)
         await until_running(client, "decode", 2)
-    await asyncio.to_thread(wait_for_health, parallel.url, 200, timeout_s=180)
+    await asyncio.to_thread(wait_for_health, parallel.url, 200)
     assert pid_of(parallel, "Prefill") != prefill
     assert ask(parallel.url).status_code == 200
