@@ -48,7 +48,7 @@ $(STAMP):
 	$(BIN)/pip install --quiet --no-compile $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r requirements/cpu.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/pip install --quiet --no-compile --no-deps --target $(VENV)/openai-2 --upgrade $(OPENAI_2)
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/openai-2 || true  # pip would use one core; some files are templates
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/openai-2 $(PACKAGES) || true  # pip would use one core; some files are templates
 	$(BIN)/python -m cluster.native.build cluster/model/cpu cluster/kvcache kv_transfer/codecs
 	rm -f $(VENV)/.installed-*
 	touch $@

@@ -9,11 +9,12 @@ import sys
 import pytest
 
 from bench import fuzz_media
+from tests.fakes.slow_params import often
 
 MAX_GROWTH_BYTES = 100 * 2**20
 
 
-@pytest.mark.parametrize("num_items", [800, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_items", often([400, 5_000], [400]))
 def test_hostile_media_is_answered_or_refused_and_nothing_else(num_items):
     report = fuzz_media.fuzz(num_items, seed=0)
     assert not report.failures

@@ -23,6 +23,7 @@ from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
 from router.flow import continuation
 from tests.fakes.local_prefill import let_prefill_locally
+from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
 
@@ -83,15 +84,13 @@ FAILURES: list[tuple[str, Errors]] = [  # those of one entry meet one cluster; i
 ]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("text", marks=pytest.mark.slow), "image and audio"])
+@pytest.mark.parametrize("kind", often(["text", "image and audio"], ["image and audio"]))
 @pytest.mark.parametrize(("verb", "errors"), FAILURES)
 async def test_whichever_operation_fails_the_next_request_is_answered(expected, verb, errors, kind):
     await check_each_failure(ARGS, expected[kind], verb, errors)
 
 
-@pytest.mark.parametrize(
-    "verb", ["post", *(pytest.param(verb, marks=pytest.mark.slow) for verb in ("poll", "notify"))]
-)
+@pytest.mark.parametrize("verb", often(["post", "poll", "notify"], ["post"]))
 async def test_whichever_operation_fails_over_coded_kv_the_next_request_is_answered(expected, verb):
     """Requests with a whole group of tokens, whose answers int8 does not change."""
     await check_each_failure(CODED_ARGS, expected["image and audio"], verb, (TransferError,))
@@ -132,7 +131,7 @@ TROUBLES: dict[str, tuple[Trouble, bool]] = {  # with the n-th notification, and
 }
 
 
-@pytest.mark.parametrize("kind", ["text", "image and audio"])
+@pytest.mark.parametrize("kind", often(["text", "image and audio"], ["image and audio"]))
 async def test_trouble_with_any_notification_harms_one_request_at_most(expected, kind):
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
         let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel

@@ -15,6 +15,7 @@ from cluster.text.defaults import GenerationDefaults
 from router.openai.schema import ChatRequest
 from router.openai.translate import CallContext, chat_call
 from tests.fakes.progress import Progress
+from tests.fakes.slow_params import often
 from tests.flow.local_cluster import local_cluster
 from tests.flow.test_law import cluster_args
 
@@ -28,7 +29,7 @@ def call_for(case, **fields):
     return chat_call(ChatRequest.model_validate(body), CallContext("demo", GenerationDefaults.load(MODEL)))
 
 
-@pytest.mark.parametrize("transport", ["in_process", "nixl"])
+@pytest.mark.parametrize("transport", often(["in_process", "nixl"], ["nixl"]))
 async def test_clients_that_leave_at_random_moments_leave_nothing_behind(transport):
     """Moments are counted in events of all answers, so that a slow machine sees the same ones."""
     rng, progress = random.Random(5), Progress()

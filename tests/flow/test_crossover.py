@@ -21,6 +21,7 @@ from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopP
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.local_prefill import let_prefill_locally
 from tests.fakes.progress import Progress
+from tests.fakes.slow_params import often
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
 from tests.flow.text_models import (
@@ -66,13 +67,10 @@ def cut_stretches(cluster: LocalCluster) -> None:
 
 ALL, EVERY_OTHER = (lambda _: True), (lambda number: number % 2)  # which prompts decode computes
 ALWAYS = (("off", 1, ALL), ("off", 2, EVERY_OTHER), ("ngram", 2, ALL), ("draft", 1, EVERY_OTHER))
-WAYS = [
-    pytest.param(*way, marks=() if way in ALWAYS else pytest.mark.slow)
-    for way in itertools.product(("off", "ngram", "draft"), (1, 2), (ALL, EVERY_OTHER))
-]
+WAYS = list(itertools.product(("off", "ngram", "draft"), (1, 2), (ALL, EVERY_OTHER)))
 
 
-@pytest.mark.parametrize(("speculation", "num_choices", "prefills_locally"), WAYS)
+@pytest.mark.parametrize(("speculation", "num_choices", "prefills_locally"), often(WAYS, ALWAYS))
 async def test_prompts_that_decode_computes_are_answered_like_generate(
     folder, prompts, expected, speculation, num_choices, prefills_locally
 ):
@@ -118,7 +116,7 @@ async def test_a_seed_draws_what_it_draws_where_prefill_computes_the_prompt(fold
 
 async def test_texts_that_stay_among_media_that_move_are_answered_like_generate():
     reference = Reference(MODEL)
-    expected = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(13, 30)]
+    expected = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(13, 18)]
     async with local_cluster(cluster_args(48, "nixl"), (1, 1, 2)) as cluster:
         policy = let_prefill_locally(cluster.door)
         await check_all(cluster, expected, 16)

@@ -19,7 +19,7 @@ from router.policy.baselines import RoundRobinPolicy
 from tests.flow.local_cluster import HANG_S, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
 
-NUM_CASES = 16
+NUM_CASES = 8
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ CLUSTERS = {
     Role.ENCODE: ((2, 2, 2), NUM_CASES),
     Role.PREFILL: ((2, 2, 2), NUM_CASES),
     Role.DECODE: ((2, 2, 2), NUM_CASES),
-    Role.ENCODE_PREFILL: ((0, 0, 1, 0, 2), NUM_CASES // 4),
-    Role.WHOLE: ((0, 0, 0, 0, 0, 2), NUM_CASES // 4),
+    Role.ENCODE_PREFILL: ((0, 0, 1, 0, 2), NUM_CASES // 2),
+    Role.WHOLE: ((0, 0, 0, 0, 0, 2), NUM_CASES // 2),
 }
 
 

@@ -20,6 +20,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from tests.fakes.slow_params import often
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
 
@@ -147,7 +148,7 @@ def decode(language: LanguageModel, kv: BlockMemory, sequences: list[Sequence]) 
     return [s.tokens for s in sequences]
 
 
-@pytest.mark.parametrize("size", [7, BLOCK_SIZE, 10_000])
+@pytest.mark.parametrize("size", often([7, BLOCK_SIZE, 10_000], [7]))  # whole prompts: the next test
 def test_packed_chunked_prefill_and_batched_decode_equal_generate(family: Split, size: int) -> None:
     kv = memory(family.language)
     sequences = admit(family)
@@ -179,7 +180,7 @@ def test_kv_copied_to_other_blocks_of_a_second_memory_equals_generate(family: Sp
     assert decode(family.language, target, sequences) == family.expected
 
 
-@pytest.mark.parametrize("size", [7, BLOCK_SIZE, 53])
+@pytest.mark.parametrize("size", often([7, BLOCK_SIZE, 53], [7]))
 def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split, size: int) -> None:
     """Without a word about positions or spans from prefill."""
     kv, token_ids, table = memory(family.language), family.text.token_ids, [9, 4, 7, 2, 5]

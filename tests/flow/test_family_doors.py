@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from router.openai.schema import ChatRequest
 from router.openai.translate import CallContext, chat_call
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.local_prefill import let_prefill_locally
+from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
 
@@ -46,6 +48,13 @@ ONE_SOUND = ("qwen3_asr", "audioflamingo3", "musicflamingo", "glmasr")
 EQUAL_TILES = ("perception_lm", "aria")
 # transformers pads the sounds of a call to the longest one, and that changes the last rows of shorter ones
 EQUAL_SOUNDS = ("qwen3_omni", "qwen3_asr")
+# One for each mechanism: positions in several dimensions, windows of the encoder, deep stacks and sound; frames
+# with their times; other dimensions; ids that are read as token 0; marked rows; tiles of images and frames; rows
+# and columns of tiles; spans in both directions; crops; sound of a fixed and of any length; another tokenizer.
+OFTEN = (
+    "qwen2_5_vl", "qwen3_omni", "glm4v", "hunyuan_vl", "kimi_k25", "muse_glimmer", "llava_onevision",
+    "granite_docling", "gemma3", "aria", "qwen2_audio", "qwen3_asr", "voxtral",
+)  # fmt: skip
 NEVER_BOTH = ("smolvlm", "glm")  # transformers takes images or clips in a prompt of theirs
 
 
@@ -228,7 +237,7 @@ async def ask(client: httpx.AsyncClient, content: list[Part]) -> Expected:
     return Expected(answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"])
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", often(FAMILIES, OFTEN))
 async def test_answers_over_http_equal_generate(name: str, tmp_path) -> None:
     folder = save_family(name, tmp_path)
     media = MediaProcessor.load(folder.path)
@@ -273,8 +282,13 @@ async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -
     return list(prompt.prompt.token_ids), answer
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni"])
-@pytest.mark.parametrize("max_batch_tokens", [16, 1024])
+@pytest.mark.parametrize(
+    ("name", "max_batch_tokens"),
+    often(
+        itertools.product(("qwen2_5_omni", "qwen3_omni"), (16, 1024)),
+        (("qwen2_5_omni", 16), ("qwen3_omni", 1024)),
+    ),
+)
 async def test_a_clip_that_is_heard_is_answered_as_by_generate(
     name: str, max_batch_tokens: int, tmp_path
 ) -> None:

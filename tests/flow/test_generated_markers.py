@@ -4,6 +4,7 @@ any others: such a token is text, for plain decode and for a prompt that is resu
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -21,6 +22,7 @@ from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from router.openai.schema import ChatRequest
 from router.openai.translate import CallContext, chat_call
 from router.telemetry.timeline import RequestTimeline
+from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_families import BLOCK_SIZE, memory
@@ -31,6 +33,7 @@ from tests.flow.tiny_models import AE, AS, AUD, IMG, VE, VID, VS, TinyRequest
 # Markers before, around and without placeholders; placeholders without markers; ends before beginnings.
 FORCED = (VS, IMG, IMG, VE, 7, AS, AUD, AE, VS, VID, VID, VE, IMG, AUD, VID, AE, VE, 9, VS, AS, AS, VS)
 NUM_FREE = 6
+CUTS = (0, 1, 2, 8, 13, 18, len(FORCED), len(FORCED) + 3)  # tokens before a preemption
 # Each way of placing positions and of marking media, and ids that are read as token 0; the others are like
 # one of them.
 ALWAYS = (
@@ -104,19 +107,21 @@ class Halves:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MEDIA_FAMILIES],
+    ("name", "cuts"),
+    [
+        *often(itertools.product(MEDIA_FAMILIES, [CUTS[::2]]), [(name, CUTS[::2]) for name in ALWAYS]),
+        *often(itertools.product(ALWAYS, [CUTS[1::2]]), []),
+    ],
 )
-def test_generated_markers_of_media_are_text_as_for_generate(name: str) -> None:
-    """Decoded one by one, and as the end of a prompt that was preempted behind each of some tokens."""
+def test_generated_markers_of_media_are_text_as_for_generate(name: str, cuts: tuple[int, ...]) -> None:
+    """Decoded one by one, and as the end of a prompt that was preempted after each of some tokens."""
     case = MEDIA_FAMILIES[name]()
     expected = [forced_answer(case.model, request) for request in case.requests]
     encoder = EncoderModel.from_model(case.model)
     halves = Halves(encoder, LanguageModel.from_model(case.model, block_size=BLOCK_SIZE))
     assert any(request.placed for request in case.requests)
-    cuts = (0, 1, 2, 8, 13, 18, len(FORCED), len(FORCED) + 3)
     for request, answer in zip(case.requests, expected, strict=True):
-        for num_known in cuts if name in ALWAYS else cuts[::2]:
+        for num_known in cuts:
             assert halves.resumed_answer(request, answer[:num_known]) == answer
 
 
@@ -126,7 +131,7 @@ def test_generated_markers_of_media_are_text_as_for_generate(name: str) -> None:
 NUM_TOKENS = 40
 LOUDNESS = 6.0
 PREEMPTED_AFTER = 9  # tokens of an attempt
-NUM_DRAWN = 24  # answers at least, so that they have enough of the special tokens
+NUM_DRAWN = 12  # answers at least, so that they have enough of the special tokens
 
 
 def special_ids(folder: FamilyFolder) -> list[int]:
@@ -180,10 +185,7 @@ def generated(reference: Reference, content: list[Part]) -> list[int]:
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in PREEMPTED else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
-)
+@pytest.mark.parametrize("name", often(FAMILIES, PREEMPTED))
 async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str, tmp_path) -> None:
     folder = save_family(name, tmp_path)
     make_talkative(folder)

@@ -11,26 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.slow_params import often
 from tests.histories import steps
 from tests.histories.history import History, play
 from tests.histories.hunt import MUTANTS, NAMED, planted, seeds_to_find
 
-NUM_HISTORIES, NUM_ALL_HISTORIES, CHUNK = 200, 500, 100  # in every run; in the slow tests, too
+NUM_HISTORIES, NUM_ALL_HISTORIES, CHUNK = 100, 500, 100  # in every run; in the slow tests, too
 SEED = 12
-STRIDE = 5  # every how many steps a process is killed here; `make histories` kills it at all of them
+STRIDE = 9  # every how many steps a process is killed here; `make histories` kills it at all of them
 CHEAP_MUTANTS = ("first_token_twice", "cancel_lost", "admission_kept", "partial_block_shared")
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        *range(0, NUM_HISTORIES, CHUNK),
-        *(
-            pytest.param(first, marks=pytest.mark.slow)
-            for first in range(NUM_HISTORIES, NUM_ALL_HISTORIES, CHUNK)
-        ),
-    ],
-)
+@pytest.mark.parametrize("first", often(range(0, NUM_ALL_HISTORIES, CHUNK), range(0, NUM_HISTORIES, CHUNK)))
 def test_nothing_is_wrong_lost_doubled_or_left(first: int) -> None:
     counts = sum((play(seed) for seed in range(first, first + CHUNK)), Counter())
     for kind in (

@@ -9,6 +9,7 @@ import pytest
 from bench import equality, soak
 from bench.workload import make_cases
 from tests.fakes.cases import Answered, Pair, part_of
+from tests.fakes.slow_params import often
 
 NUM_REQUESTS, NUM_ALL_REQUESTS = 90, 204  # in every run; in the slow test
 
@@ -37,7 +38,7 @@ def test_all_greedy_answers_over_http_equal_generate(cluster_url, answered, conc
     assert faults == []
 
 
-@pytest.mark.parametrize("num_requests", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", often([80, 1000], [80]))
 def test_many_requests_with_a_fifth_cancelled_leave_nothing_behind(cluster_url, num_requests):
     cases = make_cases(78, num_requests)
     outcomes = asyncio.run(soak.run(cluster_url, cases, concurrency=16, cancelled_ratio=0.2, seed=3))

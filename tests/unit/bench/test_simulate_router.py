@@ -88,7 +88,7 @@ def test_a_scenario_is_busy_and_not_overloaded(scenario: str) -> None:
     [
         PolicyCase("4 images", "joint", 0, 40),
         PolicyCase("two kinds of GPU", ORACLE, 0, 40),
-        SplitCase("text", "4 EPD, joint", "1 s, 25 ms", 0, min_requests=40),
+        SplitCase("text", "4 EPD, joint", "1 s, 25 ms", 0, min_requests=20),
         GroupCase("joint", "1 E, 3 P, 4 D, joint", 20.0, 0, 40),
         OverloadCase(1.0, True, 0, 0.5),
     ],
@@ -219,7 +219,7 @@ def test_a_limit_for_each_token_decides_whether_decode_has_devices_of_its_own(
     tpot_s: float, num_decode: int
 ) -> None:
     workload = Workload("long texts", fixed_text(4000, 10))
-    plans = plan(workload, Slo(2.0, tpot_s), {"h200": 2}, VL_7B, 20)
+    plans = plan(workload, Slo(2.0, tpot_s), {"h200": 2}, VL_7B, 10)
     best = plans[0].division[0][1]
     assert best.num_decode == num_decode
     assert plans[0].rate >= 0.97 * max(each.rate for each in plans) > 0
@@ -235,7 +235,7 @@ def test_devices_without_room_for_the_model_are_an_error() -> None:
 def test_the_planner_command_writes_a_table_and_a_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["plan", "--workload", "text-400", "--gpus", "h200:2", "--requests", "20"]
+    command = ["plan", "--workload", "text-400", "--gpus", "h200:2", "--requests", "10"]
     assert simulate_main.main([*command, "--svg", str(tmp_path / "p.svg")]) == 0
     assert "1P+1D*" in capsys.readouterr().out
     assert (tmp_path / "p.svg").exists()

@@ -26,6 +26,7 @@ from cluster.types.media import MediaOptions
 from cluster.types.request import SamplingParams
 from encoder_service.runner import EncoderRunner, Piece, Prepared
 from tests.fakes.cuda_device import SimulatedCuda
+from tests.fakes.slow_params import often
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
 from tests.gpu.cases import check_recorded_steps, dense
@@ -62,14 +63,14 @@ def check_equal(found: list[Tensor], expected: list[Tensor], tolerance: float) -
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-# the last two: ids that are read as token 0; layers with unlike numbers of heads
-QUICK = ("gemma3_window", "gpt_oss_sinks_window", "qwen3_moe", "kimi_k25", "step3p7")
+# experts; ids that are read as token 0; layers with unlike numbers of heads. Windows: the next test
+QUICK = ("qwen3_moe", "kimi_k25", "step3p7")
 MODELS = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in sorted(MODELS)],
+    often(sorted(MODELS), QUICK),
 )
 def test_a_language_model_gives_the_cpus_logits(name: str, device: SimulatedCuda) -> None:
     whole = MODELS[name]().model
@@ -226,10 +227,7 @@ QUICK_ENCODERS = ("qwen2_5_omni", "llava_onevision", "qwen3_vl", "aria", "qwen3_
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK_ENCODERS else [pytest.mark.slow])
-        for name in MEDIA_FAMILIES
-    ],
+    often(MEDIA_FAMILIES, QUICK_ENCODERS),
 )
 def test_an_encoder_gives_the_cpus_rows(name: str, device: SimulatedCuda) -> None:
     case = MEDIA_FAMILIES[name]()

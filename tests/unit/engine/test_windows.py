@@ -187,7 +187,7 @@ request_sizes = st.tuples(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     window=st.integers(1, 24),
     max_draft=st.integers(0, 5),

@@ -196,6 +196,7 @@ def test_of_equal_logits_a_greedy_row_takes_the_first_also_where_numbers_end() -
         assert sample(rows, [SamplingParams()] * 5, [0] * 5) == [0, 40, 0, 3, 8]
 
 
+@pytest.mark.slow  # tests/serve compares two clusters
 def test_another_process_draws_the_same_tokens() -> None:
     code = (
         "import torch; from cluster.model.sampling import sample; from cluster.types.request import SamplingParams as S;"

@@ -60,7 +60,7 @@ def test_every_field_takes_every_extreme(door, path):
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_several_fields_take_extremes_at_once(path, data):
     """Over HTTP: 200 or 4xx, every generation closed, and nothing taken that the document does not allow."""

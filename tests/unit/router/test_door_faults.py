@@ -38,6 +38,7 @@ from router.telemetry.timeline import RequestTimeline
 from tests.fakes.placement import EPD
 from tests.unit.router.scripted_flow import Reader, ScriptedFlow, grant
 
+E_PD = (Role.ENCODE, Role.LANGUAGE)
 CLUSTER = (
     "started", "item_moved", "item_done", "prefilled", "ended", "observed", "reported", "media_changed",
     "blocks_changed", "measured",
@@ -173,8 +174,15 @@ def fail_at(n: int, is_late: bool, roles: Sequence[Role]) -> tuple[Faults, World
     return faults, world
 
 
-@pytest.mark.parametrize("roles", [EPD, (Role.ENCODE, Role.LANGUAGE)], ids=["E/P/D", "E/PD"])
-@pytest.mark.parametrize("is_late", [False, True], ids=["not done", "done"])
+@pytest.mark.parametrize(
+    ("is_late", "roles"),
+    [
+        pytest.param(False, EPD, id="not done-E/P/D"),
+        pytest.param(True, EPD, id="done-E/P/D", marks=pytest.mark.slow),
+        pytest.param(False, E_PD, id="not done-E/PD", marks=pytest.mark.slow),
+        pytest.param(True, E_PD, id="done-E/PD"),
+    ],
+)
 def test_an_operation_that_fails_ends_one_request_at_most(is_late, roles, caplog):
     caplog.set_level("CRITICAL")
     seen = set()

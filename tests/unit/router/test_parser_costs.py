@@ -14,6 +14,7 @@ from cluster.text.formats import ORDER
 from router.parsing import calls
 from router.parsing.parser import MAX_WAITING, AnswerParser
 from tests.fakes.counting import CountedPattern
+from tests.fakes.slow_params import often
 
 PLAIN = SimpleNamespace(added_tokens_decoder={})
 SPACES = (" ", "\n", " \n\t")
@@ -100,12 +101,10 @@ class Costs:
         monkeypatch.setattr(content_parsers, "re", SimpleNamespace(finditer=finditer, escape=regex.escape))
 
 
-QUICK = ("hermes", "mistral_args", "llama3")  # the others take 3 to 12 s each
+QUICK = ("hermes", "llama3")  # the others take 3 to 12 s each
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ORDER]
-)
+@pytest.mark.parametrize("name", often(ORDER, QUICK))
 def test_an_answer_of_twice_the_length_costs_twice_as_much(monkeypatch, name):
     costs = Costs(monkeypatch, name)
     many = {*SPACES, *LETTERS, *beginnings(name)}

@@ -28,7 +28,7 @@ def whole_text(text: str, stops: list[str], *, keeps_match: bool) -> tuple[str, 
     return text, None
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     pieces=st.lists(st.text(LETTERS, max_size=5), max_size=12),
     stops=st.lists(st.text(LETTERS, min_size=1, max_size=7), max_size=6),
@@ -48,7 +48,7 @@ def test_any_split_of_a_stream_gives_what_the_whole_text_gives(pieces, stops, ke
     assert out + stream.flush() == expected and stream.push("")[1] == matched
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     sequences=st.lists(st.lists(st.integers(0, 2), max_size=5).map(tuple), max_size=8),
     stream=st.lists(st.integers(0, 3), max_size=30),
