@@ -20,6 +20,7 @@ from deploy.demo_model.training import data
 from deploy.demo_model.training.media import decode_mp4, mp4_bytes
 from router.openai.app import build_api
 from tests.contract.fetch_host import MediaHost, Request, answer, redirect
+from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, LocalCluster
 from tests.flow.media_client import (
     Part,
@@ -186,7 +187,7 @@ async def test_a_client_that_leaves_during_a_fetch_leaves_nothing_behind(stream)
 LONG = 24  # tokens of an answer that does not end: what it says later depends on every embedding
 
 
-@pytest.mark.parametrize(("temporal", "spatial"), [(1, 2), (2, 1), (3, 3)])
+@pytest.mark.parametrize(("temporal", "spatial"), often([(1, 2), (2, 1), (3, 3)], [(1, 2), (2, 1)]))
 async def test_pooled_media_is_answered_as_by_generate_on_means(reference, temporal, spatial):
     rng = random.Random(4)
     odd, small = (data.make_image(rng, size)[0] for size in ((112, 144), (80, 64)))  # 7 x 9 and 5 x 4 rows

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from bench.door.__main__ import OTHERS_STEP_S, started, streams
+from tests.fakes.slow_params import often
 
 
-@pytest.mark.parametrize("num_doors", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_doors", often([1, 2], [1]))
 async def test_every_token_of_every_stream_is_counted_with_its_lag(num_doors: int):
     async with started(num_doors, 0.5) as bench:
         row = await streams(bench, 3, 120.0)

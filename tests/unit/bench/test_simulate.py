@@ -160,7 +160,7 @@ def test_a_queue_with_constant_service_waits_as_theory_says() -> None:
     service_s, load = 0.1, 0.6
     workload = Workload("constant", fixed_text(64, 1))
     _, outcomes = simulate(
-        single(Curve(service_s, 0.0)), workload, load / service_s, 5_000, lambda _: OnlyOne(), noise=0.0
+        single(Curve(service_s, 0.0)), workload, load / service_s, 3_000, lambda _: OnlyOne(), noise=0.0
     )
     waits = [outcome.ttft_s - service_s - 2 * NETWORK_S for outcome in outcomes]
     expected_s = load * service_s / (2 * (1 - load))

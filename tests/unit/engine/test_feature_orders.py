@@ -118,7 +118,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(st.lists(arrivals, min_size=2, max_size=6), st.lists(events, max_size=60))
 def test_in_any_order_of_events_nothing_leaks_and_no_request_is_forgotten(first, happened):
     model = Model()

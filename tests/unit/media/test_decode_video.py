@@ -40,7 +40,7 @@ def decoded_as_probed(data: bytes, options: MediaOptions = DEFAULT_OPTIONS) -> t
     return frames, probed
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_probe_and_decode_agree_about_every_clip_and_strategy(data):
     form, codec = data.draw(st.sampled_from(FORMATS))

@@ -27,7 +27,7 @@ layers = st.builds(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     layer=layers,
     sizes=st.lists(st.tuples(st.integers(0, 23), st.integers(1, 9)), min_size=1, max_size=4),

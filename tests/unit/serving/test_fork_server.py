@@ -20,6 +20,7 @@ from cluster.serving.fork_server import (
     NotForkable,
     check_forkable,
 )
+from tests.fakes.slow_params import often
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
 # Starts the fork server and requests workers, all at once.
@@ -116,7 +117,7 @@ def test_other_programs_run_with_the_real_interpreter(tmp_path):
     assert not any(worker["ends_with_driver"] for worker in workers)
 
 
-@pytest.mark.parametrize("script", ["agent.py", "log_monitor.py", "dashboard.py"])
+@pytest.mark.parametrize("script", often(["agent.py", "log_monitor.py", "dashboard.py"], ["dashboard.py"]))
 def test_what_no_start_waits_for_leaves_the_cores_to_the_workers(tmp_path, script):
     agent, _ = run(tmp_path, "fractions", script=script, number=2)
     assert agent["nice"] == min(os.nice(0) + BACKGROUND_NICE, 19) and not agent["is_forked"]

@@ -22,7 +22,7 @@ from tests.fakes.placement import (
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(0, 3), st.integers(0, 2))
 @example(
     1644, 1, 0
