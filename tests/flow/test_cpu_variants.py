@@ -10,10 +10,12 @@ import pytest
 from cluster.model.cpu import library
 from cluster.native.variants import AUTO, NONE, runnable_variants, select
 from tests.fakes.cases import Answered, Pair
+from tests.fakes.slow_params import often
 from tests.flow.local_cluster import local_cluster
 from tests.flow.test_law import MODEL, check_ids, cluster_args
 
 NUM_CASES, MAX_TOKENS = 3, 24
+CHOICES = [*(variant.name for variant in runnable_variants()), NONE]  # best first
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def _as_before() -> Iterator[None]:
     select(AUTO)
 
 
-@pytest.mark.parametrize("choice", [*(variant.name for variant in runnable_variants()), NONE])
+@pytest.mark.parametrize("choice", often(CHOICES, CHOICES[1:]))  # all other tests run the best one
 async def test_answers_of_every_variant_equal_generate(expected: list[Pair], choice: str) -> None:
     async with local_cluster(cluster_args(48).model_copy(update={"cpu_kernels": choice})) as cluster:
         kernels = library.load()
