@@ -10,21 +10,20 @@ Runs once, when the model is loaded, on the loading thread. Takes seconds, most 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import AttentionBackend, AttentionShape, PagedBatch
+from cluster.model.attention import AttentionBackend, AttentionShape, ModelAttention, PagedBatch
 from cluster.model.attention_flash import FlashAttention, reads_pages
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda import decode_attention
 from cluster.model.cuda.libraries import FlashLibrary, installed
 from cluster.model.kv_format import LayerCache, PlainRows, layer_cache
+from cluster.model.layers.trial import median_s
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +41,9 @@ def choose(
     device: torch.device,
     dtype: torch.dtype,
     shape: AttentionShape,
-    fallback: AttentionBackend,
+    fallback: ModelAttention,
     libraries: Callable[[], Sequence[tuple[str, FlashLibrary]]] = lambda: tuple(installed()),
-) -> AttentionBackend:
+) -> ModelAttention:
     """The fallback, if all else fails: decode steps by it are not recorded. Raises RuntimeError if the device
     broke in the attempt."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -168,11 +167,4 @@ class _Step:
         error = float((self.attend(backend).float() - expected.float()).norm() / expected.float().norm())
         if not error <= TOLERANCE:  # also for NaN
             raise ValueError(f"its results are wrong by {error:.1%}")
-        times = []
-        for _ in range(NUM_ROUNDS):
-            torch.cuda.synchronize(self._query.device)
-            start = time.perf_counter()
-            self.attend(backend)
-            torch.cuda.synchronize(self._query.device)
-            times.append(time.perf_counter() - start)
-        return median(times)
+        return median_s(lambda: self.attend(backend), self._query.device, NUM_ROUNDS)
