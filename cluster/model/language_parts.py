@@ -96,11 +96,8 @@ def probed_parts(
     family, base = family_of(model.config), backbone_of(model)
     text = getattr(base, family.text_module) if family.modalities else base
     check_class(type(text))
-    embed, head = (
-        cast(nn.Embedding, model.get_input_embeddings()),
-        cast(nn.Linear, model.get_output_embeddings()),
-    )
-    after = post_head(model.config)
+    embed = cast(nn.Embedding, model.get_input_embeddings())
+    head, after = cast(nn.Linear, model.get_output_embeddings()), post_head(model.config)
     if shapes is None:
         shapes = probe_backbone(text, model.config.get_text_config().hidden_size)
         check_post_head(model, text, after)
@@ -136,9 +133,8 @@ def _attention_shape(
     """Of the first layer, as this rank has it."""
     config = model.config.get_text_config()
     (kv_heads, width), first = shape.key, config.per_layer_config[0]
-    group = first.num_attention_heads // (
-        getattr(first, "num_key_value_heads", None) or first.num_attention_heads
-    )
+    num_heads = first.num_attention_heads
+    group = num_heads // (getattr(first, "num_key_value_heads", None) or num_heads)
     layer = LayerAttention(width**-0.5, softcap=getattr(config, "attn_logit_softcapping", None))
     return AttentionShape(layout, block_size, kv_heads * group, layer)
 
@@ -163,8 +159,9 @@ def _on_kernels(
         replace_layers(parts.text, kernels, trial)
         if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
             parts.model.set_output_embeddings(head)  # the old one's weights are not kept
-            decoder = whole_decoder(parts.text, head, kernels, trial) if parts.post_head is None else None
-            parts = replace(parts, head=head, decoder=decoder)
+            parts = replace(parts, head=head)
+        if parts.post_head is None:
+            parts = replace(parts, decoder=whole_decoder(parts.text, parts.head, kernels, trial))
     if weight_dtype != "auto" and head is None:
         raise ConfigError(
             f"weight_dtype {weight_dtype} needs the native CPU kernels; the log says why they are missing"

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import AttentionBackend, AttentionShape, ModelAttention, PagedBatch
+from cluster.model.attention import AttentionBackend, AttentionShape, ModelAttention
 from cluster.model.attention_flash import FlashAttention, reads_pages
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda import decode_attention
 from cluster.model.cuda.libraries import FlashLibrary, installed
 from cluster.model.kv_format import LayerCache, PlainRows, layer_cache
-from cluster.model.layers.trial import median_s
+from cluster.model.layers.trial import PackedStep, median_s
 
 logger = logging.getLogger(__name__)
 
@@ -129,38 +128,17 @@ class _Step:
         shape: AttentionShape,
         sizes: Sequence[tuple[int, int]],
     ):
-        contexts, size = [old + new for old, new in sizes], shape.block_size
-        per_sequence = -(-max(contexts) // size)
-        self._layer = shape.layer
-        kv = BlockMemory(shape.layout, per_sequence * len(sizes), device)
-        tables = torch.arange(kv.num_blocks).view(len(sizes), per_sequence)
-        slots = [
-            tables[row, torch.arange(old, old + new) // size] * size + torch.arange(old, old + new) % size
-            for row, (old, new) in enumerate(sizes)
-        ]
-        self._batch_of = lambda: PagedBatch(
-            kv, size, torch.cat(slots).to(device), [new for _, new in sizes], contexts, tables.to(device),
-            torch.tensor(contexts, device=device), [()] * len(sizes),
-        )  # fmt: skip
-        self._cache: LayerCache = layer_cache(kv, 0)
+        generator, self._layer = torch.Generator().manual_seed(0), shape.layer
+        self._step = PackedStep(shape.layout, sizes, device, dtype, generator)
+        self._cache: LayerCache = layer_cache(self._step.memory, 0)
         self.is_plain = isinstance(self._cache.key, PlainRows)
-        generator = torch.Generator().manual_seed(0)
-
-        def noise(count: int, heads: int, width: int) -> Tensor:
-            return torch.randn(count, heads, width, generator=generator).to(device, dtype)
-
-        (kv_heads, key_width), (_, value_width) = self._cache.key.row_shape, self._cache.value.row_shape
-        every = (tables[:, :, None] * size + torch.arange(size)).flatten().to(device)
-        self._cache.write(
-            every, noise(len(every), kv_heads, key_width), noise(len(every), kv_heads, value_width)
-        )
-        num_new = sum(new for _, new in sizes)
-        self._query = noise(num_new, shape.num_heads, key_width)
-        new = torch.cat(slots).to(device)
-        self._new = self._cache.key.rows(new, dtype), self._cache.value.rows(new, dtype)
+        slots, width = self._step.slots, self._cache.key.row_shape[1]
+        query = torch.randn(len(slots), shape.num_heads, width, generator=generator)
+        self._query = query.to(device, dtype)
+        self._new = self._cache.key.rows(slots, dtype), self._cache.value.rows(slots, dtype)
 
     def attend(self, backend: AttentionBackend) -> Tensor:
-        return backend.attend(self._batch_of(), self._layer, self._query, *self._new, self._cache)
+        return backend.attend(self._step.batch(), self._layer, self._query, *self._new, self._cache)
 
     def seconds(self, backend: AttentionBackend, expected: Tensor) -> float:
         """The median of some rounds. Raises ValueError for other numbers than the expected ones."""

@@ -7,7 +7,7 @@ the same slots. A run computes on the device of the text model; only `seconds` a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from statistics import median
@@ -56,6 +56,41 @@ class Observed:
     rotary: object
 
 
+class PackedStep:
+    """A step over block memory whose layers are filled with random K and V. sizes: per sequence, tokens in
+    the cache and new tokens."""
+
+    def __init__(
+        self, layout: MemoryLayout, sizes: Sequence[tuple[int, int]], device: torch.device,
+        dtype: torch.dtype, generator: torch.Generator,
+    ):  # fmt: skip
+        size = layout.segments[0].rows
+        lens = [context + new for context, new in sizes]
+        self._query_lens, self._lens = [new for _, new in sizes], lens
+        longest = -(-max(lens) // size)
+        self.memory = BlockMemory(layout, len(sizes) * longest, device)
+        tables = torch.arange(self.memory.num_blocks).view(len(sizes), longest)
+        indices = [torch.arange(context, context + new) for context, new in sizes]
+        slots = [table[own // size] * size + own % size for own, table in zip(indices, tables, strict=True)]
+        self.slots, self._tables = torch.cat(slots).to(device), tables.to(device)
+        every = torch.arange(self.memory.num_blocks * size)
+        segments_a_layer = 4 if layout.segments[0].dtype == torch.int8 else 2
+        for layer_idx in range(len(layout.segments) // segments_a_layer):
+            cache = layer_cache(self.memory, layer_idx)
+            key, value = (
+                torch.randn(len(every), *store.row_shape, generator=generator).to(device, dtype)
+                for store in (cache.key, cache.value)
+            )
+            cache.write(every.to(device), key, value)
+
+    def batch(self) -> PagedBatch:
+        """With a memo of its own."""
+        return PagedBatch(
+            self.memory, self.memory.layout.segments[0].rows, self.slots, self._query_lens, self._lens,
+            self._tables, torch.tensor(self._lens, device=self.slots.device), [()] * len(self._lens),
+        )  # fmt: skip
+
+
 class WholeDecoder(Protocol):
     """Rotary embedding, layers, last norm and head of a text model, without its own code in between."""
 
@@ -82,7 +117,7 @@ class Trial:
         self._device = next(own.device for own in text_model.parameters() if not own.is_meta)
         self._text_model, self._attention, self._clock = text_model, attention, clock
         generator, dtype = torch.Generator().manual_seed(0), dtype_of(text_model)
-        self._memory, self._tables = _random_contexts(layout, self._device, dtype, generator)
+        self._step = PackedStep(layout, _SIZES, self._device, dtype, generator)
         x = torch.randn(1, NUM_TOKENS, cast(Any, text_model).config.hidden_size, generator=generator)
         self._x = (_SCALE * x).to(self._device, dtype)
         self._positions = positions(torch.arange(NUM_TOKENS, device=self._device))
@@ -107,17 +142,17 @@ class Trial:
         """Whether the decoder gives the logits of the text model and the head."""
         hidden = self._run_text_model().last_hidden_state
         wanted = torch.arange(NUM_TOKENS, device=self._device)
-        logits = decoder.logits(self._x.clone(), self._positions, self._batch(), wanted)
+        logits = decoder.logits(self._x.clone(), self._positions, self._step.batch(), wanted)
         return agree(logits, head(hidden)[0].float(), tolerance)
 
     def _added(self, layer: nn.Module, attention: AttentionBackend) -> Tensor | None:
-        out = layer(self._x, **{**self._keywords, "paged": (self._batch(), attention)})
+        out = layer(self._x, **{**self._keywords, "paged": (self._step.batch(), attention)})
         return out.float() - self._x.float() if isinstance(out, Tensor) else None
 
     def _run_text_model(self) -> Any:
         return self._text_model(
             inputs_embeds=self._x, position_ids=self._positions, use_cache=False,
-            paged=(self._batch(), self._attention),
+            paged=(self._step.batch(), self._attention),
         )  # fmt: skip
 
     @cached_property
@@ -138,23 +173,6 @@ class Trial:
         finally:
             hook.remove()
         return given
-
-    def _batch(self) -> PagedBatch:
-        slots, size = [], self._memory.layout.segments[0].rows
-        for (context, new), table in zip(_SIZES, self._tables, strict=True):
-            indices = torch.arange(context, context + new)
-            slots.append(table[indices // size] * size + indices % size)
-        lens = [sum(size) for size in _SIZES]
-        return PagedBatch(
-            self._memory,
-            size,
-            slots=torch.cat(slots).to(self._device),
-            query_lens=[new for _, new in _SIZES],
-            context_lens=lens,
-            block_tables=self._tables.to(self._device),
-            context_lens_tensor=torch.tensor(lens, device=self._device),
-            bidirectional_spans=[[] for _ in _SIZES],
-        )
 
 
 @dataclass
@@ -178,25 +196,6 @@ class _AttentionRecorder:
 
 class _ArgumentsKnown(Exception):
     """Ends a forward after its arguments were recorded."""
-
-
-def _random_contexts(
-    layout: MemoryLayout, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[BlockMemory, Tensor]:
-    """K and V of the trial's sequences in all layers, and the block tables, on the CPU."""
-    block_size = layout.segments[0].rows
-    longest = -(-max(map(sum, _SIZES)) // block_size)
-    memory = BlockMemory(layout, len(_SIZES) * longest, device)
-    slots = torch.arange(memory.num_blocks * block_size)
-    segments_a_layer = 4 if layout.segments[0].dtype == torch.int8 else 2
-    for layer_idx in range(len(layout.segments) // segments_a_layer):
-        cache = layer_cache(memory, layer_idx)
-        key, value = (
-            torch.randn(len(slots), *store.row_shape, generator=generator).to(device, dtype)
-            for store in (cache.key, cache.value)
-        )
-        cache.write(slots.to(device), key, value)
-    return memory, torch.arange(memory.num_blocks).view(len(_SIZES), longest)
 
 
 def agree(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
