@@ -1,5 +1,5 @@
-"""The parts of a language half, ready to compute: loaded, probed, with the attention and the kernels that serve
-it on its device. `language` computes with them.
+"""The parts of a language half, ready to compute: loaded, probed, with the attention and the kernels that
+serve it on its device. `language` computes with them.
 
 1. transformers loads the half (`loading`), or the packed weights of an earlier start are mapped
    (`cpu/weight_cache`).

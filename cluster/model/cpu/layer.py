@@ -29,7 +29,7 @@ from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import PackedLinear, PackedWeights, pointer
 from cluster.model.kv_format import layer_cache
 from cluster.model.layers.parts import AttentionParts, DecoderParts, MlpParts, epsilon_of
-from cluster.model.layers.trial import AttentionCall
+from cluster.model.layers.trial import Heads
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -75,8 +75,8 @@ class NativeDecoderLayer(nn.Module):
     Holds a packed copy of all weights: the layer that it was made from can be deleted.
     """
 
-    def __init__(self, parts: DecoderParts, call: AttentionCall, kernels: Kernels, *, int8: bool = False):
-        """parts: both halves are recognised. call: how the layer calls attention."""
+    def __init__(self, parts: DecoderParts, heads: Heads, kernels: Kernels, *, int8: bool = False):
+        """parts: both halves are recognised. heads: of its attention."""
         super().__init__()
         attention, mlp = cast(AttentionParts, parts.attention.inner), cast(MlpParts, parts.mlp.inner)
         biases = [linear.bias for linear in attention.projections]
@@ -93,15 +93,16 @@ class NativeDecoderLayer(nn.Module):
         self.dtype = parts.dtype
         self.hidden_size = gate.in_features
         self.layer_idx = parts.layer_idx
-        self.window = call.layer.sliding_window
-        shape = (call.num_query, call.num_kv, call.key_width)
+        self.window = heads.attention.sliding_window
+        shape = (heads.num_query, heads.num_kv, heads.key_width)
         # Layers of one form can run in one call.
         self.form = (self.dtype, self.hidden_size, *shape, up.out_features, int8)
         self._kept = (weights, [_weight(norm) for norm in norms])
         self._layer = _DecoderLayer(
             *(packed.address for packed in weights), *map(pointer, self._kept[1]),
             *shape, self.dtype == torch.bfloat16,
-            *(0.0 if norm is None else cast(float, epsilon_of(norm)) for norm in norms), call.layer.scaling,
+            *(0.0 if norm is None else cast(float, epsilon_of(norm)) for norm in norms),
+            heads.attention.scaling,
         )  # fmt: skip
         self.address = ctypes.addressof(self._layer)  # of a `DecoderLayer`; valid while this object lives
         self._alone = NativeDecoder([self], kernels)

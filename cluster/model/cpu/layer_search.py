@@ -1,5 +1,5 @@
-"""Which decoder layers and which text models one native call can run: the native CPU kernels, as the search in
-`cluster.model.layers` knows them."""
+"""Which decoder layers and which text models one native call can run: the native CPU kernels, as the search
+in `cluster.model.layers` knows them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cluster.model.cpu.modules import (
 )
 from cluster.model.layers.parts import AttentionParts, DecoderParts
 from cluster.model.layers.search import Settings, TextParts
-from cluster.model.layers.trial import NUM_TOKENS, AttentionCall, Observed
+from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
 
 # Largest relative error (2-norm) of what a replacement adds to its input: at least three times the error seen
 # on random weights.
@@ -58,17 +58,17 @@ class CpuLayerKernels:
         )
 
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
-        attention, call, rotary = parts.attention.inner, observed.attention, observed.rotary
+        attention, heads, rotary = parts.attention.inner, observed.heads, observed.rotary
         is_pair = isinstance(rotary, tuple) and len(rotary) == 2
         if not is_pair or not can_rotate(*rotary, NUM_TOKENS, parts.dtype):
             return
-        if attention is not None and _fit(attention, call):
+        if attention is not None and _fit(attention, heads):
             for int8 in (True, False) if self._weight_dtype == "int8" else (False,):
-                yield {"int8": int8, "call": call.to_json()}
+                yield {"int8": int8, "heads": heads.to_json()}
 
     def build(self, parts: DecoderParts, settings: Settings) -> NativeDecoderLayer:
-        call = AttentionCall.from_json(settings["call"])
-        return NativeDecoderLayer(parts, call, self._kernels, int8=settings["int8"])
+        heads = Heads.from_json(settings["heads"])
+        return NativeDecoderLayer(parts, heads, self._kernels, int8=settings["int8"])
 
     def tolerance(self, parts: DecoderParts, settings: Settings) -> float:
         return _INT8_TOLERANCE if settings["int8"] else _TOLERANCE[parts.dtype]
@@ -86,15 +86,15 @@ class CpuLayerKernels:
         return NativeTextModel(parts.rotary, decoder, parts.head.out_features)
 
 
-def _fit(parts: AttentionParts, call: AttentionCall) -> bool:
+def _fit(parts: AttentionParts, heads: Heads) -> bool:
     """Whether the kernels know this kind of attention, and all parts have its sizes."""
     query, key, value = parts.projections
     return (
-        call.layer.softcap is None
-        and call.layer.sinks is None
-        and call.key_width == call.value_width <= MAX_WIDTH
-        and call.num_query // call.num_kv <= MAX_GROUP
-        and query.out_features == call.num_query * call.key_width
-        and key.out_features == value.out_features == call.num_kv * call.key_width
-        and all(cast(nn.Parameter, norm.weight).numel() == call.key_width for norm in parts.head_norms)
+        heads.attention.softcap is None
+        and heads.attention.sinks is None
+        and heads.key_width == heads.value_width <= MAX_WIDTH
+        and heads.num_query // heads.num_kv <= MAX_GROUP
+        and query.out_features == heads.num_query * heads.key_width
+        and key.out_features == value.out_features == heads.num_kv * heads.key_width
+        and all(cast(nn.Parameter, norm.weight).numel() == heads.key_width for norm in parts.head_norms)
     )

@@ -22,7 +22,7 @@ from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda import decode_attention
 from cluster.model.cuda.libraries import FlashLibrary, installed
 from cluster.model.kv_format import LayerCache, PlainRows, layer_cache
-from cluster.model.layers.trial import PackedStep, median_s
+from cluster.model.layers.trial import RandomStep, median_s
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class _Step:
         sizes: Sequence[tuple[int, int]],
     ):
         generator, self._layer = torch.Generator().manual_seed(0), shape.layer
-        self._step = PackedStep(shape.layout, sizes, device, dtype, generator)
+        self._step = RandomStep(shape.layout, sizes, device, dtype, generator)
         self._cache: LayerCache = layer_cache(self._step.memory, 0)
         self.is_plain = isinstance(self._cache.key, PlainRows)
         slots, width = self._step.slots, self._cache.key.row_shape[1]

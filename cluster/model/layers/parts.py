@@ -56,7 +56,7 @@ Inner = TypeVar("Inner", AttentionParts, MlpParts)
 
 
 @dataclass(frozen=True)
-class Half(Generic[Inner]):
+class LayerHalf(Generic[Inner]):
     pre: nn.Module | None
     body: nn.Module
     post: nn.Module | None
@@ -76,8 +76,8 @@ class DecoderParts:
     """At least one half is recognised."""
 
     layer: nn.Module
-    attention: Half[AttentionParts]
-    mlp: Half[MlpParts]
+    attention: LayerHalf[AttentionParts]
+    mlp: LayerHalf[MlpParts]
 
     @property
     def layer_idx(self) -> int:
@@ -101,8 +101,8 @@ def decoder_parts(layer: nn.Module) -> DecoderParts | None:
     scale = float(getattr(layer, _SCALE, 1.0))
     parts = DecoderParts(
         layer,
-        Half(norms[0], attention, norms[1], scale, attention_parts(attention)),
-        Half(norms[2], mlp, norms[3], scale, mlp_parts(mlp)),
+        LayerHalf(norms[0], attention, norms[1], scale, attention_parts(attention)),
+        LayerHalf(norms[2], mlp, norms[3], scale, mlp_parts(mlp)),
     )
     return None if parts.attention.inner is None and parts.mlp.inner is None else parts
 

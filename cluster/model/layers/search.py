@@ -1,4 +1,5 @@
-"""Replaces decoder layers by kernels of a device, and runs a whole text model by them where that is possible."""
+"""Replaces decoder layers by kernels of a device, and runs a whole text model by them where that is
+possible."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A small packed step of random input over random contexts: what a layer and its replacements are run on.
 
-The step holds an answer's token, a chunk and a whole prompt. Every run writes the K and V of the new tokens to
-the same slots. A run computes on the device of the text model; only `seconds` and comparisons wait for it.
+The step holds an answer's token, a chunk and a whole prompt. Every run writes the K and V of the new tokens
+to the same slots. A run computes on the device of the text model; only `seconds` and comparisons wait for it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _NUM_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class AttentionCall:
-    """How a layer calls attention."""
+class Heads:
+    """The shape of one layer's attention, and its settings."""
 
-    num_query: int  # heads
+    num_query: int
     num_kv: int
     key_width: int  # of a row of Q and K
     value_width: int
-    layer: LayerAttention
+    attention: LayerAttention
 
     def to_json(self) -> dict[str, Any]:
         """Without sinks."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> AttentionCall:
-        return cls(**{**fields, "layer": LayerAttention(**fields["layer"])})
+    def from_json(cls, fields: Mapping[str, Any]) -> Heads:
+        return cls(**{**fields, "attention": LayerAttention(**fields["attention"])})
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Observed:
     """What one run of a layer has shown."""
 
     added: Tensor  # [1, NUM_TOKENS, hidden] float32: its output less its input
-    attention: AttentionCall
+    heads: Heads  # of its one call of attention
     # cos and sin, in whatever form the text model gives them to its layers; None: it gives none
     rotary: object
 
 
-class PackedStep:
+class RandomStep:
     """A step over block memory whose layers are filled with random K and V. sizes: per sequence, tokens in
     the cache and new tokens."""
 
@@ -117,7 +117,7 @@ class Trial:
         self._device = next(own.device for own in text_model.parameters() if not own.is_meta)
         self._text_model, self._attention, self._clock = text_model, attention, clock
         generator, dtype = torch.Generator().manual_seed(0), dtype_of(text_model)
-        self._step = PackedStep(layout, _SIZES, self._device, dtype, generator)
+        self._step = RandomStep(layout, _SIZES, self._device, dtype, generator)
         x = torch.randn(1, NUM_TOKENS, cast(Any, text_model).config.hidden_size, generator=generator)
         self._x = (_SCALE * x).to(self._device, dtype)
         self._positions = positions(torch.arange(NUM_TOKENS, device=self._device))
@@ -180,7 +180,7 @@ class _AttentionRecorder:
     """Records the calls of a layer."""
 
     backend: AttentionBackend
-    calls: list[AttentionCall] = field(default_factory=list)
+    calls: list[Heads] = field(default_factory=list)
 
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         self.backend.write(batch, cache, key, value)
@@ -190,7 +190,7 @@ class _AttentionRecorder:
         cache: LayerCache,
     ) -> Tensor:  # fmt: skip
         (_, num_query, key_width), (_, num_kv, value_width) = query.shape, new_value.shape
-        self.calls.append(AttentionCall(num_query, num_kv, key_width, value_width, layer))
+        self.calls.append(Heads(num_query, num_kv, key_width, value_width, layer))
         return self.backend.attend(batch, layer, query, new_key, new_value, cache)
 
 

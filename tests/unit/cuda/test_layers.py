@@ -1,5 +1,5 @@
-"""The search for layers knows no device: kernels that are nothing like the CPU's, on a simulated GPU. They take
-halves of layers, try forms of the norm, and must be faster."""
+"""The search for layers knows no device: kernels that are nothing like the CPU's, on a simulated GPU. They
+take halves of layers, try forms of the norm, and must be faster."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from cluster.model.layers.trial import Observed, Trial
 from tests.fakes.cuda_device import SimulatedCuda
 
 _TINY = {
-    "vocab_size": 31, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "initializer_range": 0.15, "pad_token_id": 0, "head_dim": 16,
+    "vocab_size": 31, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15, "pad_token_id": 0,
+    "head_dim": 16,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 Norm = Callable[[Tensor, Tensor, float], Tensor]
@@ -113,10 +114,10 @@ class FusedKernels:
         return parts.attention.inner is not None and parts.attention.post is None
 
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
-        call = observed.attention
-        heads = (call.num_query, call.num_kv, call.key_width)
+        seen = observed.heads
+        heads = (seen.num_query, seen.num_kv, seen.key_width)
         for norm in NORMS:
-            yield {"norm": norm, "heads": heads, "scaling": call.layer.scaling}
+            yield {"norm": norm, "heads": heads, "scaling": seen.attention.scaling}
 
     def build(self, parts: DecoderParts, settings: Settings) -> nn.Module:
         self.built.append(settings["norm"])

@@ -1,5 +1,4 @@
-"""Decoder layers of transformers are recognised by the names and types of their modules: whole, or one half of
-them."""
+"""Decoder layers are recognised by the names and types of their modules: whole, or one half of them."""
 
 from __future__ import annotations
 
@@ -8,11 +7,11 @@ import torch
 import transformers as hf
 from torch import nn
 
-from cluster.model.layers.parts import DecoderParts, Half, decoder_parts
+from cluster.model.layers.parts import DecoderParts, LayerHalf, decoder_parts
 
 _TINY = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "pad_token_id": 0, "head_dim": 8,
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "head_dim": 8,
 }  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
@@ -21,7 +20,7 @@ def parts_of(model: hf.PreTrainedModel) -> DecoderParts | None:
     return decoder_parts(model.layers[0])
 
 
-def norms_of(half: Half) -> str:
+def norms_of(half: LayerHalf) -> str:
     return " ".join(name for name in ("pre", "post") if getattr(half, name) is not None)
 
 
