@@ -17,10 +17,11 @@ import torch
 import transformers as hf
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import AttentionShape, LayerAttention, PagedBatch, make_backend
+from cluster.model.attention import AttentionShape, LayerAttention, PagedBatch
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.language_parts import make_backend
 from cluster.model.step_model import StepModel
 from cluster.worker.memory_plan import available_bytes
 
@@ -119,7 +120,8 @@ def random_model(shape: ModelShape, machine: DeviceSpeed, kv_cache_dtype: KvCach
     )  # fmt: skip
     with torch.device(machine.device):
         model = hf.AutoModelForCausalLM.from_config(config, dtype=machine.dtype)
-    return LanguageModel(model.eval().requires_grad_(False), BLOCK_SIZE, kv_cache_dtype)
+    model = model.requires_grad_(False)
+    return LanguageModel.from_model(model, block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype)
 
 
 def decode_row(

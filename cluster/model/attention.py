@@ -108,6 +108,8 @@ class AttentionShape:
 
 
 class AttentionBackend(Protocol):
+    """What a layer calls."""
+
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         """key [T, Hk, D] and value [T, Hk, Dv] to `batch.slots`."""
         ...
@@ -118,6 +120,20 @@ class AttentionBackend(Protocol):
     ) -> Tensor:  # fmt: skip
         """query [T, Hq, D], new_key [T, Hk, D], new_value [T, Hk, Dv]. The latter two are already in the
         cache; a backend uses them only if the cache returns exactly what was written. Returns [T, Hq, Dv]."""
+        ...
+
+
+class ModelAttention(AttentionBackend, Protocol):
+    """The attention of all layers of a model."""
+
+    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+        """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the
+        contexts, so that a CUDA graph can record it."""
+        ...
+
+    def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
+        """The most memory that scores of `num_tokens` tokens of prompts take at once. width: of the widest
+        row of K or V."""
         ...
 
 
@@ -166,24 +182,3 @@ def paged_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
-
-
-def make_backend(
-    device: torch.device, dtype: torch.dtype, shape: AttentionShape | None = None
-) -> AttentionBackend:
-    """The fastest installed backend for the device; on CUDA, that for `shape`. Each backend reads every cache
-    format. If its kernels do not support a case, it uses the torch backend."""
-    from cluster.model.attention_torch import TorchAttention
-
-    if device.type == "cuda" and shape is not None and dtype in (torch.float16, torch.bfloat16):
-        from cluster.model.cuda.choice import choose
-
-        return choose(device, dtype, shape, fallback=TorchAttention())
-    if device.type == "cpu":
-        from cluster.model.attention_cpu import CpuAttention
-        from cluster.model.cpu import library
-
-        kernels = library.load()
-        if kernels is not None:
-            return CpuAttention(kernels.cdll, fallback=TorchAttention())
-    return TorchAttention()

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch, attend_parts, mixed_parts
+from cluster.model.attention import LayerAttention, ModelAttention, PagedBatch, attend_parts, mixed_parts
 from cluster.model.cuda import decode_attention
 from cluster.model.cuda.libraries import FlashLibrary, StepLengths
 from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
@@ -79,7 +79,7 @@ class FlashAttention:
 
     def __init__(
         self,
-        fallback: AttentionBackend,
+        fallback: ModelAttention,
         prompts: FlashLibrary | None,
         answers: FlashLibrary | None,
         has_kernels: bool,
@@ -92,10 +92,11 @@ class FlashAttention:
         self._num_processors = num_processors
 
     def can_capture(self, block_size: int, cache: LayerCache) -> bool:
-        """Whether a decode step over such a cache launches only kernels whose shapes do not depend on the
-        contexts."""
         kernel = self._has_kernels and decode_attention.can_decode(cache)
         return kernel or (reads_pages(self._answers, block_size) and isinstance(cache.key, PlainRows))
+
+    def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
+        return self._fallback.score_bytes(num_heads, width, num_tokens, max_context)
 
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         for store, rows in ((cache.key, key), (cache.value, value)):

@@ -26,11 +26,6 @@ SCORE_BYTES = 512 << 20  # of scores, probabilities and mask of one prefill kern
 _BYTES_PER_SCORE = 13  # at most three of them in float32 exist at once, and a byte of the mask's bits
 
 
-def score_bytes(num_heads: int, num_tokens: int, max_context: int) -> int:
-    """The most that prefill of `num_tokens` tokens takes for scores at once."""
-    return min(SCORE_BYTES, num_heads * num_tokens * max_context * _BYTES_PER_SCORE)
-
-
 class TorchAttention:
     """Keeps two scratch buffers for the gathered K and V of a decode step instead of allocating them in every
     layer. Measured with the demo model, batch 32, context 256, one busy core: a whole step takes 6.9 ms
@@ -39,6 +34,12 @@ class TorchAttention:
 
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}
+
+    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+        return False
+
+    def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
+        return min(SCORE_BYTES, num_heads * num_tokens * max_context * _BYTES_PER_SCORE)
 
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         cache.write(batch.slots, key, value)

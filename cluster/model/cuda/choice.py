@@ -10,21 +10,19 @@ Runs once, when the model is loaded, on the loading thread. Takes seconds, most 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
 
-from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import AttentionBackend, AttentionShape, PagedBatch
+from cluster.model.attention import AttentionBackend, AttentionShape, ModelAttention
 from cluster.model.attention_flash import FlashAttention, reads_pages
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda import decode_attention
 from cluster.model.cuda.libraries import FlashLibrary, installed
 from cluster.model.kv_format import LayerCache, PlainRows, layer_cache
+from cluster.model.layers.trial import RandomStep, median_s
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +40,9 @@ def choose(
     device: torch.device,
     dtype: torch.dtype,
     shape: AttentionShape,
-    fallback: AttentionBackend,
+    fallback: ModelAttention,
     libraries: Callable[[], Sequence[tuple[str, FlashLibrary]]] = lambda: tuple(installed()),
-) -> AttentionBackend:
+) -> ModelAttention:
     """The fallback, if all else fails: decode steps by it are not recorded. Raises RuntimeError if the device
     broke in the attempt."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -130,49 +128,21 @@ class _Step:
         shape: AttentionShape,
         sizes: Sequence[tuple[int, int]],
     ):
-        contexts, size = [old + new for old, new in sizes], shape.block_size
-        per_sequence = -(-max(contexts) // size)
-        self._layer = shape.layer
-        kv = BlockMemory(shape.layout, per_sequence * len(sizes), device)
-        tables = torch.arange(kv.num_blocks).view(len(sizes), per_sequence)
-        slots = [
-            tables[row, torch.arange(old, old + new) // size] * size + torch.arange(old, old + new) % size
-            for row, (old, new) in enumerate(sizes)
-        ]
-        self._batch_of = lambda: PagedBatch(
-            kv, size, torch.cat(slots).to(device), [new for _, new in sizes], contexts, tables.to(device),
-            torch.tensor(contexts, device=device), [()] * len(sizes),
-        )  # fmt: skip
-        self._cache: LayerCache = layer_cache(kv, 0)
+        generator, self._layer = torch.Generator().manual_seed(0), shape.layer
+        self._step = RandomStep(shape.layout, sizes, device, dtype, generator)
+        self._cache: LayerCache = layer_cache(self._step.memory, 0)
         self.is_plain = isinstance(self._cache.key, PlainRows)
-        generator = torch.Generator().manual_seed(0)
-
-        def noise(count: int, heads: int, width: int) -> Tensor:
-            return torch.randn(count, heads, width, generator=generator).to(device, dtype)
-
-        (kv_heads, key_width), (_, value_width) = self._cache.key.row_shape, self._cache.value.row_shape
-        every = (tables[:, :, None] * size + torch.arange(size)).flatten().to(device)
-        self._cache.write(
-            every, noise(len(every), kv_heads, key_width), noise(len(every), kv_heads, value_width)
-        )
-        num_new = sum(new for _, new in sizes)
-        self._query = noise(num_new, shape.num_heads, key_width)
-        new = torch.cat(slots).to(device)
-        self._new = self._cache.key.rows(new, dtype), self._cache.value.rows(new, dtype)
+        slots, width = self._step.slots, self._cache.key.row_shape[1]
+        query = torch.randn(len(slots), shape.num_heads, width, generator=generator)
+        self._query = query.to(device, dtype)
+        self._new = self._cache.key.rows(slots, dtype), self._cache.value.rows(slots, dtype)
 
     def attend(self, backend: AttentionBackend) -> Tensor:
-        return backend.attend(self._batch_of(), self._layer, self._query, *self._new, self._cache)
+        return backend.attend(self._step.batch(), self._layer, self._query, *self._new, self._cache)
 
     def seconds(self, backend: AttentionBackend, expected: Tensor) -> float:
         """The median of some rounds. Raises ValueError for other numbers than the expected ones."""
         error = float((self.attend(backend).float() - expected.float()).norm() / expected.float().norm())
         if not error <= TOLERANCE:  # also for NaN
             raise ValueError(f"its results are wrong by {error:.1%}")
-        times = []
-        for _ in range(NUM_ROUNDS):
-            torch.cuda.synchronize(self._query.device)
-            start = time.perf_counter()
-            self.attend(backend)
-            torch.cuda.synchronize(self._query.device)
-            times.append(time.perf_counter() - start)
-        return median(times)
+        return median_s(lambda: self.attend(backend), self._query.device, NUM_ROUNDS)

@@ -22,10 +22,11 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/copies.py:StepMatrix.fill cluster/model/cuda/graphs.py:capture_cuda
         cluster/model/cuda/graphs.py:capture_cuda.capture
         cluster/model/cuda/graphs.py:refusing_reads cluster/model/attention_flash.py:_lengths
-        cluster/model/attention.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
+        cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
     "test_layer_launches.py": "cluster/model/cuda/paged_attention.py:step_tensors.on_device",
+    "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
         cluster/model/logprobs.py:RawLogprobs.__init__ cluster/model/sampling.py:_ascending
@@ -42,7 +43,7 @@ REHEARSED = {  # test file: places
         kv_transfer/codecs/pending.py:upload kv_transfer/codecs/pending.py:download
     """,
     "test_libraries.py": """
-        cluster/model/cuda/choice.py:_Step.seconds cluster/model/cuda/choice.py:choose
+        cluster/model/cuda/choice.py:choose
         cluster/model/cuda/choice.py:_Candidates._add
     """,
     "test_transfer.py": """
@@ -58,8 +59,7 @@ REHEARSED = {  # test file: places
     "test_start.py": """
         cluster/config/machine.py:has_triton cluster/model/encoder.py:EncoderModel.load
         cluster/model/encoder.py:EncoderModel.load.make
-        cluster/model/language.py:LanguageModel._use_native_kernels
-        cluster/model/language.py:LanguageModel.__init__ cluster/model/language.py:LanguageModel.load
+        cluster/model/language_parts.py:_layer_kernels cluster/model/language_parts.py:load_parts
         cluster/model/parallel.py:join_group
         cluster/worker/hardware.py:hardware_of cluster/worker/language.py:load_language
         cluster/worker/memory_plan.py:available_bytes cluster/worker/memory_plan.py:gpu_bytes

@@ -17,6 +17,7 @@ from cluster.config import machine
 from cluster.config.settings import ClusterArgs
 from cluster.engine.runner import LanguageRunner
 from cluster.errors import ConfigError
+from cluster.kvcache.memory import BlockMemory
 from cluster.model import parallel
 from cluster.model.cuda.graphs import GraphedModel, capture_cuda, with_graphs
 from cluster.model.encoder import EncoderModel
@@ -133,7 +134,7 @@ def test_auto_takes_bfloat16_on_a_gpu(folder: Path, device: SimulatedCuda) -> No
 
 def test_steps_whose_attention_reads_the_host_are_not_recorded(folder: Path, device: SimulatedCuda) -> None:
     model = LanguageModel.load(folder, dtype=torch.float32, device="cuda")
-    assert with_graphs(model, None, 2) is model  # type: ignore[arg-type]
+    assert with_graphs(model, BlockMemory(model.kv_layout, 2, "cuda"), 2) is model
 
 
 def test_an_encoder_is_loaded_with_a_stream_for_uploads(tmp_path: Path, device: SimulatedCuda) -> None:
