@@ -25,6 +25,21 @@ ATTENTION_NAME = "epdg_paged"
 Span = tuple[int, int]  # absolute positions, half-open
 
 
+@dataclass(frozen=True)
+class StepTensors:
+    """One packed step as kernels on a GPU take it, int32. The new tokens of a sequence are neighbours, in
+    order. Each tensor begins at a multiple of 16 bytes: Triton compiles other code for one that does not."""
+
+    seqs: Tensor  # [T]: row of each new token's sequence; -1: padding
+    indices: Tensor  # [T]: its index among the sequence's positions
+    ends: Tensor  # [T]: it sees positions below this; index + 1, or the end of its media span
+    starts: Tensor  # [B + 1]: first token of each sequence; the last: number of tokens that are no padding
+    contexts: Tensor  # [B]: KV length, including new tokens
+    tables: Tensor  # [B, M]: block ids; entries behind the context are any ids. Rows are contiguous
+    block_size: int
+    is_decode: bool  # no sequence has more than one new token; known without reading the device
+
+
 @dataclass
 class PagedBatch:
     """One packed forward, as attention sees it. Lives for one step. Backends keep masks and gathered indices
@@ -39,11 +54,16 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
+    # A recorded step comes with these, and nothing may read its sizes above. None: kernels that need them make
+    # them from the sizes.
+    device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has one new token."""
+        if self.device is not None:
+            return self.device.is_decode
         return len(self.query_lens) == self.slots.shape[0]
 
 

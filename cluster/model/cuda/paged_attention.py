@@ -1,7 +1,7 @@
 """Launches the attention kernel over paged KV (`attention_kernels`) for any mix of prompt chunks and answers:
 causal, with windows, with media spans whose positions see each other, soft caps, sinks, and plain or INT8 KV.
 
-    step_tensors    what the kernels know of a step, on the device
+    step_of         what the kernels know of a step, on the device
     plan            once a step and distinct window: cuts the step into work items, on the device
     attend          once a layer: one launch for each list of items, then the shares are merged
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
 from cluster.model.cuda.tiles import power_of_two, tensors_of
 from cluster.model.kv_format import GROUP_WIDTH, LayerCache
 
@@ -39,21 +39,6 @@ _NO_WINDOW = 1 << 30
 # Of the scales of float16 values: probability times scale may be below float16's normal range. No scale is
 # above 516, so no product with the factor is above its range.
 _HALF_FACTOR = 64.0
-
-
-@dataclass(frozen=True)
-class StepTensors:
-    """One packed step, on the device, int32. The new tokens of a sequence are neighbours, in order. Each
-    tensor begins at a multiple of 16 bytes: Triton compiles other code for one that does not."""
-
-    seqs: Tensor  # [T]: row of each new token's sequence; -1: padding
-    indices: Tensor  # [T]: its index among the sequence's positions
-    ends: Tensor  # [T]: it sees positions below this; index + 1, or the end of its media span
-    starts: Tensor  # [B + 1]: first token of each sequence; the last: number of tokens that are no padding
-    contexts: Tensor  # [B]: KV length, including new tokens
-    tables: Tensor  # [B, M]: block ids; entries behind the context are any ids. Rows are contiguous
-    block_size: int
-    is_decode: bool  # no sequence has more than one new token; known without reading the device
 
 
 @dataclass(frozen=True)
@@ -95,8 +80,25 @@ def can_attend(cache: LayerCache) -> bool:
     return max(cache.key.row_shape[1], cache.value.row_shape[1]) <= MAX_WIDTH
 
 
+def step_of(batch: PagedBatch) -> StepTensors:
+    """The step's own tensors, if it came with some; else made once a step from the sizes on the host."""
+    if batch.device is not None:
+        return batch.device
+    if ("step",) not in batch.memo:
+        batch.memo["step",] = step_tensors(batch)
+    return batch.memo["step",]
+
+
+def plan_of(batch: PagedBatch, tiles: Tiles, window: int | None) -> AttentionPlan:
+    """`plan`, made once a step."""
+    key = ("plan", tiles, window)
+    if key not in batch.memo:
+        batch.memo[key] = plan(step_of(batch), tiles, window)
+    return batch.memo[key]
+
+
 def step_tensors(batch: PagedBatch) -> StepTensors:
-    """Of a step whose sizes are on the host. Copies to the device; made once per step by the caller."""
+    """Of a step whose sizes are on the host. Copies to the device."""
     counts, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
     starts = np.concatenate([[0], counts.cumsum()])
     seqs = np.repeat(np.arange(len(counts)), counts)

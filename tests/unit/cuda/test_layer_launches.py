@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
 from cluster.model.cuda.layer_calls import GateActivation, Norm, Rope, add_norm, gate, lookup, rope_write
 from cluster.model.cuda.paged_attention import (
     MAX_PLACES,
     MAX_SHARES,
-    StepTensors,
     attend,
     plan,
     step_tensors,

@@ -14,9 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.model.attention import LayerAttention
+from cluster.model.attention import LayerAttention, StepTensors
 from cluster.model.cuda.paged_attention import (
-    StepTensors,
     Tiles,
     attend,
     item_capacity,
