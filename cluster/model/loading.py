@@ -110,7 +110,7 @@ def load_half(
         )  # fmt: skip
     _check_finite(model, path)
     model = model.eval().requires_grad_(False)
-    if torch.device(device).type == "cuda" and half is Half.LANGUAGE and num_ranks == 1:
+    if half is Half.LANGUAGE and num_ranks == 1 and model.device != torch.device(device):
         merge_inputs(model, torch.device(device))
     model.to(device)
     if mapped is not None:

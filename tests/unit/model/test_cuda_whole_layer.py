@@ -27,6 +27,22 @@ MODELS = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 WHOLE, LAYERS, ATTENTION, MLP = "one chain", "layers alone", "attention alone", "mlp alone"
 EXPECTED = {
     "llama": WHOLE,
+    "qwen2": WHOLE,
+    "qwen3": WHOLE,
+    "mistral_window": WHOLE,
+    "phi3_window": WHOLE,  # merged projections, a part of each head turns
+    "gemma3_window": WHOLE,  # norms on both sides, a table for each type of layer
+    "smollm3": WHOLE,  # layers without a rotation
+    "glm4": WHOLE,  # pairs turn
+    "qwen2_5_vl": WHOLE,
+    "qwen3_vl": WHOLE,
+    "gemma2_softcap_window": LAYERS,  # the model changes its logits after the head
+    "granite_logits_scaling": LAYERS,
+    "qwen3_moe": ATTENTION,
+    "gpt_oss_sinks_window": ATTENTION,
+    "olmo2": MLP,  # norms over all heads together
+    "deepseek_v3_mla": MLP,  # its first layer alone has no experts
+    "cohere2_logit_scale": None,  # both halves read one norm
 }
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 20, 21], [50, 51, 52]]
 TABLES = [[0, 1], [2, 3]]
