@@ -34,6 +34,7 @@ EXPECTED = {
     "gemma3_window": WHOLE,  # norms on both sides, a table for each type of layer
     "smollm3": WHOLE,  # layers without a rotation
     "glm4": WHOLE,  # pairs turn
+    "hunyuan_vl": WHOLE,  # heads are normed after they turn
     "qwen2_5_vl": WHOLE,
     "qwen3_vl": WHOLE,
     "gemma2_softcap_window": LAYERS,  # the model changes its logits after the head
