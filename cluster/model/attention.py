@@ -112,8 +112,8 @@ class ModelAttention(AttentionBackend, Protocol):
         ...
 
     def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
-        """The most memory that scores of `num_tokens` tokens of prompts take at once. width: of the widest
-        row of K or V."""
+        """The most memory that scores, or what stands for them between kernels, of `num_tokens` tokens of prompts
+        take at once. width: of the widest row of K or V."""
         ...
 
 

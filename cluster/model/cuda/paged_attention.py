@@ -157,7 +157,7 @@ def _tiles(
         prompt_warps=4 if is_exact else 8,
         row_stages=_DEEP,
         prompt_stages=_DEEP if has_room and not is_exact else _SHALLOW,
-        row_programs=3 if is_narrow or (is_quantised and not is_wide) else 2,
+        row_programs=3 if is_narrow and not is_quantised else 2,
         prompt_programs=2 if is_exact else 1,
         key_run=_run(key_width, is_quantised),
         value_run=_run(value_width, is_quantised),
@@ -171,9 +171,7 @@ def _shared_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
-def plan(
-    step: StepTensors, tiles: Tiles, window: int | None, num_places: int | None = None
-) -> AttentionPlan:
+def plan(step: StepTensors, tiles: Tiles, window: int | None, num_places: int | None = None) -> AttentionPlan:
     """One launch. `window` as in `LayerAttention`. num_places: at least so many as the step's partial results;
     None: as many as a step of these sizes can have."""
     from cluster.model.cuda import attention_kernels
@@ -249,9 +247,9 @@ def place_capacity(num_tokens: int, num_seqs: int) -> int:
 
 
 def partial_bytes(num_heads: int, value_width: int, num_tokens: int) -> int:
-    """Of the partial results of a step with so many tokens, whatever its sequences. Above MAX_PLACES tokens
-    this is an estimate: only many sequences with few new tokens each would have more."""
-    return MAX_SHARES * min(num_tokens, MAX_PLACES) * num_heads * (value_width + 2) * 4
+    """Of the partial results of one layer in a step with so many tokens, at most. Not of every step: above 512
+    tokens, more than 32 sequences with some tokens each over long contexts would have more."""
+    return MAX_SHARES * min(num_tokens, 512) * num_heads * (value_width + 2) * 4
 
 
 def item_capacity(num_tokens: int, num_seqs: int, tiles: Tiles, is_decode: bool) -> int:
