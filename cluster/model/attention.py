@@ -54,8 +54,8 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
-    # A recorded step comes with these, and nothing may read its sizes above. None: kernels that need them make
-    # them from the sizes.
+    # A recorded step comes with these, and nothing may read its sizes above. None: kernels that need them
+    # make them from the sizes.
     device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
 
@@ -107,13 +107,13 @@ class ModelAttention(AttentionBackend, Protocol):
     """The attention of all layers of a model."""
 
     def can_capture(self, block_size: int, cache: LayerCache) -> bool:
-        """Whether a step over such a cache, of answers or with prompts, launches only kernels whose shapes follow
-        from the sizes of its tensors and reads nothing on the host, so that a CUDA graph can record it."""
+        """Whether a step over such a cache, of answers or with prompts, launches only kernels whose shapes
+        follow from the sizes of its tensors, and reads nothing on the host: a CUDA graph can record it."""
         ...
 
     def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
-        """The most memory that scores, or what stands for them between kernels, of `num_tokens` tokens of prompts
-        take at once. width: of the widest row of K or V."""
+        """The most memory that scores of `num_tokens` tokens of prompts, or partial results over shares of
+        their keys, take at once. width: of the widest row of K or V."""
         ...
 
 

@@ -129,8 +129,8 @@ def _load_run(
 
 @triton.jit
 def _run_scale(scales, rows, row_mask, number: tl.constexpr, RUNS: tl.constexpr):
-    """[1, len(rows)] float32. scales: int32, two in a word, or float16, which the compiler does not load ahead
-    of its use: nothing smaller than a word is."""
+    """[1, len(rows)] float32. scales: int32, two in a word; or float16, which are not loaded ahead of their
+    use, as the compiler loads ahead nothing smaller than a word."""
     elements = rows * RUNS + number
     if scales.dtype.element_ty == tl.int32:
         words = tl.load(scales + elements // 2, mask=row_mask, other=0)
@@ -296,8 +296,8 @@ def merge(
     HEADS: tl.constexpr, MERGED: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr,
     SHARES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, cdiv(HEADS, MERGED)). Joins the shares of MERGED heads of one token; stores nothing if there is
-    one share. SHARES_PAD is a constant, so that the order of the sum is one, too. A token of no sequence
+    """Grid (T, cdiv(HEADS, MERGED)). Joins the shares of MERGED heads of one token; stores nothing if there
+    is one share. SHARES_PAD is a constant, so that the order of the sum is one, too. A token of no sequence
     becomes zero."""
     token, first_head = tl.program_id(0), tl.program_id(1) * MERGED
     seq = tl.load(seqs + token)

@@ -1,6 +1,6 @@
-"""Which attention serves a model on this GPU. Our Triton kernels do, if they give the numbers of plain softmax
-for decode steps and for long chunks of prompts of the model's shape. A library serves long chunks instead
-(`attention_cuda` says which) if it gives these numbers as well, in less time than ours and all other
+"""Which attention serves a model on this GPU. Our Triton kernels do, if they give the numbers of plain
+softmax for decode steps and for long chunks of prompts of the model's shape. A library serves long chunks
+instead (`attention_cuda` says which) if it gives these numbers as well, in less time than ours and all other
 libraries. The log says all that was found.
 
 Runs once, when the model is loaded, on the loading thread. Takes seconds, most of it for compiling.
@@ -45,8 +45,8 @@ def choose(
     fallback: ModelAttention,
     libraries: Callable[[], Sequence[tuple[str, FlashLibrary]]] = lambda: tuple(installed()),
 ) -> ModelAttention:
-    """The fallback, if our kernels fail: steps by it are not recorded. Raises RuntimeError if the device broke
-    in the attempt."""
+    """The fallback, if our kernels fail: steps by it are not recorded. Raises RuntimeError if the device
+    broke in the attempt."""
     ours = _chosen(device, dtype, shape, fallback, libraries) if has_triton() else None
     torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
     if ours is None:

@@ -6,9 +6,9 @@ causal, with windows, with media spans whose positions see each other, soft caps
     attend          once a layer: one launch for each list of items, then the shares are merged
 
 Grids and scratch follow from the sizes T and B of the step's tensors alone, never from contexts, so all of it
-can be recorded in a CUDA graph; a token of no sequence and a sequence without new tokens are padding. Only
-the scratch of a step whose sizes are on the host is as large as that step needs. Nothing synchronises. Scratch
-is allocated by each call (from the graph's pool, if one is recorded), so nothing is owned. Needs triton, which
+can be recorded in a CUDA graph; a token of no sequence and a sequence without new tokens are padding. A step
+whose sizes are on the host gets scratch for its own partial results only. Nothing synchronises. Scratch is
+allocated by each call (from the graph's pool, if one is recorded), so nothing is owned. Needs triton, which
 the first call imports; enqueues on the current stream. Unmeasured: never run on a GPU.
 
 A row's bits depend on its own sequence: its tokens of this step, its context and the window. float32 products
@@ -172,8 +172,8 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 def plan(step: StepTensors, tiles: Tiles, window: int | None, num_places: int | None = None) -> AttentionPlan:
-    """One launch. `window` as in `LayerAttention`. num_places: at least so many as the step's partial results;
-    None: as many as a step of these sizes can have."""
+    """One launch. `window` as in `LayerAttention`. num_places: at least so many as the step's partial
+    results; None: as many as a step of these sizes can have."""
     from cluster.model.cuda import attention_kernels
 
     num_tokens, num_seqs = len(step.seqs), len(step.contexts)
@@ -247,8 +247,8 @@ def place_capacity(num_tokens: int, num_seqs: int) -> int:
 
 
 def partial_bytes(num_heads: int, value_width: int, num_tokens: int) -> int:
-    """Of the partial results of one layer in a step with so many tokens, at most. Not of every step: above 512
-    tokens, more than 32 sequences with some tokens each over long contexts would have more."""
+    """The most that partial results of one layer take in a step with so many tokens. Those of a step with
+    over 512 tokens take more only if over 32 of its sequences have long contexts and some new tokens each."""
     return MAX_SHARES * min(num_tokens, 512) * num_heads * (value_width + 2) * 4
 
 

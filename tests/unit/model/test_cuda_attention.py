@@ -122,8 +122,8 @@ def test_long_chunks_equal_dense_attention_through_libraries(sizes, layer, gener
 @pytest.mark.parametrize(
     ("generation", "block_size", "expected"),
     [
-        (Flash2, 256, "varlen paged"), (Flash2, 16, "varlen"), (Flash3, 16, "kvcache"), (Flash4, 16, "kvcache"),
-        (TorchVarlen, 256, "varlen"),
+        (Flash2, 256, "varlen paged"), (Flash2, 16, "varlen"), (Flash3, 16, "kvcache"),
+        (Flash4, 16, "kvcache"), (TorchVarlen, 256, "varlen"),
     ],
 )  # fmt: skip
 def test_pages_are_read_where_the_library_can(generation, block_size, expected) -> None:

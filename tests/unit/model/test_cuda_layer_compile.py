@@ -85,7 +85,9 @@ def check_compiles(
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
         ("lookup", {"WIDTH": 896, "TILE": 1024}, {}),
     ],
-    ids=["add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "gate", "lookup"],
+    ids=[
+        "add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "gate", "lookup"
+    ],
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:
     check_compiles(layer_kernels, name, constants, kinds, capability, enable_fp_fusion=False)
