@@ -49,9 +49,14 @@ class CudaAttention:
     ) -> Tensor:  # fmt: skip
         if not can_attend(cache):
             return self._fallback.attend(batch, layer, query, new_key, new_value, cache)
-        query = query.contiguous()
+        return self.attend_blocks(batch, layer, query.contiguous(), cache)
+
+    def attend_blocks(
+        self, batch: PagedBatch, layer: LayerAttention, query: Tensor, cache: LayerCache
+    ) -> Tensor:
+        """`attend` for heads that our kernel takes. query is contiguous; K and V are in the cache only."""
         if self.library is not None and _is_long_prompts(batch) and library_can(layer, cache):
-            return _by_library(self.library, batch, layer, query, new_key, new_value, cache)
+            return _by_library(self.library, batch, layer, query, cache)
         tiles = tiles_for(query.shape[1], cache, query.dtype)
         plan = plan_of(batch, tiles, layer.sliding_window)
         return paged_attention.attend(query, cache, layer, step_of(batch), plan, tiles, self._num_processors)
@@ -75,16 +80,13 @@ def _is_long_prompts(batch: PagedBatch) -> bool:
 
 
 def _by_library(
-    library: FlashLibrary, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor,
-    new_value: Tensor, cache: LayerCache,
-) -> Tensor:  # fmt: skip
+    library: FlashLibrary, batch: PagedBatch, layer: LayerAttention, query: Tensor, cache: LayerCache
+) -> Tensor:
     assert isinstance(cache.key, PlainRows) and isinstance(cache.value, PlainRows)
     lengths = _lengths(batch)
     multiple = library.page_multiple
     if multiple is not None and batch.block_size % multiple == 0:
         return library.paged(query, cache.key.data, cache.value.data, lengths, layer)
-    if list(batch.query_lens) == list(batch.context_lens):
-        return library.rows(query, new_key, new_value, lengths, layer)
     slots = _context_slots(batch, lengths)
     key, value = cache.key.rows(slots, query.dtype), cache.value.rows(slots, query.dtype)
     return library.rows(query, key, value, lengths, layer)
