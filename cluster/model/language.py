@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from cluster.config.checkpoint import max_rope_length, placeholder_ids
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import PagedBatch
+from cluster.model.attention import PagedBatch, StepTensors
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
@@ -150,6 +150,11 @@ class LanguageModel:
         """`decode` over tensors at fixed addresses, for a CUDA graph. Reads nothing from the host. Untried on
         hardware."""
         num_sequences, max_blocks = inputs.block_tables.shape
+        rows = torch.arange(num_sequences + 1, dtype=torch.int32, device=self.device)
+        contexts = inputs.context_lens.clone(memory_format=torch.contiguous_format)
+        tensors = StepTensors(
+            rows[:-1], contexts - 1, contexts, rows, contexts, inputs.block_tables, self.block_size, True
+        )
         batch = PagedBatch(
             kv,
             self.block_size,
@@ -159,6 +164,7 @@ class LanguageModel:
             block_tables=inputs.block_tables,
             context_lens_tensor=inputs.context_lens.long(),
             bidirectional_spans=(),
+            device=tensors,
         )
         embeds = self._embedded(inputs.token_ids.long())
         return self._logits(self._hidden(embeds, inputs.position_ids.long(), batch, {}))

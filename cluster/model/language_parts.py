@@ -125,7 +125,7 @@ def make_backend(
 ) -> ModelAttention:
     """The fastest installed backend for the device; on CUDA, that for `shape`. Each backend reads every cache
     format. If its kernels do not support a case, it uses the torch backend."""
-    if device.type == "cuda" and shape is not None and dtype in (torch.float16, torch.bfloat16):
+    if device.type == "cuda" and shape is not None:
         from cluster.model.cuda.choice import choose
 
         return choose(device, dtype, shape, fallback=TorchAttention())

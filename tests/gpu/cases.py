@@ -121,9 +121,9 @@ def paged_case(
 
 @torch.inference_mode()
 def check_recorded_steps(model: LanguageModel, num_steps: int, tolerance: float) -> None:
-    """On CUDA. A replayed step gives the bits of the same `decode_step` unrecorded. `decode` takes its tables
-    only as wide as the contexts: its kernel may split the keys into other shares, so its logits are compared
-    by `tolerance`, relative to their norm. Every way of computing has KV of its own."""
+    """On CUDA. A replayed step gives the bits of the same `decode_step` unrecorded. `decode` has no padding,
+    and the products of torch's libraries depend on the number of rows, so its logits are compared by
+    `tolerance`, relative to their norm. Every way of computing has KV of its own."""
     num_blocks, size = 40, model.block_size
     replayed, unrecorded, plain = (BlockMemory(model.kv_layout, num_blocks, model.device) for _ in range(3))
     graphed = GraphedModel(model, replayed, 8, capture_cuda())

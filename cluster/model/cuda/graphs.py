@@ -6,7 +6,7 @@ A replay repeats the recorded launches at the recorded addresses. Therefore:
 * a step's inputs always use the same buffers (`StepMatrix`),
 * a batch is padded to a recorded size with rows that write into a scratch block,
 * the logits are always in the same tensor,
-* attention must not read the contexts on the host (`FlashAttention.can_capture`).
+* attention must not read the contexts on the host (`CudaAttention.can_capture`).
 
 Tried on the CPU with a stand-in for the capture; `capture_cuda` itself is untried.
 """
