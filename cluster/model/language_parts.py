@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cluster.config.families import ModelFamily
-from cluster.config.machine import has_triton
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
 from cluster.model.attention_cpu import CpuAttention
+from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import load as load_kernels
@@ -147,14 +147,11 @@ def _attention_shape(
 
 def _layer_kernels(parts: LanguageParts, weight_dtype: WeightDtype, making: Making) -> LayerKernels | None:
     """Those of the device that holds the weights; None: it has none."""
-    device = parts.embed.weight.device
+    dtype, device = parts.embed.weight.dtype, parts.embed.weight.device
     if device.type == "cpu":
         kernels = making.kernels_for(parts.model)
         return None if kernels is None else CpuLayerKernels(kernels, weight_dtype)
-    if device.type == "cuda" and has_triton():
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
-        return CudaLayerKernels(parts.embed.weight.dtype, processors)
-    return None
+    return CudaLayerKernels(dtype, parts.attention) if isinstance(parts.attention, CudaAttention) else None
 
 
 def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:

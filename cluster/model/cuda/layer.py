@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda.forms import activation_of, norm_of
 from cluster.model.cuda.layer_calls import (
     GateActivation,
@@ -33,7 +34,7 @@ from cluster.model.cuda.layer_calls import (
     gate,
     rope_write,
 )
-from cluster.model.cuda.paged_attention import MAX_WIDTH, Tiles, attend, plan_of, step_of, tiles_for
+from cluster.model.cuda.paged_attention import MAX_WIDTH
 from cluster.model.cuda.placing import merged
 from cluster.model.kv_format import layer_cache
 from cluster.model.layers.parts import (
@@ -113,27 +114,22 @@ class FusedAttention:
 
     def __init__(
         self, around: Around, qkv: Product, out: Product, rope: Rope, num_heads: int, layer: LayerAttention,
-        layer_idx: int, num_processors: int,
+        layer_idx: int, attention: CudaAttention,
     ):  # fmt: skip
         self._around, self._qkv, self._out, self._rope = around, qkv, out, rope
         self._num_heads, self._layer, self._layer_idx = num_heads, layer, layer_idx
-        self._num_processors = num_processors
-        self._tiles: Tiles | None = None  # by the first cache; all caches of a layer have one form
+        self._attention = attention
 
     def __call__(self, x: Tensor, pending: Pending | None, rotary: Rotary, batch: PagedBatch) -> Pending:
         """x [T, N], changed by what is pending alone."""
         cache = layer_cache(batch.kv, self._layer_idx)
-        tiles = self._tiles = self._tiles or tiles_for(self._num_heads, cache, x.dtype)
         qkv = self._qkv(normed(x, pending, self._around.pre))
         cos, sin = (None, None) if rotary is None else (table[0] for table in rotary)
         query = x.new_empty(len(x), self._num_heads, cache.key.row_shape[1])
         rope_write(qkv, cos, sin, batch.slots, cache, self._num_heads, self._rope, query)
         if batch.on_layer is not None:
             batch.on_layer(self._layer_idx)
-        mixed = attend(
-            query, cache, self._layer, step_of(batch), plan_of(batch, tiles, self._layer.sliding_window),
-            tiles, self._num_processors,
-        )  # fmt: skip
+        mixed = self._attention.attend_blocks(batch, self._layer, query, cache)
         return Pending(self._out(mixed.flatten(1)), self._around.post, self._around.scale)
 
 
@@ -232,12 +228,11 @@ class CudaLayerKernels:
 
     name = "Triton kernels"
 
-    def __init__(self, dtype: torch.dtype, num_processors: int, *, is_timed: bool = True):
-        """num_processors: the device's multiprocessors."""
+    def __init__(self, dtype: torch.dtype, attention: CudaAttention, *, is_timed: bool = True):
         self.source = Compared()
         self.is_timed = is_timed
         self.whole_tolerance = _TOLERANCE[dtype]
-        self._num_processors = num_processors
+        self._attend = attention
 
     def can_replace(self, parts: DecoderParts) -> bool:
         attention, mlp = parts.attention.inner, parts.mlp.inner
@@ -285,7 +280,7 @@ class CudaLayerKernels:
         return FusedAttention(
             cast(Around, around(parts.attention)), cast(Product, product_of(inner.projections)),
             Product(inner.out.weight, inner.out.bias), rope, heads.num_query,
-            replace(heads.attention, sinks=sinks), parts.layer_idx, self._num_processors,
+            replace(heads.attention, sinks=sinks), parts.layer_idx, self._attend,
         )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.graphs import capture_cuda
 from cluster.model.cuda.layer import CudaLayerKernels, FusedTextModel
 from cluster.model.cuda.paged_attention import step_tensors
@@ -61,7 +63,8 @@ def fused() -> Iterator[Fused]:
         model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES)).eval()
         merge_inputs(model, torch.device("cuda", 0))
         device.put(model)
-        kernels = CudaLayerKernels(torch.float32, num_processors=132, is_timed=False)
+        attention = CudaAttention(TorchAttention(), num_processors=132)
+        kernels = CudaLayerKernels(torch.float32, attention, is_timed=False)
         text, layers = model.model, []
         rotary = tuple(torch.zeros(1, NUM_TOKENS, 16, device="cuda") for _ in range(2))
         for layer in text.layers:

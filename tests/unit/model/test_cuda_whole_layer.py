@@ -5,12 +5,15 @@ families have is recognised, or left to its module; greedy tokens are those of `
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 import torch
 
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.layer import CudaLayerKernels, FusedLayer
 from cluster.model.cuda.placing import merge_inputs
 from cluster.model.kv_format import KvCacheDtype
@@ -54,7 +57,9 @@ def fused(name: str, kv_cache_dtype: KvCacheDtype = "auto") -> LanguageParts:
     parts = probed_parts(MODELS[name]().model.eval(), 16, kv_cache_dtype)
     with torch.inference_mode():
         merge_inputs(parts.model, torch.device("cpu"))
-    return on_kernels(parts, CudaLayerKernels(torch.float32, num_processors=2, is_timed=False))
+    attention = CudaAttention(TorchAttention(), num_processors=2)
+    kernels = CudaLayerKernels(torch.float32, attention, is_timed=False)
+    return on_kernels(replace(parts, attention=attention), kernels)
 
 
 def what_is_fused(parts: LanguageParts) -> str | None:
