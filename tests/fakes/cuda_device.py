@@ -257,6 +257,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             _held(into).copy_(_held(source))
             if _is_on_cuda(into):
                 self._note_copy(source, into)
+            if self.capture is not None:
+                self.capture.add(func, (_held(into), _held(source)), {}, [_held(into)])
             return into
         source, asynchronous = args[0], kwargs.pop("non_blocking", False)
         place = torch.device(target) if target is not None else source.device

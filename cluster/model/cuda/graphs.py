@@ -35,6 +35,7 @@ from cluster.model.step_model import StepModel
 logger = logging.getLogger(__name__)
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
+NUM_PROMPTS = 16  # in a mixed step, beside as many answers as a step of answers holds
 # What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred launches.
 # An assumption; other workers on the device make it hard to measure.
 GRAPH_BYTES = 8 << 20
@@ -76,14 +77,22 @@ class RecordedSizes:
     mixed: Sequence[StepSizes]  # empty: only steps of answers
 
     @classmethod
-    def up_to(cls, max_batch: int, max_tokens: int, max_rows: int, max_wanted: int) -> RecordedSizes:
-        """max_batch: sequences in a step of answers. Of any step: tokens, sequences, and tokens whose logits
-        are wanted. A step of T tokens has at most T of either."""
+    def up_to(cls, max_batch: int, max_prompt_tokens: int, max_drafts: int = 0) -> RecordedSizes:
+        """max_batch: sequences of answers in a step, each with up to `max_drafts` drafts. max_prompt_tokens:
+        beside them; 0 without drafts: mixed steps are not recorded. A step of T tokens has at most T
+        sequences, and as many tokens whose logits are wanted."""
+        max_answer_tokens = max_batch * (1 + max_drafts)
+        max_tokens = max_prompt_tokens + max_answer_tokens if max_prompt_tokens or max_drafts else 0
         smaller = [size for size in MIXED_TOKENS if size < max_tokens]
         mixed = MIXED_TOKENS[: len(smaller) + 1] if max_tokens else ()
         return cls(
             [answers_of(size) for size in batch_sizes(max_batch)],
-            [StepSizes(size, min(size, max_rows), min(size, max_wanted)) for size in mixed],
+            [
+                StepSizes(
+                    size, min(size, max_batch + NUM_PROMPTS), min(size, max_answer_tokens + NUM_PROMPTS)
+                )
+                for size in mixed
+            ],
         )
 
     @property
@@ -199,10 +208,8 @@ class GraphedModel:
         return chunk.scores is None and not (chunk.features and is_deep)
 
     def _record(self, sizes: StepSizes) -> None:
-        if sizes.is_decode:
-            inputs, embeds = self._buffers.fill_answers(sizes, [], [], [], []), None
-        else:
-            inputs, embeds = self._buffers.fill_chunks(sizes, [], []), self._embeds[: sizes.num_tokens]
+        inputs = self._buffers.fill_answers(sizes, (), (), (), ())  # padding only
+        embeds = None if sizes.is_decode else self._embeds[: sizes.num_tokens]
         out = self._logits[: sizes.num_wanted]
         self._replays[sizes] = self._capture(lambda: out.copy_(self._model.step(inputs, self._kv, embeds)))
 
@@ -223,12 +230,14 @@ class Recording:
 
 
 def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None:
-    """Records the largest steps once, over a KV of one block, and frees them again. None: steps cannot be
-    recorded; the log says why. On CUDA, before other threads use the device."""
+    """Records the largest step of each kind, over a KV of one block, and frees it again: the others share
+    its memory. None: steps cannot be recorded; the log says why. On CUDA, before other threads use the
+    device."""
     kv = BlockMemory(model.kv_layout, 1, model.device)
     if not model.can_capture(kv):
         logger.info("steps are not recorded: their attention needs the host")
         return None
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(model.device)
     graphed = _recorded(model, kv, RecordedSizes(sizes.answers[-1:], sizes.mixed[-1:]))
     shared = torch.cuda.memory_reserved(model.device) - before

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -198,7 +199,8 @@ class StepBuffers:
         tokens, rows = sizes.num_tokens, sizes.num_rows
         return [tokens, self._axes * tokens, tokens, tokens, tokens, tokens, rows + 1, rows, sizes.num_wanted]
 
-    def _views[Numbers: (Tensor, np.ndarray)](self, sizes: StepSizes, buffer: Numbers) -> list[Numbers]:
+    def _views(self, sizes: StepSizes, buffer: Any) -> list[Any]:
+        """Of a tensor or an array."""
         first, views = self._first_field(sizes), []
         for count in self._counts(sizes):
             views.append(buffer[first : first + count])
