@@ -76,7 +76,11 @@ class MemoryPlan:
             *([f"  KV, second tier    {_mib(self.tier)}"] if self.tier else []),
             *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
             f"  one step           {_mib(self.step)}  (estimate)",
-            *([f"  recorded steps     {_mib(self.graphs)}  (measured by recording the largest)"] if self.graphs else []),
+            *(
+                [f"  recorded steps     {_mib(self.graphs)}  (measured by recording the largest)"]
+                if self.graphs
+                else []
+            ),
             f"  wanted             {_mib(self.wanted)}  beside the weights",
             f"  available          {_mib(available)}",
         ]

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from cluster.model.cuda.copies import StepMatrix
 
 from cluster.clock import SystemClock
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cuda.copies import StepMatrix
 from cluster.model.cuda.uploads import Uploads
 from cluster.model.kv_format import kv_segments, quantize
 from encoder_service.cache import EmbeddingCache
