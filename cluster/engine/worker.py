@@ -302,6 +302,7 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )  # fmt: skip
     recorded = RecordedSizes.up_to(args.decode.max_batch_sequences, MAX_CHUNK_TOKENS)
-    recording = recording_of(draft, recorded) if draft.device.type == "cuda" else None
-    proposer = DraftModelProposer(draft, target, speculation.draft_kv_blocks, placeholders, recording)
+    proposer = DraftModelProposer(
+        draft, target, speculation.draft_kv_blocks, placeholders, recording_of(draft, recorded)
+    )
     return Speculator(proposer, speculation.max_draft_tokens)

@@ -73,7 +73,7 @@ def load_language(
         num_ranks=1 if group is None else group.size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
-    recording = _recording(model, sizes, group) if role.decodes and setup.device.type == "cuda" else None
+    recording = _recording(model, sizes, group) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(

@@ -225,14 +225,16 @@ class Recording:
     num_bytes: int  # that all graphs and their buffers take
 
     def over(self, model: LanguageModel, kv: BlockMemory) -> StepModel:
-        """The model with recorded steps over `kv`. On CUDA; takes seconds."""
+        """The model with recorded steps over `kv`. Takes seconds."""
         return _recorded(model, kv, self.sizes) or model
 
 
 def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None:
     """Records the largest step of each kind, over a KV of one block, and frees it again: the others share
-    its memory. None: steps cannot be recorded; the log says why. On CUDA, before other threads use the
+    its memory. None: steps cannot be recorded; the log says why. Call it before other threads use the
     device."""
+    if model.device.type != "cuda":
+        return None
     kv = BlockMemory(model.kv_layout, 1, model.device)
     if not model.can_capture(kv):
         logger.info("steps are not recorded: their attention needs the host")

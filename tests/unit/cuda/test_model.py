@@ -17,7 +17,7 @@ from cluster.model import attention_torch
 from cluster.model.attention import LayerAttention
 from cluster.model.attention_flash import FlashAttention
 from cluster.model.cuda import choice, decode_attention
-from cluster.model.cuda.graphs import GraphedModel, capture_cuda, with_graphs
+from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda, recording_of
 from cluster.model.encoder import EncoderModel
 from cluster.model.kv_format import LayerCache, QuantizedRows
 from cluster.model.language import LanguageModel, SequenceChunk
@@ -33,6 +33,7 @@ from tests.gpu.cases import check_recorded_steps, dense
 PROMPTS = [list(range(5, 45)), list(range(50, 53)), list(range(60, 81))]
 TABLES = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
 NUM_STEPS = 3
+ANSWERS = RecordedSizes.up_to(4, 0)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def qwen2(dtype: torch.dtype = torch.float32) -> hf.Qwen2ForCausalLM:
 
 
 def graphed(model: LanguageModel, kv: BlockMemory) -> GraphedModel:
-    made = GraphedModel(model, kv, 4, capture_cuda())
+    made = GraphedModel(model, kv, ANSWERS, capture_cuda())
     made.warm_up()
     return made
 
@@ -175,14 +176,16 @@ def test_our_kernels_serve_decode_steps_recorded_or_not(kv_cache_dtype, device, 
 
 def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device, kernels: Kernels) -> None:
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
-    check_recorded_steps(model, num_steps=2, tolerance=0.1)
+    check_recorded_steps(model, num_steps=2, tolerance=0.1, mixed=False)
 
 
 def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: Kernels) -> None:
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
 
     def recorded(model: LanguageModel, kv: BlockMemory) -> GraphedModel:
-        steps = with_graphs(model, kv, 4)
+        recording = recording_of(model, ANSWERS)
+        assert recording is not None
+        steps = recording.over(model, kv)
         assert isinstance(steps, GraphedModel)
         return steps
 
@@ -201,10 +204,10 @@ def test_steps_that_cannot_be_recorded_after_all_run_unrecorded(device, kernels,
     expected = computed(model, "cuda")
     monkeypatch.setattr(decode_attention, "paged_decode", asks)
     monkeypatch.setattr(torch.cuda, "graph", None)
-    found = computed(model, "cuda", lambda model, kv: with_graphs(model, kv, 4))
-    assert "decode steps cannot be recorded: called a synchronizing CUDA operation" in caplog.text
+    assert recording_of(model, ANSWERS) is None
+    assert "steps cannot be recorded: called a synchronizing CUDA operation" in caplog.text
     assert torch.cuda.get_sync_debug_mode() == 0
-    check_equal(found, expected, 0.1)
+    check_equal(computed(model, "cuda"), expected, 0.1)
 
 
 def test_a_step_reads_the_device_only_to_tell_its_logits(device: SimulatedCuda) -> None:

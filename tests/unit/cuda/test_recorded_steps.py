@@ -28,6 +28,7 @@ from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.recorded_attention import RecordedAttention
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase
+from tests.gpu.cases import check_recorded_steps
 
 SIZES = RecordedSizes([answers_of(4)], [StepSizes(8, 8, 8), StepSizes(32, 8, 12)])
 PROMPTS = [list(range(5, 25)), list(range(50, 53)), list(range(60, 71))]
@@ -46,12 +47,12 @@ def language(device: SimulatedCuda, whole: hf.PreTrainedModel, kv_cache_dtype="a
     return LanguageModel(replace(parts, attention=RecordedAttention()))
 
 
-def text_model(device: SimulatedCuda, kv_cache_dtype="auto") -> LanguageModel:
+def text_model(device: SimulatedCuda, kv_cache_dtype="auto", max_model_len: int = 96) -> LanguageModel:
     torch.manual_seed(0)
     config = hf.Qwen3Config(
         vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, initializer_range=0.15,
-        eos_token_id=None,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=max_model_len,
+        initializer_range=0.15, eos_token_id=None,
     )  # fmt: skip
     return language(device, hf.Qwen3ForCausalLM(config), kv_cache_dtype)
 
@@ -156,6 +157,11 @@ def test_media_are_placed_before_the_replay(name: str, device: SimulatedCuda) ->
     compared.forward([*chunks[1:2], SequenceChunk([8], 3, 3, TABLES[3])])
     compared.check_kv()
     assert compared.num_forwards == 0
+
+
+def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device: SimulatedCuda) -> None:
+    model = text_model(device, max_model_len=256)
+    check_recorded_steps(model, num_steps=2, tolerance=1e-4)
 
 
 def test_what_earlier_steps_left_changes_no_bit_of_a_step(device: SimulatedCuda) -> None:
