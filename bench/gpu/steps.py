@@ -18,7 +18,7 @@ import transformers as hf
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import AttentionShape, LayerAttention, PagedBatch
-from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.language_parts import make_backend
@@ -202,7 +202,9 @@ def model_rows(
     is_cuda = machine.device.type == "cuda"
     models: list[tuple[str, StepModel]] = [(f"decode{FROM_PYTHON if is_cuda else ''}", model)]
     if is_cuda:
-        models.append(("decode, graphs", GraphedModel(model, kv, max(batches), capture_cuda())))
+        graphed = GraphedModel(model, kv, RecordedSizes.up_to(max(batches), 0), capture_cuda())
+        graphed.warm_up()
+        models.append(("decode, graphs", graphed))
     rows = []
     for batch in batches:
         for label, subject in models:

@@ -40,6 +40,16 @@ class StepTensors:
     is_decode: bool  # no sequence has more than one new token; known without reading the device
 
 
+class UnknownSizes(Sequence[Any]):
+    """Stands for sizes that only a replay knows: to read them while a step is recorded is an error."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise RuntimeError(f"element {index} of a recorded step's sizes was read on the host")
+
+    def __len__(self) -> int:
+        raise RuntimeError("a recorded step's sizes were read on the host")
+
+
 @dataclass
 class PagedBatch:
     """One packed forward, as attention sees it. Lives for one step. Backends keep masks and gathered indices
@@ -54,8 +64,8 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
-    # A recorded step comes with these, and nothing may read its sizes above. None: kernels that need them
-    # make them from the sizes.
+    # A recorded step comes with these, and nothing may read its sizes above (of answers they are upper bounds,
+    # of others unknown). None: kernels that need them make them from the sizes.
     device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
 
@@ -108,7 +118,8 @@ class ModelAttention(AttentionBackend, Protocol):
 
     def can_capture(self, block_size: int, cache: LayerCache) -> bool:
         """Whether a step over such a cache, of answers or with prompts, launches only kernels whose shapes
-        follow from the sizes of its tensors, and reads nothing on the host: a CUDA graph can record it."""
+        follow from the sizes of its tensors, so that a CUDA graph can record it. A step of a mix that reads
+        `UnknownSizes` after all fails by name."""
         ...
 
     def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 from cluster.config.checkpoint import max_rope_length, placeholder_ids
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import PagedBatch, StepTensors
+from cluster.model.attention import PagedBatch, UnknownSizes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
-from cluster.model.cuda.copies import DecodeInputs
+from cluster.model.cuda.step_inputs import StepInputs
 from cluster.model.kv_format import KvCacheDtype, layer_cache
 from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
 from cluster.model.loading import fingerprint
@@ -41,6 +41,7 @@ class LanguageModel:
 
     kv_layout: K and V of every layer, in the format of `kv_format`.
     feature_width: hidden_size * (1 + deep-stack layers).
+    position_axes: of the position of a text token.
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
     has no window.
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
@@ -62,6 +63,7 @@ class LanguageModel:
         self.vocab_size: int = parts.vocab_size
         self.num_layers: int = text_config.num_hidden_layers
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
+        self.position_axes = self._position_rule.axes
         longest = text_config.max_position_embeddings
         self.max_model_len: int = min(longest, max_rope_length(text_config.to_dict()) or longest)
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model)
@@ -128,7 +130,7 @@ class LanguageModel:
             for place in places:
                 mask[0, place] = True
             extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks)
+        return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks).float()
 
     @torch.inference_mode()
     def decode(
@@ -144,33 +146,46 @@ class LanguageModel:
         logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
-        return self._run(self._embed_tokens(token_ids), position_ids, batch, torch.arange(len(token_ids)))
+        embeds, wanted = self._embed_tokens(token_ids), torch.arange(len(token_ids))
+        return self._run(embeds, position_ids, batch, wanted).float()
 
-    def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
-        """`decode` over tensors at fixed addresses, for a CUDA graph. Reads nothing from the host. Untried on
-        hardware."""
-        num_sequences, max_blocks = inputs.block_tables.shape
-        rows = torch.arange(num_sequences + 1, dtype=torch.int32, device=self.device)
-        contexts = inputs.context_lens.clone(memory_format=torch.contiguous_format)
-        tensors = StepTensors(
-            rows[:-1], contexts - 1, contexts, rows, contexts, inputs.block_tables, self.block_size, True
-        )
+    def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
+        """`forward` or `decode` over tensors at fixed addresses, for a CUDA graph. embeds [T, hidden_size]
+        may be overwritten; None: the tokens are looked up. Returns [W, vocab_size] logits in any dtype.
+        Reads nothing from the host."""
+        if embeds is None:
+            embeds = self._embedded(inputs.token_ids)
+        step = inputs.step
+        num_rows, max_blocks = step.tables.shape
+        unknown, longest = UnknownSizes(), max_blocks * self.block_size
         batch = PagedBatch(
             kv,
             self.block_size,
             slots=inputs.slots.long(),
-            query_lens=[1] * num_sequences,
-            context_lens=[max_blocks * self.block_size] * num_sequences,
-            block_tables=inputs.block_tables,
-            context_lens_tensor=inputs.context_lens.long(),
-            bidirectional_spans=(),
-            device=tensors,
+            query_lens=[1] * num_rows if step.is_decode else unknown,
+            context_lens=[longest] * num_rows if step.is_decode else unknown,
+            block_tables=step.tables,
+            context_lens_tensor=step.contexts,
+            bidirectional_spans=() if step.is_decode else unknown,
+            device=step,
         )
-        embeds = self._embedded(inputs.token_ids.long())
-        return self._logits(self._hidden(embeds, inputs.position_ids.long(), batch, {}))
+        return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted)
 
-    def can_capture_decode(self, kv: BlockMemory) -> bool:
-        """Whether `decode_step` may be recorded in a CUDA graph."""
+    def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None:
+        """Writes the embeddings of token_ids [T], and in their places the feature rows of the chunks, into
+        embeds [T, hidden_size]. The features have no rows for deep-stack layers."""
+        embeds.copy_(self._embedded(token_ids))
+        self._place_features(embeds, chunks)
+
+    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray:
+        """[T] int64. Placeholder ids may lie outside the embedding table and become 0: their rows are
+        replaced later."""
+        ids = np.array(token_ids)
+        ids[ids >= self._embed.num_embeddings] = 0
+        return ids
+
+    def can_capture(self, kv: BlockMemory) -> bool:
+        """Whether a `step` may be recorded in a CUDA graph."""
         return self._backend.can_capture(self.block_size, layer_cache(kv, 0))
 
     @torch.inference_mode()
@@ -195,9 +210,9 @@ class LanguageModel:
         self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, wanted: Tensor,
         extra: Mapping[str, object] = MappingProxyType({}), chunks: Sequence[SequenceChunk] = (),
     ) -> Tensor:  # fmt: skip
-        """embeds [T, hidden_size], which may be overwritten; wanted [n] int64, on the CPU → [n, vocab_size]
-        float32 logits of these tokens. `extra`: more arguments of the text model. `chunks`: those of the T
-        tokens, if they may have scores."""
+        """embeds [T, hidden_size], which may be overwritten; wanted [n] → [n, vocab_size] logits of these
+        tokens, in any dtype. `extra`: more arguments of the text model. `chunks`: those of the T tokens, if
+        they may have scores."""
         rows = wanted.to(self.device)
         if self._decoder is not None and not extra:
             logits = self._decoder.logits(
@@ -207,7 +222,10 @@ class LanguageModel:
             return logits
         hidden = self._hidden(embeds, position_ids, batch, extra)
         self._score(chunks, lambda scored: hidden[scored])
-        return self._logits(hidden[rows]) if len(rows) else hidden.new_empty(0, self.vocab_size).float()
+        if len(rows) == 0:
+            return hidden.new_empty(0, self.vocab_size)
+        is_all = batch.is_decode and len(rows) == len(hidden)
+        return self._logits(hidden if is_all else hidden[rows])
 
     def _score(self, chunks: Sequence[SequenceChunk], hidden: Callable[[Tensor], Tensor]) -> None:
         """`hidden(rows)`: of some of the T tokens, as the head takes it."""
@@ -216,7 +234,7 @@ class LanguageModel:
             if (scores := chunk.scores) is not None:
                 rows = torch.tensor(scores.rows, dtype=torch.int64, device=self.device) + first
                 for some in rows.split(MAX_SCORED_ROWS):
-                    scores.take(self._logits(hidden(some)))
+                    scores.take(self._logits(hidden(some)).float())
             first += len(chunk.token_ids)
 
     def _hidden(
@@ -234,17 +252,14 @@ class LanguageModel:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)
-        return (logits if self._post_head is None else self._post_head(logits)).float()
+        return logits if self._post_head is None else self._post_head(logits)
 
     def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, hidden_size]. Placeholder ids may lie outside the embedding table; their rows are replaced
-        later."""
-        ids = np.array(token_ids)
-        ids[ids >= self._embed.num_embeddings] = 0
-        return self._embedded(torch.from_numpy(ids).to(self.device))
+        """[T, hidden_size]."""
+        return self._embedded(torch.from_numpy(self.known_ids(token_ids)).to(self.device))
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 → [T, hidden_size]."""
+        """[T] → [T, hidden_size]."""
         if len(self._read_as_zero):
             token_ids = token_ids.masked_fill((token_ids[:, None] == self._read_as_zero).any(-1), 0)
         return self._embed(token_ids)

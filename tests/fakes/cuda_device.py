@@ -212,8 +212,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         given, given_kwargs = tree_unflatten([_held(each) for each in flat], spec)
         if index is None:
             return func(*given, **given_kwargs)
-        if func is _aten.histc.default:  # of integers: on GPUs only
-            given = [given[0].float(), *given[1:]]
+        if func is _aten.histc.default:
+            func = _histc_of_integers
         out = func(*given, **given_kwargs)
         wrappers = {id(each.held): each for each in flat if isinstance(each, CudaTensor)}
         outs, out_spec = tree_flatten(out)
@@ -257,6 +257,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             _held(into).copy_(_held(source))
             if _is_on_cuda(into):
                 self._note_copy(source, into)
+            if self.capture is not None:
+                self.capture.add(func, (_held(into), _held(source)), {}, [_held(into)])
             return into
         source, asynchronous = args[0], kwargs.pop("non_blocking", False)
         place = torch.device(target) if target is not None else source.device
@@ -357,6 +359,11 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
 
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.default}
+
+
+def _histc_of_integers(numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """On GPUs only."""
+    return _aten.histc.default(numbers.float(), *args, **kwargs)
 
 
 def _with_read_bounds(index: Any) -> Any:

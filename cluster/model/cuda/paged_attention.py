@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
+from cluster.model.batches import visible_ends
 from cluster.model.cuda.tiles import power_of_two, tensors_of
 from cluster.model.kv_format import GROUP_WIDTH, LayerCache
 
@@ -116,11 +117,7 @@ def step_tensors(batch: PagedBatch) -> StepTensors:
     starts = np.concatenate([[0], counts.cumsum()])
     seqs = np.repeat(np.arange(len(counts)), counts)
     indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
-    ends = indices + 1
-    for seq, spans in enumerate(batch.bidirectional_spans):
-        own_indices, own_ends = (each[starts[seq] : starts[seq + 1]] for each in (indices, ends))
-        for start, end in spans:
-            own_ends[(own_indices >= start) & (own_indices < end)] = end
+    ends = visible_ends(indices, starts, batch.bidirectional_spans)
     numbers = seqs, indices, ends, starts, contexts
     sizes = [_aligned(len(each)) for each in numbers]
     packed = np.zeros(sum(sizes), dtype=np.int32)

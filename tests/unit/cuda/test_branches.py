@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 REHEARSED = {  # test file: places
     "test_model.py": """
-        cluster/model/cuda/copies.py:StepMatrix.fill cluster/model/cuda/graphs.py:capture_cuda
+        cluster/model/cuda/graphs.py:capture_cuda
         cluster/model/cuda/graphs.py:capture_cuda.capture
         cluster/model/cuda/graphs.py:refusing_reads
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
@@ -28,6 +28,9 @@ REHEARSED = {  # test file: places
     "test_layer_launches.py": """
         cluster/model/cuda/paged_attention.py:step_tensors
         cluster/model/cuda/paged_attention.py:_shared_bytes
+    """,
+    "test_recorded_steps.py": """
+        cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded
     """,
     "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
@@ -40,7 +43,8 @@ REHEARSED = {  # test file: places
         cluster/kvcache/memory.py:BlockMemory.enqueues
         cluster/kvcache/memory.py:BlockMemory.synchronize
         cluster/kvcache/memory.py:BlockMemory.use_own_stream
-        cluster/model/cuda/copies.py:StepMatrix.__init__
+        cluster/model/cuda/step_inputs.py:StepBuffers.__init__
+        cluster/model/cuda/step_inputs.py:StepBuffers._end
         cluster/model/cuda/uploads.py:Uploads.__init__ cluster/model/cuda/uploads.py:Uploads.copy
         kv_transfer/codecs/checksum.py:BlockSums.__init__ kv_transfer/codecs/codec.py:Codec.code
         kv_transfer/codecs/pending.py:upload kv_transfer/codecs/pending.py:download

@@ -16,7 +16,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model import attention_torch
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda import paged_attention
-from cluster.model.cuda.graphs import GraphedModel, capture_cuda, with_graphs
+from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda, recording_of
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
@@ -32,6 +32,7 @@ from tests.gpu.cases import check_recorded_steps
 PROMPTS = [list(range(5, 45)), list(range(50, 53)), list(range(60, 81))]
 TABLES = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
 NUM_STEPS = 3
+ANSWERS = RecordedSizes.up_to(4, 0)
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def qwen2(dtype: torch.dtype = torch.float32) -> hf.Qwen2ForCausalLM:
 
 
 def graphed(model: LanguageModel, kv: BlockMemory) -> GraphedModel:
-    made = GraphedModel(model, kv, 4, capture_cuda())
+    made = GraphedModel(model, kv, ANSWERS, capture_cuda())
     made.warm_up()
     return made
 
@@ -137,14 +138,16 @@ def test_windows_sinks_and_unlike_layers_are_served_by_our_kernels(name, device,
 
 def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device, kernels: PlainAttention) -> None:
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
-    check_recorded_steps(model, num_steps=2, tolerance=0.1)
+    check_recorded_steps(model, num_steps=2, tolerance=0.1, mixed=False)
 
 
 def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: PlainAttention) -> None:
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
 
     def recorded(model: LanguageModel, kv: BlockMemory) -> GraphedModel:
-        steps = with_graphs(model, kv, 4)
+        recording = recording_of(model, ANSWERS)
+        assert recording is not None
+        steps = recording.over(model, kv)
         assert isinstance(steps, GraphedModel)
         return steps
 
@@ -163,10 +166,10 @@ def test_steps_that_cannot_be_recorded_after_all_run_unrecorded(device, kernels,
     expected = computed(model, "cuda")
     monkeypatch.setattr(paged_attention, "attend", asks)
     monkeypatch.setattr(torch.cuda, "graph", None)
-    found = computed(model, "cuda", lambda model, kv: with_graphs(model, kv, 4))
-    assert "decode steps cannot be recorded: called a synchronizing CUDA operation" in caplog.text
+    assert recording_of(model, ANSWERS) is None
+    assert "steps cannot be recorded: called a synchronizing CUDA operation" in caplog.text
     assert torch.cuda.get_sync_debug_mode() == 0
-    check_equal(found, expected, 0.1)
+    check_equal(computed(model, "cuda"), expected, 0.1)
 
 
 def test_a_step_reads_the_device_only_to_tell_its_logits(device: SimulatedCuda) -> None:
