@@ -1,5 +1,6 @@
-"""nano-vllm's run: 256 requests at once, prompts and answers of 100 to 1,024 random tokens, temperature 0.6, no
-end before the last token. The same requests for an engine and, as words of one token each, over HTTP.
+"""nano-vllm's run (its bench.py): 256 requests at once, prompts of 100 to 1,024 random tokens, answers of as many,
+temperature 0.6, no end before the last token. Drawn in the same order from the same seed, so the lengths are
+those of the published figures. An engine gets the tokens themselves, a server as many words of one token each.
 
     python -m bench.gpu.offline URL MODEL_ID FIRST STRIDE START_AT
 
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 SEED = 0
 NUM_REQUESTS = 256
 LENGTHS = (100, 1024)
+MAX_TOKEN_ID = 10_000
 TEMPERATURE = 0.6
 OFFLINE_RUN = "256 requests of 100 to 1,024 tokens, answers of as many"
 TEMPLATE_TOKENS = 45  # that the chat template of `bench.engine.vocabulary` adds to one message
@@ -30,8 +32,8 @@ START_S = 5.0  # for all clients to be there
 
 @dataclass(frozen=True)
 class OfflineRequest:
-    num_prompt_tokens: int
-    num_tokens: int
+    prompt: tuple[int, ...]
+    num_tokens: int  # of the answer
 
 
 @dataclass
@@ -47,9 +49,15 @@ class ClientReport:
     failures: list[str]
 
 
-def offline_requests(count: int = NUM_REQUESTS, lengths: tuple[int, int] = LENGTHS) -> list[OfflineRequest]:
+def offline_requests(
+    count: int = NUM_REQUESTS, lengths: tuple[int, int] = LENGTHS, max_token_id: int = MAX_TOKEN_ID
+) -> list[OfflineRequest]:
     rng = random.Random(SEED)
-    return [OfflineRequest(rng.randint(*lengths), rng.randint(*lengths)) for _ in range(count)]
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(count):
+        length = rng.randint(*lengths)
+        prompts.append(tuple(rng.randint(0, max_token_id) for _ in range(length)))
+    return [OfflineRequest(prompt, rng.randint(*lengths)) for prompt in prompts]
 
 
 def ask_all(url: str, model_id: str) -> list[ClientReport]:
@@ -77,7 +85,7 @@ async def ask(url: str, model_id: str, requests: Sequence[tuple[int, OfflineRequ
                 session,
                 Endpoint(url, model_id, {"temperature": TEMPERATURE, "seed": number}),
                 ChatRequest(
-                    [user(prompts.text(each.num_prompt_tokens - TEMPLATE_TOKENS, "offline", number))],
+                    [user(prompts.text(len(each.prompt) - TEMPLATE_TOKENS, "offline", number))],
                     each.num_tokens,
                     "offline",
                 ),

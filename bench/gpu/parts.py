@@ -86,7 +86,7 @@ def attention(
 def throughput_engine(rehearse: bool) -> Measurements:
     """nano-vllm's run on the engine alone."""
     speed = _speed(rehearse)
-    requests = offline_requests(4, (5, 20)) if rehearse else offline_requests()
+    requests = offline_requests(4, (5, 20), 99) if rehearse else offline_requests()
     with tempfile.TemporaryDirectory() as folder:
         if rehearse:
             model = write_checkpoint(SHAPES["tiny"], Path(folder), speed.device, speed.dtype)

@@ -8,13 +8,12 @@ are those that a door sends to a worker that does everything.
 from __future__ import annotations
 
 import dataclasses
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu.machine import DeviceSpeed
-from bench.gpu.offline import SEED, TEMPERATURE, OfflineRequest
+from bench.gpu.offline import TEMPERATURE, OfflineRequest
 from bench.gpu.steps import worker_args
 from cluster.clock import SystemClock
 from cluster.engine.engine import LanguageEngine
@@ -43,22 +42,23 @@ TIMEOUT_S = 600.0
 class EngineAlone:
     """Computes requests to their ends. Blocks."""
 
-    def __init__(self, folder: Path, machine: DeviceSpeed):
-        args = worker_args(folder, machine)
+    def __init__(self, folder: Path, machine: DeviceSpeed, **fields: object):
+        """`fields`: of `ClusterArgs`, instead of their defaults."""
+        args = worker_args(folder, machine, **fields)
         limits = limits_of(Role.WHOLE, args)
         sizes = sizes_of(Role.WHOLE, args, limits, machine.device.type)
         sizes = dataclasses.replace(sizes, feature_bytes=0)
         language = load_language(args, set_up(args, "bench-gpu"), Role.WHOLE, sizes)
         clock, network, model = SystemClock(), InProcessNetwork(), language.model
-        rows = BlockMemory(feature_layout(model.feature_width, 1, model.dtype), 1, machine.device)
+        # Agents of one process know memory of the CPU only, and nothing is transferred here.
+        rows = BlockMemory(feature_layout(model.feature_width, 1, model.dtype), 1)
         kv, features = (
-            TransferEngine(network.agent(name), clock, _ignore, outgoing=outgoing, incoming=incoming)
-            for name, outgoing, incoming in (("kv", language.kv, language.kv), ("features", None, rows))
+            TransferEngine(network.agent(name), clock, _ignore, outgoing=memory, incoming=memory)
+            for name, memory in (("kv", BlockMemory(model.kv_layout, 1)), ("features", rows))
         )
         store = FeatureStore(rows, BlockPool(1, 1), features)
         runner = LanguageRunner(model, language.steps, language.kv, store)
         blocks, self._slots = BlockPool(language.num_kv_blocks, args.block_size), no_cpu_slots(clock)
-        self.vocab_size = model.vocab_size
         self.num_tokens = 0
         self._num_open = 0
         self._outbox = Outbox(self._receive)
@@ -75,12 +75,10 @@ class EngineAlone:
 
     def compute(self, requests: Sequence[OfflineRequest]) -> float:
         """All at once. Returns seconds; `num_tokens` counts the generated tokens."""
-        rng = random.Random(SEED)
         started_at = time.monotonic()
         for number, each in enumerate(requests):
-            token_ids = tuple(rng.randrange(self.vocab_size) for _ in range(each.num_prompt_tokens))
             request = GenerateRequest(
-                str(number), Prompt(token_ids), (SamplingParams(TEMPERATURE, seed=number),),
+                str(number), Prompt(each.prompt), (SamplingParams(TEMPERATURE, seed=number),),
                 StopParams(each.num_tokens),
             )  # fmt: skip
             self._num_open += 1
