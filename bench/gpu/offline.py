@@ -25,6 +25,7 @@ LENGTHS = (100, 1024)
 MAX_TOKEN_ID = 10_000
 TEMPERATURE = 0.6
 OFFLINE_RUN = "256 requests of 100 to 1,024 tokens, answers of as many"
+BATCH = 1  # the priority of work that may wait minutes at the door
 TEMPLATE_TOKENS = 45  # that the chat template of `bench.engine.vocabulary` adds to one message
 NUM_CLIENTS = 4
 START_S = 5.0  # for all clients to be there
@@ -83,7 +84,7 @@ async def ask(url: str, model_id: str, requests: Sequence[tuple[int, OfflineRequ
         asked = (
             ask_one(
                 session,
-                Endpoint(url, model_id, {"temperature": TEMPERATURE, "seed": number}),
+                Endpoint(url, model_id, {"temperature": TEMPERATURE, "seed": number, "priority": BATCH}),
                 ChatRequest(
                     [user(prompts.text(len(each.prompt) - TEMPLATE_TOKENS, "offline", number))],
                     each.num_tokens,
