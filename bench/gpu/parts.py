@@ -163,10 +163,10 @@ RUN: dict[str, Part] = {
     "load-whole": Part(65, partial(served.load, "whole", "raw")),
     "throughput-engine": Part(70, throughput_engine),
     "equal-e-p-d": Part(70, partial(served.equality, "e-p-d")),
+    "wire": Part(25, wire),
+    "transfer": Part(30, transfer),
     "load-raw": Part(75, partial(served.load, "e-p-d", "raw")),
     "load-int8": Part(75, partial(served.load, "e-p-d", "int8")),
-    "transfer": Part(30, transfer),
-    "wire": Part(25, wire),
 }
 # Longer looks.
 MORE: dict[str, Part] = {
