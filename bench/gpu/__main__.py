@@ -7,10 +7,10 @@ random weights.
     python -m bench.gpu table results.jsonl
     python -m bench.gpu part steps-7b                        # one part, to the terminal
 
-A part that fails, or outlasts its limit and is killed, is a line of the results, and the next part begins. When
-the time of the whole run is over, the part that runs is killed and those behind it do not begin. Results are
-appended to the file as they come. The end is a table of each step's kernels (`bench.gpu.kernels`) and one of
-goals (`bench.gpu.goals`): met, missed or not measured. Longer looks, which have no common limit:
+A part that fails, or outlasts its limit and is killed, is a line of the results, and the next part begins.
+When the time of the whole run is over, the part that runs is killed and those after it do not begin. Results
+are appended to the file as they come. The end is a table of each step's kernels (`bench.gpu.kernels`) and one
+of goals (`bench.gpu.goals`): met, missed or not measured. Longer looks, which have no common limit:
 `--parts tests steps-0.5b steps-7b attention`.
 """
 

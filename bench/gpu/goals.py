@@ -86,7 +86,8 @@ GOALS = (
     _step("7b step of 2048 prompt tokens", "of_bound", 0.75),
     Goal(
         "7b attention, INT8 KV, 64 × 8,192, share of what bounds it",
-        of("attention-int8", "7b attention, int8 KV, blocks of 16, 64 × 8192", "of_bound"), 0.7, is_most=False,
+        of("attention-int8", "7b attention, int8 KV, blocks of 16, 64 × 8192", "of_bound"), 0.7,
+        is_most=False,
     ),
     Goal(f"whole, {SHORT}: ITL p99 ÷ p50", ratio(_ITL_P99, _ITL_P50), 1.5, is_most=True),
     _start("whole", 26.6),

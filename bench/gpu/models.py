@@ -1,5 +1,6 @@
-"""Checkpoints of known shapes with random weights, drawn where they are fastest and written as ordinary folders,
-because that is what a worker loads: on the way to the device matrices are merged and layers replaced."""
+"""Checkpoints of known shapes with random weights, drawn where they are fastest and written as ordinary
+folders, because that is what a worker loads: on the way to the device matrices are merged and layers
+replaced."""
 
 from __future__ import annotations
 

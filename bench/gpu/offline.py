@@ -1,6 +1,7 @@
-"""nano-vllm's run (its bench.py): 256 requests at once, prompts of 100 to 1,024 random tokens, answers of as many,
+"""nano-vllm's run: 256 requests at once, prompts of 100 to 1,024 random tokens, answers of as many,
 temperature 0.6, no end before the last token. Drawn in the same order from the same seed, so the lengths are
-those of the published figures. An engine gets the tokens themselves, a server as many words of one token each.
+those of its published figures. An engine gets the tokens themselves, a server as many words of one token
+each.
 
     python -m bench.gpu.offline URL MODEL_ID FIRST STRIDE START_AT
 
@@ -65,10 +66,11 @@ def ask_all(url: str, model_id: str) -> list[ClientReport]:
     """All requests at once, by several processes. Blocks until the last answer."""
     start_at = time.monotonic() + START_S
     command = [sys.executable, "-m", "bench.gpu.offline", url, model_id]
+    others = [str(NUM_CLIENTS), str(start_at)]
     clients = [
-        subprocess.Popen([*command, str(first), str(NUM_CLIENTS), str(start_at)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(first), *others], stdout=subprocess.PIPE, text=True)
         for first in range(NUM_CLIENTS)
-    ]  # fmt: skip
+    ]
     said = [client.communicate()[0] for client in clients]
     return [ClientReport(**json.loads(line)) for line in said]
 

@@ -151,8 +151,8 @@ def _of_nominal(speed: DeviceSpeed, share: float) -> dict[str, float]:
     return {} if nominal is None else {"of_nominal": share * speed.bytes_per_s / nominal}
 
 
-# What one run answers, most telling first: as far as it comes in RUN_S. A limit is what a part may take if it is
-# slower than it should be.
+# What one run answers, most telling first: as far as it comes in RUN_S. A limit is what a part may take if it
+# is slower than it should be.
 RUN_S = 480.0
 RUN: dict[str, Part] = {
     "machine": Part(30, machine),

@@ -2,8 +2,8 @@
 peak, with random weights; and one layer's attention over long contexts.
 
 A step is computed as a worker computes it: model, memory and recorded steps are those that `load_language`
-gives a worker of all phases, and its time ends when the drawn tokens are on the host. Its kernels, and whether
-it was recorded, are told by the profiler (`bench.gpu.kernels`), not by what was meant to happen.
+gives a worker of all phases, and its time ends when the drawn tokens are on the host. Its kernels, and
+whether it was recorded, are told by the profiler (`bench.gpu.kernels`), not by what was meant to happen.
 """
 
 from __future__ import annotations

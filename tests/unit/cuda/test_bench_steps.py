@@ -1,5 +1,5 @@
-"""bench.gpu's steps and its engine on the simulated device: what a machine that is lent for minutes runs must not
-fail there for the first time. The profiler's part needs a GPU."""
+"""bench.gpu's steps and its engine on the simulated device: what a machine that is lent for minutes runs must
+not fail there for the first time. The profiler's part needs a GPU."""
 
 from __future__ import annotations
 
