@@ -25,8 +25,8 @@ from bench.tables import table
 
 OTHER = "other"
 OURS = {
-    "attend": "attention", "merge": "attention", "plan": "attention",
-    "add_norm": "norms", "rope_write": "rope, write", "gate": "activation", "lookup": "copies",
+    "attend": "attention", "merge": "attention", "plan": "attention", "add_norm": "norms",
+    "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation", "lookup": "copies",
 }  # fmt: skip
 # The first that is found in a name, in this order: flash-attn's names hold "cutlass".
 PARTS = (
