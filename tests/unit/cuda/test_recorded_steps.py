@@ -11,11 +11,16 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from cluster.engine.runner import LanguageRunner
+from cluster.engine.speculation import DraftModelProposer
+from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.timing import Stopwatch
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cuda.graphs import (
     GRAPH_BYTES,
     GraphedModel,
     RecordedSizes,
+    Recording,
     capture_cuda,
     recording_of,
 )
@@ -23,12 +28,13 @@ from cluster.model.cuda.step_inputs import StepSizes, answers_of
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.language_parts import probed_parts
 from cluster.model.logprobs import PromptScores
-from cluster.types.request import Prompt
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.recorded_attention import RecordedAttention
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase
 from tests.gpu.cases import check_recorded_steps
+from tests.unit.engine.drafting import Request as DraftedRequest
 
 SIZES = RecordedSizes([answers_of(4)], [StepSizes(8, 8, 8), StepSizes(32, 8, 12)])
 PROMPTS = [list(range(5, 25)), list(range(50, 53)), list(range(60, 71))]
@@ -318,3 +324,42 @@ def test_the_memory_of_graphs_is_measured_on_the_largest_ones(device: SimulatedC
     assert recording is not None and recording.sizes == SIZES
     assert [*recorded[0]._replays] == [SIZES.mixed[-1], SIZES.answers[-1]]
     assert recording.num_bytes == (5 << 20) + 3 * GRAPH_BYTES
+
+
+def prompt_work(prompt: Sequence[int], table: list[int], *, sends: bool = False) -> PromptWork:
+    asked = GenerateRequest("r", Prompt(tuple(prompt)), (SamplingParams(),), StopParams(2))
+    request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=sends)
+    sequence = TokenSequence("r/0", asked.prompt, block_table=table)
+    request.sequences.append(sequence)
+    return PromptWork(request, sequence, len(prompt))
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_workers_step_is_recorded_if_it_sends_no_kv(sends: bool, device: SimulatedCuda) -> None:
+    compared = Compared(text_model(device))
+    layers: list[int] = []
+    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], features=None)  # type: ignore[arg-type]
+    runner.run([prompt_work(PROMPTS[0], TABLES[0], sends=sends)], lambda layer, ready: layers.append(layer))
+    assert layers == ([0, 1] if sends else [])
+
+
+def test_the_logits_of_a_prompt_outlive_later_steps(device: SimulatedCuda) -> None:
+    """They wait for the other prompts of their request."""
+    compared = Compared(text_model(device))
+    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], features=None)  # type: ignore[arg-type]
+    (first,) = runner.run([prompt_work(PROMPTS[0], TABLES[0])], lambda layer, ready: None)
+    assert first.logits is not None
+    before = first.logits.cpu()
+    runner.run([prompt_work(PROMPTS[2], TABLES[2])], lambda layer, ready: None)
+    assert torch.equal(first.logits.cpu(), before)
+
+
+def test_a_draft_models_steps_are_recorded(device: SimulatedCuda) -> None:
+    model = text_model(device)
+    requests = [DraftedRequest(str(i), list(prompt)) for i, prompt in enumerate(PROMPTS)]
+    plain = DraftModelProposer(model, model, NUM_BLOCKS).propose(requests, [2, 3, 1])
+    recorded = DraftModelProposer(model, model, NUM_BLOCKS, recording=Recording(SIZES, 0))
+    model.forward = model.decode = None  # type: ignore[assignment, method-assign]
+    assert recorded.propose(requests[:2], [2, 3]) == plain[:2]  # 23 tokens, then two at once
+    assert recorded.propose(requests, [2, 3, 1]) == plain
+    assert [len(guess) for guess in plain] == [2, 3, 1]
