@@ -6,7 +6,7 @@
   functions that launch them, so it can be imported anywhere.
 * `libraries`: attention kernels of other projects. `choice`: which of them, or ours, serves a model on this
   GPU.
-* `graphs`: CUDA graphs of the decode step by batch size. `copies`: a step's inputs as one pinned matrix and
+* `graphs`: CUDA graphs of steps, by their sizes. `step_inputs`: a step's inputs in one pinned buffer, and
   one copy.
 * `uploads`: media tensors to the GPU on a stream of their own.
 

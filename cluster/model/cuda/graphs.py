@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,7 +67,7 @@ class CapturableModel(StepModel, Protocol):
 
     def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None: ...
 
-    def known_ids(self, token_ids: Sequence[int]) -> Sequence[int]: ...
+    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
