@@ -16,6 +16,7 @@ from cluster.engine.speculation import DraftModelProposer
 from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
 from cluster.engine.timing import Stopwatch
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention import PagedBatch
 from cluster.model.cuda.graphs import (
     GRAPH_BYTES,
     GraphedModel,
@@ -212,6 +213,33 @@ def test_all_sizes_share_their_logits(device: SimulatedCuda) -> None:
         replayed = [replay() for replay in compared.graphed._replays.values()]
     (shared,) = {logits.held.untyped_storage().data_ptr() for logits in replayed}
     assert shared == compared.graphed._logits.held.untyped_storage().data_ptr()
+
+
+class Decoder:
+    """Implements `WholeDecoder`: the logits of a token are its embedding's, twice."""
+
+    kernels_s = None
+
+    def __init__(self, head: torch.nn.Module) -> None:
+        self._head = head
+        self.seen: list[tuple[torch.Size, torch.Size, int, bool]] = []
+
+    def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
+        self.seen.append((embeds.shape, positions.shape, len(wanted), batch.device is not None))
+        embeds.add_(embeds)
+        return self._head(embeds[0, wanted]).float()
+
+
+def test_recorded_steps_run_in_the_whole_decoder(device: SimulatedCuda) -> None:
+    model = text_model(device)
+    model._decoder = decoder = Decoder(model._head)
+    compared = Compared(model)
+    mixed = {((1, n, 32), (1, n), wanted, True) for n, wanted in ((8, 8), (32, 12))}
+    assert {*decoder.seen} == mixed | {((1, 4, 32), (1, 4), 4, True)}
+    for chunks in mixed_steps():
+        compared.forward(chunks)
+    compared.decode(*ANSWERS)
+    assert compared.num_forwards == 0
 
 
 FALLBACKS = {
