@@ -12,7 +12,7 @@ from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cpu.weight_cache import WeightCache
-from cluster.model.cuda.graphs import RecordedSizes, Recording, recording_of
+from cluster.model.cuda.graphs import RecordedSizes, recording_of
 from cluster.model.language import LanguageModel
 from cluster.model.parallel import ParallelGroup, smallest_of
 from cluster.model.step_model import StepModel
@@ -73,7 +73,7 @@ def load_language(
         num_ranks=1 if group is None else group.size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
-    recording = _recording(model, sizes, group) if role.decodes else None
+    recording = recording_of(model, _recorded_sizes(sizes, group)) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
@@ -113,12 +113,11 @@ def load_language(
     return Language(model, steps, kv, num_kv_blocks, wire)
 
 
-def _recording(model: LanguageModel, sizes: LanguageSizes, group: ParallelGroup | None) -> Recording | None:
-    """Of all steps that need not say when a layer's KV is written. Ranks say it in every step with prompts."""
+def _recorded_sizes(sizes: LanguageSizes, group: ParallelGroup | None) -> RecordedSizes:
+    """Of steps that need not say when a layer's KV is written. Ranks say it in every step with prompts."""
     if group is not None:
-        return recording_of(model, RecordedSizes.up_to(sizes.max_step_sequences, 0))
-    limits = sizes.max_step_sequences, sizes.max_step_tokens, sizes.max_step_drafts
-    return recording_of(model, RecordedSizes.up_to(*limits))
+        return RecordedSizes.up_to(sizes.max_step_sequences, 0)
+    return RecordedSizes.up_to(sizes.max_step_sequences, sizes.max_step_tokens, sizes.max_step_drafts)
 
 
 def _make_wire(

@@ -123,9 +123,9 @@ def paged_case(
 def check_recorded_steps(
     model: LanguageModel, num_steps: int, tolerance: float, *, mixed: bool = True
 ) -> None:
-    """On CUDA. A replayed step gives the bits of the same `step` unrecorded: answers and, with `mixed`, chunks of
-    a prompt and drafts beside them. `forward` and `decode` may take other kernels, so these logits are compared
-    by `tolerance`, relative to their norm. Every way of computing has KV of its own."""
+    """On CUDA. A replayed step gives the bits of the same `step` unrecorded: answers and, with `mixed`,
+    chunks of a prompt and drafts beside them. `forward` and `decode` may take other kernels, so these logits
+    are compared by `tolerance`, relative to their norm. Every way of computing has KV of its own."""
     num_blocks, size = 60, model.block_size
     replayed, unrecorded, plain = (BlockMemory(model.kv_layout, num_blocks, model.device) for _ in range(3))
     sizes = RecordedSizes.up_to(8, 20 if mixed else 0, 2 if mixed else 0)
@@ -136,7 +136,7 @@ def check_recorded_steps(
     buffers = StepBuffers(sizes.largest, max_blocks, 1, size, num_blocks - 1, model.device)
     tables = [list(range(12 * i, 12 * i + 12)) for i in range(4)]
     prompts = [list(range(5, 45)), list(range(50, 53)), list(range(60, 100))]
-    tokens, contexts = [], [len(prompt) for prompt in prompts]
+    tokens: list[int] = []
     for kv in (replayed, unrecorded, plain):
         chunks = [
             SequenceChunk(prompt, torch.arange(len(prompt)), 0, table)

@@ -1,4 +1,5 @@
-"""CUDA graphs of steps: one for each size of a short list, recorded when a worker starts and replayed afterwards.
+"""CUDA graphs of steps: one for each size of a short list, recorded when a worker starts and replayed
+afterwards.
 
     answers   one token for each of B sequences, from their token ids on
     mixed     T tokens of prompt chunks, answers and drafts, from their embeddings on: the lookup, and the
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 NUM_PROMPTS = 16  # in a mixed step, beside as many answers as a step of answers holds
-# What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred launches.
-# An assumption; other workers on the device make it hard to measure.
+# What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred
+# launches. An assumption; other workers on the device make it hard to measure.
 GRAPH_BYTES = 8 << 20
 
 Replay = Callable[[], Tensor]  # enqueues the recorded work; always returns the same tensor
@@ -198,8 +199,8 @@ class GraphedModel:
         return next(fitting, None)
 
     def _is_recorded(self, chunk: SequenceChunk) -> bool:
-        """Whether the chunk's tokens are of the recorded kind: no scores, no rows for deep-stack layers, whole
-        positions of as many axes as those of text."""
+        """Whether the chunk's tokens are of the recorded kind: no scores, no rows for deep-stack layers,
+        whole positions of as many axes as those of text."""
         positions = chunk.position_ids
         if isinstance(positions, Tensor):
             axes = 1 if positions.ndim == 1 else len(positions)

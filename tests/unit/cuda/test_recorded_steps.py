@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
+from unittest import mock
 
 import pytest
 import torch
 import transformers as hf
 from torch import Tensor
 
+from cluster.engine.features import FeatureStore
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.speculation import DraftModelProposer
 from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
@@ -76,14 +79,10 @@ class Compared:
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         """Replayed; equal to the other."""
-        unrecorded, own = self.model.forward, []
-        self.model.forward = lambda *args: own.append(unrecorded(*args)) or own[-1]  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(self.model, "forward", wraps=self.model.forward) as unrecorded:
             found = self.graphed.forward(chunks, self._kvs[0]).cpu().clone()
-        finally:
-            self.model.forward = unrecorded  # type: ignore[method-assign]
-        self.num_forwards += len(own)
-        expected = unrecorded(chunks, self._kvs[1]).cpu()
+        self.num_forwards += unrecorded.call_count
+        expected = self.model.forward(chunks, self._kvs[1]).cpu()
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         return found
@@ -354,6 +353,9 @@ def test_the_memory_of_graphs_is_measured_on_the_largest_ones(device: SimulatedC
     assert recording.num_bytes == (5 << 20) + 3 * GRAPH_BYTES
 
 
+FEATURES = cast(FeatureStore, None)  # there are no media
+
+
 def prompt_work(prompt: Sequence[int], table: list[int], *, sends: bool = False) -> PromptWork:
     asked = GenerateRequest("r", Prompt(tuple(prompt)), (SamplingParams(),), StopParams(2))
     request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=sends)
@@ -366,7 +368,7 @@ def prompt_work(prompt: Sequence[int], table: list[int], *, sends: bool = False)
 def test_a_workers_step_is_recorded_if_it_sends_no_kv(sends: bool, device: SimulatedCuda) -> None:
     compared = Compared(text_model(device))
     layers: list[int] = []
-    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], features=None)  # type: ignore[arg-type]
+    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], FEATURES)
     runner.run([prompt_work(PROMPTS[0], TABLES[0], sends=sends)], lambda layer, ready: layers.append(layer))
     assert layers == ([0, 1] if sends else [])
 
@@ -374,7 +376,7 @@ def test_a_workers_step_is_recorded_if_it_sends_no_kv(sends: bool, device: Simul
 def test_the_logits_of_a_prompt_outlive_later_steps(device: SimulatedCuda) -> None:
     """They wait for the other prompts of their request."""
     compared = Compared(text_model(device))
-    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], features=None)  # type: ignore[arg-type]
+    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], FEATURES)
     (first,) = runner.run([prompt_work(PROMPTS[0], TABLES[0])], lambda layer, ready: None)
     assert first.logits is not None
     before = first.logits.cpu()

@@ -1,5 +1,5 @@
-"""Steps by recorded sizes: what is packed, padded, recorded and replayed. The capture is a stand-in that, like a
-CUDA graph, runs on the recorded buffers and writes into the recorded output."""
+"""Steps by recorded sizes: what is packed, padded, recorded and replayed. The capture is a stand-in that,
+like a CUDA graph, runs on the recorded buffers and writes into the recorded output."""
 
 from __future__ import annotations
 
