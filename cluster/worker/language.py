@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, DecodeArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cpu.weight_cache import WeightCache
@@ -35,7 +35,6 @@ class LanguageSizes:
     feature_bytes: int
     max_step_tokens: int
     max_step_sequences: int
-    max_step_drafts: int = 0  # of each of these sequences
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,8 @@ def load_language(
         num_ranks=1 if group is None else group.size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
-    recording = recording_of(model, _recorded_sizes(sizes, group)) if role.decodes else None
+    recorded = _recorded_sizes(args.decode, sizes.max_step_tokens, group)
+    recording = recording_of(model, recorded) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
@@ -113,11 +113,12 @@ def load_language(
     return Language(model, steps, kv, num_kv_blocks, wire)
 
 
-def _recorded_sizes(sizes: LanguageSizes, group: ParallelGroup | None) -> RecordedSizes:
+def _recorded_sizes(decode: DecodeArgs, max_step_tokens: int, group: ParallelGroup | None) -> RecordedSizes:
     """Of steps that need not say when a layer's KV is written. Ranks say it in every step with prompts."""
     if group is not None:
-        return RecordedSizes.up_to(sizes.max_step_sequences, 0)
-    return RecordedSizes.up_to(sizes.max_step_sequences, sizes.max_step_tokens, sizes.max_step_drafts)
+        return RecordedSizes.up_to(decode.max_batch_sequences, 0)
+    drafts = 0 if decode.speculation.method == "off" else decode.speculation.max_draft_tokens
+    return RecordedSizes.up_to(decode.max_batch_sequences, max_step_tokens, drafts)
 
 
 def _make_wire(

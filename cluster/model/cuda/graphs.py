@@ -171,10 +171,13 @@ class GraphedModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor:
-        """The logits are valid until the next call."""
+        """The logits are valid until the next call. A request with more choices than a step of answers has
+        sequences runs alone, and unrecorded."""
         self._check(kv)
         count = len(token_ids)
-        sizes = next(sizes for sizes in self._sizes.answers if sizes.num_rows >= count)
+        sizes = next((sizes for sizes in self._sizes.answers if sizes.num_rows >= count), None)
+        if sizes is None:
+            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
         self._buffers.fill_answers(
             sizes, self._model.known_ids(token_ids), context_lens, deltas, block_tables
         )
