@@ -12,7 +12,7 @@ from cluster.config.settings import ClusterArgs, DecodeArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cpu.weight_cache import WeightCache
-from cluster.model.cuda.graphs import RecordedSizes, recording_of
+from cluster.model.cuda.graphs import RecordedSizes, Recording, recording_of
 from cluster.model.language import LanguageModel
 from cluster.model.parallel import ParallelGroup, smallest_of
 from cluster.model.step_model import StepModel
@@ -72,8 +72,7 @@ def load_language(
         num_ranks=1 if group is None else group.size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
-    recorded = _recorded_sizes(args.decode, sizes.max_step_tokens, group)
-    recording = recording_of(model, recorded) if role.decodes else None
+    recording = _recording(model, args.decode, sizes.max_step_tokens, group) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
@@ -113,12 +112,14 @@ def load_language(
     return Language(model, steps, kv, num_kv_blocks, wire)
 
 
-def _recorded_sizes(decode: DecodeArgs, max_step_tokens: int, group: ParallelGroup | None) -> RecordedSizes:
+def _recording(
+    model: LanguageModel, decode: DecodeArgs, max_step_tokens: int, group: ParallelGroup | None
+) -> Recording | None:
     """Of steps that need not say when a layer's KV is written. Ranks say it in every step with prompts."""
     if group is not None:
-        return RecordedSizes.up_to(decode.max_batch_sequences, 0)
+        return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, 0))
     drafts = 0 if decode.speculation.method == "off" else decode.speculation.max_draft_tokens
-    return RecordedSizes.up_to(decode.max_batch_sequences, max_step_tokens, drafts)
+    return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, max_step_tokens, drafts))
 
 
 def _make_wire(
