@@ -78,46 +78,6 @@ class PagedBatch:
 
 
 @dataclass(frozen=True)
-class BatchPart:
-    """Some sequences of a step, as a batch of their own."""
-
-    tokens: Tensor  # [n] int64: which of the step's T tokens
-    batch: PagedBatch
-
-
-def mixed_parts(batch: PagedBatch) -> Sequence[BatchPart]:
-    """The sequences with one new token and the others apart, for kernels that are slow for both at once;
-    empty, if there are sequences of one kind only. Made once per step."""
-    if batch.is_decode or 1 not in batch.query_lens:
-        return ()
-    if ("parts",) not in batch.memo:
-        is_single = torch.tensor([new == 1 for new in batch.query_lens])
-        batch.memo["parts",] = tuple(_part(batch, seqs.nonzero()[:, 0]) for seqs in (is_single, ~is_single))
-    return batch.memo["parts",]
-
-
-def _part(batch: PagedBatch, seqs: Tensor) -> BatchPart:
-    """seqs: [b] int64, on the CPU. The tables are as wide as in a step of these sequences alone: a long
-    prompt beside short answers must not make their decoding longer."""
-    owners = torch.arange(len(batch.query_lens)).repeat_interleave(torch.tensor(batch.query_lens))
-    device = batch.slots.device
-    tokens, rows, chosen = torch.isin(owners, seqs).nonzero()[:, 0].to(device), seqs.to(device), seqs.tolist()
-    context_lens = [batch.context_lens[i] for i in chosen]
-    width = (max(context_lens) - 1) // batch.block_size + 1
-    part = PagedBatch(
-        batch.kv,
-        batch.block_size,
-        slots=batch.slots[tokens],
-        query_lens=[batch.query_lens[i] for i in chosen],
-        context_lens=context_lens,
-        block_tables=batch.block_tables[rows, :width],
-        context_lens_tensor=batch.context_lens_tensor[rows],
-        bidirectional_spans=[batch.bidirectional_spans[i] for i in chosen],
-    )
-    return BatchPart(tokens, part)
-
-
-@dataclass(frozen=True)
 class LayerAttention:
     """What one layer needs besides plain scaled dot products."""
 
@@ -157,27 +117,15 @@ class ModelAttention(AttentionBackend, Protocol):
     """The attention of all layers of a model."""
 
     def can_capture(self, block_size: int, cache: LayerCache) -> bool:
-        """Whether a step over such a cache launches only kernels whose shapes do not depend on the contexts,
-        so that a CUDA graph can record it. A step that is more than answers is not tried if this is not so;
-        it fails by name if its kernels read `UnknownSizes`."""
+        """Whether a step over such a cache, of answers or with prompts, launches only kernels whose shapes
+        follow from the sizes of its tensors, so that a CUDA graph can record it. A step of a mix that reads
+        `UnknownSizes` after all fails by name."""
         ...
 
     def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
-        """The most memory that scores of `num_tokens` tokens of prompts take at once. width: of the widest
-        row of K or V."""
+        """The most memory that scores of `num_tokens` tokens of prompts, or partial results over shares of
+        their keys, take at once. width: of the widest row of K or V."""
         ...
-
-
-def attend_parts(
-    parts: Sequence[BatchPart], backend: AttentionBackend, layer: LayerAttention, query: Tensor,
-    new_key: Tensor, new_value: Tensor, cache: LayerCache,
-) -> Tensor:  # fmt: skip
-    """What `backend.attend` returns for the whole step, from one call for each of its parts."""
-    out = query.new_empty(*query.shape[:2], new_value.shape[-1])
-    for part in parts:
-        own = (rows[part.tokens] for rows in (query, new_key, new_value))
-        out[part.tokens] = backend.attend(part.batch, layer, *own, cache)
-    return out
 
 
 def paged_attention(

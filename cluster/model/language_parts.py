@@ -26,11 +26,13 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
 from cluster.model.attention_cpu import CpuAttention
+from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
+from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
 from cluster.model.layers.trial import Trial, WholeDecoder
@@ -78,9 +80,13 @@ def load_parts(
         with distributing(half.config.model_type, num_ranks):
             parts = probed_parts(half, block_size, kv_cache_dtype, shapes)
         making.notes["shapes"] = [astuple(shape) for shape in parts.shapes]
-        if num_ranks == 1:
-            parts = _on_kernels(parts, _layer_kernels(parts, weight_dtype, making), weight_dtype)
-        return replace(parts, evictable_bytes=making.evictable_bytes)
+        ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
+        served = parts if ours is None else on_kernels(parts, ours)
+        if weight_dtype != "auto" and served.head is parts.head:
+            raise ConfigError(
+                f"weight_dtype {weight_dtype} needs the native CPU kernels; the log says why they are missing"
+            )
+        return replace(served, evictable_bytes=making.evictable_bytes)
 
     kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
     key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype)
@@ -119,7 +125,7 @@ def make_backend(
 ) -> ModelAttention:
     """The fastest installed backend for the device; on CUDA, that for `shape`. Each backend reads every cache
     format. If its kernels do not support a case, it uses the torch backend."""
-    if device.type == "cuda" and shape is not None and dtype in (torch.float16, torch.bfloat16):
+    if device.type == "cuda" and shape is not None:
         from cluster.model.cuda.choice import choose
 
         return choose(device, dtype, shape, fallback=TorchAttention())
@@ -141,32 +147,23 @@ def _attention_shape(
 
 def _layer_kernels(parts: LanguageParts, weight_dtype: WeightDtype, making: Making) -> LayerKernels | None:
     """Those of the device that holds the weights; None: it has none."""
-    if parts.embed.weight.device.type == "cpu":
+    dtype, device = parts.embed.weight.dtype, parts.embed.weight.device
+    if device.type == "cpu":
         kernels = making.kernels_for(parts.model)
         return None if kernels is None else CpuLayerKernels(kernels, weight_dtype)
-    return None
+    return CudaLayerKernels(dtype, parts.attention) if isinstance(parts.attention, CudaAttention) else None
 
 
-def _on_kernels(
-    parts: LanguageParts, kernels: LayerKernels | None, weight_dtype: WeightDtype
-) -> LanguageParts:
-    """With the kernels in place of all modules that they can replace. Raises ConfigError if these weights
-    need kernels that are not there."""
-    head = None
-    if kernels is not None:
-        with_axes = RULES[parts.family.positions].with_axes
-        trial = Trial(parts.text, parts.kv_layout, parts.attention, with_axes)
-        replace_layers(parts.text, kernels, trial)
-        if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
-            parts.model.set_output_embeddings(head)  # the old one's weights are not kept
-            parts = replace(parts, head=head)
-        if parts.post_head is None:
-            parts = replace(parts, decoder=whole_decoder(parts.text, parts.head, kernels, trial))
-    if weight_dtype != "auto" and head is None:
-        raise ConfigError(
-            f"weight_dtype {weight_dtype} needs the native CPU kernels; the log says why they are missing"
-        )
-    return parts
+def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
+    """With the kernels in place of all modules that they can replace."""
+    trial = Trial(parts.text, parts.kv_layout, parts.attention, RULES[parts.family.positions].with_axes)
+    replace_layers(parts.text, kernels, trial)
+    if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
+        parts.model.set_output_embeddings(head)  # the old one's weights are not kept
+        parts = replace(parts, head=head)
+    if parts.post_head is not None:
+        return parts
+    return replace(parts, decoder=whole_decoder(parts.text, parts.head, kernels, trial))
 
 
 def _own_share(parameter: Tensor) -> Tensor:

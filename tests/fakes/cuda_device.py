@@ -310,7 +310,12 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
     def __enter__(self) -> SimulatedCuda:
         properties = SimpleNamespace(
-            major=self.major, minor=0, multi_processor_count=132, name="simulated", uuid="GPU-0"
+            major=self.major,
+            minor=0,
+            multi_processor_count=132,
+            name="simulated",
+            uuid="GPU-0",
+            shared_memory_per_block_optin=232_448,
         )
         names: dict[str, Any] = {
             "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None,

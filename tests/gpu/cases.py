@@ -124,8 +124,9 @@ def check_recorded_steps(
     model: LanguageModel, num_steps: int, tolerance: float, *, mixed: bool = True
 ) -> None:
     """On CUDA. A replayed step gives the bits of the same `step` unrecorded: answers and, with `mixed`,
-    chunks of a prompt and drafts beside them. `forward` and `decode` may take other kernels, so these logits
-    are compared by `tolerance`, relative to their norm. Every way of computing has KV of its own."""
+    chunks of a prompt and drafts beside them. `forward` and `decode` have no padding, and the products of
+    torch's libraries depend on the number of rows, so these logits are compared by `tolerance`, relative to
+    their norm. Every way of computing has KV of its own."""
     num_blocks, size = 60, model.block_size
     replayed, unrecorded, plain = (BlockMemory(model.kv_layout, num_blocks, model.device) for _ in range(3))
     sizes = RecordedSizes.up_to(8, 20 if mixed else 0, 2 if mixed else 0)

@@ -30,7 +30,7 @@ _NORMS = (  # before attention, after it, before the MLP, after it
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 )
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_HEAD_NORMS = (("q_norm", "k_norm"),)
+_HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 _MLPS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
 _ACTIVATIONS = ("act_fn", "activation_fn")
 _SCALE = "residual_multiplier"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -111,15 +112,18 @@ def replace_layers(text_model: nn.Module, kernels: LayerKernels, trial: Trial) -
         if (parts := decoder_parts(child)) is not None and kernels.can_replace(parts)
     ]
     is_faster: dict[str, bool] = {}  # by settings
-    count = 0
+    replaced: set[nn.Module] = set()
     with torch.inference_mode():
         for parent, name in found:
             replacement = _replacement(getattr(parent, name), kernels, trial, is_faster)
             if replacement is not None:
                 setattr(parent, name, replacement)
-                count += 1
-    logger.info("%s: %d decoder layers replaced", kernels.name, count)
-    return count
+                replaced.add(replacement)
+    logger.info("%s: %d decoder layers replaced", kernels.name, len(replaced))
+    left = [layer for layer in getattr(text_model, "layers", ()) if layer not in replaced]
+    for name, number in Counter(type(layer).__name__ for layer in left).items():
+        logger.info("%s: %d layers run by their modules: %s", kernels.name, number, name)
+    return len(replaced)
 
 
 def _replacement(

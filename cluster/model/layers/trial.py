@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import Any, Protocol, cast
@@ -39,7 +39,7 @@ class Heads:
 
     def to_json(self) -> dict[str, Any]:
         """Without sinks."""
-        return asdict(self)
+        return asdict(replace(self, attention=replace(self.attention, sinks=None)))
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Heads:

@@ -21,11 +21,14 @@ REHEARSED = {  # test file: places
     "test_model.py": """
         cluster/model/cuda/graphs.py:capture_cuda
         cluster/model/cuda/graphs.py:capture_cuda.capture
-        cluster/model/cuda/graphs.py:refusing_reads cluster/model/attention_flash.py:_lengths
+        cluster/model/cuda/graphs.py:refusing_reads
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
-    "test_layer_launches.py": "cluster/model/cuda/paged_attention.py:step_tensors.on_device",
+    "test_layer_launches.py": """
+        cluster/model/cuda/paged_attention.py:step_tensors
+        cluster/model/cuda/paged_attention.py:_shared_bytes
+    """,
     "test_recorded_steps.py": """
         cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded
     """,
@@ -47,8 +50,8 @@ REHEARSED = {  # test file: places
         kv_transfer/codecs/pending.py:upload kv_transfer/codecs/pending.py:download
     """,
     "test_libraries.py": """
-        cluster/model/cuda/choice.py:choose
-        cluster/model/cuda/choice.py:_Candidates._add
+        cluster/model/cuda/choice.py:choose cluster/model/cuda/choice.py:_chosen
+        cluster/model/cuda/choice.py:_seconds
     """,
     "test_transfer.py": """
         kv_transfer/agents/collective_agent.py:CollectiveAgent.connect
@@ -79,7 +82,6 @@ REHEARSED = {  # test file: places
     "../../contract/test_transport_probe.py": "cluster/worker/setup.py:check_device_transport",
 }
 NOT_REHEARSED = {
-    "cluster/model/cuda/kernels.py:module": "Triton: test_cuda_attention.py, test_cuda_compile.py",
     "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
