@@ -36,8 +36,6 @@ def sizes_of(role: Role, args: ClusterArgs, limits: StepLimits, device_type: str
     both."""
     pool = args.pools[role.value]
     assert not isinstance(pool, EncodeArgs)
-    speculation = args.decode.speculation
-    drafts_in_step = 0 if speculation.method == "off" else speculation.max_draft_tokens
     return LanguageSizes(
         num_kv_blocks=_num_kv_blocks(role, args, device_type),
         memory_share=pool.memory_share,
@@ -46,7 +44,6 @@ def sizes_of(role: Role, args: ClusterArgs, limits: StepLimits, device_type: str
         max_step_sequences=max(
             limits.max_sequences, role.prefills * limits.max_prompt_tokens // args.block_size
         ),
-        max_step_drafts=drafts_in_step if role.decodes else 0,
     )
 
 

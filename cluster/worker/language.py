@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, DecodeArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cpu.weight_cache import WeightCache
@@ -35,7 +35,6 @@ class LanguageSizes:
     feature_bytes: int
     max_step_tokens: int
     max_step_sequences: int
-    max_step_drafts: int = 0  # of each of these sequences
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def load_language(
         num_ranks=1 if group is None else group.size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
-    recording = _recording(model, sizes, group) if role.decodes else None
+    recording = _recording(model, args.decode, sizes.max_step_tokens, group) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
@@ -113,12 +112,14 @@ def load_language(
     return Language(model, steps, kv, num_kv_blocks, wire)
 
 
-def _recording(model: LanguageModel, sizes: LanguageSizes, group: ParallelGroup | None) -> Recording | None:
-    """Of all steps that need not say when a layer's KV is written. Ranks say it in every step with prompts."""
+def _recording(
+    model: LanguageModel, decode: DecodeArgs, max_step_tokens: int, group: ParallelGroup | None
+) -> Recording | None:
+    """Of steps that need not say when a layer's KV is written. Ranks say it in every step with prompts."""
     if group is not None:
-        return recording_of(model, RecordedSizes.up_to(sizes.max_step_sequences, 0))
-    limits = sizes.max_step_sequences, sizes.max_step_tokens, sizes.max_step_drafts
-    return recording_of(model, RecordedSizes.up_to(*limits))
+        return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, 0))
+    drafts = 0 if decode.speculation.method == "off" else decode.speculation.max_draft_tokens
+    return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, max_step_tokens, drafts))
 
 
 def _make_wire(

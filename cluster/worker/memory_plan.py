@@ -77,7 +77,7 @@ class MemoryPlan:
             *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
             f"  one step           {_mib(self.step)}  (estimate)",
             *(
-                [f"  recorded steps     {_mib(self.graphs)}  (measured by recording the largest)"]
+                [f"  recorded steps     {_mib(self.graphs)}  (of the largest, measured)"]
                 if self.graphs
                 else []
             ),

@@ -137,7 +137,7 @@ def check_recorded_steps(
     buffers = StepBuffers(sizes.largest, max_blocks, 1, size, num_blocks - 1, model.device)
     tables = [list(range(12 * i, 12 * i + 12)) for i in range(4)]
     prompts = [list(range(5, 45)), list(range(50, 53)), list(range(60, 100))]
-    tokens, contexts = [], [len(prompt) for prompt in prompts]
+    tokens: list[int] = []
     for kv in (replayed, unrecorded, plain):
         chunks = [
             SequenceChunk(prompt, torch.arange(len(prompt)), 0, table)

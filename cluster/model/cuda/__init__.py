@@ -6,7 +6,7 @@
   they can be imported anywhere.
 * `libraries`: attention kernels of other projects. `choice`: whether our kernels serve a model on this GPU,
   and which library computes long chunks of its prompts.
-* `graphs`: CUDA graphs of the decode step by batch size. `copies`: a step's inputs as one pinned matrix and
+* `graphs`: CUDA graphs of steps, by their sizes. `step_inputs`: a step's inputs in one pinned buffer, and
   one copy.
 * `uploads`: media tensors to the GPU on a stream of their own.
 

@@ -1,4 +1,5 @@
-"""CUDA graphs of steps: one for each size of a short list, recorded when a worker starts and replayed afterwards.
+"""CUDA graphs of steps: one for each size of a short list, recorded when a worker starts and replayed
+afterwards.
 
     answers   one token for each of B sequences, from their token ids on
     mixed     T tokens of prompt chunks, answers and drafts, from their embeddings on: the lookup, and the
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
 NUM_PROMPTS = 16  # in a mixed step, beside as many answers as a step of answers holds
-# What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred launches.
-# An assumption; other workers on the device make it hard to measure.
+# What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred
+# launches. An assumption; other workers on the device make it hard to measure.
 GRAPH_BYTES = 8 << 20
 
 Replay = Callable[[], Tensor]  # enqueues the recorded work; always returns the same tensor
@@ -66,7 +68,7 @@ class CapturableModel(StepModel, Protocol):
 
     def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None: ...
 
-    def known_ids(self, token_ids: Sequence[int]) -> Sequence[int]: ...
+    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,13 @@ class GraphedModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor:
-        """The logits are valid until the next call."""
+        """The logits are valid until the next call. A request with more choices than a step of answers has
+        sequences runs alone, and unrecorded."""
         self._check(kv)
         count = len(token_ids)
-        sizes = next(sizes for sizes in self._sizes.answers if sizes.num_rows >= count)
+        sizes = next((sizes for sizes in self._sizes.answers if sizes.num_rows >= count), None)
+        if sizes is None:
+            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
         self._buffers.fill_answers(
             sizes, self._model.known_ids(token_ids), context_lens, deltas, block_tables
         )
@@ -197,8 +202,8 @@ class GraphedModel:
         return next(fitting, None)
 
     def _is_recorded(self, chunk: SequenceChunk) -> bool:
-        """Whether the chunk's tokens are of the recorded kind: no scores, no rows for deep-stack layers, whole
-        positions of as many axes as those of text."""
+        """Whether the chunk's tokens are of the recorded kind: no scores, no rows for deep-stack layers,
+        whole positions of as many axes as those of text."""
         positions = chunk.position_ids
         if isinstance(positions, Tensor):
             axes = 1 if positions.ndim == 1 else len(positions)

@@ -1,15 +1,14 @@
 """The inputs of a recorded step: one pinned buffer on the host, one on the device, one copy a step.
 
-A recorded step has fixed sizes (`StepSizes`): T tokens of up to B sequences, W of which want logits. Its fields
-lie at fixed addresses, which a replay reads:
+A recorded step has fixed sizes (`StepSizes`): T tokens of up to B sequences, W of which want logits. Its
+fields lie at fixed addresses, which a replay reads:
 
-    | … position_ids token_ids … contexts wanted | tables of row 0 | row 1 | … |
-      ^ begins as far before the tables as its sizes need             ^ up to the step's last sequence
-      └────────────────────── what a step copies ─────────────────────┘
+    | unused | token_ids position_ids … contexts wanted | table of row 0 | row 1 | … |
 
-All sizes share the tables, so a row that a step does not use keeps block ids of an earlier step, or the scratch
-block: they are always valid. A row is written only where its table has changed. Each field begins at a multiple of
-16 bytes, as `StepTensors` asks.
+The fields begin as far before the tables as the sizes need. A step copies them and the tables of its own
+sequences. All sizes share the tables, so a row that a step does not use keeps block ids of an earlier step,
+or the scratch block: they are always valid. A row is written only if its table has changed. Each field
+begins at a multiple of 16 bytes, as `StepTensors` asks.
 
 Padding: tokens of no sequence (-1), whose K and V go into the scratch block and which see nothing, and
 sequences without new tokens. They have a context of 1, as a kernel with one query for each row needs.

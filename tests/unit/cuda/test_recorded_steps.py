@@ -5,17 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
+from unittest import mock
 
 import pytest
 import torch
 import transformers as hf
 from torch import Tensor
 
+from cluster.engine.features import FeatureStore
+from cluster.engine.runner import LanguageRunner
+from cluster.engine.speculation import DraftModelProposer
+from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.timing import Stopwatch
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention import PagedBatch
 from cluster.model.cuda.graphs import (
     GRAPH_BYTES,
     GraphedModel,
     RecordedSizes,
+    Recording,
     capture_cuda,
     recording_of,
 )
@@ -23,12 +32,13 @@ from cluster.model.cuda.step_inputs import StepSizes, answers_of
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.language_parts import probed_parts
 from cluster.model.logprobs import PromptScores
-from cluster.types.request import Prompt
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.recorded_attention import RecordedAttention
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase
 from tests.gpu.cases import check_recorded_steps
+from tests.unit.engine.drafting import Request as DraftedRequest
 
 SIZES = RecordedSizes([answers_of(4)], [StepSizes(8, 8, 8), StepSizes(32, 8, 12)])
 PROMPTS = [list(range(5, 25)), list(range(50, 53)), list(range(60, 71))]
@@ -69,14 +79,10 @@ class Compared:
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         """Replayed; equal to the other."""
-        unrecorded, own = self.model.forward, []
-        self.model.forward = lambda *args: own.append(unrecorded(*args)) or own[-1]  # type: ignore[method-assign]
-        try:
+        with mock.patch.object(self.model, "forward", wraps=self.model.forward) as unrecorded:
             found = self.graphed.forward(chunks, self._kvs[0]).cpu().clone()
-        finally:
-            self.model.forward = unrecorded  # type: ignore[method-assign]
-        self.num_forwards += len(own)
-        expected = unrecorded(chunks, self._kvs[1]).cpu()
+        self.num_forwards += unrecorded.call_count
+        expected = self.model.forward(chunks, self._kvs[1]).cpu()
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         return found
@@ -208,6 +214,33 @@ def test_all_sizes_share_their_logits(device: SimulatedCuda) -> None:
     assert shared == compared.graphed._logits.held.untyped_storage().data_ptr()
 
 
+class Decoder:
+    """Implements `WholeDecoder`: the logits of a token are its embedding's, twice."""
+
+    kernels_s = None
+
+    def __init__(self, head: torch.nn.Module) -> None:
+        self._head = head
+        self.seen: list[tuple[torch.Size, torch.Size, int, bool]] = []
+
+    def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
+        self.seen.append((embeds.shape, positions.shape, len(wanted), batch.device is not None))
+        embeds.add_(embeds)
+        return self._head(embeds[0, wanted]).float()
+
+
+def test_recorded_steps_run_in_the_whole_decoder(device: SimulatedCuda) -> None:
+    model = text_model(device)
+    model._decoder = decoder = Decoder(model._head)
+    compared = Compared(model)
+    mixed = {((1, n, 32), (1, n), wanted, True) for n, wanted in ((8, 8), (32, 12))}
+    assert {*decoder.seen} == mixed | {((1, 4, 32), (1, 4), 4, True)}
+    for chunks in mixed_steps():
+        compared.forward(chunks)
+    compared.decode(*ANSWERS)
+    assert compared.num_forwards == 0
+
+
 FALLBACKS = {
     "scores": [SequenceChunk([1, 2, 3], 0, 0, TABLES[0], scores=PromptScores([0], [2], 1))],
     "broken positions": [SequenceChunk([1, 2, 3], torch.tensor([0, 0.5, 1]), 0, TABLES[0])],
@@ -318,3 +351,45 @@ def test_the_memory_of_graphs_is_measured_on_the_largest_ones(device: SimulatedC
     assert recording is not None and recording.sizes == SIZES
     assert [*recorded[0]._replays] == [SIZES.mixed[-1], SIZES.answers[-1]]
     assert recording.num_bytes == (5 << 20) + 3 * GRAPH_BYTES
+
+
+FEATURES = cast(FeatureStore, None)  # there are no media
+
+
+def prompt_work(prompt: Sequence[int], table: list[int], *, sends: bool = False) -> PromptWork:
+    asked = GenerateRequest("r", Prompt(tuple(prompt)), (SamplingParams(),), StopParams(2))
+    request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=sends)
+    sequence = TokenSequence("r/0", asked.prompt, block_table=table)
+    request.sequences.append(sequence)
+    return PromptWork(request, sequence, len(prompt))
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_workers_step_is_recorded_if_it_sends_no_kv(sends: bool, device: SimulatedCuda) -> None:
+    compared = Compared(text_model(device))
+    layers: list[int] = []
+    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], FEATURES)
+    runner.run([prompt_work(PROMPTS[0], TABLES[0], sends=sends)], lambda layer, ready: layers.append(layer))
+    assert layers == ([0, 1] if sends else [])
+
+
+def test_the_logits_of_a_prompt_outlive_later_steps(device: SimulatedCuda) -> None:
+    """They wait for the other prompts of their request."""
+    compared = Compared(text_model(device))
+    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], FEATURES)
+    (first,) = runner.run([prompt_work(PROMPTS[0], TABLES[0])], lambda layer, ready: None)
+    assert first.logits is not None
+    before = first.logits.cpu()
+    runner.run([prompt_work(PROMPTS[2], TABLES[2])], lambda layer, ready: None)
+    assert torch.equal(first.logits.cpu(), before)
+
+
+def test_a_draft_models_steps_are_recorded(device: SimulatedCuda) -> None:
+    model = text_model(device)
+    requests = [DraftedRequest(str(i), list(prompt)) for i, prompt in enumerate(PROMPTS)]
+    plain = DraftModelProposer(model, model, NUM_BLOCKS).propose(requests, [2, 3, 1])
+    recorded = DraftModelProposer(model, model, NUM_BLOCKS, recording=Recording(SIZES, 0))
+    model.forward = model.decode = None  # type: ignore[assignment, method-assign]
+    assert recorded.propose(requests[:2], [2, 3]) == plain[:2]  # 23 tokens, then two at once
+    assert recorded.propose(requests, [2, 3, 1]) == plain
+    assert [len(guess) for guess in plain] == [2, 3, 1]

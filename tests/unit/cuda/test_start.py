@@ -106,7 +106,8 @@ def test_what_graphs_take_is_known_before_kv_is_sized(role, folder, device, monk
     monkeypatch.setattr(language_parts, "make_backend", lambda *_: RecordedAttention())
     monkeypatch.setattr(graphs, "GRAPH_BYTES", 1 << 20)
     caplog.set_level("INFO")
-    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32")
+    decode = {"max_batch_sequences": 2}
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", decode=decode)
     sizes = replace(SIZES, num_kv_blocks=None, memory_share=0.5, max_step_tokens=20)
     language = load_language(args, setup_of(args), role, sizes)
     assert isinstance(language.steps, GraphedModel) == role.decodes

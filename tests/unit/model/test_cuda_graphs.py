@@ -1,5 +1,5 @@
-"""Steps by recorded sizes: what is packed, padded, recorded and replayed. The capture is a stand-in that, like a
-CUDA graph, runs on the recorded buffers and writes into the recorded output."""
+"""Steps by recorded sizes: what is packed, padded, recorded and replayed. The capture is a stand-in that,
+like a CUDA graph, runs on the recorded buffers and writes into the recorded output."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class EchoModel:
     def copy_blocks(self, sources, targets, kv) -> None: ...
 
     def decode(self, token_ids, context_lens, deltas, block_tables, kv) -> Tensor:
-        raise AssertionError("decode steps are replayed")
+        return torch.tensor([[-1.0]])
 
 
 def memory() -> BlockMemory:
@@ -216,6 +216,13 @@ def test_a_graphed_model_replays_steps_and_keeps_requests_blocks_from_padding() 
     places = [[0, 1], [2, 1], [5, 1], [6, 0], [6, 1], [6, 2], [7, 0], [7, 1]]
     assert [row for row in written if row[0] != 9] == places
     assert model.forward(chunks, kv, print) == -1
+
+
+def test_more_choices_than_a_step_of_answers_has_sequences_run_unrecorded() -> None:
+    kv = memory()
+    model = GraphedModel(EchoModel(), kv, RecordedSizes.up_to(2, 0), FakeCapture())
+    model.warm_up()
+    assert model.decode([6] * 3, [1] * 3, [0] * 3, [[0]] * 3, kv) == -1
 
 
 def test_warming_up_records_everything_that_a_step_can_ask_for_once() -> None:
