@@ -30,8 +30,8 @@ QUIET = {
     "METRICS_RECORD_INTERVAL_S": "30",  # the dashboard, about itself
     "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "2",
     "RAY_DASHBOARD_AGENT_POLL_INTERVAL_S": "30",
-    # The dashboard has a low priority (`fork_server`): beside busy pools it may take minutes. Default: 60, and
-    # its address is never told after that.
+    # The dashboard has a low priority (`fork_server`): beside busy pools it may start within minutes. Its
+    # address is not told later than this. Default: 60
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "1800",
     "RAY_DASHBOARD_AGGREGATOR_AGENT_CHECK_MAIN_THREAD_LIVENESS_INTERVAL_SECONDS": "5",
     # With more files than this, the log monitor lists its folder at LOG_NAME_UPDATE_INTERVAL_S only.
