@@ -1,5 +1,6 @@
-"""What a norm or an activation computes: its module is compared with formulas in plain torch, which round as our
-kernels do. So no kernel is compiled for a form that a model does not have. Runs while a model is loaded."""
+"""What a norm or an activation computes: its module is compared with formulas in plain torch, which round as
+our kernels do. So no kernel is compiled for a form that a model does not have. Runs while a model is
+loaded."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ another layer the half that is recognised is fused, and the other runs by its mo
 
 A layer's last product is added by the launch that norms for the next one, so layers pass on a residual, which
 they change in place, and what is still to be added to it (`Pending`). Runs on the engine's thread; enqueues
-on the current stream and reads nothing on the host, so that a step may be recorded. Unmeasured: never run on a
-GPU.
+on the current stream and reads nothing on the host, so that a step may be recorded. Unmeasured: never run on
+a GPU.
 
 Letters: T tokens, N hidden width, W width of a rotary table.
 """
@@ -47,8 +47,8 @@ from cluster.model.layers.parts import (
 from cluster.model.layers.search import Compared, Settings, TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
 
-# Largest relative error (2-norm) of what a replacement adds to its input. Another form of a norm or a rotation
-# is off by a tenth and more. INT8 codes may differ by one where a product rounds otherwise.
+# Largest relative error (2-norm) of what a replacement adds to its input. Another form of a norm or a
+# rotation is off by a tenth and more. INT8 codes may differ by one where a product rounds otherwise.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 _NO_ROTATION = (0, Rotation.HALVES, Table.FULL)
 Rotary = tuple[Tensor, Tensor] | None  # cos and sin, [1, T, W]
