@@ -43,11 +43,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cluster.kvcache.memory import BlockMemory, on_huge_pages
-from cluster.model.attention import LayerAttention, PagedBatch, make_backend
+from cluster.model.attention import LayerAttention, PagedBatch
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import PackedWeights
 from cluster.model.kv_format import layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.language_parts import make_backend
 from cluster.model.loading import Half, load_half
 from cluster.model.probe import LayerShape, probe_backbone
 from cluster.model.support import family_of

@@ -8,14 +8,17 @@ random weights.
     python -m bench.gpu part steps-7b                        # one part, to the terminal
 
 A part that fails, or outlasts its limit and is killed, is a line of the results, and the next part begins.
-Results are appended to the file as they come. The end is a table of goals (`bench.gpu.goals`): met, missed
-or not measured. Longer looks: `--parts tests steps-0.5b steps-7b attention`.
+When the time of the whole run is over, the part that runs is killed and those after it do not begin. Results
+are appended to the file as they come. The end is a table of each step's kernels (`bench.gpu.kernels`) and one
+of goals (`bench.gpu.goals`): met, missed or not measured. Longer looks, which have no common limit:
+`--parts tests steps-0.5b steps-7b attention`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -23,25 +26,39 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 import torch
 
 from bench.gpu.goals import judged
-from bench.gpu.parts import PARTS, RUN
+from bench.gpu.kernels import kernel_table
+from bench.gpu.parts import PARTS, RUN, RUN_S
 
+LEAST_S = 10.0  # a part that has less time does not begin
 LAST_LINES = 12  # of what a failed part has said
 OF_A_PART = (sys.executable, "-m", "bench.gpu", "part")
 
 
-def run_all(names: Sequence[str], limits: Mapping[str, float], command: Sequence[str], out: Path) -> int:
-    """`command`: of a part; its name follows. Returns how many parts failed."""
-    num_failed = 0
+def run_all(
+    names: Sequence[str],
+    limits: Mapping[str, float],
+    command: Sequence[str],
+    out: Path,
+    whole_s: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """`command`: of a part; its name follows. `whole_s`: that all parts may take together. Returns how many
+    parts failed or did not begin."""
+    num_failed, end_at = 0, clock() + whole_s
     for name in names:
         with out.open("a") as results:
-            end = _run([*command, name], limits[name], results)
+            left_s = end_at - clock()
+            if left_s < LEAST_S:
+                end: dict[str, object] = {"ok": False, "s": 0.0, "why": "no time left"}
+            else:
+                end = _run([*command, name], min(limits[name], left_s), results)
             num_failed += not end["ok"]
             _note(json.dumps({"part": name, "what": "end", **end}), results)
     return num_failed
@@ -81,9 +98,12 @@ def table(file: Path) -> str:
     records = [json.loads(line) for line in file.read_text().splitlines()]
     lines = []
     for record in records:
+        if "kernels_of" in record:
+            continue
         told = (f"{key} {_short(value)}" for key, value in record.items() if key not in ("part", "what"))
-        lines.append(f"{record['part']:12} {record['what']:58} {', '.join(told)}")
-    return "\n".join((*lines, "", judged(records)))
+        lines.append(f"{record['part']:17} {record['what']:62} {', '.join(told)}")
+    steps = [{"what": record["what"], **record["kernels_of"]} for record in records if "kernels_of" in record]
+    return "\n".join((*lines, "", *([kernel_table(steps), ""] if steps else []), judged(records)))
 
 
 def _short(value: object) -> str:
@@ -115,7 +135,9 @@ def main() -> int:
             print(json.dumps({"part": args.name, **measurement}), flush=True)
         return 0
     part = (*OF_A_PART, *(["--rehearse"] if args.rehearse else []))
-    num_failed = run_all(args.parts, {name: each.limit_s for name, each in PARTS.items()}, part, args.out)
+    limits = {name: each.limit_s for name, each in PARTS.items()}
+    whole_s = RUN_S if set(args.parts) <= RUN.keys() else math.inf
+    num_failed = run_all(args.parts, limits, part, args.out, whole_s)
     print(table(args.out))
     return 1 if num_failed else 0
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from bench.gpu import served
+from bench.gpu.machine import DeviceSpeed, measure_machine, nominal_bytes_per_s
+from bench.gpu.models import SHAPES, write_checkpoint
+from bench.gpu.offline import OFFLINE_RUN, offline_requests
 from bench.gpu.served import Measurements
-from bench.gpu.steps import (
-    SHAPES,
-    DeviceSpeed,
-    TableLine,
-    attention_row,
-    measure_machine,
-    model_rows,
-    nominal_bytes_per_s,
-)  # fmt: skip
+from bench.gpu.steps import StepSizes, StepTiming, attention_step, model_steps
+from bench.gpu.throughput import EngineAlone
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from kv_transfer.agents.transport_probe import probe_transport
@@ -31,6 +29,8 @@ from kv_transfer.codecs.wire_memory import Wire
 
 SAID_LINES = 40  # of what pytest says
 BATCHES, CONTEXT = (1, 8, 32, 64, 128, 256), 2048
+REHEARSED = StepSizes((1, 2), 32, chunk=24, beside=2, prompt=48)
+CASES = ((1, 8192), (16, 2048), (64, 8192))  # of attention: answers, and tokens that each of them sees
 FORMATS: tuple[tuple[KvCacheDtype, int], ...] = (("int8", 16), ("auto", 16), ("auto", 256))
 
 
@@ -60,25 +60,42 @@ def unit_tests(rehearse: bool) -> Measurements:
 def steps(
     names: Sequence[str], formats: Sequence[KvCacheDtype], batches: Sequence[int], rehearse: bool
 ) -> Measurements:
-    """Decode with graphs and without, and prefill."""
+    """Whole steps as workers compute them, and the kernels of each."""
     speed = _speed(rehearse)
-    with torch.inference_mode():
-        for name in ("tiny",) if rehearse else names:
-            for kv_cache_dtype in formats:
-                sizes, context = ((1, 2), 32) if rehearse else (batches, CONTEXT)
-                for line in model_rows(name, speed, kv_cache_dtype, sizes, context):
-                    yield {**_told(line, speed), "kv": kv_cache_dtype}
+    sizes = REHEARSED if rehearse else StepSizes(batches, CONTEXT, chunk=512, beside=32, prompt=2048)
+    for name in ("tiny",) if rehearse else names:
+        for kv_cache_dtype in formats:
+            for timing in model_steps(name, speed, kv_cache_dtype, sizes):
+                yield {**_told(timing, speed), "kv": kv_cache_dtype}
+                yield {"what": f"{timing.what}, {kv_cache_dtype} KV", "kernels_of": timing.kernels.record()}
 
 
-def attention(rehearse: bool) -> Measurements:
-    speed = _speed(rehearse)
-    cases = [("tiny", 2, 32)] if rehearse else [("7b", 1, 8192), ("7b", 16, 2048), ("7b", 64, 8192)]
+def attention(
+    cases: Sequence[tuple[int, int]], formats: Sequence[tuple[KvCacheDtype, int]], rehearse: bool
+) -> Measurements:
+    """Of 7B's heads. cases: answers, and tokens that each of them sees."""
+    speed, name = _speed(rehearse), "tiny" if rehearse else "7b"
     with torch.inference_mode():
-        for name, batch, context in cases:
-            for kv, size in FORMATS:
+        for batch, context in [(2, 32)] if rehearse else cases:
+            for kv, size in formats:
                 title = f"{name} attention, {kv} KV, blocks of {size}, {batch} × {context}"
-                line = attention_row(title, kv, size, SHAPES[name], batch, context, speed)
-                yield _told(line, speed)
+                timing = attention_step(title, kv, size, SHAPES[name], batch, context, speed)
+                yield _told(timing, speed)
+
+
+def throughput_engine(rehearse: bool) -> Measurements:
+    """nano-vllm's run on the engine alone."""
+    speed = _speed(rehearse)
+    requests = offline_requests(4, (5, 20), 99) if rehearse else offline_requests()
+    with tempfile.TemporaryDirectory() as folder:
+        if rehearse:
+            model = write_checkpoint(SHAPES["tiny"], Path(folder), speed.device, speed.dtype)
+        else:
+            model = served.offline_model()
+        engine = EngineAlone(model, speed)
+    seconds = engine.compute(requests)
+    rate = engine.num_tokens / seconds
+    yield {"what": OFFLINE_RUN, "tokens_per_s": rate, "s": seconds, "num_tokens": engine.num_tokens}
 
 
 def wire(rehearse: bool) -> Measurements:
@@ -121,9 +138,11 @@ def _speed(rehearse: bool) -> DeviceSpeed:
     return measure_machine(torch.device("cuda"), torch.bfloat16, scale=1)
 
 
-def _told(line: TableLine, speed: DeviceSpeed) -> dict[str, object]:
-    share = line.bound_s / line.seconds
-    return {"what": line.what, "us": 1e6 * line.seconds, "of_bound": share, **_of_nominal(speed, share)}
+def _told(timing: StepTiming, speed: DeviceSpeed) -> dict[str, object]:
+    """us: until the tokens are on the host; step_us: until the device has computed them."""
+    how = "recorded" if timing.kernels.num_replays else "from Python"
+    times = {"us": 1e6 * timing.seconds, "step_us": 1e6 * timing.step_s, "of_bound": timing.share}
+    return {"what": timing.what, "how": how, **times, **_of_nominal(speed, timing.share)}
 
 
 def _of_nominal(speed: DeviceSpeed, share: float) -> dict[str, float]:
@@ -132,23 +151,28 @@ def _of_nominal(speed: DeviceSpeed, share: float) -> dict[str, float]:
     return {} if nominal is None else {"of_nominal": share * speed.bytes_per_s / nominal}
 
 
-# What one run of eight minutes answers, most telling first.
+# What one run answers, most telling first: as far as it comes in RUN_S. A limit is what a part may take if it
+# is slower than it should be.
+RUN_S = 480.0
 RUN: dict[str, Part] = {
-    "machine": Part(20, machine),
-    "equal-whole": Part(70, partial(served.equality, "whole")),
+    "machine": Part(30, machine),
+    "equal-whole": Part(80, partial(served.equality, "whole")),
+    "steps": Part(150, partial(steps, ("0.5b", "7b"), ("auto",), (1, 32, 64))),
+    "attention-int8": Part(30, partial(attention, CASES[-1:], FORMATS[:1])),
+    "throughput": Part(110, served.throughput),
+    "load-whole": Part(65, partial(served.load, "whole", "raw")),
+    "throughput-engine": Part(70, throughput_engine),
     "equal-e-p-d": Part(70, partial(served.equality, "e-p-d")),
+    "wire": Part(25, wire),
+    "transfer": Part(30, transfer),
     "load-raw": Part(75, partial(served.load, "e-p-d", "raw")),
     "load-int8": Part(75, partial(served.load, "e-p-d", "int8")),
-    "load-whole": Part(65, partial(served.load, "whole", "raw")),
-    "transfer": Part(30, transfer),
-    "wire": Part(25, wire),
-    "steps": Part(50, partial(steps, ("0.5b", "7b"), ("auto",), (1, 32))),
 }
 # Longer looks.
 MORE: dict[str, Part] = {
     "tests": Part(300, unit_tests),
     "steps-0.5b": Part(180, partial(steps, ("0.5b",), ("auto", "int8"), BATCHES)),
     "steps-7b": Part(240, partial(steps, ("7b",), ("auto", "int8"), BATCHES)),
-    "attention": Part(90, attention),
+    "attention": Part(90, partial(attention, CASES, FORMATS)),
 }
 PARTS = RUN | MORE

@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from bench.gpu.offline import OFFLINE_RUN, ClientReport, ask_all
 from cluster.config.settings import REPOSITORY
 
 READY_TIMEOUT_S = 90.0
@@ -37,6 +38,7 @@ KV_BLOCKS = {"e-p-d": {"prefill": {"kv_blocks": 4096}, "decode": {"kv_blocks": 8
 LOADS = (("text-128/64", 1, 8), ("text-128/64", 16, 64), ("text-1024/32", 16, 48))
 MODELS = Path(tempfile.gettempdir()) / "epdg-bench-gpu"  # written once, by the first part that needs it
 LINK = re.compile(r"^epdg_transfer_link_bytes_per_second\{.*\} (\S+)$", re.MULTILINE)
+OFFLINE_MODEL = "0.6b"
 Measurements = Iterator[Mapping[str, object]]
 
 
@@ -46,7 +48,9 @@ def equality(topology: str, rehearse: bool) -> Measurements:
     if rehearse:
         yield {"what": "would serve", "config": content["applications"][0]}
         return
+    began = time.monotonic()
     with running(content) as url:
+        yield {"what": "ready", "s": time.monotonic() - began}
         command = [sys.executable, "-m", "bench.equality", "--url", url]
         command += ["--num-requests", "60", "--concurrency", "1", "8"]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -72,6 +76,35 @@ def load(topology: str, codec: str, rehearse: bool) -> Measurements:
             links = [float(found) for found in LINK.findall(answer.read().decode())]
     if links:
         yield {"what": "fastest measured link", "gb_per_s": max(links) / 1e9}
+
+
+def throughput(rehearse: bool) -> Measurements:
+    """nano-vllm's run over HTTP, by clients in several processes."""
+    content = configuration("whole", {"dtype": "bfloat16"})
+    if rehearse:
+        yield {"what": "would serve", "config": content["applications"][0]}
+        return
+    folder = offline_model()
+    began = time.monotonic()
+    with running(content, EPDG_MODEL=str(folder)) as url:
+        yield {"what": "ready", "s": time.monotonic() - began}
+        _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
+        yield {"what": OFFLINE_RUN, **_joined(ask_all(url, _model_id(url)))}
+
+
+def _joined(reports: Sequence[ClientReport]) -> Mapping[str, object]:
+    wall_s = max(report.ended_at for report in reports) - min(report.started_at for report in reports)
+    failures = [failure for report in reports for failure in report.failures]
+    return {
+        "tokens_per_s": sum(report.num_tokens for report in reports) / wall_s,
+        "s": wall_s,
+        "num_prompt_tokens": sum(report.num_prompt_tokens for report in reports),
+        "num_tokens": sum(report.num_tokens for report in reports),
+        **_times("ttft", [each for report in reports for each in report.ttfts_s]),
+        **_times("itl", [each for report in reports for each in report.gaps_s]),
+        "num_failed": len(failures),
+        "failures": sorted(set(failures))[:3],
+    }
 
 
 def configuration(topology: str, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,14 +145,28 @@ def text_model() -> Path:
     return folder
 
 
+def offline_model() -> Path:
+    """Drawn on the CPU: a context on the GPU would take memory from the cluster."""
+    import torch
+
+    from bench.gpu.models import SHAPES, write_served
+
+    folder = MODELS / f"text-{OFFLINE_MODEL}"
+    return write_served(SHAPES[OFFLINE_MODEL], folder, torch.device("cpu"), torch.bfloat16)
+
+
+def _model_id(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        return json.load(answer)["data"][0]["id"]
+
+
 def _asked(url: str, row_name: str, concurrency: int, num_requests: int) -> Mapping[str, object]:
     from bench.engine.client import Endpoint
     from bench.engine.measure import closed_loop
     from bench.engine.prompts import Prompts
     from bench.engine.rows import ROWS
 
-    with urllib.request.urlopen(f"{url}/v1/models") as answer:
-        model_id = json.load(answer)["data"][0]["id"]
+    model_id = _model_id(url)
     row = next(row for row in ROWS if row.name == row_name)
     dialogues = row.dialogues(Prompts(seed=0), concurrency, num_requests, num_requests)
     began = time.perf_counter()

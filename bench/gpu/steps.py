@@ -1,217 +1,192 @@
-"""How far steps are from what a device can do: decode against bytes ÷ bandwidth, prefill against FLOPs ÷
-peak, with random weights; and one layer's decode attention by the backend that serves such blocks.
+"""How far steps are from what a device can do: answers against bytes ÷ bandwidth, prompts against FLOPs ÷
+peak, with random weights; and one layer's attention over long contexts.
 
-Bandwidth is that of a large copy, peak that of a large matrix product, both measured first. On a GPU, what is
-not in a graph is launched from Python: its time is the host's as long as that is the longer one. First run on
-an H100 on 2026-11-26.
+A step is computed as a worker computes it: model, memory and recorded steps are those that `load_language`
+gives a worker of all phases, and its time ends when the drawn tokens are on the host. Its kernels, and
+whether it was recorded, are told by the profiler (`bench.gpu.kernels`), not by what was meant to happen.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-import transformers as hf
+from torch import Tensor
 
+from bench.gpu.kernels import KernelSums, kernels_of
+from bench.gpu.machine import DeviceSpeed, median_s, release
+from bench.gpu.models import SHAPES, ModelShape, write_checkpoint
+from cluster.config.settings import ClusterArgs
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import AttentionShape, LayerAttention, PagedBatch, make_backend
-from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.attention import AttentionShape, LayerAttention, PagedBatch
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
-from cluster.model.language import LanguageModel, SequenceChunk
-from cluster.model.step_model import StepModel
-from cluster.worker.memory_plan import available_bytes
+from cluster.model.language import SequenceChunk
+from cluster.model.language_parts import make_backend
+from cluster.model.sampling import sample
+from cluster.types.members import Role
+from cluster.types.request import SamplingParams
+from cluster.worker.language import Language, LanguageSizes, load_language
+from cluster.worker.setup import set_up
 
 BLOCK_SIZE = 16
-FROM_PYTHON = " from Python"
-KV_SHARE = 0.7  # of the memory that is free beside the weights; larger batches are left out
+ROUNDS = 10
+MAX_STEP_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a Qwen2 model."""
+class StepSizes:
+    """What is measured of each model."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab: int
-    tied: bool
-
-
-SHAPES = {
-    "0.5b": ModelShape(896, 24, 14, 2, 4864, 151_936, True),
-    "7b": ModelShape(3584, 28, 28, 4, 18_944, 152_064, False),
-    "tiny": ModelShape(64, 2, 4, 2, 128, 300, True),
-}
+    batches: Sequence[int]  # answers of a decode step
+    context: int  # tokens that an answer sees
+    chunk: int  # tokens of a prompt, alone and beside `beside` answers
+    beside: int
+    prompt: int  # tokens of a long prompt
 
 
 @dataclass(frozen=True)
-class DeviceSpeed:
-    device: torch.device
-    dtype: torch.dtype
-    bytes_per_s: float
-    flops_per_s: float
-
-
-@dataclass(frozen=True)
-class TableLine:
-    """bound_s: the time that bandwidth or peak allow."""
+class StepTiming:
+    """step_s: until the device has the logits; seconds: until the host has the drawn tokens. bound_s: the
+    time that bandwidth and peak allow."""
 
     what: str
+    step_s: float
     seconds: float
     bound_s: float
+    kernels: KernelSums
 
-    def __str__(self) -> str:
-        numbers = f"{1e6 * self.seconds:12.1f} {1e6 * self.bound_s:12.1f} {self.bound_s / self.seconds:8.2f}"
-        return f"{self.what:44} {numbers}"
-
-
-def median_s(work: Callable[[], object], device: torch.device, repeats: int, calls: int = 1) -> float:
-    """Seconds of one call, after two rounds to warm up.
-
-    Each round times `calls` calls together, so that the host's work overlaps with the device's.
-    """
-    times = []
-    for attempt in range(repeats + 2):
-        _wait(device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        _wait(device)
-        if attempt >= 2:
-            times.append((time.perf_counter() - start) / calls)
-    return statistics.median(times)
+    @property
+    def share(self) -> float:
+        return self.bound_s / self.seconds
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def load_worker(
+    name: str, machine: DeviceSpeed, kv_cache_dtype: KvCacheDtype, max_sequences: int, num_kv_blocks: int
+) -> Language:
+    """A model with random weights, as a worker of all phases loads it. Raises ConfigError, with the
+    arithmetic, if the device has too little memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(SHAPES[name], Path(folder), machine.device, machine.dtype)
+        release(machine.device)
+        args = worker_args(folder, machine, kv_cache_dtype=kv_cache_dtype)
+        sizes = LanguageSizes(num_kv_blocks, args.whole.memory_share, 0, MAX_STEP_TOKENS, max_sequences)
+        return load_language(args, set_up(args, "bench-gpu"), Role.WHOLE, sizes)
 
 
-def measure_machine(device: torch.device, dtype: torch.dtype, scale: int) -> DeviceSpeed:
-    """scale: 1 means 1 GiB to copy and a product of 8192-wide square matrices; larger divides both."""
-    source = torch.ones((1 << 30) // scale, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy_s = median_s(lambda: target.copy_(source), device, 10)
-    side = 8192 // scale
-    matrix = torch.randn(side, side, device=device, dtype=dtype)
-    product_s = median_s(lambda: matrix @ matrix, device, 10)
-    return DeviceSpeed(device, dtype, 2 * source.numel() / copy_s, 2 * side**3 / product_s)
+def worker_args(model: str | Path, machine: DeviceSpeed, **fields: object) -> ClusterArgs:
+    """Of a cluster that is one worker, without a transport."""
+    return ClusterArgs.model_validate({
+        "model": str(model), "roles": ["whole"], "transport": "in_process", "block_size": BLOCK_SIZE,
+        "device": machine.device.type, "dtype": str(machine.dtype).removeprefix("torch."),
+        "weight_cache": {"max_bytes": 0}, **fields,
+    })  # fmt: skip
 
 
-def nominal_bytes_per_s(device: torch.device) -> float | None:
-    """What the product's data sheet gives its memory: two transfers a clock. None: not a GPU."""
-    if device.type != "cuda":
-        return None
-    found = torch.cuda.get_device_properties(device)
-    return 2 * 1e3 * found.memory_clock_rate * found.memory_bus_width / 8
+def model_steps(
+    name: str, machine: DeviceSpeed, kv_cache_dtype: KvCacheDtype, sizes: StepSizes
+) -> Iterator[StepTiming]:
+    """Holds the device's memory until the end of the iteration."""
+    most = max(sizes.batches)
+    num_blocks = most * blocks_of(sizes.context + 1) + blocks_of(sizes.prompt)
+    language = load_worker(name, machine, kv_cache_dtype, most, num_blocks)
+    runs = WorkerSteps(language, SHAPES[name], machine)
+    for batch in sizes.batches:
+        title = f"{name} decode at {batch}, context {sizes.context}"
+        yield runs.timed(title, runs.decode(batch, sizes.context), batch, sizes.context, 0)
+    for chunk, beside in ((sizes.chunk, 0), (sizes.chunk, sizes.beside), (sizes.prompt, 0)):
+        title = f"{name} step of {chunk} prompt tokens"
+        if beside:
+            title = f"{title}, decode at {beside}, context {sizes.context}"
+        yield runs.timed(title, runs.mixed(beside, sizes.context, chunk), beside, sizes.context, chunk)
+    del language, runs
+    release(machine.device)
 
 
-def random_model(shape: ModelShape, machine: DeviceSpeed, kv_cache_dtype: KvCacheDtype) -> LanguageModel:
-    config = hf.Qwen2Config(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=8192, tie_word_embeddings=shape.tied, eos_token_id=None, dtype=machine.dtype,
-    )  # fmt: skip
-    with torch.device(machine.device):
-        model = hf.AutoModelForCausalLM.from_config(config, dtype=machine.dtype)
-    return LanguageModel(model.eval().requires_grad_(False), BLOCK_SIZE, kv_cache_dtype)
+def blocks_of(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
 
 
-def decode_row(
-    name: str,
-    model: StepModel,
-    kv: BlockMemory,
-    weight_bytes: int,
-    batch: int,
-    context: int,
+@dataclass(frozen=True)
+class WorkerSteps:
+    """Steps of a worker's model over its KV. Every sequence has blocks of its own."""
+
+    language: Language
+    shape: ModelShape
+    machine: DeviceSpeed
+
+    def decode(self, batch: int, context: int) -> Callable[[], Tensor]:
+        tables = self._tables([context + 1] * batch)
+        arguments = ([1] * batch, [context] * batch, [0] * batch, tables, self.language.kv)
+        return lambda: self.language.steps.decode(*arguments)
+
+    def mixed(self, num_answers: int, context: int, chunk: int) -> Callable[[], Tensor]:
+        """Answers, then the first `chunk` tokens of a prompt, which ends there."""
+        *answers, prompt = self._tables([*[context + 1] * num_answers, chunk])
+        chunks = [SequenceChunk([1], context, context, table) for table in answers]
+        chunks.append(SequenceChunk([1] * chunk, 0, 0, prompt))
+        return lambda: self.language.steps.forward(chunks, self.language.kv)
+
+    def timed(
+        self, what: str, work: Callable[[], Tensor], num_answers: int, context: int, chunk: int
+    ) -> StepTiming:
+        rows = num_answers + (chunk > 0)
+        params, positions = [SamplingParams()] * rows, [context + 1] * rows
+
+        def drawn() -> list[int]:
+            return sample(work(), params, positions)
+
+        device = self.machine.device
+        with torch.inference_mode():
+            step_s, seconds = median_s(work, device, ROUNDS), median_s(drawn, device, ROUNDS)
+            kernels = kernels_of(drawn, device)
+        return StepTiming(what, step_s, seconds, self._bound_s(num_answers, context, chunk), kernels)
+
+    def _bound_s(self, num_answers: int, context: int, chunk: int) -> float:
+        """The weights are read once, or multiplied with all tokens, whichever takes longer. Beside that the
+        KV of the answers is read. The head is multiplied for single rows only."""
+        layout, machine, shape = self.language.kv.layout, self.machine, self.shape
+        scores = shape.layers * 2 * chunk**2 * shape.heads * shape.head_width  # QK and PV, the visible half
+        products_s = (2 * shape.layer_weights * (num_answers + chunk) + scores) / machine.flops_per_s
+        weights_s = shape.num_weights * machine.dtype.itemsize / machine.bytes_per_s
+        kv_bytes = num_answers * context * layout.block_bytes / BLOCK_SIZE
+        return max(products_s, weights_s) + kv_bytes / machine.bytes_per_s
+
+    def _tables(self, lengths: Sequence[int]) -> list[list[int]]:
+        """So many tokens each."""
+        tables, first = [], 0
+        for length in lengths:
+            end = first + blocks_of(length)
+            tables.append(list(range(first, end)))
+            first = end
+        return tables
+
+
+def attention_step(
+    what: str, kv_cache_dtype: KvCacheDtype, block_size: int, shape: ModelShape, batch: int, context: int,
     machine: DeviceSpeed,
-) -> TableLine:
-    """One step of `batch` sequences with `context` tokens each. `kv` must be large enough for all of them."""
-    per_seq = -(-(context + 1) // BLOCK_SIZE)
-    tables = [list(range(i * per_seq, (i + 1) * per_seq)) for i in range(batch)]
-    arguments = ([1] * batch, [context] * batch, [0] * batch, tables, kv)
-    seconds = median_s(lambda: model.decode(*arguments), machine.device, 10)
-    kv_bytes = batch * context * kv.layout.block_bytes / BLOCK_SIZE
-    return TableLine(name, seconds, (weight_bytes + kv_bytes) / machine.bytes_per_s)
-
-
-def prefill_row(
-    name: str, model: LanguageModel, kv: BlockMemory, shape: ModelShape, num_tokens: int, machine: DeviceSpeed
-) -> TableLine:
-    """One prompt in one chunk; the output head runs for its last token only."""
-    table = list(range(-(-num_tokens // BLOCK_SIZE)))
-    chunk = SequenceChunk([1] * num_tokens, torch.arange(num_tokens), 0, table)
-    seconds = median_s(lambda: model.forward([chunk], kv), machine.device, 5)
-    head_width = shape.hidden // shape.heads
-    attention = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * head_width)
-    weights = shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
-    scores = shape.layers * 2 * num_tokens**2 * shape.hidden  # QK and PV, the visible half
-    return TableLine(name, seconds, (2 * weights * num_tokens + scores) / machine.flops_per_s)
-
-
-def attention_row(
-    name: str,
-    kv_cache_dtype: KvCacheDtype,
-    block_size: int,
-    shape: ModelShape,
-    batch: int,
-    context: int,
-    machine: DeviceSpeed,
-) -> TableLine:
-    """One layer's decode attention, by the backend that serves such blocks."""
-    width = shape.hidden // shape.heads
+) -> StepTiming:  # fmt: skip
+    """One layer's attention of answers, by the backend that serves such blocks. On a GPU its time is that of
+    its kernels: alone, it would be the host's."""
+    width, device = shape.head_width, machine.device
     per_seq = -(-context // block_size)
     segments = kv_segments([(shape.kv_heads, width)] * 2, block_size, machine.dtype, kv_cache_dtype)
-    kv = BlockMemory(MemoryLayout(segments), batch * per_seq, machine.device)
-    tables = torch.arange(batch * per_seq, device=machine.device).view(batch, per_seq)
-    lens = torch.full((batch,), context, device=machine.device)
+    kv = BlockMemory(MemoryLayout(segments), batch * per_seq, device)
+    tables = torch.arange(batch * per_seq, device=device).view(batch, per_seq)
+    lens = torch.full((batch,), context, device=device)
     slots = tables[:, -1] * block_size
-    step = PagedBatch(kv, block_size, slots, [1] * batch, [context] * batch, tables, lens, ())
-    query = torch.randn(batch, shape.heads, width, device=machine.device, dtype=machine.dtype)
-    new = query[:, : shape.kv_heads]
+    step = PagedBatch(kv, block_size, slots, [1] * batch, [context] * batch, tables, lens, [()] * batch)
+    query = torch.randn(batch, shape.heads, width, device=device, dtype=machine.dtype)
+    new = query[:, : shape.kv_heads].contiguous()
     layer, cache = LayerAttention(width**-0.5), layer_cache(kv, 0)
-    wanted = AttentionShape(kv.layout, block_size, shape.heads, layer)
-    backend = make_backend(machine.device, machine.dtype, wanted)
-    seconds = median_s(
-        lambda: backend.attend(step, layer, query, new, new, cache), machine.device, 10, calls=20
-    )
-    told = f"{name}{FROM_PYTHON if machine.device.type == 'cuda' else ''}"
-    return TableLine(
-        told, seconds, batch * context * kv.layout.block_bytes / block_size / machine.bytes_per_s
-    )
+    backend = make_backend(device, machine.dtype, AttentionShape(kv.layout, block_size, shape.heads, layer))
 
+    def work() -> Tensor:
+        return backend.attend(step, layer, query, new, new, cache)
 
-def model_rows(
-    name: str, machine: DeviceSpeed, kv_cache_dtype: KvCacheDtype, batches: Sequence[int], context: int
-) -> list[TableLine]:
-    """Decode without graphs, decode from graphs (on a GPU), prefill."""
-    shape = SHAPES[name]
-    model = random_model(shape, machine, kv_cache_dtype)
-    per_seq = -(-(context + 1) // BLOCK_SIZE)
-    room = available_bytes(machine.device) * KV_SHARE / (per_seq * model.kv_layout.block_bytes)
-    batches = [batch for batch in batches if batch <= room]
-    kv = BlockMemory(model.kv_layout, max(batches) * per_seq + 1, machine.device)
-    weight_bytes = num_weights(shape) * machine.dtype.itemsize
-    is_cuda = machine.device.type == "cuda"
-    models: list[tuple[str, StepModel]] = [(f"decode{FROM_PYTHON if is_cuda else ''}", model)]
-    if is_cuda:
-        models.append(("decode, graphs", GraphedModel(model, kv, max(batches), capture_cuda())))
-    rows = []
-    for batch in batches:
-        for label, subject in models:
-            title = f"{name} {label}, batch {batch}, context {context}"
-            rows.append(decode_row(title, subject, kv, weight_bytes, batch, context, machine))
-    rows.append(prefill_row(f"{name} prefill, {context} tokens", model, kv, shape, context, machine))
-    return rows
-
-
-def num_weights(shape: ModelShape) -> int:
-    """How many weights a decode step reads: layers and output head, not the embedding table."""
-    head_width = shape.hidden // shape.heads
-    attention = shape.hidden * (2 * shape.hidden + 2 * shape.kv_heads * head_width)
-    return shape.layers * (attention + 3 * shape.hidden * shape.intermediate) + shape.hidden * shape.vocab
+    host_s, kernels = median_s(work, device, ROUNDS), kernels_of(work, device)
+    seconds = kernels.busy_us / 1e6 if device.type == "cuda" else host_s
+    num_bytes = batch * context * kv.layout.block_bytes / block_size
+    return StepTiming(what, host_s, seconds, num_bytes / machine.bytes_per_s, kernels)

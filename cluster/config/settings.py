@@ -80,7 +80,7 @@ class SpeculationArgs(_Args):
 
 class _LanguageArgs(_PoolArgs):
     # of a GPU's memory, for all that a worker keeps there; what is left beside weights and embeddings is KV,
-    # unless `kv_blocks` says how much. The rest is for CUDA itself, graphs and a draft model
+    # unless `kv_blocks` says how much. The rest is for CUDA itself and a draft model
     memory_share: float = Field(0.9, gt=0, le=1)
 
 

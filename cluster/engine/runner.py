@@ -90,8 +90,8 @@ class LanguageRunner:
     def run(self, works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:
         """Computes the KV of every answer's last token and drafts, and of the next tokens of prompts; draws
         the next tokens of the answers. `on_layer(i, ready)` is called after layer i if there are prompts. On
-        the CPU its KV is written then; on a GPU it is enqueued, and is written once `ready()` is true.
-        Blocks; synchronises the device."""
+        the CPU its KV is written then; on a GPU it is enqueued, and is written once `ready()` is true, and
+        only steps with KV to send call: others may be recorded. Blocks; synchronises the device."""
         answers = [work.request for work in works if isinstance(work, AnswerWork)]
         prompts = [work for work in works if isinstance(work, PromptWork)]
         choices = [(request, choice) for request in answers for choice in request.live_choices]
@@ -104,14 +104,15 @@ class LanguageRunner:
             num_rows = sum(len(chunk.token_ids) for chunk in chunks)
             computed = [self._prompt_chunk(work) for work in prompts]
             chunks += computed
-            logits = self._steps.forward(chunks, self._kv, lambda i: on_layer(i, self._kv.mark()))
+            tells = not self._kv.enqueues or any(work.request.sends for work in prompts)
+            logits = self._steps.forward(chunks, self._kv, self._marked(on_layer) if tells else None)
             self._kv.synchronize()
         else:
             logits = self._decode([choice for _, choice in choices])
             num_rows = len(logits)
         drawn = self._drawer.next_tokens(logits[:num_rows], choices)
         accepted = iter(self._accept(drawn, choices))
-        last = iter(logits[num_rows:].split(1))
+        last = iter(logits[num_rows:].clone().split(1))  # these outlive the step
         scored = iter([() if chunk.scores is None else chunk.scores.found for chunk in computed])
         return [
             _answer_result([next(accepted) for _ in work.request.live_choices])
@@ -167,6 +168,9 @@ class LanguageRunner:
             [sequence.block_table for _, sequence in rows],
             self._kv,
         )
+
+    def _marked(self, on_layer: OnLayer) -> Callable[[int], None]:
+        return lambda layer_idx: on_layer(layer_idx, self._kv.mark())
 
     def _accept(
         self, drawn: Drawn, choices: Choices

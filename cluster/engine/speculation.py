@@ -32,8 +32,10 @@ from torch import Tensor
 from cluster.errors import ConfigError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.cuda.graphs import Recording
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
+from cluster.model.step_model import StepModel
 from cluster.types.request import SamplingParams
 
 
@@ -250,15 +252,19 @@ class DraftModelProposer:
         target: LanguageModel,
         num_blocks: int,
         placeholders: Collection[int] = (),
+        recording: Recording | None = None,
     ):
-        """Raises ConfigError if the two models do not share a vocabulary."""
+        """`recording`: of the draft model's steps. Raises ConfigError if the two models do not share a
+        vocabulary."""
         if draft.vocab_size != target.vocab_size:
             raise ConfigError(
                 f"the draft model ({draft.fingerprint}, {draft.vocab_size} tokens) and the target model "
                 f"({target.fingerprint}, {target.vocab_size} tokens) must have the same vocabulary"
             )
         self._model = draft
-        self._kv = BlockMemory(draft.kv_layout, num_blocks, draft.device)
+        # the last block is for the padding of recorded steps
+        self._kv = BlockMemory(draft.kv_layout, num_blocks + (recording is not None), draft.device)
+        self._steps: StepModel = draft if recording is None else recording.over(draft, self._kv)
         self.blocks = BlockPool(num_blocks, draft.block_size)
         self._placeholders = frozenset(placeholders)
         self._held: dict[str, _DraftKv] = {}
@@ -324,7 +330,7 @@ class DraftModelProposer:
                 complete.append(job)
         if not chunks:
             return [], torch.empty(0)
-        return complete, self._model.forward(chunks, self._kv)[: len(complete)]
+        return complete, self._steps.forward(chunks, self._kv)[: len(complete)]
 
     def _draw(self, jobs: Sequence[_DraftJob], logits: Tensor) -> None:
         """Guesses for every job, one token of each job per round. logits: [len(jobs), vocab_size], of the
@@ -337,7 +343,7 @@ class DraftModelProposer:
             jobs = [job for job in jobs if len(job.held.guessed) < job.max_tokens]
             if not jobs:
                 return
-            logits = self._model.decode(
+            logits = self._steps.decode(
                 [job.held.guessed[-1] for job in jobs],
                 [job.held.num_computed_tokens + len(job.held.guessed) - 1 for job in jobs],
                 [0] * len(jobs),

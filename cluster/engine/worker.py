@@ -26,12 +26,13 @@ from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
 from cluster.engine.limits import StepLimits, limits_of, sizes_of
 from cluster.engine.runner import LanguageRunner
-from cluster.engine.speculation import DraftModelProposer, NgramProposer, Speculator
+from cluster.engine.speculation import MAX_CHUNK_TOKENS, DraftModelProposer, NgramProposer, Speculator
 from cluster.engine.warm_up import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, warm_up_answers, warm_up_prompts
 from cluster.errors import RequestError, to_info
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.cpu.weight_cache import WeightCache
+from cluster.model.cuda.graphs import RecordedSizes, recording_of
 from cluster.model.language import LanguageModel
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.structure.compiler import GrammarCompiler
@@ -118,6 +119,8 @@ class LanguageWorker(PhaseService):
         self._encoder = encoder = None if self.load_encoder is None else self.load_encoder(args, setup)
         language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)
         model = language.model
+        # before the threads of the process: it may record steps
+        speculator = _speculator(args, model) if role.decodes else None
         feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes)
         process = WorkerProcess(
             setup,
@@ -134,7 +137,6 @@ class LanguageWorker(PhaseService):
         )
         feature_blocks = BlockPool(feature_memory.num_blocks, args.block_size)
         self._features = FeatureStore(feature_memory, feature_blocks, process.feature_transfer_engine)
-        speculator = _speculator(args, model) if role.decodes else None
         masks = self._constraints = _constraints(args, model.vocab_size, process.clock)
         runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator, masks)
         blocks = BlockPool(language.num_kv_blocks, args.block_size)
@@ -299,5 +301,8 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
         speculation.draft_model, dtype=target.dtype, device=target.device, block_size=args.block_size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )  # fmt: skip
-    proposer = DraftModelProposer(draft, target, speculation.draft_kv_blocks, placeholders)
+    recorded = RecordedSizes.up_to(args.decode.max_batch_sequences, MAX_CHUNK_TOKENS)
+    proposer = DraftModelProposer(
+        draft, target, speculation.draft_kv_blocks, placeholders, recording_of(draft, recorded)
+    )
     return Speculator(proposer, speculation.max_draft_tokens)

@@ -25,6 +25,31 @@ ATTENTION_NAME = "epdg_paged"
 Span = tuple[int, int]  # absolute positions, half-open
 
 
+@dataclass(frozen=True)
+class StepTensors:
+    """One packed step as kernels on a GPU take it, int32. The new tokens of a sequence are neighbours, in
+    order. Each tensor begins at a multiple of 16 bytes: Triton compiles other code for one that does not."""
+
+    seqs: Tensor  # [T]: row of each new token's sequence; -1: padding
+    indices: Tensor  # [T]: its index among the sequence's positions
+    ends: Tensor  # [T]: it sees positions below this; index + 1, or the end of its media span
+    starts: Tensor  # [B + 1]: first token of each sequence; the last: number of tokens that are no padding
+    contexts: Tensor  # [B]: KV length, including new tokens
+    tables: Tensor  # [B, M]: block ids; entries behind the context are any ids. Rows are contiguous
+    block_size: int
+    is_decode: bool  # no sequence has more than one new token; known without reading the device
+
+
+class UnknownSizes(Sequence[Any]):
+    """Stands for sizes that only a replay knows: to read them while a step is recorded is an error."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise RuntimeError(f"element {index} of a recorded step's sizes was read on the host")
+
+    def __len__(self) -> int:
+        raise RuntimeError("a recorded step's sizes were read on the host")
+
+
 @dataclass
 class PagedBatch:
     """One packed forward, as attention sees it. Lives for one step. Backends keep masks and gathered indices
@@ -39,52 +64,17 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
+    # A recorded step comes with these, and nothing may read its sizes above (of answers they are upper
+    # bounds, of others unknown). None: kernels that need them make them from the sizes.
+    device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has one new token."""
+        if self.device is not None:
+            return self.device.is_decode
         return len(self.query_lens) == self.slots.shape[0]
-
-
-@dataclass(frozen=True)
-class BatchPart:
-    """Some sequences of a step, as a batch of their own."""
-
-    tokens: Tensor  # [n] int64: which of the step's T tokens
-    batch: PagedBatch
-
-
-def mixed_parts(batch: PagedBatch) -> Sequence[BatchPart]:
-    """The sequences with one new token and the others apart, for kernels that are slow for both at once;
-    empty, if there are sequences of one kind only. Made once per step."""
-    if batch.is_decode or 1 not in batch.query_lens:
-        return ()
-    if ("parts",) not in batch.memo:
-        is_single = torch.tensor([new == 1 for new in batch.query_lens])
-        batch.memo["parts",] = tuple(_part(batch, seqs.nonzero()[:, 0]) for seqs in (is_single, ~is_single))
-    return batch.memo["parts",]
-
-
-def _part(batch: PagedBatch, seqs: Tensor) -> BatchPart:
-    """seqs: [b] int64, on the CPU. The tables are as wide as in a step of these sequences alone: a long
-    prompt beside short answers must not make their decoding longer."""
-    owners = torch.arange(len(batch.query_lens)).repeat_interleave(torch.tensor(batch.query_lens))
-    device = batch.slots.device
-    tokens, rows, chosen = torch.isin(owners, seqs).nonzero()[:, 0].to(device), seqs.to(device), seqs.tolist()
-    context_lens = [batch.context_lens[i] for i in chosen]
-    width = (max(context_lens) - 1) // batch.block_size + 1
-    part = PagedBatch(
-        batch.kv,
-        batch.block_size,
-        slots=batch.slots[tokens],
-        query_lens=[batch.query_lens[i] for i in chosen],
-        context_lens=context_lens,
-        block_tables=batch.block_tables[rows, :width],
-        context_lens_tensor=batch.context_lens_tensor[rows],
-        bidirectional_spans=[batch.bidirectional_spans[i] for i in chosen],
-    )
-    return BatchPart(tokens, part)
 
 
 @dataclass(frozen=True)
@@ -108,6 +98,8 @@ class AttentionShape:
 
 
 class AttentionBackend(Protocol):
+    """What a layer calls."""
+
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         """key [T, Hk, D] and value [T, Hk, Dv] to `batch.slots`."""
         ...
@@ -121,16 +113,19 @@ class AttentionBackend(Protocol):
         ...
 
 
-def attend_parts(
-    parts: Sequence[BatchPart], backend: AttentionBackend, layer: LayerAttention, query: Tensor,
-    new_key: Tensor, new_value: Tensor, cache: LayerCache,
-) -> Tensor:  # fmt: skip
-    """What `backend.attend` returns for the whole step, from one call for each of its parts."""
-    out = query.new_empty(*query.shape[:2], new_value.shape[-1])
-    for part in parts:
-        own = (rows[part.tokens] for rows in (query, new_key, new_value))
-        out[part.tokens] = backend.attend(part.batch, layer, *own, cache)
-    return out
+class ModelAttention(AttentionBackend, Protocol):
+    """The attention of all layers of a model."""
+
+    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+        """Whether a step over such a cache, of answers or with prompts, launches only kernels whose shapes
+        follow from the sizes of its tensors, so that a CUDA graph can record it. A step of a mix that reads
+        `UnknownSizes` after all fails by name."""
+        ...
+
+    def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
+        """The most memory that scores of `num_tokens` tokens of prompts, or partial results over shares of
+        their keys, take at once. width: of the widest row of K or V."""
+        ...
 
 
 def paged_attention(
@@ -166,24 +161,3 @@ def paged_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
-
-
-def make_backend(
-    device: torch.device, dtype: torch.dtype, shape: AttentionShape | None = None
-) -> AttentionBackend:
-    """The fastest installed backend for the device; on CUDA, that for `shape`. Each backend reads every cache
-    format. If its kernels do not support a case, it uses the torch backend."""
-    from cluster.model.attention_torch import TorchAttention
-
-    if device.type == "cuda" and shape is not None and dtype in (torch.float16, torch.bfloat16):
-        from cluster.model.cuda.choice import choose
-
-        return choose(device, dtype, shape, fallback=TorchAttention())
-    if device.type == "cpu":
-        from cluster.model.attention_cpu import CpuAttention
-        from cluster.model.cpu import library
-
-        kernels = library.load()
-        if kernels is not None:
-            return CpuAttention(kernels.cdll, fallback=TorchAttention())
-    return TorchAttention()

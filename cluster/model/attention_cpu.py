@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.attention import LayerAttention, ModelAttention, PagedBatch
 from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
 
 MAX_WIDTH = 256  # kMaxWidth
@@ -69,7 +69,7 @@ class StepView:
 class CpuAttention:
     """`library`: the shared library that holds `paged_attention` and `write_kv`."""
 
-    def __init__(self, library: ctypes.CDLL, fallback: AttentionBackend):
+    def __init__(self, library: ctypes.CDLL, fallback: ModelAttention):
         self._fallback = fallback
         self._attend = library.paged_attention
         self._attend.argtypes, self._attend.restype = (
@@ -81,6 +81,14 @@ class CpuAttention:
             (ctypes.POINTER(_WriteCall), ctypes.POINTER(_WriteCall)),
             None,
         )
+
+    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+        return False
+
+    def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
+        """The kernels hold none."""
+        is_native = width <= MAX_WIDTH
+        return 0 if is_native else self._fallback.score_bytes(num_heads, width, num_tokens, max_context)
 
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         if key.dtype not in _DTYPES or not (_holds(cache.key, key.dtype) and _holds(cache.value, key.dtype)):

@@ -14,21 +14,17 @@ Masks are made once per step and window.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cluster.model.attention import LayerAttention, PagedBatch, attend_parts, mixed_parts
+from cluster.model.attention import LayerAttention, PagedBatch
 from cluster.model.kv_format import LayerCache, PlainRows, RowStore
 
 SCORE_BYTES = 512 << 20  # of scores, probabilities and mask of one prefill kernel at once
 _BYTES_PER_SCORE = 13  # at most three of them in float32 exist at once, and a byte of the mask's bits
-
-
-def score_bytes(num_heads: int, num_tokens: int, max_context: int) -> int:
-    """The most that prefill of `num_tokens` tokens takes for scores at once."""
-    return min(SCORE_BYTES, num_heads * num_tokens * max_context * _BYTES_PER_SCORE)
 
 
 class TorchAttention:
@@ -40,6 +36,12 @@ class TorchAttention:
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}
 
+    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+        return False
+
+    def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:
+        return min(SCORE_BYTES, num_heads * num_tokens * max_context * _BYTES_PER_SCORE)
+
     def write(self, batch: PagedBatch, cache: LayerCache, key: Tensor, value: Tensor) -> None:
         cache.write(batch.slots, key, value)
 
@@ -49,9 +51,12 @@ class TorchAttention:
     ) -> Tensor:  # fmt: skip
         if batch.is_decode:
             return self._attend_decode(batch, layer, query, cache)
-        if parts := mixed_parts(batch):
-            return attend_parts(parts, self, layer, query, new_key, new_value, cache)
         out = query.new_empty(*query.shape[:2], new_value.shape[-1])
+        if parts := _mixed_parts(batch):
+            for tokens, part in parts:
+                own = (rows[tokens] for rows in (query, new_key, new_value))
+                out[tokens] = self.attend(part, layer, *own, cache)
+            return out
         start = 0
         for seq, query_len in enumerate(batch.query_lens):
             end = start + query_len
@@ -103,6 +108,39 @@ class TorchAttention:
         ):
             scratch = self._scratch[name] = like.new_empty(size)
         return store.blocks(block_ids, like.dtype, scratch)
+
+
+def _mixed_parts(batch: PagedBatch) -> Sequence[tuple[Tensor, PagedBatch]]:
+    """The sequences with one new token and the others apart, which are computed in other ways: which of the
+    step's T tokens, int64, and a batch of these sequences. Empty, if there are sequences of one kind only.
+    Made once per step."""
+    if 1 not in batch.query_lens:
+        return ()
+    if ("parts",) not in batch.memo:
+        is_single = torch.tensor([new == 1 for new in batch.query_lens])
+        batch.memo["parts",] = tuple(_part(batch, seqs.nonzero()[:, 0]) for seqs in (is_single, ~is_single))
+    return batch.memo["parts",]
+
+
+def _part(batch: PagedBatch, seqs: Tensor) -> tuple[Tensor, PagedBatch]:
+    """seqs: [b] int64, on the CPU. The tables are as wide as in a step of these sequences alone: a long
+    prompt beside short answers must not make their decoding longer."""
+    owners = torch.arange(len(batch.query_lens)).repeat_interleave(torch.tensor(batch.query_lens))
+    device = batch.slots.device
+    tokens, rows, chosen = torch.isin(owners, seqs).nonzero()[:, 0].to(device), seqs.to(device), seqs.tolist()
+    context_lens = [batch.context_lens[i] for i in chosen]
+    width = (max(context_lens) - 1) // batch.block_size + 1
+    part = PagedBatch(
+        batch.kv,
+        batch.block_size,
+        slots=batch.slots[tokens],
+        query_lens=[batch.query_lens[i] for i in chosen],
+        context_lens=context_lens,
+        block_tables=batch.block_tables[rows, :width],
+        context_lens_tensor=batch.context_lens_tensor[rows],
+        bidirectional_spans=[batch.bidirectional_spans[i] for i in chosen],
+    )
+    return tokens, part
 
 
 def _decode_view(batch: PagedBatch, window: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

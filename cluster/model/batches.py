@@ -46,6 +46,19 @@ class SequenceChunk(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(frozen=True)
+class PackedTokens:
+    """The T new tokens of B chunks, chunk after chunk. On the CPU."""
+
+    token_ids: list[int]
+    position_ids: Tensor  # [T] or [axes, T]
+    counts: np.ndarray  # [B]: new tokens
+    computed: np.ndarray  # [B]: tokens before them
+    seqs: np.ndarray  # [T]: which chunk
+    indices: np.ndarray  # [T]: index among the sequence's positions
+    wanted: np.ndarray  # [sum of num_logits]: which of the T tokens want logits
+
+
+@dataclass(frozen=True)
 class PackedStep:
     """The T new tokens of all chunks, chunk after chunk."""
 
@@ -73,6 +86,17 @@ def packed_step(
 ) -> PackedStep:  # fmt: skip
     """A few array operations for the whole step: many chunks of one token take as long as `decode_batch`
     and some."""
+    tokens = packed_tokens(chunks)
+    tables = [chunk.block_table for chunk in chunks]
+    batch = _paged_batch(
+        tokens.computed, tokens.counts, tokens.indices, tokens.seqs, tables, kv, block_size, device
+    )
+    batch.on_layer = on_layer
+    batch.bidirectional_spans = visible_spans(chunks)
+    return PackedStep(tokens.token_ids, tokens.position_ids, torch.from_numpy(tokens.wanted), batch)
+
+
+def packed_tokens(chunks: Sequence[SequenceChunk]) -> PackedTokens:
     given = [chunk.position_ids for chunk in chunks]
     numbers = [
         (
@@ -85,20 +109,23 @@ def packed_step(
     ]
     counts, computed, firsts, num_logits = np.array(numbers).T
     ends = counts.cumsum()
-    rows = np.repeat(np.arange(len(counts)), counts)
-    new = np.arange(ends[-1]) - (ends - counts)[rows]  # each token's index in its chunk
-    tables = [chunk.block_table for chunk in chunks]
-    batch = _paged_batch(computed, counts, computed[rows] + new, rows, tables, kv, block_size, device)
-    batch.on_layer = on_layer
-    if any(chunk.bidirectional_spans for chunk in chunks):
-        pairs = zip(chunks, batch.context_lens, strict=True)
-        batch.bidirectional_spans = [_visible_spans(chunk, context_len) for chunk, context_len in pairs]
-    return PackedStep(
+    seqs = np.repeat(np.arange(len(counts)), counts)
+    new = np.arange(ends[-1]) - (ends - counts)[seqs]  # each token's index in its chunk
+    return PackedTokens(
         [token for chunk in chunks for token in chunk.token_ids],
-        _with_tensors(torch.from_numpy(firsts[rows] + new), given, ends),
-        torch.from_numpy(np.nonzero(new >= (counts - num_logits)[rows])[0]),
-        batch,
+        _with_tensors(torch.from_numpy(firsts[seqs] + new), given, ends),
+        counts,
+        computed,
+        seqs,
+        computed[seqs] + new,
+        np.nonzero(new >= (counts - num_logits)[seqs])[0],
     )
+
+
+def visible_spans(chunks: Sequence[SequenceChunk]) -> list[Sequence[Span]]:
+    """For each chunk, the spans that overlap it. Raises InternalError for a span that goes on behind its
+    chunk: its KV would be wrong."""
+    return [_spans_of(chunk) if chunk.bidirectional_spans else () for chunk in chunks]
 
 
 def _with_tensors(positions: Tensor, given: Sequence[Tensor | int], ends: np.ndarray) -> Tensor:
@@ -136,9 +163,20 @@ def _paged_batch(
     )
 
 
-def _visible_spans(chunk: SequenceChunk, context_len: int) -> list[Span]:
-    """The spans that overlap this chunk. Raises InternalError for a span that goes on behind it: its KV would
-    be wrong."""
+def visible_ends(indices: np.ndarray, starts: np.ndarray, spans: Sequence[Sequence[Span]]) -> np.ndarray:
+    """[T]: each new token sees the positions below this one: the next, or the end of its span. indices [T]:
+    of the tokens in their sequences; those of sequence i are starts[i] to starts[i + 1]."""
+    ends = indices + 1
+    for seq, own_spans in enumerate(spans):
+        for start, end in own_spans:
+            own = slice(starts[seq], starts[seq + 1])
+            inside = (indices[own] >= start) & (indices[own] < end)
+            ends[own][inside] = end
+    return ends
+
+
+def _spans_of(chunk: SequenceChunk) -> list[Span]:
+    context_len = chunk.num_computed_tokens + len(chunk.token_ids)
     spans = [
         (a, b) for a, b in chunk.bidirectional_spans if a < context_len and b > chunk.num_computed_tokens
     ]

@@ -8,42 +8,27 @@ synchronise the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from cluster.config.checkpoint import max_rope_length, placeholder_ids
-from cluster.errors import ConfigError
-from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import (
-    ATTENTION_NAME,
-    AttentionShape,
-    LayerAttention,
-    PagedBatch,
-    make_backend,
-)
-from cluster.model.attention_cpu import MAX_WIDTH as NATIVE_WIDTH
-from cluster.model.attention_cpu import CpuAttention
-from cluster.model.attention_flash import FlashAttention
-from cluster.model.attention_torch import score_bytes
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention import PagedBatch, UnknownSizes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
-from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, optimise_layers, whole_decoder
-from cluster.model.cpu.library import load as load_kernels
-from cluster.model.cpu.modules import WeightDtype, optimise
-from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
-from cluster.model.cuda.copies import DecodeInputs
-from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache
-from cluster.model.loading import Half, distributing, fingerprint, load_half
+from cluster.model.cpu.modules import WeightDtype
+from cluster.model.cpu.weight_cache import WeightCache
+from cluster.model.cuda.step_inputs import StepInputs
+from cluster.model.kv_format import KvCacheDtype, layer_cache
+from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
+from cluster.model.loading import fingerprint
 from cluster.model.positions import RULES, PromptPositions
-from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone, window_of_all
-from cluster.model.support import backbone_of, check_class, family_of, num_deepstack_layers, post_head
+from cluster.model.probe import LayerShape, window_of_all
+from cluster.model.support import backbone_of, num_deepstack_layers
 from cluster.types.request import Prompt
 
 MAX_SCORED_ROWS = 64  # logits of so many tokens of a prompt are in memory at once
@@ -56,68 +41,41 @@ class LanguageModel:
 
     kv_layout: K and V of every layer, in the format of `kv_format`.
     feature_width: hidden_size * (1 + deep-stack layers).
+    position_axes: of the position of a text token.
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
     has no window.
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype = "auto",
-        shapes: Sequence[LayerShape] | None = None,
-    ):  # fmt: skip
-        """shapes: what probing this model gave before; None: it is probed."""
-        config = model.config
-        family = family_of(config)
+    def __init__(self, parts: LanguageParts):
+        model, config = parts.model, parts.model.config
         text_config = config.get_text_config()
-        self._model = model
+        self._model, self._text, self._backend = model, parts.text, parts.attention
         self._base = backbone_of(model)
-        self._text = getattr(self._base, family.text_module) if family.modalities else self._base
-        check_class(type(self._text))
-        self._embed = cast(nn.Embedding, model.get_input_embeddings())
-        zeros = placeholder_ids(config.to_dict()).values() if family.reads_placeholders_as_zero else ()
+        self._embed = parts.embed
+        zeros = placeholder_ids(config.to_dict()).values() if parts.family.reads_placeholders_as_zero else ()
         self._read_as_zero = torch.tensor([*zeros], dtype=torch.int64, device=self._embed.weight.device)
-        self._head = cast(nn.Linear, model.get_output_embeddings())
-        self._post_head = post_head(config)
-        self._position_rule = RULES[family.positions]
+        self._head, self._post_head, self._decoder = parts.head, parts.post_head, parts.decoder
+        self._position_rule = RULES[parts.family.positions]
         self.family: str = config.model_type
-        self.chunk_cut_spans: bool = family.is_media_bidirectional
+        self.chunk_cut_spans: bool = parts.family.is_media_bidirectional
         self.hidden_size: int = text_config.hidden_size
-        self.vocab_size: int = self._head.weight.shape[0]
+        self.vocab_size: int = parts.vocab_size
         self.num_layers: int = text_config.num_hidden_layers
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
+        self.position_axes = self._position_rule.axes
         longest = text_config.max_position_embeddings
         self.max_model_len: int = min(longest, max_rope_length(text_config.to_dict()) or longest)
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model)
         self.dtype: torch.dtype = self._embed.weight.dtype
         self.device: torch.device = self._embed.weight.device
-        self.block_size = block_size
-        parameters = {*self._text.parameters(), *self._embed.parameters(), *self._head.parameters()}
-        self.weight_bytes: int = sum(own.numel() * own.element_size() for own in map(_own_share, parameters))
-        self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
+        self.block_size = parts.block_size
+        self.weight_bytes = parts.weight_bytes
+        self.evictable_bytes = parts.evictable_bytes
         self.fingerprint: str = fingerprint(config, self.dtype)
-        if shapes is None:
-            shapes = probe_backbone(self._text, self.hidden_size)
-            check_post_head(model, self._text, self._post_head)
-        self.shapes: Sequence[LayerShape] = shapes
-        self.sliding_window: int | None = window_of_all(shapes)
-        self.kv_layout = MemoryLayout(
-            kv_segments(kv_row_shapes(shapes), block_size, self.dtype, kv_cache_dtype)
-        )
-        self._text.set_attn_implementation(ATTENTION_NAME)
-        is_on_gpu = self.device.type == "cuda"
-        shape = self._attention_shape(text_config, kv_cache_dtype) if is_on_gpu else None
-        self._backend = make_backend(self.device, self.dtype, shape)
-        self._decoder: WholeDecoder | None = None  # runs steps in one call, where that is possible
-
-    def _attention_shape(self, config: PreTrainedConfig, kv_cache_dtype: KvCacheDtype) -> AttentionShape:
-        """Of the first layer, as this rank has it."""
-        (kv_heads, width), first = self.shapes[0].key, config.per_layer_config[0]
-        num_heads = first.num_attention_heads
-        group = num_heads // (getattr(first, "num_key_value_heads", None) or num_heads)
-        segments = kv_segments(kv_row_shapes(self.shapes[:1]), self.block_size, self.dtype, kv_cache_dtype)
-        softcap = getattr(config, "attn_logit_softcapping", None)
-        layer = LayerAttention(width**-0.5, softcap=softcap)
-        return AttentionShape(MemoryLayout(segments), self.block_size, kv_heads * group, layer)
+        self.shapes: Sequence[LayerShape] = parts.shapes
+        self.sliding_window: int | None = window_of_all(parts.shapes)
+        self.kv_layout = parts.kv_layout
 
     @classmethod
     def load(
@@ -136,27 +94,11 @@ class LanguageModel:
         (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
         `weight_dtype` "int8": linears with 8 bit weights, CPU only. `weight_cache`: where packed weights are
         kept and shared. Raises ConfigError for everything that is not supported."""
-        if num_ranks > 1 and weight_dtype != "auto":
-            raise ConfigError(
-                f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
-            )
-
-        def make(making: Making) -> LanguageModel:
-            half = load_half(
-                path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=making.mapped
-            )
-            notes = making.notes.get("shapes")
-            shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
-            with distributing(half.config.model_type, num_ranks):
-                language = cls(half, block_size, kv_cache_dtype, shapes)
-            language.evictable_bytes = making.evictable_bytes
-            if num_ranks == 1:
-                language._use_native_kernels(weight_dtype, making)
-            return language
-
-        kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
-        key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype)
-        return load_through(weight_cache, key, kernels, make)
+        parts = load_parts(
+            path, dtype=dtype, device=device, block_size=block_size, kv_cache_dtype=kv_cache_dtype,
+            weight_dtype=weight_dtype, num_ranks=num_ranks, weight_cache=weight_cache,
+        )  # fmt: skip
+        return cls(parts)
 
     @classmethod
     def from_model(
@@ -164,27 +106,7 @@ class LanguageModel:
     ) -> LanguageModel:
         """Uses the language half of a model in memory. Afterwards its text backbone runs only through this
         object."""
-        return cls(model.eval(), block_size, kv_cache_dtype)
-
-    def _use_native_kernels(self, weight_dtype: WeightDtype, making: Making) -> None:
-        head = None
-        if self.device.type == "cpu":
-            kernels = making.kernels_for(self._model)
-            making.notes["shapes"] = [astuple(shape) for shape in self.shapes]
-            positions = self._with_axes(torch.arange(NUM_TRIAL_TOKENS))
-            optimise_layers(self._text, self.kv_layout, self._backend, positions, weight_dtype, kernels)
-            head = optimise(self._text, self._head, weight_dtype, kernels)
-        if weight_dtype != "auto" and head is None:
-            raise ConfigError(
-                f"weight_dtype {weight_dtype} needs the native CPU kernels; the log says why they are missing"
-            )
-        if head is not None:
-            self._head = cast(nn.Linear, head)
-            self._model.set_output_embeddings(head)  # the old one's weights are not kept
-            if (nothing := torch.empty(0)) is self._post_head(nothing):
-                self._decoder = whole_decoder(
-                    self._text, head, self.kv_layout, self._backend, positions, kernels
-                )
+        return cls(probed_parts(model.eval(), block_size, kv_cache_dtype))
 
     def positions(self, prompt: Prompt) -> PromptPositions:
         """Positions of every prompt token, from ids and media geometries. CPU only; any thread."""
@@ -208,7 +130,7 @@ class LanguageModel:
             for place in places:
                 mask[0, place] = True
             extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks)
+        return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks).float()
 
     @torch.inference_mode()
     def decode(
@@ -224,31 +146,47 @@ class LanguageModel:
         logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
-        return self._run(self._embed_tokens(token_ids), position_ids, batch, torch.arange(len(token_ids)))
+        embeds, wanted = self._embed_tokens(token_ids), torch.arange(len(token_ids))
+        return self._run(embeds, position_ids, batch, wanted).float()
 
-    def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
-        """`decode` over tensors at fixed addresses, for a CUDA graph. Reads nothing from the host. Untried on
-        hardware."""
-        num_sequences, max_blocks = inputs.block_tables.shape
+    def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
+        """`forward` or `decode` over tensors at fixed addresses, for a CUDA graph. embeds [T, hidden_size]
+        may be overwritten; None: the tokens are looked up. Returns [W, vocab_size] logits in any dtype.
+        Reads nothing from the host."""
+        if embeds is None:
+            embeds = self._embedded(inputs.token_ids)
+        step = inputs.step
+        num_rows, max_blocks = step.tables.shape
+        unknown, longest = UnknownSizes(), max_blocks * self.block_size
         batch = PagedBatch(
             kv,
             self.block_size,
             slots=inputs.slots.long(),
-            query_lens=[1] * num_sequences,
-            context_lens=[max_blocks * self.block_size] * num_sequences,
-            block_tables=inputs.block_tables,
-            context_lens_tensor=inputs.context_lens.long(),
-            bidirectional_spans=(),
+            query_lens=[1] * num_rows if step.is_decode else unknown,
+            context_lens=[longest] * num_rows if step.is_decode else unknown,
+            block_tables=step.tables,
+            context_lens_tensor=step.contexts,
+            bidirectional_spans=() if step.is_decode else unknown,
+            device=step,
         )
-        embeds = self._embedded(inputs.token_ids.long())
-        return self._logits(self._hidden(embeds, inputs.position_ids.long(), batch, {}))
+        return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted)
 
-    def can_capture_decode(self, kv: BlockMemory) -> bool:
-        """Whether `decode_step` may be recorded in a CUDA graph."""
-        backend = self._backend
-        return isinstance(backend, FlashAttention) and backend.can_capture(
-            self.block_size, layer_cache(kv, 0)
-        )
+    def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None:
+        """Writes the embeddings of token_ids [T], and in their places the feature rows of the chunks, into
+        embeds [T, hidden_size]. The features have no rows for deep-stack layers."""
+        embeds.copy_(self._embedded(token_ids))
+        self._place_features(embeds, chunks)
+
+    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray:
+        """[T] int64. Placeholder ids may lie outside the embedding table and become 0: their rows are
+        replaced later."""
+        ids = np.array(token_ids)
+        ids[ids >= self._embed.num_embeddings] = 0
+        return ids
+
+    def can_capture(self, kv: BlockMemory) -> bool:
+        """Whether a `step` may be recorded in a CUDA graph."""
+        return self._backend.can_capture(self.block_size, layer_cache(kv, 0))
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
@@ -256,36 +194,38 @@ class LanguageModel:
         kv.copy_blocks(sources, targets)
 
     def score_bytes(self, num_tokens: int) -> int:
-        """The most memory that attention takes for scores in a step with so many tokens of prompts. Native
-        CPU kernels hold none."""
-        widths = (max(shape.key[1], shape.value[1]) for shape in self.shapes)
-        if isinstance(self._backend, CpuAttention) and max(widths) <= NATIVE_WIDTH:
-            return 0
+        """The most memory that attention takes for scores in a step with so many tokens of prompts."""
+        width = max(max(shape.key[1], shape.value[1]) for shape in self.shapes)
         layers = self._model.config.get_text_config().per_layer_config
         num_heads = max(layer.num_attention_heads for layer in layers)
-        return score_bytes(num_heads, num_tokens, self.max_model_len)
+        return self._backend.score_bytes(num_heads, width, num_tokens, self.max_model_len)
 
     @property
     def kernels_s(self) -> float | None:
         """Of the last step: how long each thread was in native kernels, on average. None: not known, as the
         model does not run in one native call."""
-        return None if self._decoder is None else self._decoder.layers.kernels_s
+        return None if self._decoder is None else self._decoder.kernels_s
 
     def _run(
         self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, wanted: Tensor,
         extra: Mapping[str, object] = MappingProxyType({}), chunks: Sequence[SequenceChunk] = (),
     ) -> Tensor:  # fmt: skip
-        """embeds [T, hidden_size], which may be overwritten; wanted [n] int64, on the CPU → [n, vocab_size]
-        float32 logits of these tokens. `extra`: more arguments of the text model. `chunks`: those of the T
-        tokens, if they may have scores."""
+        """embeds [T, hidden_size], which may be overwritten; wanted [n] → [n, vocab_size] logits of these
+        tokens, in any dtype. `extra`: more arguments of the text model. `chunks`: those of the T tokens, if
+        they may have scores."""
         rows = wanted.to(self.device)
         if self._decoder is not None and not extra:
-            logits = self._decoder.logits(embeds[None], self._with_axes(position_ids), batch, rows)
+            logits = self._decoder.logits(
+                embeds[None], self._position_rule.with_axes(position_ids), batch, rows
+            )
             self._score(chunks, lambda scored: self._text.norm(embeds[None, scored])[0])
             return logits
         hidden = self._hidden(embeds, position_ids, batch, extra)
         self._score(chunks, lambda scored: hidden[scored])
-        return self._logits(hidden[rows]) if len(rows) else hidden.new_empty(0, self.vocab_size).float()
+        if len(rows) == 0:
+            return hidden.new_empty(0, self.vocab_size)
+        is_all = batch.is_decode and len(rows) == len(hidden)
+        return self._logits(hidden if is_all else hidden[rows])
 
     def _score(self, chunks: Sequence[SequenceChunk], hidden: Callable[[Tensor], Tensor]) -> None:
         """`hidden(rows)`: of some of the T tokens, as the head takes it."""
@@ -294,7 +234,7 @@ class LanguageModel:
             if (scores := chunk.scores) is not None:
                 rows = torch.tensor(scores.rows, dtype=torch.int64, device=self.device) + first
                 for some in rows.split(MAX_SCORED_ROWS):
-                    scores.take(self._logits(hidden(some)))
+                    scores.take(self._logits(hidden(some)).float())
             first += len(chunk.token_ids)
 
     def _hidden(
@@ -303,31 +243,23 @@ class LanguageModel:
         """embeds [T, hidden_size] → [T, hidden_size]."""
         output = self._text(
             inputs_embeds=embeds[None],
-            position_ids=self._with_axes(position_ids.to(self.device)),
+            position_ids=self._position_rule.with_axes(position_ids.to(self.device)),
             use_cache=False,
             paged=(batch, self._backend),
             **extra,
         )
         return output.last_hidden_state[0]
 
-    def _with_axes(self, position_ids: Tensor) -> Tensor:
-        """[T] or [3, T] → [1, T] or [3, 1, T], as the text model takes them."""
-        if self._position_rule.axes == 3 and position_ids.ndim == 1:
-            position_ids = position_ids.expand(3, -1)
-        return position_ids.unsqueeze(-2)
-
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self._post_head(self._head(hidden)).float()
+        logits = self._head(hidden)
+        return logits if self._post_head is None else self._post_head(logits)
 
     def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, hidden_size]. Placeholder ids may lie outside the embedding table; their rows are replaced
-        later."""
-        ids = np.array(token_ids)
-        ids[ids >= self._embed.num_embeddings] = 0
-        return self._embedded(torch.from_numpy(ids).to(self.device))
+        """[T, hidden_size]."""
+        return self._embedded(torch.from_numpy(self.known_ids(token_ids)).to(self.device))
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 → [T, hidden_size]."""
+        """[T] → [T, hidden_size]."""
         if len(self._read_as_zero):
             token_ids = token_ids.masked_fill((token_ids[:, None] == self._read_as_zero).any(-1), 0)
         return self._embed(token_ids)
@@ -349,10 +281,6 @@ class LanguageModel:
         if not places or self.feature_width == self.hidden_size:
             return places, None
         return places, list(torch.cat(deep_rows).split(self.hidden_size, dim=-1))
-
-
-def _own_share(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
 from cluster.errors import ConfigError
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
+from cluster.model.cuda.placing import merge_inputs
 from cluster.model.dequantising import check_scales, declare, read_pickled_headers, settle
 from cluster.model.support import check_class, family_of
 
@@ -108,7 +109,10 @@ def load_half(
             path, half, quantisation, held / (1 << 30), dtype,
         )  # fmt: skip
     _check_finite(model, path)
-    model = model.to(device).eval().requires_grad_(False)
+    model = model.eval().requires_grad_(False)
+    if half is Half.LANGUAGE and num_ranks == 1 and model.device != torch.device(device):
+        merge_inputs(model, torch.device(device))
+    model.to(device)
     if mapped is not None:
         _register(model)
     return model

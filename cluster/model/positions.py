@@ -41,6 +41,12 @@ class PositionRule:
         generated = generated.to(asked.position_ids).expand(*asked.position_ids.shape[:-1], -1)
         return PromptPositions(torch.cat([asked.position_ids, generated], dim=-1), asked.delta)
 
+    def with_axes(self, position_ids: Tensor) -> Tensor:
+        """[T] or [3, T] → [1, T] or [3, 1, T], as the text model takes them."""
+        if self.axes == 3 and position_ids.ndim == 1:
+            position_ids = position_ids.expand(3, -1)
+        return position_ids.unsqueeze(-2)
+
 
 def _one_dimensional(_base: nn.Module, prompt: Prompt) -> PromptPositions:
     return PromptPositions(torch.arange(len(prompt.token_ids)), 0)

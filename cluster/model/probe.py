@@ -120,7 +120,7 @@ def _check_windows(config: PreTrainedConfig, recorder: _ShapeRecorder) -> None:
 
 @torch.inference_mode()
 def check_post_head(
-    model: PreTrainedModel, text_model: PreTrainedModel, post_head: Callable[[Tensor], Tensor]
+    model: PreTrainedModel, text_model: PreTrainedModel, post_head: Callable[[Tensor], Tensor] | None
 ) -> None:
     """Compares `post_head(head(backbone))` with the logits of the model's own forward for one text token.
     Call it after `probe_backbone` and before the final attention implementation is set. Raises
@@ -129,7 +129,8 @@ def check_post_head(
     embedded = model.get_input_embeddings()(token)
     hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_ShapeRecorder()).last_hidden_state
     head = cast(nn.Module, model.get_output_embeddings())
-    ours = post_head(head(hidden)).float()
+    logits = head(hidden)
+    ours = (logits if post_head is None else post_head(logits)).float()
     reference = model(
         input_ids=token, attention_mask=None, use_cache=False, probe=_ShapeRecorder()
     ).logits.float()

@@ -13,7 +13,7 @@ from cluster.model.language import SequenceChunk
 
 class StepModel(Protocol):
     """The model that a runner calls: a `LanguageModel`, or a `LeadingModel` or `GraphedModel` that wraps
-    one."""
+    one. Logits are valid until the next call."""
 
     def forward(
         self,

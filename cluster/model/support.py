@@ -69,11 +69,11 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.model)
 
 
-def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
-    """What the family's ForCausalLM does to the logits after the head. LanguageModel compares it with the
-    real one."""
+def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor] | None:
+    """What the family's ForCausalLM does to the logits after the head; None: nothing. `probe` compares it
+    with the real one."""
     if family_of_type(config.model_type).leaves_logits:
-        return lambda logits: logits
+        return None
     text = config.get_text_config()
     cap, multiplier = getattr(text, "final_logit_softcapping", None), getattr(text, "output_multiplier", None)
     scaling, factor = getattr(text, "logits_scaling", None), getattr(text, "logit_scale", None)
@@ -87,7 +87,7 @@ def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor]:
         return lambda logits: logits / scaling
     if factor:
         return lambda logits: logits * factor
-    return lambda logits: logits
+    return None
 
 
 def num_deepstack_layers(config: PreTrainedConfig) -> int:

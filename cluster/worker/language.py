@@ -8,11 +8,11 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, DecodeArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cpu.weight_cache import WeightCache
-from cluster.model.cuda.graphs import with_graphs
+from cluster.model.cuda.graphs import RecordedSizes, Recording, recording_of
 from cluster.model.language import LanguageModel
 from cluster.model.parallel import ParallelGroup, smallest_of
 from cluster.model.step_model import StepModel
@@ -72,7 +72,7 @@ def load_language(
         num_ranks=1 if group is None else group.size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
-    is_recorded = role.decodes and setup.device.type == "cuda"
+    recording = _recording(model, args.decode, sizes.max_step_tokens, group) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
@@ -81,6 +81,7 @@ def load_language(
         features=sizes.feature_bytes,
         wire=wire_layout(model.kv_layout, codec).block_bytes * wire_groups if codec else 0,
         tier=args.kv_cache.host_bytes if setup.device.type == "cpu" else 0,
+        graphs=0 if recording is None else recording.num_bytes,
         step=step_bytes(
             sizes.max_step_tokens,
             model.hidden_size,
@@ -90,23 +91,35 @@ def load_language(
         )
         + model.score_bytes(sizes.max_step_tokens),
     )
+    num_padding = int(recording is not None)  # blocks for the padding of recorded steps: the last one
     with setup.late_memory.granting() as promised:
         available = available_bytes(setup.device, model.evictable_bytes) - promised
         num_kv_blocks = sizes.num_kv_blocks
         if num_kv_blocks is None:
             total, used = gpu_bytes(setup.device)
             fitting = plan.blocks_within(args.block_size, sizes.memory_share, total, used, available)
-            num_kv_blocks = (fitting if group is None else smallest_of(group, fitting)) - is_recorded
-        # the last block is for the padding of recorded steps
-        num_with_padding = num_kv_blocks + is_recorded
+            num_kv_blocks = fitting - num_padding
+            if group is not None:
+                num_kv_blocks = smallest_of(group, num_kv_blocks)
+        num_with_padding = num_kv_blocks + num_padding
         plan = dataclasses.replace(plan, num_kv_tokens=num_with_padding * args.block_size)
         plan.check(available)
         setup.late_memory.promise(plan.late)
     logger.info("%s: memory\n%s", setup.replica_id, plan.describe(available))
     kv = BlockMemory(model.kv_layout, num_with_padding, setup.device)
     wire = None if codec is None else _make_wire(args, setup, model, kv, codec)
-    steps = with_graphs(model, kv, sizes.max_step_sequences) if is_recorded else model
+    steps = model if recording is None else recording.over(model, kv)
     return Language(model, steps, kv, num_kv_blocks, wire)
+
+
+def _recording(
+    model: LanguageModel, decode: DecodeArgs, max_step_tokens: int, group: ParallelGroup | None
+) -> Recording | None:
+    """Of steps that need not say when a layer's KV is written. Ranks say it in every step with prompts."""
+    if group is not None:
+        return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, 0))
+    drafts = 0 if decode.speculation.method == "off" else decode.speculation.max_draft_tokens
+    return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, max_step_tokens, drafts))
 
 
 def _make_wire(

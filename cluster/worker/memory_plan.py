@@ -35,11 +35,12 @@ class MemoryPlan:
     wire: int = 0  # KV that travels coded
     tier: int = 0  # KV that the first tier of the cache has lost, if it lies in the same memory
     inputs: int = 0  # preprocessed media that wait for the next calls of an encoder
+    graphs: int = 0  # recorded steps (`cluster/model/cuda/graphs.py`)
 
     @property
     def wanted(self) -> int:
         """Bytes beside the weights."""
-        return self.late + self.step + self.tier + self.inputs
+        return self.late + self.step + self.tier + self.inputs + self.graphs
 
     @property
     def late(self) -> int:
@@ -75,6 +76,11 @@ class MemoryPlan:
             *([f"  KV, second tier    {_mib(self.tier)}"] if self.tier else []),
             *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
             f"  one step           {_mib(self.step)}  (estimate)",
+            *(
+                [f"  recorded steps     {_mib(self.graphs)}  (of the largest, measured)"]
+                if self.graphs
+                else []
+            ),
             f"  wanted             {_mib(self.wanted)}  beside the weights",
             f"  available          {_mib(available)}",
         ]

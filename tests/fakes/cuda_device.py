@@ -212,8 +212,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         given, given_kwargs = tree_unflatten([_held(each) for each in flat], spec)
         if index is None:
             return func(*given, **given_kwargs)
-        if func is _aten.histc.default:  # of integers: on GPUs only
-            given = [given[0].float(), *given[1:]]
+        if func is _aten.histc.default:
+            func = _histc_of_integers
         out = func(*given, **given_kwargs)
         wrappers = {id(each.held): each for each in flat if isinstance(each, CudaTensor)}
         outs, out_spec = tree_flatten(out)
@@ -257,6 +257,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             _held(into).copy_(_held(source))
             if _is_on_cuda(into):
                 self._note_copy(source, into)
+            if self.capture is not None:
+                self.capture.add(func, (_held(into), _held(source)), {}, [_held(into)])
             return into
         source, asynchronous = args[0], kwargs.pop("non_blocking", False)
         place = torch.device(target) if target is not None else source.device
@@ -308,7 +310,12 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
     def __enter__(self) -> SimulatedCuda:
         properties = SimpleNamespace(
-            major=self.major, minor=0, multi_processor_count=132, name="simulated", uuid="GPU-0"
+            major=self.major,
+            minor=0,
+            multi_processor_count=132,
+            name="simulated",
+            uuid="GPU-0",
+            shared_memory_per_block_optin=232_448,
         )
         names: dict[str, Any] = {
             "is_available": lambda: True, "is_initialized": lambda: True, "_lazy_init": lambda: None,
@@ -352,6 +359,11 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
 
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.default}
+
+
+def _histc_of_integers(numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """On GPUs only."""
+    return _aten.histc.default(numbers.float(), *args, **kwargs)
 
 
 def _with_read_bounds(index: Any) -> Any:

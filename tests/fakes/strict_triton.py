@@ -22,7 +22,6 @@ from tests.fakes.cuda_device import CudaTensor
 
 KERNELS = (
     "cluster.model.cuda.attention_kernels",
-    "cluster.model.cuda.kernels",
     "cluster.model.cuda.layer_kernels",
     "kv_transfer.codecs.triton_codec",
     "kv_transfer.codecs.triton_checksum",

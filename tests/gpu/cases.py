@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, PagedBatch
-from cluster.model.cuda.copies import StepMatrix
-from cluster.model.cuda.graphs import GraphedModel, capture_cuda
+from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda
+from cluster.model.cuda.step_inputs import StepBuffers, answers_of
 from cluster.model.kv_format import KvCacheDtype, LayerCache, kv_segments, layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
 
@@ -120,29 +120,56 @@ def paged_case(
 
 
 @torch.inference_mode()
-def check_recorded_steps(model: LanguageModel, num_steps: int, tolerance: float) -> None:
-    """On CUDA. A replayed step gives the bits of the same `decode_step` unrecorded. `decode` takes its tables
-    only as wide as the contexts: its kernel may split the keys into other shares, so its logits are compared
-    by `tolerance`, relative to their norm. Every way of computing has KV of its own."""
-    num_blocks, size = 40, model.block_size
+def check_recorded_steps(
+    model: LanguageModel, num_steps: int, tolerance: float, *, mixed: bool = True
+) -> None:
+    """On CUDA. A replayed step gives the bits of the same `step` unrecorded: answers and, with `mixed`,
+    chunks of a prompt and drafts beside them. `forward` and `decode` have no padding, and the products of
+    torch's libraries depend on the number of rows, so these logits are compared by `tolerance`, relative to
+    their norm. Every way of computing has KV of its own."""
+    num_blocks, size = 60, model.block_size
     replayed, unrecorded, plain = (BlockMemory(model.kv_layout, num_blocks, model.device) for _ in range(3))
-    graphed = GraphedModel(model, replayed, 8, capture_cuda())
+    sizes = RecordedSizes.up_to(8, 20 if mixed else 0, 2 if mixed else 0)
+    graphed = GraphedModel(model, replayed, sizes, capture_cuda())
     graphed.warm_up()
-    matrix = StepMatrix(8, -(-model.max_model_len // size), size, num_blocks - 1, model.device)
-    tables = [list(range(12 * i, 12 * i + 12)) for i in range(3)]
+    assert graphed.records_mixed == mixed
+    max_blocks = -(-model.max_model_len // size)
+    buffers = StepBuffers(sizes.largest, max_blocks, 1, size, num_blocks - 1, model.device)
+    tables = [list(range(12 * i, 12 * i + 12)) for i in range(4)]
     prompts = [list(range(5, 45)), list(range(50, 53)), list(range(60, 100))]
-    tokens, contexts = [], [len(prompt) for prompt in prompts]
+    tokens: list[int] = []
     for kv in (replayed, unrecorded, plain):
         chunks = [
             SequenceChunk(prompt, torch.arange(len(prompt)), 0, table)
-            for prompt, table in zip(prompts, tables, strict=True)
+            for prompt, table in zip(prompts, tables, strict=False)
         ]
         tokens = model.forward(chunks, kv).argmax(-1).tolist()
+
+    def check(logits: Tensor, same: Tensor, expected: Tensor, what: str) -> None:
+        assert torch.equal(logits, same[: len(logits)].float()), what
+        assert float((logits - expected).norm() / expected.norm()) < tolerance, what
+
     for step in range(num_steps):
-        arguments = (tokens, [context + step for context in contexts], [0] * 3, tables)
+        contexts = [len(prompt) + step for prompt in prompts]
+        arguments = (tokens, contexts, [0] * 3, tables[:3])
         logits = graphed.decode(*arguments, replayed)
-        inputs = matrix.fill(*arguments, batch_size=4)  # the recorded size
-        assert torch.equal(logits, model.decode_step(inputs, unrecorded)[:3]), f"step {step}"
-        expected = model.decode(*arguments, plain)
-        assert float((logits - expected).norm() / expected.norm()) < tolerance, f"step {step}"
+        inputs = buffers.fill_answers(answers_of(4), *arguments)  # the recorded size
+        check(
+            logits, model.step(inputs, unrecorded), model.decode(*arguments, plain), f"answers, step {step}"
+        )
         tokens = logits.argmax(-1).tolist()
+        if not mixed:
+            continue
+        last = zip(tokens, contexts, tables, strict=False)
+        chunks = [
+            SequenceChunk([token, 7, 8], context + 1, context + 1, table, num_logits=3)
+            for token, context, table in last
+        ]
+        chunks.append(SequenceChunk(list(range(5, 16)), 11 * (step % 10), 11 * (step % 10), tables[3]))
+        logits = graphed.forward(chunks, replayed)
+        held = sizes.mixed[1]  # of 32 tokens
+        inputs = buffers.fill_chunks(held, [token for chunk in chunks for token in chunk.token_ids], chunks)
+        embeds = torch.zeros(held.num_tokens, model.hidden_size, dtype=model.dtype, device=model.device)
+        model.place_embeds(inputs.token_ids, chunks, embeds)
+        same = model.step(inputs, unrecorded, embeds)
+        check(logits, same, model.forward(chunks, plain), f"mixed, step {step}")

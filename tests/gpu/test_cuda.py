@@ -1,91 +1,143 @@
-"""The GPU path on a GPU: our kernels and flash-attn against a plain softmax, recorded decode steps against
-unrecorded ones. Not run yet anywhere: no machine of this project had a GPU."""
+"""The GPU path on a GPU: our kernels and libraries against a plain softmax, recorded decode steps against
+unrecorded ones."""
 
 from __future__ import annotations
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers as hf
 
+from cluster.config.machine import has_triton
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model import attention_cuda
 from cluster.model.attention import AttentionShape, LayerAttention
-from cluster.model.attention_flash import FlashAttention
+from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
-from cluster.model.cuda import decode_attention
 from cluster.model.cuda.choice import choose
+from cluster.model.cuda.layer_calls import write_rows
 from cluster.model.cuda.libraries import installed
 from cluster.model.encoder import EncoderModel
-from cluster.model.kv_format import QuantizedRows, kv_segments
+from cluster.model.kv_format import kv_segments, layer_cache
 from cluster.model.language import LanguageModel
 from kv_transfer.codecs.checksum import BlockSums, checksum_blocks
 from kv_transfer.codecs.codec import Codec
 from kv_transfer.codecs.quantisation import CODECS
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.gpu.cases import Heads, check_recorded_steps, paged_case
+from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-HEADS = [Heads(28, 4, 128, 128), Heads(14, 2, 64, 64), Heads(8, 8, 80, 80), Heads(8, 1, 256, 256)]
-LAYERS = [LayerAttention(0.1), LayerAttention(0.1, sliding_window=100), LayerAttention(0.1, softcap=20.0)]
+needs_triton = pytest.mark.skipif(not has_triton(), reason="triton or its C compiler is not installed")
 DEVICE = "cuda"
+HEADS = [(28, 4, 128, 128), (14, 2, 64, 64), (8, 8, 80, 80), (8, 1, 256, 256), (16, 1, 192, 128)]
+MIXES = {
+    "prompts": [(0, 300), (0, 70)],
+    "chunks": [(500, 200), (0, 33)],
+    "answers": [(0, 1), (777, 1), (2000, 1)],
+    "mixed": [(5000, 1), (700, 1), (300, 40), (0, 130), (900, 5)],
+}
+LAYERS = {
+    "causal": LayerAttention(0.1),
+    "window": LayerAttention(0.1, sliding_window=100),
+    "cap": LayerAttention(0.1, softcap=20.0),
+    "sinks": LayerAttention(0.1, sliding_window=1000, softcap=20.0, sinks=torch.linspace(-1, 1, 28)),
+}
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-4}
 
 
-@pytest.mark.parametrize(("name", "library"), [(None, None), *installed()], ids=lambda each: str(each)[:12])
-@pytest.mark.parametrize("sizes", [[(0, 300), (0, 70)], [(500, 200), (0, 33)], [(1, 1), (777, 1), (2000, 1)]])
-@pytest.mark.parametrize("layer", LAYERS)
+def backend() -> CudaAttention:
+    return CudaAttention(TorchAttention(), torch.cuda.get_device_properties(DEVICE).multi_processor_count)
+
+
+def on_gpu(step: Step) -> Step:
+    kv = BlockMemory(step.batch.kv.layout, step.batch.kv.num_blocks, DEVICE)
+    kv.buffer.copy_(step.batch.kv.buffer)
+    names = ("slots", "block_tables", "context_lens_tensor")
+    moved = {name: getattr(step.batch, name).to(DEVICE) for name in names}
+    rows = {name: getattr(step, name).to(DEVICE) for name in ("query", "key", "value")}
+    return replace(step, batch=replace(step.batch, kv=kv, **moved), cache=layer_cache(kv, 0), **rows)
+
+
+@needs_triton
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"),
+    [
+        (torch.bfloat16, "auto"), (torch.bfloat16, "int8"), (torch.float16, "int8"), (torch.float32, "auto"),
+        (torch.float32, "int8"),
+    ],
+)  # fmt: skip
+def test_our_kernels_equal_dense_attention(mix: str, name: str, heads, dtype, kv_cache_dtype) -> None:
+    layer = LAYERS[name]
+    if layer.sinks is not None:
+        layer = replace(layer, sinks=layer.sinks[: heads[0]])
+    shape = Shape(*heads, block_size=16, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    step = make_step(shape, MIXES[mix], spans=mix == "mixed")
+    expected = dense(shape, step, layer)
+    if layer.sinks is not None:
+        layer = replace(layer, sinks=layer.sinks.to(DEVICE, dtype))
+    out = run(backend(), on_gpu(step), layer).cpu().float()
+    torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@needs_triton
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_row_has_the_same_bits_alone_and_in_company(kv_cache_dtype) -> None:
+    shape = Shape(28, 4, 128, 128, block_size=16, dtype=torch.bfloat16, kv_cache_dtype=kv_cache_dtype)
+    together = on_gpu(make_step(shape, MIXES["mixed"]))
+    out, first = run(backend(), together, LAYERS["causal"]), 0
+    batch = together.batch
+    for i, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        own = slice(first, first + new)
+        alone = replace(
+            batch, slots=batch.slots[own], query_lens=[new], context_lens=[context],
+            block_tables=batch.block_tables[i : i + 1], bidirectional_spans=[()], memo={},
+        )  # fmt: skip
+        rows = (together.query[own], together.key[own], together.value[own])
+        step = Step(alone, together.cache, *rows, together.contexts)
+        assert torch.equal(run(backend(), step, LAYERS["causal"]), out[own])
+        first += new
+
+
+@pytest.mark.parametrize(("name", "library"), installed(), ids=lambda each: str(each)[:12])
+@pytest.mark.parametrize("mix", ["prompts", "chunks"])
+@pytest.mark.parametrize("layer", [LAYERS["causal"], LAYERS["window"]])
+@pytest.mark.parametrize("heads", HEADS[:4])
 @pytest.mark.parametrize("block_size", [16, 256])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_every_library_equals_dense_attention(
-    name, library, sizes, layer, heads, block_size, kv_cache_dtype
+    name, library, mix, layer, heads, block_size, monkeypatch
 ) -> None:
+    monkeypatch.setattr(attention_cuda, "LONG_STEP", 1)
     case = paged_case(
-        sizes, layer, heads, block_size=block_size, kv_cache_dtype=kv_cache_dtype, dtype=torch.bfloat16,
-        device=DEVICE,
-    )  # fmt: skip
-    backend = FlashAttention(TorchAttention(), library, library, decode_attention.is_available(), 100)
-    out = backend.attend(case.batch, layer, case.query, case.new_key, case.new_value, case.cache)
+        MIXES[mix], layer, Heads(*heads), block_size=block_size, dtype=torch.bfloat16, device=DEVICE
+    )
+    subject = CudaAttention(TorchAttention(), 100, library)
+    out = subject.attend(case.batch, layer, case.query, case.new_key, case.new_value, case.cache)
     torch.testing.assert_close(out.float(), case.expected, rtol=2e-2, atol=2e-2)
 
 
 @needs_triton
-@pytest.mark.parametrize("heads", [*HEADS, Heads(16, 1, 192, 128)])
-@pytest.mark.parametrize("num_splits", [1, 7, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_the_decode_kernel_equals_dense_attention(heads, num_splits, kv_cache_dtype) -> None:
-    layer = LayerAttention(0.1, 1000, 20.0, torch.linspace(-1, 1, heads.query, device=DEVICE))
+def test_rows_of_modules_are_written_as_by_the_cache_itself(dtype, kv_cache_dtype) -> None:
+    heads = Heads(4, 4, 128, 80)
     case = paged_case(
-        [(0, 1), (700, 1), (5000, 1)], layer, heads, block_size=16, kv_cache_dtype=kv_cache_dtype,
-        dtype=torch.bfloat16, device=DEVICE,
-    )  # fmt: skip
-    batch = case.batch
-    out = decode_attention.paged_decode(
-        case.query, case.cache, batch.block_tables, batch.context_lens_tensor, layer, num_splits
+        [(10, 90)], LAYERS["causal"], heads, kv_cache_dtype=kv_cache_dtype, dtype=dtype, device=DEVICE
     )
-    torch.testing.assert_close(out.float(), case.expected, rtol=2e-2, atol=2e-2)
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_write_kernel_makes_the_same_codes_and_scales_as_the_cache_itself(dtype) -> None:
-    heads = Heads(4, 4, 128, 128)
-    case = paged_case(
-        [(10, 90)], LayerAttention(1.0), heads, kv_cache_dtype="int8", dtype=dtype, device=DEVICE
-    )
-    store = case.cache.key
-    assert isinstance(store, QuantizedRows)
-    codes, scales = store.codes.clone(), store.scales.clone()
-    store.codes.flatten(0, 1)[case.batch.slots] = 9
-    store.scales.flatten(0, 1)[case.batch.slots] = 9
-    decode_attention.write_quantised(store, case.batch.slots, case.new_key)
-    assert torch.equal(store.codes, codes)
-    assert torch.equal(store.scales, scales)
+    expected = case.batch.kv.buffer.clone()
+    case.batch.kv.segments[0].flatten(0, 1)[case.batch.slots] = 9
+    case.batch.kv.segments[-1].flatten(0, 1)[case.batch.slots] = 9
+    heads_first = (rows.transpose(0, 1).contiguous() for rows in (case.new_key, case.new_value))
+    write_rows(*(rows.transpose(0, 1) for rows in heads_first), case.batch.slots, case.cache)
+    assert torch.equal(case.batch.kv.buffer, expected)
 
 
 @needs_triton
@@ -102,11 +154,11 @@ def test_recorded_decode_steps_equal_unrecorded_ones(kv_cache_dtype) -> None:
 
 
 @needs_triton
-def test_a_model_on_the_gpu_gets_the_cuda_backend() -> None:
-    layout = MemoryLayout(kv_segments([(4, 128)] * 2, 16, torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_model_on_the_gpu_gets_our_kernels(dtype) -> None:
+    layout = MemoryLayout(kv_segments([(4, 128)] * 2, 16, dtype))
     shape = AttentionShape(layout, 16, 28, LayerAttention(128**-0.5))
-    backend = choose(torch.device(DEVICE, 0), torch.bfloat16, shape, TorchAttention())
-    assert isinstance(backend, FlashAttention)
+    assert isinstance(choose(torch.device(DEVICE, 0), dtype, shape, TorchAttention()), CudaAttention)
 
 
 def test_a_gpu_and_a_cpu_find_the_same_checksum_for_the_same_bytes() -> None:

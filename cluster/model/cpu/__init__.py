@@ -2,6 +2,6 @@
 fallback.
 
 `library` loads the kernels of the C++ sources in this folder (`cluster.native` compiles them). At model load
-`layer_search` replaces decoder layers by one native call each where it can (`layer`); elsewhere `modules`
-replaces linears, gated MLPs and norms.
+`cluster.model.layers` replaces decoder layers by one native call each (`layer`) where `layer_search` says
+that it can; elsewhere `modules` replaces linears, gated MLPs and norms.
 """

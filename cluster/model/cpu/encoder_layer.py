@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from cluster.errors import InternalError
 from cluster.model.cpu.library import Kernels
-from cluster.model.cpu.modules import PackedWeights, epsilon_of
+from cluster.model.cpu.modules import PackedWeights, pointer
+from cluster.model.layers.parts import epsilon_of
 
 _NUM_KEPT_STEPS = 2  # windows and whole images alternate in a tower
 
@@ -125,7 +126,7 @@ class EncoderSteps:
             raise InternalError(f"the sequences of an encoder call do not cover its {num_rows} rows")
         rotary = [None if key is None else key.float().contiguous() for key in keys[1:]]
         tensors = (new_starts, visible(), *rotary)
-        step = _EncoderStep(*map(_pointer, tensors), len(new_starts) - 1, num_rows, threads)
+        step = _EncoderStep(*map(pointer, tensors), len(new_starts) - 1, num_rows, threads)
         self._kept = ((keys, step, tensors), *self._kept)[:_NUM_KEPT_STEPS]
         return step
 
@@ -160,7 +161,7 @@ class NativeEncoderLayer:
         kept = [_kept(norm, name) for norm in norms for name in ("weight", "bias")]
         self._kept = (weights, kept)
         self._layer = _EncoderLayer(
-            *(packed.address for packed in weights), *map(_pointer, kept), parts.num_heads, parts.head_width,
+            *(packed.address for packed in weights), *map(pointer, kept), parts.num_heads, parts.head_width,
             parts.activation, parts.dtype == torch.bfloat16,
             *(cast(float, epsilon_of(norm)) for norm in norms), parts.head_width**-0.5,
         )  # fmt: skip
@@ -215,7 +216,3 @@ def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
 def _kept(norm: nn.Module, name: str) -> Tensor | None:
     value = getattr(norm, name, None)
     return None if value is None else cast(Tensor, value).detach().contiguous()
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

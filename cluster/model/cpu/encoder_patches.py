@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from cluster.model.cpu.library import Kernels, load
-from cluster.model.cpu.modules import PackedWeights, dtype_of, is_servable
+from cluster.model.cpu.modules import PackedWeights, is_servable
+from cluster.model.layers.parts import dtype_of
+from cluster.model.layers.trial import agree
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +101,4 @@ def _agrees(convolution: nn.Conv2d | nn.Conv3d, native: NativePatches) -> bool:
     generator = torch.Generator().manual_seed(0)
     sizes = [2 * kernel + 1 for kernel in convolution.kernel_size]
     x = torch.randn(2, convolution.in_channels, *sizes, generator=generator).to(dtype_of(convolution))
-    expected, actual = convolution(x), native(x)
-    if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return False
-    error = (actual.float() - expected.float()).norm()
-    return bool(error <= _TOLERANCE[expected.dtype] * expected.float().norm())
+    return agree(native(x), convolution(x), _TOLERANCE[x.dtype])

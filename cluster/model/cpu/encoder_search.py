@@ -22,8 +22,10 @@ from transformers.activations import GELUActivation, GELUTanh, QuickGELUActivati
 from cluster.model.attention_cpu import MAX_WIDTH
 from cluster.model.cpu.encoder_layer import Activation, BlockParts, EncoderSteps, NativeEncoderLayer
 from cluster.model.cpu.library import Kernels, load
-from cluster.model.cpu.modules import is_linear, is_rms_norm, is_servable
-from cluster.model.cpu.weight_source import Settings
+from cluster.model.cpu.modules import is_servable
+from cluster.model.layers.parts import is_linear, is_rms_norm, pick
+from cluster.model.layers.search import Settings
+from cluster.model.layers.trial import agree
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ def _replacement(
     def agrees(native: NativeEncoderLayer, _settings: Settings) -> bool:
         result = native(x, **keywords)
         added = (result[0] if isinstance(result, tuple) else result).float() - x.float()
-        return bool((added - expected[0]).norm() <= _TOLERANCE[parts.dtype] * expected[0].norm())
+        return agree(added, expected[0], _TOLERANCE[parts.dtype])
 
     return kernels.weights.replacement(block, candidates(), build, agrees)
 
@@ -129,15 +131,15 @@ def _trial(parts: BlockParts, arguments: list[str]) -> tuple[Tensor, dict[str, o
 def _parts_of(block: nn.Module) -> BlockParts | None:
     """By the names and types of all parts; the comparison finds out whether it computes the same."""
     children = dict(block.named_children())
-    norms = _pick(children, *_NORMS)
+    norms = pick(children, *_NORMS)
     attention = next((children[name] for name in _ATTENTIONS if name in children), None)
     if norms is None or attention is None or not is_servable(block) or not all(map(_is_norm, norms)):
         return None
     inside = dict(attention.named_children())
-    projections, out = _pick(inside, *_PROJECTIONS), _pick(inside, *((name,) for name in _OUTS))
+    projections, out = pick(inside, *_PROJECTIONS), pick(inside, *((name,) for name in _OUTS))
     mlp = dict(children["mlp"].named_children()) if "mlp" in children else children
     activation = next((mlp[name] for name in _ACTIVATIONS if name in mlp), None)
-    linears = _pick(mlp, _GATED_MLP, *_PLAIN_MLPS)
+    linears = pick(mlp, _GATED_MLP, *_PLAIN_MLPS)
     num_heads = getattr(attention, "num_heads", None)
     if projections is None or out is None or linears is None or not isinstance(num_heads, int):
         return None
@@ -150,12 +152,6 @@ def _parts_of(block: nn.Module) -> BlockParts | None:
         num_heads,
     )  # fmt: skip
     return parts if _fits(parts) and _is_all_of(parts, block) else None
-
-
-def _pick(children: Mapping[str, nn.Module], *choices: tuple[str, ...]) -> list[nn.Module] | None:
-    """The children of the first choice of names that are all there."""
-    names = next((names for names in choices if all(name in children for name in names)), None)
-    return None if names is None else [children[name] for name in names]
 
 
 def _is_norm(module: nn.Module) -> bool:

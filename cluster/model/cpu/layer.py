@@ -5,29 +5,31 @@ A layer's part of the call does norms, fused q/k/v, rotary embedding, writing of
 projection, gated MLP and both residuals. Its kernels and roundings are those of `modules` and
 `attention_cpu`.
 
-Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` decides
-which layers and which models it replaces.
+Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` says which
+layers and which models it can replace.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int, c_int64, c_void_p
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.attention import AttentionBackend, PagedBatch
 from cluster.model.attention_cpu import row_pointers, step_view
 from cluster.model.cpu.library import Kernels
-from cluster.model.cpu.modules import PackedLinear, PackedWeights, dtype_of, epsilon_of
+from cluster.model.cpu.modules import PackedLinear, PackedWeights, pointer
 from cluster.model.kv_format import layer_cache
+from cluster.model.layers.parts import AttentionParts, DecoderParts, MlpParts, epsilon_of
+from cluster.model.layers.trial import Heads
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -67,75 +69,45 @@ class _DecoderStep(ctypes.Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Heads:
-    """The shape of one layer's attention, and its settings."""
-
-    num_query: int
-    num_kv: int
-    width: int  # of a row of Q, K and V
-    attention: LayerAttention
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Heads:
-        return cls(**{**fields, "attention": LayerAttention(**fields["attention"])})
-
-
 class NativeDecoderLayer(nn.Module):
     """hidden_states [1, T, hidden] → the same shape; writes K and V of the T tokens into the batch's slots.
 
     Holds a packed copy of all weights: the layer that it was made from can be deleted.
     """
 
-    def __init__(self, layer: nn.Module, heads: Heads, kernels: Kernels, *, int8: bool = False):
+    def __init__(self, parts: DecoderParts, heads: Heads, kernels: Kernels, *, int8: bool = False):
+        """parts: both halves are recognised. heads: of its attention."""
         super().__init__()
-        attention, mlp = cast(nn.Module, layer.self_attn), cast(nn.Module, layer.mlp)
-        projections = [cast(nn.Linear, getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj")]
-        out, gate, up, down = (
-            cast(nn.Linear, linear)
-            for linear in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        )
-        biases = [linear.bias for linear in projections]
+        attention, mlp = cast(AttentionParts, parts.attention.inner), cast(MlpParts, parts.mlp.inner)
+        biases = [linear.bias for linear in attention.projections]
         bias = torch.cat(biases) if biases[0] is not None else None
+        weight = torch.cat([linear.weight for linear in attention.projections])
+        gate, up = mlp.inputs
         weights = (
-            PackedWeights(
-                kernels, torch.cat([linear.weight for linear in projections]), bias=bias, int8=int8
-            ),
-            PackedWeights(kernels, out.weight, bias=out.bias, int8=int8),
+            PackedWeights(kernels, weight, bias=bias, int8=int8),
+            PackedWeights(kernels, attention.out.weight, bias=attention.out.bias, int8=int8),
             PackedWeights(kernels, gate.weight, up=up.weight, int8=int8),
-            PackedWeights(kernels, down.weight, int8=int8),
+            PackedWeights(kernels, mlp.down.weight, int8=int8),
         )
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        self.dtype = dtype_of(layer)
-        self.hidden_size = projections[0].in_features
-        self.layer_idx = cast(int, attention.layer_idx)
+        norms = [parts.attention.pre, parts.mlp.pre, *(attention.head_norms or (None, None))]
+        self.dtype = parts.dtype
+        self.hidden_size = gate.in_features
+        self.layer_idx = parts.layer_idx
         self.window = heads.attention.sliding_window
+        shape = (heads.num_query, heads.num_kv, heads.key_width)
         # Layers of one form can run in one call.
-        self.form = (
-            self.dtype,
-            self.hidden_size,
-            heads.num_query,
-            heads.num_kv,
-            heads.width,
-            up.out_features,
-            int8,
-        )
+        self.form = (self.dtype, self.hidden_size, *shape, up.out_features, int8)
         self._kept = (weights, [_weight(norm) for norm in norms])
         self._layer = _DecoderLayer(
-            *(packed.address for packed in weights),
-            *(None if weight is None else weight.data_ptr() for weight in self._kept[1]),
-            heads.num_query, heads.num_kv, heads.width, self.dtype == torch.bfloat16,
+            *(packed.address for packed in weights), *map(pointer, self._kept[1]),
+            *shape, self.dtype == torch.bfloat16,
             *(0.0 if norm is None else cast(float, epsilon_of(norm)) for norm in norms),
             heads.attention.scaling,
         )  # fmt: skip
         self.address = ctypes.addressof(self._layer)  # of a `DecoderLayer`; valid while this object lives
         self._alone = NativeDecoder([self], kernels)
-        if hasattr(layer, "attention_type"):  # some text models choose the mask by it
-            self.attention_type = layer.attention_type
+        if hasattr(parts.layer, "attention_type"):  # some text models choose the mask by it
+            self.attention_type = parts.layer.attention_type
 
     def forward(
         self,
@@ -173,8 +145,7 @@ class NativeDecoder:
         views = (c_int64 * len(layers))(*(windows.index(layer.window) for layer in layers))
         self._decoder = _Decoder(
             ctypes.addressof(addresses), ctypes.addressof(views), len(layers),
-            None if norm is None else norm.data_ptr(),
-            None if head is None else head.linear.forward.address,
+            pointer(norm), None if head is None else head.linear.forward.address,
             0.0 if head is None else cast(float, epsilon_of(head.norm)),
         )  # fmt: skip
         self._kept = (addresses, views, norm)
@@ -205,7 +176,7 @@ class NativeDecoder:
         step = _DecoderStep(
             slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._rows_of(batch.kv),
             ctypes.addressof(view_addresses), x.data_ptr(), y.data_ptr(),
-            _pointer(wanted), _pointer(outputs), None if outputs is logits else _pointer(logits),
+            pointer(wanted), pointer(outputs), None if outputs is logits else pointer(logits),
             len(slots), cos.shape[-1], len(views), num_wanted, torch.get_num_threads(), on_layer,
         )  # fmt: skip
         self._run(self._address, ctypes.addressof(step))
@@ -252,6 +223,33 @@ class NativeDecoder:
         return _OnLayer(announce), errors
 
 
+@dataclass(frozen=True)
+class NativeTextModel:
+    """Implements `WholeDecoder`."""
+
+    rotary: nn.Module
+    layers: NativeDecoder
+    vocab_size: int
+
+    @property
+    def kernels_s(self) -> float | None:
+        return self.layers.kernels_s
+
+    def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
+        """Blocks."""
+        logits = self.layers.run(embeds, embeds, self._rotate(embeds, positions), batch, wanted)
+        return embeds.new_empty(0, self.vocab_size, dtype=torch.float32) if logits is None else logits
+
+    def _rotate(self, embeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """On one thread: a step's cosines take less time than another thread takes to wake up."""
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self.rotary(embeds, positions)
+        finally:
+            torch.set_num_threads(num_threads)
+
+
 def can_rotate(cos: Tensor, sin: Tensor, num_tokens: int, dtype: torch.dtype) -> bool:
     """Whether the kernels support rotary embeddings of this form."""
     return (
@@ -265,7 +263,3 @@ def can_rotate(cos: Tensor, sin: Tensor, num_tokens: int, dtype: torch.dtype) ->
 
 def _weight(norm: object) -> Tensor | None:
     return None if norm is None else cast(Tensor, cast(nn.Module, norm).weight).detach().contiguous()
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

@@ -22,7 +22,18 @@ from transformers.activations import SiLUActivation
 
 from cluster.errors import InternalError
 from cluster.model.cpu.library import Kernels, Layer, load
-from cluster.model.cpu.weight_source import Matrix, Settings
+from cluster.model.cpu.weight_source import Matrix
+from cluster.model.layers.parts import (
+    MlpParts,
+    dtype_of,
+    epsilon_of,
+    is_linear,
+    is_rms_norm,
+    is_unhooked,
+    mlp_parts,
+)
+from cluster.model.layers.search import Settings
+from cluster.model.layers.trial import agree
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +68,7 @@ class PackedWeights:
 
         def fill(matrix: Matrix) -> None:
             quantisation = (matrix.scales.data_ptr(), matrix.sums.data_ptr()) if int8 else ()
-            pack(weight.data_ptr(), _pointer(up), matrix.packed.data_ptr(), *quantisation, outputs, inputs)
+            pack(weight.data_ptr(), pointer(up), matrix.packed.data_ptr(), *quantisation, outputs, inputs)
 
         num_bytes = padded_outputs * -(-inputs // inputs_a_step) * _STEP_BYTES
         matrix = kernels.weights.matrix(num_bytes, padded_outputs if int8 else 0, fill)
@@ -66,7 +77,7 @@ class PackedWeights:
             biases = [bias] if up_bias is None else [bias, up_bias]
             padded_bias = _padded_bias(biases, padded_outputs, kernels.panel_outputs)
         self._tensors = (matrix.packed, padded_bias, matrix.scales, matrix.sums)
-        self._layer = Layer(*map(_pointer, self._tensors), inputs, outputs, up is not None)
+        self._layer = Layer(*map(pointer, self._tensors), inputs, outputs, up is not None)
         self.address: int = ctypes.addressof(self._layer)  # of a `Layer`; valid while this object lives
         self._run = getattr(kernels.cdll, f"linear_i8_{suffix}" if int8 else f"linear_{suffix}")
         self._dtype, self._inputs, self._outputs = weight.dtype, inputs, outputs
@@ -105,11 +116,10 @@ class PackedGatedMlp(nn.Module):
 
     def __init__(self, mlp: nn.Module, kernels: Kernels, *, int8: bool = False):
         super().__init__()
-        gate, up, down = (
-            cast(nn.Linear, getattr(mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")
-        )
+        parts = cast(MlpParts, mlp_parts(mlp))
+        gate, up = parts.inputs
         self._gate_up = PackedWeights(kernels, gate.weight, up=up.weight, int8=int8)
-        self._down = PackedWeights(kernels, down.weight, int8=int8)
+        self._down = PackedWeights(kernels, parts.down.weight, int8=int8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._down(self._gate_up(x))
@@ -196,9 +206,11 @@ def _replacement(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype)
         form = NativeRmsNorm
     elif is_linear(module):
         form = PackedLinear
-    elif is_gated_mlp(module):
+    elif is_gated_by_silu(mlp_parts(module)):
         form = PackedGatedMlp
     else:
+        return None
+    if not is_servable(module):
         return None
     is_packed = form is not NativeRmsNorm
 
@@ -215,29 +227,13 @@ def _replacement(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype)
     return kernels.weights.replacement(module, candidates, build, agrees)
 
 
-def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and is_servable(module)
-
-
-def is_gated_mlp(module: nn.Module) -> bool:
-    children = dict(module.named_children())
-    activation = children.pop("act_fn", None)
+def is_gated_by_silu(mlp: MlpParts | None) -> bool:
     return (
-        children.keys() == {"gate_proj", "up_proj", "down_proj"}
-        and all(type(child) is nn.Linear and child.bias is None for child in children.values())
-        and isinstance(activation, (nn.SiLU, SiLUActivation))
-        and is_servable(module)
+        mlp is not None
+        and len(mlp.inputs) == 2
+        and all(linear.bias is None for linear in (*mlp.inputs, mlp.down))
+        and isinstance(mlp.activation, (nn.SiLU, SiLUActivation))
     )
-
-
-def is_rms_norm(module: nn.Module) -> bool:
-    """By name and parts. The comparison finds out whether it adds 1 to its weight or rounds at another
-    place."""
-    weight = getattr(module, "weight", None)
-    is_named_so = (
-        type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.ndim == 1
-    )
-    return is_named_so and epsilon_of(module) is not None and is_servable(module)
 
 
 def is_servable(module: nn.Module) -> bool:
@@ -245,26 +241,16 @@ def is_servable(module: nn.Module) -> bool:
     kernels support, and no hook is registered."""
     devices = {parameter.device.type for parameter in module.parameters()}
     dtypes = {parameter.dtype for parameter in module.parameters()}
-    hooks = any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-    return devices <= {"cpu", "meta"} and dtypes <= _SUFFIX.keys() and len(dtypes) == 1 and not hooks
+    return (
+        devices <= {"cpu", "meta"} and dtypes <= _SUFFIX.keys() and len(dtypes) == 1 and is_unhooked(module)
+    )
 
 
 def _agrees(module: nn.Module, candidate: nn.Module, tolerance: float) -> bool:
     generator = torch.Generator().manual_seed(0)
     first = next(module.parameters())
     x = torch.randn(1, _PROBE_ROWS, first.shape[-1], generator=generator).to(first.dtype)
-    expected, actual = module(x), candidate(x)
-    if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return False
-    return bool((actual.float() - expected.float()).norm() <= tolerance * expected.float().norm())
-
-
-def epsilon_of(norm: nn.Module) -> float | None:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-
-
-def dtype_of(module: nn.Module) -> torch.dtype:
-    return next(module.parameters()).dtype
+    return agree(candidate(x), module(x), tolerance)
 
 
 def _padded_bias(biases: Sequence[Tensor], padded_outputs: int, panel_outputs: int) -> Tensor:
@@ -278,5 +264,5 @@ def _padded_bias(biases: Sequence[Tensor], padded_outputs: int, panel_outputs: i
     return panels.flatten()
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

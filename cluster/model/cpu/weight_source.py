@@ -13,18 +13,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from cluster.kvcache.memory import on_huge_pages
+from cluster.model.layers.search import Compared, Replacement, ReplacementSource, Settings
 
 ALIGNMENT = 64  # of a matrix, in bytes: a cache line
 _ARENA_BYTES = 64 << 20
-
-Settings = Mapping[str, Any]  # of a replacement: what JSON can hold
-Replacement = TypeVar("Replacement")
 
 
 @dataclass(frozen=True)
@@ -36,17 +34,9 @@ class Matrix:
     sums: Tensor  # [packed outputs] int32
 
 
-class WeightSource(Protocol):
+class WeightSource(ReplacementSource, Protocol):
     def matrix(self, num_bytes: int, num_scales: int, pack: Callable[[Matrix], None]) -> Matrix:
         """The next matrix of the replacement that is being built. `pack` fills zeroed memory."""
-        ...
-
-    def replacement(
-        self, module: nn.Module, candidates: Iterable[Settings], build: Callable[[Settings], Replacement],
-        agrees: Callable[[Replacement, Settings], bool],
-    ) -> Replacement | None:  # fmt: skip
-        """The first candidate that agrees with `module`; None: there is none. `candidates` is read only as
-        far as candidates are tried."""
         ...
 
 
@@ -54,7 +44,7 @@ class StaleWeights(Exception):
     """A file of packed weights does not fit the model. The caller packs again."""
 
 
-class FreshWeights:
+class FreshWeights(Compared):
     """Packs into huge pages: with 4 KiB pages a small batch is 5 to 12 % slower (AMD EPYC, AVX-512 BF16, 2
     cores, interleaved). Pieces are not reused: memory lives as long as the tensors in it."""
 
@@ -69,16 +59,6 @@ class FreshWeights:
         matrix = Matrix(packed, torch.zeros(num_scales), torch.zeros(num_scales, dtype=torch.int32))
         pack(matrix)
         return matrix
-
-    def replacement(
-        self, module: nn.Module, candidates: Iterable[Settings], build: Callable[[Settings], Replacement],
-        agrees: Callable[[Replacement, Settings], bool],
-    ) -> Replacement | None:  # fmt: skip
-        for settings in candidates:
-            candidate = build(settings)
-            if agrees(candidate, settings):
-                return candidate
-        return None
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Code for GPUs only. A machine that serves from its CPU imports nothing that needs a GPU from here.
 
-* `kernels`: Triton kernels (paged decode over plain or INT8 blocks; write-and-quantise; gather). Only this
-  module needs triton.
-* `decode_attention`: calls these kernels and decides how a decode is split. It imports `kernels` inside the
-  functions that launch them, so it can be imported anywhere.
-* `libraries`: attention kernels of other projects. `choice`: which of them, or ours, serves a model on this
-  GPU.
-* `graphs`: CUDA graphs of the decode step by batch size. `copies`: a step's inputs as one pinned matrix and
+* `attention_kernels`, `layer_kernels`: Triton kernels of attention over blocks, and of the rest of a layer.
+  Only these modules need triton.
+* `paged_attention`, `layer_calls`: launch these kernels. They import them inside the functions that do, so
+  they can be imported anywhere.
+* `libraries`: attention kernels of other projects. `choice`: whether our kernels serve a model on this GPU,
+  and which library computes long chunks of its prompts.
+* `graphs`: CUDA graphs of steps, by their sizes. `step_inputs`: a step's inputs in one pinned buffer, and
   one copy.
 * `uploads`: media tensors to the GPU on a stream of their own.
 

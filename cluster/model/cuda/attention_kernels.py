@@ -25,7 +25,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 LOG2_E = tl.constexpr(1.4426950408889634)
 KEYS_PER_SHARE = tl.constexpr(256)
 MAX_SHARES = tl.constexpr(32)  # of one token's keys
-MAX_PLACES = tl.constexpr(128)  # shares times new tokens of one sequence, if there are several shares
+MAX_PLACES = tl.constexpr(512)  # shares times new tokens of one sequence, if there are several shares
 SHARE_UNIT = tl.constexpr(128)  # a share is so many keys, or a multiple; a multiple of every TILE
 ITEM_WIDTH = tl.constexpr(8)  # numbers of a work item
 
@@ -129,8 +129,16 @@ def _load_run(
 
 @triton.jit
 def _run_scale(scales, rows, row_mask, number: tl.constexpr, RUNS: tl.constexpr):
-    """[1, len(rows)] float32."""
-    return tl.load(scales + rows * RUNS + number, mask=row_mask, other=0.0).to(tl.float32)[None, :]
+    """[1, len(rows)] float32. scales: int32, two in a word; or float16, which are not loaded ahead of their
+    use, as the compiler loads ahead nothing smaller than a word."""
+    elements = rows * RUNS + number
+    if scales.dtype.element_ty == tl.int32:
+        words = tl.load(scales + elements // 2, mask=row_mask, other=0)
+        halves = (words >> (elements % 2 * 16).to(tl.int32)).to(tl.int16)
+        own = halves.to(tl.float16, bitcast=True)
+    else:
+        own = tl.load(scales + elements, mask=row_mask, other=0.0)
+    return own.to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -197,8 +205,8 @@ def attend(
     """Grid (P, KV_HEADS): a program takes the items p, p + P, … of one list for one KV head. ROWS: the rows
     of a tile, GROUP query heads of each of an item's tokens. A token whose keys are one share is stored
     divided, to `out`; else partial_out [places, heads, V_WIDTH] gets its sums and partial_stats [places,
-    heads, 2] the largest score times log2(e) and the sum of exponentials, in float32. FACTOR multiplies INT8
-    values' scales, and is taken out of the result."""
+    heads, 2] the largest score times log2(e) and the sum of exponentials, in float32. Scales are as
+    `_run_scale` says. FACTOR multiplies INT8 values' scales, and is taken out of the result."""
     # size: one loop over up to four runs of channels, whose accumulators cannot be a list
     kv_head = tl.program_id(1)
     dtype: tl.constexpr = query.dtype.element_ty
@@ -285,33 +293,40 @@ def attend(
 @triton.jit
 def merge(
     partial_out, partial_stats, seqs, starts, seq_shares, seq_places, sinks, out,
-    HEADS: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SHARES_PAD: tl.constexpr,
+    HEADS: tl.constexpr, MERGED: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr,
+    SHARES_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, HEADS). Joins the shares of one head of one token; stores nothing if there is one share.
-    SHARES_PAD is a constant, so that the order of the sum is one, too. A token of no sequence becomes
-    zero."""
-    token, head = tl.program_id(0), tl.program_id(1)
+    """Grid (T, cdiv(HEADS, MERGED)). Joins the shares of MERGED heads of one token; stores nothing if there
+    is one share. SHARES_PAD is a constant, so that the order of the sum is one, too. A token of no sequence
+    becomes zero."""
+    token, first_head = tl.program_id(0), tl.program_id(1) * MERGED
     seq = tl.load(seqs + token)
     columns = tl.arange(0, V_PAD)
     inside = columns < V_WIDTH
-    target = out + (token.to(tl.int64) * HEADS + head) * V_WIDTH + columns
+    target = out + (token.to(tl.int64) * HEADS + first_head) * V_WIDTH
+    num_heads = tl.minimum(HEADS - first_head, MERGED)
     if seq < 0:
-        tl.store(target, tl.zeros([V_PAD], tl.float32).to(out.dtype.element_ty), mask=inside)
+        for member in range(num_heads):
+            zeros = tl.zeros([V_PAD], tl.float32).to(out.dtype.element_ty)
+            tl.store(target + member * V_WIDTH + columns, zeros, mask=inside)
     else:
         num_shares = tl.load(seq_shares + seq)
         if num_shares > 1:
             numbers = tl.arange(0, SHARES_PAD)
             is_share = numbers < num_shares
             place = tl.load(seq_places + seq) + (token - tl.load(starts + seq)) * num_shares
-            parts = (place + numbers).to(tl.int64) * HEADS + head
-            largest = tl.load(partial_stats + parts * 2, mask=is_share, other=float("-inf"))
-            totals = tl.load(partial_stats + parts * 2 + 1, mask=is_share, other=0.0)
-            top = tl.max(largest, 0)
-            weights = tl.exp2(largest - top)
-            total = tl.sum(weights * totals, 0)
-            if sinks is not None:
-                total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - top)
-            mask = (is_share & (totals > 0.0))[:, None] & inside[None, :]
-            sums = tl.load(partial_out + parts[:, None] * V_WIDTH + columns[None, :], mask=mask, other=0.0)
-            joined = tl.sum(sums * weights[:, None], 0) / total
-            tl.store(target, joined.to(out.dtype.element_ty), mask=inside)
+            for member in range(num_heads):
+                head = first_head + member
+                parts = (place + numbers).to(tl.int64) * HEADS + head
+                largest = tl.load(partial_stats + parts * 2, mask=is_share, other=float("-inf"))
+                totals = tl.load(partial_stats + parts * 2 + 1, mask=is_share, other=0.0)
+                top = tl.max(largest, 0)
+                weights = tl.exp2(largest - top)
+                total = tl.sum(weights * totals, 0)
+                if sinks is not None:
+                    total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - top)
+                mask = (is_share & (totals > 0.0))[:, None] & inside[None, :]
+                sources = parts[:, None] * V_WIDTH + columns[None, :]
+                sums = tl.load(partial_out + sources, mask=mask, other=0.0)
+                joined = tl.sum(sums * weights[:, None], 0) / total
+                tl.store(target + member * V_WIDTH + columns, joined.to(out.dtype.element_ty), mask=inside)

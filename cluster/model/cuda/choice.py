@@ -1,8 +1,7 @@
-"""Which attention serves a model on this GPU: each library that can be imported, and our Triton kernels,
-computes decode steps and a chunk of a prompt of the model's shape. What fails, or gives other numbers than
-plain softmax, is left out; of the others the fastest is taken, for prompts and for answers apart: a library
-may be the fastest for prompts and decode long contexts slowly, as it does not split them. The log says all
-that was found.
+"""Which attention serves a model on this GPU. Our Triton kernels do, if they give the numbers of plain
+softmax for decode steps and for long chunks of prompts of the model's shape. A library serves long chunks
+instead (`attention_cuda` says which) if it gives these numbers as well, in less time than ours and all other
+libraries. The log says all that was found.
 
 Runs once, when the model is loaded, on the loading thread. Takes seconds, most of it for compiling.
 """
@@ -10,21 +9,18 @@ Runs once, when the model is loaded, on the loading thread. Takes seconds, most 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import median
 
 import torch
 from torch import Tensor
 
-from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import AttentionBackend, AttentionShape, PagedBatch
-from cluster.model.attention_flash import FlashAttention, reads_pages
+from cluster.config.machine import has_triton
+from cluster.model.attention import AttentionBackend, AttentionShape, ModelAttention
+from cluster.model.attention_cuda import CudaAttention, library_can
 from cluster.model.attention_torch import TorchAttention
-from cluster.model.cuda import decode_attention
 from cluster.model.cuda.libraries import FlashLibrary, installed
-from cluster.model.kv_format import LayerCache, PlainRows, layer_cache
+from cluster.model.kv_format import LayerCache, layer_cache
+from cluster.model.layers.trial import RandomStep, median_s
 
 logger = logging.getLogger(__name__)
 
@@ -33,91 +29,67 @@ DECODES: tuple[tuple[tuple[int, int], ...], ...] = (
     tuple((1000 + 7 * i, 1) for i in range(8)),
     ((16_000, 1), (16_383, 1)),  # too few sequences to fill a GPU, unless their contexts are split
 )
-CHUNK = ((512, 256), (0, 100))
+CHUNKS: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((0, 1500), (0, 548)),  # whole prompts
+    ((2048, 1024),),  # its KV is read from blocks
+)
 NUM_ROUNDS = 5
-TOLERANCE = 0.03  # of the norm of what plain softmax gives; bfloat16 has 8 bits
+# Of the norm of what plain softmax gives; bfloat16 has 8 bits.
+TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.03, torch.float32: 1e-4}
 
 
 def choose(
     device: torch.device,
     dtype: torch.dtype,
     shape: AttentionShape,
-    fallback: AttentionBackend,
+    fallback: ModelAttention,
     libraries: Callable[[], Sequence[tuple[str, FlashLibrary]]] = lambda: tuple(installed()),
-) -> AttentionBackend:
-    """The fallback, if all else fails: decode steps by it are not recorded. Raises RuntimeError if the device
+) -> ModelAttention:
+    """The fallback, if our kernels fail: steps by it are not recorded. Raises RuntimeError if the device
     broke in the attempt."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    candidates = _Candidates(device, dtype, shape)
-    if decode_attention.is_available():
-        candidates.add_answers(
-            "our Triton kernels", None, FlashAttention(fallback, None, None, True, processors)
-        )
-    has_kernels = bool(candidates.answers)
-    for name, library in libraries():
-        backend = FlashAttention(fallback, library, library, has_kernels, processors)
-        candidates.add_prompts(name, library, backend)
-        if not has_kernels or candidates.reads_pages(library):  # else our kernels decode for it
-            candidates.add_answers(name, library, backend)
-    prompts, answers = _fastest(candidates.prompts, "prompts"), _fastest(candidates.answers, "answers")
-    del candidates
+    ours = _chosen(device, dtype, shape, fallback, libraries) if has_triton() else None
     torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
-    if prompts is answers is None and not has_kernels:
+    if ours is None:
+        logger.warning("attention: plain torch computes it, several times slower than our kernels would")
         return fallback
-    return FlashAttention(fallback, prompts, answers, has_kernels, processors)
+    return ours
 
 
-@dataclass(frozen=True)
-class _Timed:
-    seconds: float
-    name: str
-    library: FlashLibrary | None  # None: our kernels
-
-
-def _fastest(candidates: Sequence[_Timed], what: str) -> FlashLibrary | None:
-    if not candidates:
-        logger.warning("attention: plain torch computes %s, several times slower than a kernel would", what)
+def _chosen(
+    device: torch.device, dtype: torch.dtype, shape: AttentionShape, fallback: ModelAttention,
+    libraries: Callable[[], Sequence[tuple[str, FlashLibrary]]],
+) -> CudaAttention | None:  # fmt: skip
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    ours = CudaAttention(fallback, processors)
+    answers = [_Step(device, dtype, shape, sizes) for sizes in DECODES]
+    prompts = [_Step(device, dtype, shape, sizes) for sizes in CHUNKS]
+    answers_s = _seconds(answers, "answers", "our kernels", ours)
+    best_s = _seconds(prompts, "long prompt chunks", "our kernels", ours)
+    if answers_s is None or best_s is None:
         return None
-    best = min(candidates, key=lambda each: each.seconds)
-    logger.info("attention: %s is the fastest of %d for %s", best.name, len(candidates), what)
-    return best.library
+    best, best_name, num_right = None, "our kernels", 1
+    # libraries compute in 16 bits only
+    for name, library in libraries() if dtype != torch.float32 and prompts[0].suits_libraries else ():
+        backend = CudaAttention(fallback, processors, library)
+        seconds = _seconds(prompts, "long prompt chunks", name, backend)
+        num_right += seconds is not None
+        if seconds is not None and seconds < best_s:
+            best, best_name, best_s = library, name, seconds
+    logger.info("attention: long prompt chunks by %s, the fastest of %d", best_name, num_right)
+    return CudaAttention(fallback, processors, best)
 
 
-class _Candidates:
-    """What has given the right numbers, and how long it takes."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, shape: AttentionShape):
-        self.prompts: list[_Timed] = []
-        self.answers: list[_Timed] = []
-        self._device, self._block_size = device, shape.block_size
-        exact = TorchAttention()  # not the worker's own, which would keep scratch for the long decode
-        steps = {sizes: _Step(device, dtype, shape, sizes) for sizes in (*DECODES, CHUNK)}
-        expected = {sizes: (step, step.attend(exact)) for sizes, step in steps.items()}
-        self._decodes, self._chunk = [expected[sizes] for sizes in DECODES], expected[CHUNK]
-
-    def reads_pages(self, library: FlashLibrary) -> bool:
-        step, _ = self._chunk
-        return reads_pages(library, self._block_size) and step.is_plain
-
-    def add_prompts(self, name: str, library: FlashLibrary | None, backend: AttentionBackend) -> None:
-        self._add(self.prompts, "prompts", [self._chunk], name, library, backend)
-
-    def add_answers(self, name: str, library: FlashLibrary | None, backend: AttentionBackend) -> None:
-        self._add(self.answers, "answers", self._decodes, name, library, backend)
-
-    def _add(
-        self, found: list[_Timed], what: str, steps: Sequence[tuple[_Step, Tensor]], name: str,
-        library: FlashLibrary | None, backend: AttentionBackend,
-    ) -> None:  # fmt: skip
-        try:
-            seconds = [step.seconds(backend, right) for step, right in steps]
-        except Exception as error:  # libraries raise what they like: it is not taken, and the log says why
-            torch.cuda.synchronize(self._device)  # raises if the device itself is broken
-            logger.warning("attention: %s is left out for %s: %s", name, what, error)
-            return
-        times = " and ".join(f"{1e6 * each:.1f}" for each in seconds)
-        logger.info("attention: %s takes %s us for %s", name, times, what)
-        found.append(_Timed(sum(seconds), name, library))
+def _seconds(steps: Sequence[_Step], what: str, name: str, backend: AttentionBackend) -> float | None:
+    """None: it fails, or gives wrong numbers."""
+    try:
+        seconds = [step.seconds(backend) for step in steps]
+    except Exception as error:  # libraries raise what they like: it is not taken, and the log says why
+        torch.cuda.synchronize(steps[0].device)  # raises if the device itself is broken
+        logger.warning("attention: %s: left out for %s: %s", name, what, error)
+        return None
+    times = " and ".join(f"{1e6 * each:.1f}" for each in seconds)
+    logger.info("attention: %s: %s us for %s", name, times, what)
+    return sum(seconds)
 
 
 class _Step:
@@ -130,49 +102,24 @@ class _Step:
         shape: AttentionShape,
         sizes: Sequence[tuple[int, int]],
     ):
-        contexts, size = [old + new for old, new in sizes], shape.block_size
-        per_sequence = -(-max(contexts) // size)
-        self._layer = shape.layer
-        kv = BlockMemory(shape.layout, per_sequence * len(sizes), device)
-        tables = torch.arange(kv.num_blocks).view(len(sizes), per_sequence)
-        slots = [
-            tables[row, torch.arange(old, old + new) // size] * size + torch.arange(old, old + new) % size
-            for row, (old, new) in enumerate(sizes)
-        ]
-        self._batch_of = lambda: PagedBatch(
-            kv, size, torch.cat(slots).to(device), [new for _, new in sizes], contexts, tables.to(device),
-            torch.tensor(contexts, device=device), [()] * len(sizes),
-        )  # fmt: skip
-        self._cache: LayerCache = layer_cache(kv, 0)
-        self.is_plain = isinstance(self._cache.key, PlainRows)
-        generator = torch.Generator().manual_seed(0)
+        generator, self._layer = torch.Generator().manual_seed(0), shape.layer
+        self._step = RandomStep(shape.layout, sizes, device, dtype, generator)
+        self._cache: LayerCache = layer_cache(self._step.memory, 0)
+        self.device = device
+        self.suits_libraries = library_can(self._layer, self._cache)
+        slots, width = self._step.slots, self._cache.key.row_shape[1]
+        query = torch.randn(len(slots), shape.num_heads, width, generator=generator)
+        self._query, self._tolerance = query.to(device, dtype), TOLERANCES[dtype]
+        self._new = self._cache.key.rows(slots, dtype), self._cache.value.rows(slots, dtype)
+        # not by the worker's own backend, which would keep scratch for the long decode
+        self._expected = self._attend(TorchAttention()).float()
 
-        def noise(count: int, heads: int, width: int) -> Tensor:
-            return torch.randn(count, heads, width, generator=generator).to(device, dtype)
+    def _attend(self, backend: AttentionBackend) -> Tensor:
+        return backend.attend(self._step.batch(), self._layer, self._query, *self._new, self._cache)
 
-        (kv_heads, key_width), (_, value_width) = self._cache.key.row_shape, self._cache.value.row_shape
-        every = (tables[:, :, None] * size + torch.arange(size)).flatten().to(device)
-        self._cache.write(
-            every, noise(len(every), kv_heads, key_width), noise(len(every), kv_heads, value_width)
-        )
-        num_new = sum(new for _, new in sizes)
-        self._query = noise(num_new, shape.num_heads, key_width)
-        new = torch.cat(slots).to(device)
-        self._new = self._cache.key.rows(new, dtype), self._cache.value.rows(new, dtype)
-
-    def attend(self, backend: AttentionBackend) -> Tensor:
-        return backend.attend(self._batch_of(), self._layer, self._query, *self._new, self._cache)
-
-    def seconds(self, backend: AttentionBackend, expected: Tensor) -> float:
-        """The median of some rounds. Raises ValueError for other numbers than the expected ones."""
-        error = float((self.attend(backend).float() - expected.float()).norm() / expected.float().norm())
-        if not error <= TOLERANCE:  # also for NaN
+    def seconds(self, backend: AttentionBackend) -> float:
+        """The median of some rounds. Raises ValueError for numbers that are not those of plain softmax."""
+        error = float((self._attend(backend).float() - self._expected).norm() / self._expected.norm())
+        if not error <= self._tolerance:  # also for NaN
             raise ValueError(f"its results are wrong by {error:.1%}")
-        times = []
-        for _ in range(NUM_ROUNDS):
-            torch.cuda.synchronize(self._query.device)
-            start = time.perf_counter()
-            self.attend(backend)
-            torch.cuda.synchronize(self._query.device)
-            times.append(time.perf_counter() - start)
-        return median(times)
+        return median_s(lambda: self._attend(backend), self.device, NUM_ROUNDS)

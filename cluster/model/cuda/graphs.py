@@ -1,14 +1,20 @@
-"""CUDA graphs of the decode step: one per batch size of a short list, recorded at its first use and replayed
+"""CUDA graphs of steps: one for each size of a short list, recorded when a worker starts and replayed
 afterwards.
+
+    answers   one token for each of B sequences, from their token ids on
+    mixed     T tokens of prompt chunks, answers and drafts, from their embeddings on: the lookup, and the
+              rows of media, are enqueued before the replay
 
 A replay repeats the recorded launches at the recorded addresses. Therefore:
 
-* a step's inputs always use the same buffers (`StepMatrix`),
-* a batch is padded to a recorded size with rows that write into a scratch block,
-* the logits are always in the same tensor,
-* attention must not read the contexts on the host (`FlashAttention.can_capture`).
+* a step's inputs always use the same buffers (`StepBuffers`),
+* a step is padded to a recorded size with tokens that write into a scratch block,
+* the logits are always in the same tensor, which all sizes share,
+* attention must not read the sizes of a step on the host (`ModelAttention.can_capture`).
 
-Tried on the CPU with a stand-in for the capture; `capture_cuda` itself is untried.
+All graphs share one pool of memory, so only one of them may run at a time. Mixed steps above
+`MIXED_TOKENS` are not recorded: there the device takes longer than the host. What cannot be recorded runs
+unrecorded, with equal results; the log says why.
 """
 
 from __future__ import annotations
@@ -16,25 +22,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.cuda.copies import DecodeInputs, StepMatrix
+from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.step_model import StepModel
 
 logger = logging.getLogger(__name__)
 
+MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
+NUM_PROMPTS = 16  # in a mixed step, beside as many answers as a step of answers holds
+# What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred
+# launches. An assumption; other workers on the device make it hard to measure.
+GRAPH_BYTES = 8 << 20
+
 Replay = Callable[[], Tensor]  # enqueues the recorded work; always returns the same tensor
-
-
-class DecodeStep(Protocol):
-    def __call__(self, inputs: DecodeInputs) -> Tensor:
-        """[B, vocab_size] float32 logits. Enqueues work only: no synchronisation, no copies from the host."""
-        ...
 
 
 class Capture(Protocol):
@@ -48,77 +56,111 @@ class CapturableModel(StepModel, Protocol):
 
     block_size: int
     max_model_len: int
+    hidden_size: int
+    feature_width: int
+    vocab_size: int
+    position_axes: int
+    dtype: torch.dtype
 
-    def decode_step(self, inputs: DecodeInputs, kv: BlockMemory) -> Tensor:
-        """A `DecodeStep` over `kv`."""
+    def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
+        """See `LanguageModel`. Enqueues work only: no synchronisation, no copies from the host."""
         ...
 
+    def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None: ...
 
-class DecodeGraphs:
-    """Runs decode steps of up to `max_batch` sequences. One thread."""
+    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray: ...
 
-    def __init__(self, step: DecodeStep, matrix: StepMatrix, capture: Capture):
-        self._step = step
-        self._matrix = matrix
-        self._capture = capture
-        self._sizes = batch_sizes(matrix.max_batch)
-        self._replays: dict[int, Replay] = {}
 
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        context_lens: Sequence[int],
-        deltas: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-    ) -> Tensor:
-        """As `LanguageModel.decode`. The logits [B, vocab_size] are valid until the next call."""
-        count = len(token_ids)
-        size = next(size for size in self._sizes if size >= count)
-        self._matrix.fill(token_ids, context_lens, deltas, block_tables, size)
-        return self._replay(size)()[:count]
+@dataclass(frozen=True)
+class RecordedSizes:
+    """What is recorded. Each list ascends."""
 
-    def warm_up(self) -> None:
-        """Records every size, largest first, so that the smaller ones fit into its memory. Takes minutes at
-        most; without it the first requests wait. Writes into the scratch block only."""
-        for size in reversed(self._sizes):
-            self._matrix.fill([], [], [], [], size)
-            self._replay(size)
+    answers: Sequence[StepSizes]
+    mixed: Sequence[StepSizes]  # empty: only steps of answers
 
-    def _replay(self, size: int) -> Replay:
-        if size not in self._replays:
-            inputs = self._matrix.inputs(size)
-            self._replays[size] = self._capture(lambda: self._step(inputs))
-        return self._replays[size]
+    @classmethod
+    def up_to(cls, max_batch: int, max_prompt_tokens: int, max_drafts: int = 0) -> RecordedSizes:
+        """max_batch: sequences of answers in a step, each with up to `max_drafts` drafts. max_prompt_tokens:
+        beside them; 0 without drafts: mixed steps are not recorded. A step of T tokens has at most T
+        sequences, and as many tokens whose logits are wanted."""
+        max_answer_tokens = max_batch * (1 + max_drafts)
+        max_tokens = max_prompt_tokens + max_answer_tokens if max_prompt_tokens or max_drafts else 0
+        smaller = [size for size in MIXED_TOKENS if size < max_tokens]
+        mixed = MIXED_TOKENS[: len(smaller) + 1] if max_tokens else ()
+        return cls(
+            [answers_of(size) for size in batch_sizes(max_batch)],
+            [
+                StepSizes(
+                    size, min(size, max_batch + NUM_PROMPTS), min(size, max_answer_tokens + NUM_PROMPTS)
+                )
+                for size in mixed
+            ],
+        )
+
+    @property
+    def largest(self) -> StepSizes:
+        """Which no step exceeds."""
+        every = [*self.answers, *self.mixed]
+        return StepSizes(
+            max(sizes.num_tokens for sizes in every),
+            max(sizes.num_rows for sizes in every),
+            max(sizes.num_wanted for sizes in every),
+        )
 
 
 class GraphedModel:
-    """A `LanguageModel` whose decode steps over `kv` are replayed. Other calls go to the model itself. One
-    thread.
+    """A `LanguageModel` whose steps over `kv` are replayed if they have a recorded size. One thread.
 
     The last block of `kv` is the scratch block: it must not belong to the pool that requests draw from.
     """
 
-    def __init__(self, model: CapturableModel, kv: BlockMemory, max_batch: int, capture: Capture):
+    def __init__(self, model: CapturableModel, kv: BlockMemory, sizes: RecordedSizes, capture: Capture):
         max_blocks = -(-model.max_model_len // model.block_size)
-        scratch_block = kv.num_blocks - 1
-        matrix = StepMatrix(max_batch, max_blocks, model.block_size, scratch_block, kv.buffer.device)
+        largest, device = sizes.largest, kv.buffer.device
+        most_tokens = max((mixed.num_tokens for mixed in sizes.mixed), default=0)
         self._model = model
         self._kv = kv
-        self._graphs = DecodeGraphs(lambda inputs: model.decode_step(inputs, kv), matrix, capture)
+        self._sizes = sizes
+        self._capture = capture
+        self._buffers = StepBuffers(
+            largest, max_blocks, model.position_axes, model.block_size, kv.num_blocks - 1, device
+        )
+        self._embeds = torch.zeros(most_tokens, model.hidden_size, dtype=model.dtype, device=device)
+        self._logits = torch.zeros(largest.num_wanted, model.vocab_size, device=device)
+        self._replays: dict[StepSizes, Replay] = {}
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Records all batch sizes. Raises RuntimeError if the model does something that cannot be
-        recorded."""
-        self._graphs.warm_up()
+        """Records every size, largest first, so that the smaller ones fit into its memory. Writes into the
+        scratch block only. Mixed steps that cannot be recorded are left to the model. Raises RuntimeError
+        if steps of answers cannot be recorded."""
+        try:
+            for sizes in reversed(self._sizes.mixed):
+                self._record(sizes)
+        except RuntimeError as error:
+            logger.warning("steps with prompts are not recorded: %s", error)
+            self._sizes = replace(self._sizes, mixed=())
+            self._replays.clear()
+        for sizes in reversed(self._sizes.answers):
+            self._record(sizes)
 
+    @property
+    def records_mixed(self) -> bool:
+        return bool(self._sizes.mixed)
+
+    @torch.inference_mode()
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
-        return self._model.forward(chunks, kv, on_layer)
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
-        self._model.copy_blocks(sources, targets, kv)
+        """The logits are valid until the next call. Replays if nothing asks for more than logits."""
+        sizes = self._sizes_of(chunks) if on_layer is None else None
+        if sizes is None:
+            return self._model.forward(chunks, kv, on_layer)
+        self._check(kv)
+        token_ids = self._model.known_ids([token for chunk in chunks for token in chunk.token_ids])
+        inputs = self._buffers.fill_chunks(sizes, token_ids, chunks)
+        self._model.place_embeds(inputs.token_ids, chunks, self._embeds[: sizes.num_tokens])
+        return self._replays[sizes]()[: sum(chunk.num_logits for chunk in chunks)]
 
     @torch.inference_mode()
     def decode(
@@ -129,39 +171,118 @@ class GraphedModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor:
-        """The logits are valid until the next call."""
+        """The logits are valid until the next call. A request with more choices than a step of answers has
+        sequences runs alone, and unrecorded."""
+        self._check(kv)
+        count = len(token_ids)
+        sizes = next((sizes for sizes in self._sizes.answers if sizes.num_rows >= count), None)
+        if sizes is None:
+            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
+        self._buffers.fill_answers(
+            sizes, self._model.known_ids(token_ids), context_lens, deltas, block_tables
+        )
+        return self._replays[sizes]()[:count]
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
+        self._model.copy_blocks(sources, targets, kv)
+
+    def _sizes_of(self, chunks: Sequence[SequenceChunk]) -> StepSizes | None:
+        """The smallest that hold such a step. None: it is not recorded."""
+        if not all(map(self._is_recorded, chunks)):
+            return None
+        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        num_wanted = sum(chunk.num_logits for chunk in chunks)
+        fitting = (
+            sizes
+            for sizes in self._sizes.mixed
+            if sizes.num_tokens >= num_tokens
+            and sizes.num_rows >= len(chunks)
+            and sizes.num_wanted >= num_wanted
+        )
+        return next(fitting, None)
+
+    def _is_recorded(self, chunk: SequenceChunk) -> bool:
+        """Whether the chunk's tokens are of the recorded kind: no scores, no rows for deep-stack layers,
+        whole positions of as many axes as those of text."""
+        positions = chunk.position_ids
+        if isinstance(positions, Tensor):
+            axes = 1 if positions.ndim == 1 else len(positions)
+            if positions.is_floating_point() or axes not in (1, self._model.position_axes):
+                return False
+        is_deep = self._model.feature_width != self._model.hidden_size
+        return chunk.scores is None and not (chunk.features and is_deep)
+
+    def _record(self, sizes: StepSizes) -> None:
+        inputs = self._buffers.fill_answers(sizes, (), (), (), ())  # padding only
+        embeds = None if sizes.is_decode else self._embeds[: sizes.num_tokens]
+        out = self._logits[: sizes.num_wanted]
+        self._replays[sizes] = self._capture(lambda: out.copy_(self._model.step(inputs, self._kv, embeds)))
+
+    def _check(self, kv: BlockMemory) -> None:
         assert kv is self._kv, "graphs hold the addresses of one memory"
-        return self._graphs.decode(token_ids, context_lens, deltas, block_tables)
 
 
-def with_graphs(model: LanguageModel, kv: BlockMemory, max_batch: int) -> StepModel:
-    """The model with recorded decode steps. If they cannot be recorded: the model itself, and the log says
-    why. On CUDA."""
-    if not model.can_capture_decode(kv):
-        logger.info("decode steps are not recorded: their attention needs the host")
-        return model
-    graphed = GraphedModel(model, kv, max_batch, capture_cuda())
+@dataclass(frozen=True)
+class Recording:
+    """What can be recorded of a model, known before its KV is sized."""
+
+    sizes: RecordedSizes
+    num_bytes: int  # that all graphs and their buffers take
+
+    def over(self, model: LanguageModel, kv: BlockMemory) -> StepModel:
+        """The model with recorded steps over `kv`. Takes seconds."""
+        return _recorded(model, kv, self.sizes) or model
+
+
+def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None:
+    """Records the largest step of each kind, over a KV of one block, and frees it again: the others share
+    its memory. None: steps cannot be recorded; the log says why. Call it before other threads use the
+    device."""
+    if model.device.type != "cuda":
+        return None
+    kv = BlockMemory(model.kv_layout, 1, model.device)
+    if not model.can_capture(kv):
+        logger.info("steps are not recorded: their attention needs the host")
+        return None
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(model.device)
+    graphed = _recorded(model, kv, RecordedSizes(sizes.answers[-1:], sizes.mixed[-1:]))
+    shared = torch.cuda.memory_reserved(model.device) - before
+    if graphed is None:
+        return None
+    if not graphed.records_mixed:
+        sizes = replace(sizes, mixed=())
+    del graphed
+    torch.cuda.empty_cache()
+    num_graphs = len(sizes.answers) + len(sizes.mixed)
+    return Recording(sizes, shared + num_graphs * GRAPH_BYTES)
+
+
+def _recorded(model: LanguageModel, kv: BlockMemory, sizes: RecordedSizes) -> GraphedModel | None:
+    """None: not even steps of answers can be recorded; the log says why."""
+    graphed = GraphedModel(model, kv, sizes, capture_cuda())
     try:
         graphed.warm_up()
     except RuntimeError as error:
-        logger.warning("decode steps cannot be recorded: %s", error)
-        return model
+        logger.warning("steps cannot be recorded: %s", error)
+        return None
+    finally:
+        torch.cuda.empty_cache()  # what the runs before each recording have left
     return graphed
 
 
 def batch_sizes(max_batch: int) -> list[int]:
-    """1, 2, 4, then steps of 8 up to 64 and of 32 after that; the last is max_batch. Padding small batches
-    costs little, because most of such a step is reading the weights, which all rows share."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_batch, 32)]
+    """1, 2, 4, then steps of 8 up to 32, of 16 up to 64 and of 32 after that; the last is max_batch. Padding
+    small batches costs little, because most of such a step is reading the weights, which all rows share."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, max_batch, 32)]
     return [size for size in sizes if size < max_batch] + [max_batch]
 
 
 def capture_cuda() -> Capture:
     """A capture whose graphs share one memory pool, so only one of them may run at a time."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def capture(work: Callable[[], Tensor]) -> Replay:
-        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()  # compiles kernels and initialises libraries outside the recording

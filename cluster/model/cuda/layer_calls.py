@@ -11,6 +11,8 @@ but attention. A layer is x ← x + scale · post(body(pre(x))) twice, and ten l
     gate
     product      of the projection down, which the next layer's `add_norm` adds
 
+Modules that are not fused write K and V by `write_rows`.
+
 Nothing here reads the host's copy of anything or synchronises, and all shapes follow from the arguments'
 shapes, so a call may be recorded in a CUDA graph. It enqueues on the current stream and needs triton, which
 is imported by the first call. Owns no memory. Unmeasured: never run on a GPU.
@@ -179,6 +181,26 @@ def rope_write(
         FORM=_form(query_norm), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def write_rows(key: Tensor, value: Tensor, slots: Tensor, cache: LayerCache) -> None:
+    """K and V of modules that are not fused into `cache`, plain or INT8: key [T, Hk, D], value [T, Hk, Dv],
+    of any strides, copied only if their columns are not contiguous. slots [T] int32 or int64. Plain rows are
+    written bit by bit, INT8 ones with the codes and scales of `kv_format.quantize`."""
+    from cluster.model.cuda import layer_kernels
+
+    key_store, key_scales = tensors_of(cache.key)
+    value_store, value_scales = tensors_of(cache.value)
+    num_tokens, kv_heads, key_width = key.shape
+    value_width = value.shape[2]
+    key, value = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (key, value))
+    tiles = 2 * -(-kv_heads // _HEADS_PER_PROGRAM)
+    layer_kernels.write_rows[(num_tokens, tiles)](
+        key, value, slots, key_store, key_scales, value_store, value_scales,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        KV_HEADS=kv_heads, K_WIDTH=key_width, K_PAD=power_of_two(key_width), V_WIDTH=value_width,
+        V_PAD=power_of_two(value_width), HEADS=_HEADS_PER_PROGRAM, num_warps=4,
+    )  # fmt: skip
 
 
 def gate(shares: Tensor, activation: GateActivation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

@@ -5,7 +5,8 @@ sm_100 (Triton 3.9); unmeasured, never run on a GPU.
 Each kernel reads the last product as SHARES partial results [SHARES, T, width], sums them in order in float32
 and rounds the sum to the model's dtype: a product that is cut along its inner dimension needs no launch of
 its own for the sum. Sums are float32, and a value is rounded to the model's dtype where transformers' modules
-round it. A row's result depends on that row alone. `*_PAD` is a size rounded up to a power of two.
+round it. A row's result depends on that row alone. `write_rows` serves modules that are not fused. `*_PAD` is
+a size rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -199,6 +200,35 @@ def rope_write(
         offsets = (QUERY_HEADS + KV_HEADS) * K_WIDTH + heads[:, None] * V_WIDTH + columns[None, :]
         rows = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
         slot = tl.load(slots + token).to(tl.int64)
+        _write(rows, value, value_scales, slot, heads, KV_HEADS, V_WIDTH, V_PAD, HEADS)
+
+
+@triton.jit
+def write_rows(
+    key_rows, value_rows, slots, key, key_scales, value, value_scales,
+    key_stride, key_head_stride, value_stride, value_head_stride,
+    KV_HEADS: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr, V_WIDTH: tl.constexpr,
+    V_PAD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, tiles): HEADS heads of one token a program; first tiles of k, then of v. Rows have contiguous
+    columns."""
+    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
+    slot = tl.load(slots + token).to(tl.int64)
+    members = tl.arange(0, HEADS)
+    if tile < tiles:
+        heads = tile * HEADS + members
+        columns = tl.arange(0, K_PAD)
+        mask = (heads < KV_HEADS)[:, None] & (columns < K_WIDTH)[None, :]
+        offsets = token * key_stride + heads[:, None].to(tl.int64) * key_head_stride + columns[None, :]
+        rows = tl.load(key_rows + offsets, mask=mask, other=0.0).to(tl.float32)
+        _write(rows, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
+    else:
+        heads = (tile - tiles) * HEADS + members
+        columns = tl.arange(0, V_PAD)
+        mask = (heads < KV_HEADS)[:, None] & (columns < V_WIDTH)[None, :]
+        offsets = token * value_stride + heads[:, None].to(tl.int64) * value_head_stride + columns[None, :]
+        rows = tl.load(value_rows + offsets, mask=mask, other=0.0).to(tl.float32)
         _write(rows, value, value_scales, slot, heads, KV_HEADS, V_WIDTH, V_PAD, HEADS)
 
 

@@ -1,12 +1,12 @@
-"""Attention kernels of other projects behind one interface. Each may be missing; `installed` names those that
-can be imported. Letters as in `cluster.model.attention`.
+"""Attention kernels of other projects behind one interface, for long chunks of prompts. Each may be missing;
+`installed` names those that can be imported. Letters as in `cluster.model.attention`.
 
 | library | reads pages of | GPUs | installed by |
 | --- | --- | --- | --- |
 | flash-attn 4 (`flash_attn.cute`) | any size, Hopper and Blackwell | from Ampere on | the extra `gpu` |
 | flash-attn 3 (`flash_attn_interface`) | any size | Hopper | a build of one's own |
 | flash-attn 2 (`flash_attn`) | multiples of 256 rows | from Ampere on | a build |
-| torch's `varlen_attn` | – | from Ampere on | torch; no soft caps |
+| torch's `varlen_attn` | – | from Ampere on | torch |
 
 Untried on a GPU. Calls are checked against the libraries' signatures (tests/unit/cuda/test_libraries.py), and
 against plain softmax when a worker starts (`choice`).
@@ -48,9 +48,6 @@ class FlashLibrary(Protocol):
         """Pages whose number of rows is a multiple of this can be read; None: no pages."""
         ...
 
-    @property
-    def has_softcap(self) -> bool: ...
-
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
@@ -68,21 +65,13 @@ class Flash2:
     """`module` is flash_attn."""
 
     page_multiple = 256
-    has_softcap = True
 
     def __init__(self, module: Any):
         self._varlen = module.flash_attn_varlen_func
-        self._with_kvcache = module.flash_attn_with_kvcache
 
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
-        if lengths.max_query == 1:
-            out = self._with_kvcache(
-                query[:, None], key, value, cache_seqlens=lengths.contexts, block_table=lengths.tables,
-                **_common(layer),
-            )  # fmt: skip
-            return out[:, 0]
         return self._varlen(
             query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
             lengths.max_context, block_table=lengths.tables, **_common(layer),
@@ -99,6 +88,10 @@ class Flash3(Flash2):
 
     page_multiple = 1
 
+    def __init__(self, module: Any):
+        super().__init__(module)
+        self._with_kvcache = module.flash_attn_with_kvcache
+
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
@@ -112,7 +105,6 @@ class Flash4:
     """`module` is flash_attn.cute, whose calls return the logarithms of sums, too."""
 
     page_multiple = 1
-    has_softcap = True
 
     def __init__(self, module: Any):
         self._varlen = module.flash_attn_varlen_func
@@ -144,7 +136,6 @@ class TorchVarlen:
     keyword: its function checks no heads and gives them to the same kernel, which reads shared KV heads."""
 
     page_multiple = None
-    has_softcap = False
 
     def __init__(self, module: Any):
         self._varlen = module.varlen_attn
@@ -189,7 +180,6 @@ def _common(layer: LayerAttention) -> dict[str, Any]:
         "softmax_scale": layer.scaling,
         "causal": True,
         "window_size": window,
-        "softcap": layer.softcap or 0.0,
     }
 
 

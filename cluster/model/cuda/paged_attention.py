@@ -1,15 +1,15 @@
 """Launches the attention kernel over paged KV (`attention_kernels`) for any mix of prompt chunks and answers:
 causal, with windows, with media spans whose positions see each other, soft caps, sinks, and plain or INT8 KV.
 
-    step_tensors    what the kernels know of a step, on the device
+    step_of         what the kernels know of a step, on the device
     plan            once a step and distinct window: cuts the step into work items, on the device
     attend          once a layer: one launch for each list of items, then the shares are merged
 
 Grids and scratch follow from the sizes T and B of the step's tensors alone, never from contexts, so all of it
-can be recorded in a CUDA graph; a token of no sequence and a sequence without new tokens are padding. Nothing
-synchronises. Scratch is allocated by each call (from the graph's pool, if one is recorded), so nothing is
-owned. Needs triton, which the first call imports; enqueues on the current stream. Unmeasured: never run on a
-GPU.
+can be recorded in a CUDA graph; a token of no sequence and a sequence without new tokens are padding. A step
+whose sizes are on the host gets scratch for its own partial results only. Nothing synchronises. Scratch is
+allocated by each call (from the graph's pool, if one is recorded), so nothing is owned. Needs triton, which
+the first call imports; enqueues on the current stream. Unmeasured: never run on a GPU.
 
 A row's bits depend on its own sequence: its tokens of this step, its context and the window. float32 products
 are exact ones (`ieee`); in 16 bits, scores and sums are float32 and probabilities are rounded before they
@@ -19,41 +19,36 @@ meet the values, as flash-attn does. Letters as in `attention`, and M blocks of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache as cached
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
+from cluster.model.batches import visible_ends
 from cluster.model.cuda.tiles import power_of_two, tensors_of
 from cluster.model.kv_format import GROUP_WIDTH, LayerCache
 
 MAX_WIDTH = 256  # channels of a head that fit a program's registers
 MAX_SHARES = 32  # of one token's keys, as in `attention_kernels`
-MAX_PLACES = 128  # of one sequence, as there
+MAX_PLACES = 512  # of one sequence, as there
+KEYS_PER_SHARE = 256  # as there
 _ITEM_WIDTH = 8
 _ITEMS_PER_PROGRAM = 128
 _SEQS_PER_PASS = 64
 _SMALLEST_TILE = 16  # rows that matrix units take
+_MERGED_HEADS = 4  # that a program of `merge` joins, in steps whose tokens have one share as a rule
+# Shared memory that a program of prompts needs to load two tiles of keys and values ahead. Ampere's A100,
+# Hopper and Blackwell in data centres have it.
+_LARGE_SHARED_BYTES = 160_000
+# Stages of Triton's loop. The block ids, keys and values, and products take turns: of three stages each is
+# one, so keys and values are loaded when those before have been used; of five two are loaded ahead.
+_SHALLOW, _DEEP = 3, 5
 _NO_WINDOW = 1 << 30
 # Of the scales of float16 values: probability times scale may be below float16's normal range. No scale is
 # above 516, so no product with the factor is above its range.
 _HALF_FACTOR = 64.0
-
-
-@dataclass(frozen=True)
-class StepTensors:
-    """One packed step, on the device, int32. The new tokens of a sequence are neighbours, in order. Each
-    tensor begins at a multiple of 16 bytes: Triton compiles other code for one that does not."""
-
-    seqs: Tensor  # [T]: row of each new token's sequence; -1: padding
-    indices: Tensor  # [T]: its index among the sequence's positions
-    ends: Tensor  # [T]: it sees positions below this; index + 1, or the end of its media span
-    starts: Tensor  # [B + 1]: first token of each sequence; the last: number of tokens that are no padding
-    contexts: Tensor  # [B]: KV length, including new tokens
-    tables: Tensor  # [B, M]: block ids; entries behind the context are any ids. Rows are contiguous
-    block_size: int
-    is_decode: bool  # no sequence has more than one new token; known without reading the device
 
 
 @dataclass(frozen=True)
@@ -66,6 +61,8 @@ class Tiles:
     row_keys: int  # keys of an inner step
     prompt_keys: int
     prompt_warps: int
+    row_stages: int
+    prompt_stages: int
     row_programs: int  # of a multiprocessor at once; more would begin when the first have ended
     prompt_programs: int
     key_run: tuple[int, int]  # channels that are worked on at once, and how often
@@ -89,43 +86,65 @@ class AttentionPlan:
     counts: Tensor  # [2, 4]: of items, and padding
     seq_shares: Tensor  # [B] and padding: shares of the keys of a sequence's tokens
     seq_places: Tensor  # [B] and padding: where the partial results of its first token begin
+    num_places: int  # at least so many as the step's partial results
 
 
 def can_attend(cache: LayerCache) -> bool:
     return max(cache.key.row_shape[1], cache.value.row_shape[1]) <= MAX_WIDTH
 
 
+def step_of(batch: PagedBatch) -> StepTensors:
+    """The step's own tensors, if it came with some; else made once a step from the sizes on the host."""
+    if batch.device is not None:
+        return batch.device
+    if ("step",) not in batch.memo:
+        batch.memo["step",] = step_tensors(batch)
+    return batch.memo["step",]
+
+
+def plan_of(batch: PagedBatch, tiles: Tiles, window: int | None) -> AttentionPlan:
+    """`plan`, made once a step."""
+    key = ("plan", tiles, window)
+    if key not in batch.memo:
+        num_places = None if batch.device is not None else _num_places(batch)
+        batch.memo[key] = plan(step_of(batch), tiles, window, num_places)
+    return batch.memo[key]
+
+
 def step_tensors(batch: PagedBatch) -> StepTensors:
-    """Of a step whose sizes are on the host. Copies to the device; made once per step by the caller."""
+    """Of a step whose sizes are on the host. One copy to the device."""
     counts, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
     starts = np.concatenate([[0], counts.cumsum()])
     seqs = np.repeat(np.arange(len(counts)), counts)
     indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
-    ends = indices + 1
-    for seq, spans in enumerate(batch.bidirectional_spans):
-        own_indices, own_ends = (each[starts[seq] : starts[seq + 1]] for each in (indices, ends))
-        for start, end in spans:
-            own_ends[(own_indices >= start) & (own_indices < end)] = end
-    device = batch.slots.device
-
-    def on_device(numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int32)).to(device, non_blocking=True)
-
-    return StepTensors(
-        on_device(seqs), on_device(indices), on_device(ends), on_device(starts), on_device(contexts),
-        batch.block_tables.int(), batch.block_size, batch.is_decode,
-    )  # fmt: skip
+    ends = visible_ends(indices, starts, batch.bidirectional_spans)
+    numbers = seqs, indices, ends, starts, contexts
+    sizes = [_aligned(len(each)) for each in numbers]
+    packed = np.zeros(sum(sizes), dtype=np.int32)
+    for first, each in zip(np.cumsum([0, *sizes]), numbers, strict=False):
+        packed[first : first + len(each)] = each
+    parts = torch.from_numpy(packed).to(batch.slots.device, non_blocking=True).split(sizes)
+    on_device = (part[: len(each)] for part, each in zip(parts, numbers, strict=True))
+    return StepTensors(*on_device, batch.block_tables.int(), batch.block_size, batch.is_decode)
 
 
 def tiles_for(num_heads: int, cache: LayerCache, dtype: torch.dtype) -> Tiles:
     """dtype: of the queries. Sizes are chosen by what the compiler needs for them (registers, shared memory),
     not measured."""
     key, key_scales = tensors_of(cache.key)
-    group = num_heads // key.shape[2]
+    (kv_heads, key_width), (_, value_width) = cache.key.row_shape, cache.value.row_shape
     is_quantised, is_exact = key_scales is not None, dtype == torch.float32
-    widest = max(cache.key.row_shape[1], cache.value.row_shape[1])
-    is_wide = widest > 128
+    return _tiles(num_heads // kv_heads, key_width, value_width, is_quantised, is_exact, key.device)
+
+
+@cached
+def _tiles(
+    group: int, key_width: int, value_width: int, is_quantised: bool, is_exact: bool, device: torch.device
+) -> Tiles:
+    is_wide = max(key_width, value_width) > 128
+    is_narrow = max(key_width, value_width) <= 64
     prompt_tile = _SMALLEST_TILE if is_exact else 64 if is_wide else 128
+    has_room = is_quantised or is_narrow or _shared_bytes(device) >= _LARGE_SHARED_BYTES
     return Tiles(
         group,
         row_tile=max(_SMALLEST_TILE, power_of_two(group)),
@@ -133,15 +152,25 @@ def tiles_for(num_heads: int, cache: LayerCache, dtype: torch.dtype) -> Tiles:
         row_keys=32 if is_exact or is_wide else 64,
         prompt_keys=32 if is_exact or is_wide else 64,
         prompt_warps=4 if is_exact else 8,
-        row_programs=2 if is_exact or is_wide else 3,
+        row_stages=_DEEP,
+        prompt_stages=_DEEP if has_room and not is_exact else _SHALLOW,
+        row_programs=3 if is_narrow and not is_quantised else 2,
         prompt_programs=2 if is_exact else 1,
-        key_run=_run(cache.key.row_shape[1], is_quantised),
-        value_run=_run(cache.value.row_shape[1], is_quantised),
+        key_run=_run(key_width, is_quantised),
+        value_run=_run(value_width, is_quantised),
     )
 
 
-def plan(step: StepTensors, tiles: Tiles, window: int | None) -> AttentionPlan:
-    """One launch. `window` as in `LayerAttention`."""
+def _shared_bytes(device: torch.device) -> int:
+    """That one program may have."""
+    if device.type != "cuda":
+        return 0  # Triton's interpreter
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def plan(step: StepTensors, tiles: Tiles, window: int | None, num_places: int | None = None) -> AttentionPlan:
+    """One launch. `window` as in `LayerAttention`. num_places: at least so many as the step's partial
+    results; None: as many as a step of these sizes can have."""
     from cluster.model.cuda import attention_kernels
 
     num_tokens, num_seqs = len(step.seqs), len(step.contexts)
@@ -149,8 +178,9 @@ def plan(step: StepTensors, tiles: Tiles, window: int | None) -> AttentionPlan:
     sizes = [2 * capacity * _ITEM_WIDTH, 2 * 4, _aligned(num_seqs), _aligned(num_seqs)]
     items, counts, seq_shares, seq_places = step.seqs.new_empty(sum(sizes)).split(sizes)
     made = AttentionPlan(
-        window or _NO_WINDOW, items.view(2, capacity, _ITEM_WIDTH), counts.view(2, 4), seq_shares, seq_places
-    )
+        window or _NO_WINDOW, items.view(2, capacity, _ITEM_WIDTH), counts.view(2, 4), seq_shares, seq_places,
+        place_capacity(num_tokens, num_seqs) if num_places is None else num_places,
+    )  # fmt: skip
     attention_kernels.plan[(-(-capacity // _ITEMS_PER_PROGRAM), 1 if step.is_decode else 2)](
         step.starts, step.contexts, step.indices, step.ends, items, counts, seq_shares, seq_places, num_seqs,
         made.window, capacity,
@@ -175,29 +205,35 @@ def attend(
     kv_heads, value_width = cache.value.row_shape
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_width)
-    places = place_capacity(num_tokens, len(step.contexts))
-    partial_out = query.new_empty((places, num_heads, value_width), dtype=torch.float32)
-    partial_stats = query.new_empty((places, num_heads, 2), dtype=torch.float32)
+    partial_out = query.new_empty((plan.num_places, num_heads, value_width), dtype=torch.float32)
+    partial_stats = query.new_empty((plan.num_places, num_heads, 2), dtype=torch.float32)
     factor = _HALF_FACTOR if value_scales is not None and query.dtype == torch.float16 else 1.0
-    lists = [(tiles.row_tile, tiles.row_keys, 4, tiles.row_programs)]
+    lists = [(tiles.row_tile, tiles.row_keys, 4, tiles.row_stages, tiles.row_programs)]
     if not step.is_decode:
-        lists.append((tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, tiles.prompt_programs))
-    for number, (rows, keys, warps, per_processor) in enumerate(lists):
+        lists.append(
+            (
+                tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, tiles.prompt_stages,
+                tiles.prompt_programs,
+            )
+        )  # fmt: skip
+    for number, (rows, keys, warps, stages, per_processor) in enumerate(lists):
         wanted = -(-num_processors * per_processor // kv_heads)
         attention_kernels.attend[(min(wanted, plan.items.shape[1]), kv_heads)](
-            query, key, key_scales, value, value_scales, step.tables, step.indices, step.ends,
+            query, key, _words(key_scales), value, _words(value_scales), step.tables, step.indices, step.ends,
             plan.items[number], plan.counts[number], layer.sinks, out, partial_out, partial_stats,
             layer.scaling, layer.softcap or 1.0, plan.window, step.tables.stride(0),
             BLOCK_SIZE=step.block_size, KV_HEADS=kv_heads, GROUP=tiles.group, ROWS=rows,
             K_WIDTH=key_width, K_RUN=tiles.key_run[0], K_RUNS=tiles.key_run[1],
             V_WIDTH=value_width, V_RUN=tiles.value_run[0], V_RUNS=tiles.value_run[1],
-            TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor, num_warps=warps, num_stages=3,
+            TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor, num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
-    attention_kernels.merge[(num_tokens, num_heads)](
+    merged = 1 if step.is_decode else _MERGED_HEADS
+    attention_kernels.merge[(num_tokens, -(-num_heads // merged))](
         partial_out, partial_stats, step.seqs, step.starts, plan.seq_shares, plan.seq_places, layer.sinks,
         out,
-        HEADS=num_heads, V_WIDTH=value_width, V_PAD=power_of_two(value_width), SHARES_PAD=MAX_SHARES,
-        num_warps=4,
+        HEADS=num_heads, MERGED=merged, V_WIDTH=value_width, V_PAD=power_of_two(value_width),
+        SHARES_PAD=MAX_SHARES, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -207,12 +243,35 @@ def place_capacity(num_tokens: int, num_seqs: int) -> int:
     return min(MAX_SHARES * num_tokens, MAX_PLACES * num_seqs)
 
 
+def partial_bytes(num_heads: int, value_width: int, num_tokens: int) -> int:
+    """The most that partial results of one layer take in a step with so many tokens. Those of a step with
+    over 512 tokens take more only if over 32 of its sequences have long contexts and some new tokens each."""
+    return MAX_SHARES * min(num_tokens, 512) * num_heads * (value_width + 2) * 4
+
+
 def item_capacity(num_tokens: int, num_seqs: int, tiles: Tiles, is_decode: bool) -> int:
-    """The most items of one list. A sequence with several shares has at most MAX_PLACES items, one without at
-    most one for each token of its own."""
+    """The most items of one list. A sequence of one share has a tile for each `prompt_tokens` of its own, the
+    last not full; one of several shares has MAX_PLACES tokens times shares, and a tile for each share that is
+    not full."""
     if is_decode:
         return MAX_SHARES * num_seqs
-    return min(MAX_SHARES * num_tokens, MAX_PLACES * num_seqs + num_tokens // tiles.prompt_tokens)
+    of_tiles = num_seqs * (MAX_PLACES // tiles.prompt_tokens + MAX_SHARES) + num_tokens // tiles.prompt_tokens
+    return min(MAX_SHARES * num_tokens, of_tiles)
+
+
+def _num_places(batch: PagedBatch) -> int:
+    """At least so many as the partial results of a step whose sizes are on the host; 1 if there are none."""
+    counts, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
+    shares = np.minimum(-(-contexts // KEYS_PER_SHARE), MAX_SHARES)
+    shares = np.minimum(shares, MAX_PLACES // np.maximum(counts, 1))
+    return max(1, int((counts * shares)[shares > 1].sum()))
+
+
+def _words(scales: Tensor | None) -> Tensor | None:
+    """Two scales in an int32, where they lie so."""
+    if scales is None or scales.numel() % 2 or scales.data_ptr() % 4:
+        return scales
+    return scales.view(-1).view(torch.int32)
 
 
 def _aligned(count: int) -> int:

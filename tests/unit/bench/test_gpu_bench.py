@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from torch.autograd import DeviceType
 
+from bench.engine.prompts import Prompts, user
+from bench.engine.vocabulary import CHAT_TEMPLATE, write_tokenizer
 from bench.gpu.__main__ import run_all, table
 from bench.gpu.goals import GOALS, judged
-from bench.gpu.parts import PARTS, RUN
-from bench.gpu.steps import SHAPES, TableLine, num_weights
+from bench.gpu.kernels import KINDS, OTHER, OURS, kernel_table, kind_of, summed
+from bench.gpu.models import SHAPES
+from bench.gpu.offline import TEMPLATE_TOKENS, offline_requests
+from bench.gpu.parts import PARTS, RUN, RUN_S
 from cluster.config.settings import ClusterArgs
 
 STAND_IN = """
@@ -27,8 +35,19 @@ while name == "hangs":
 """
 
 
-def test_the_run_takes_at_most_eight_minutes() -> None:
-    assert sum(part.limit_s for part in RUN.values()) <= 8 * 60
+NO_TIME = "no time left"
+
+
+def test_the_run_takes_at_most_eight_minutes(tmp_path: Path) -> None:
+    """In virtual time, in which each part takes 200 s."""
+    out, clock = tmp_path / "results.jsonl", itertools.count(0, 200)
+    command = (sys.executable, "-c", STAND_IN)
+    limits = dict.fromkeys(["first", "second", "third", "fourth"], 60.0)
+    assert run_all(list(limits), limits, command, out, RUN_S, lambda: float(next(clock))) == 2
+    assert RUN_S <= 8 * 60
+    ends = [record for line in out.read_text().splitlines() if (record := json.loads(line))["what"] == "end"]
+    assert [(end["part"], end["ok"]) for end in ends[:2]] == [("first", True), ("second", True)]
+    assert [(end["part"], end["why"]) for end in ends[2:]] == [("third", NO_TIME), ("fourth", NO_TIME)]
 
 
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> None:
@@ -49,7 +68,8 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("machine", 2), ("steps", 3), ("steps-7b", 6), ("attention", 3), ("wire", 5)]
+    ("name", "number"),
+    [("machine", 2), ("steps", 10), ("attention", 3), ("throughput-engine", 1), ("wire", 5)],
 )
 def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
     found = list(PARTS[name].run(True))
@@ -59,7 +79,9 @@ def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
         assert all(value > 0 for value in measurement.values() if isinstance(value, float))
 
 
-@pytest.mark.parametrize("name", ["equal-whole", "equal-e-p-d", "load-raw", "load-int8", "load-whole"])
+@pytest.mark.parametrize(
+    "name", ["equal-whole", "equal-e-p-d", "load-raw", "load-int8", "load-whole", "throughput"]
+)
 def test_the_clusters_of_a_run_have_valid_settings_and_share_one_gpu(name: str) -> None:
     (measurement,) = PARTS[name].run(True)
     application = measurement["config"]
@@ -70,14 +92,93 @@ def test_the_clusters_of_a_run_have_valid_settings_and_share_one_gpu(name: str) 
     assert sum(worker["ray_actor_options"]["num_gpus"] for worker in workers) == 1
 
 
-@pytest.mark.parametrize(("name", "millions"), [("0.5b", 494), ("7b", 7071)])
+@pytest.mark.parametrize(("name", "millions"), [("0.5b", 494), ("0.6b", 596), ("7b", 7071)])
 def test_weights_are_counted_as_published(name: str, millions: int) -> None:
-    """Qwen2.5: 0.49 B with a tied table; 7.61 B, of which the untied input table is no part of a step."""
-    assert num_weights(SHAPES[name]) / 1e6 == pytest.approx(millions, rel=0.005)
+    """Qwen2.5: 0.49 B with a tied table; 7.61 B, of which the untied input table is no part of a step. Qwen3:
+    0.6 B with a tied table."""
+    assert SHAPES[name].num_weights / 1e6 == pytest.approx(millions, rel=0.005)
 
 
-def test_a_row_tells_what_part_of_the_bound_was_reached() -> None:
-    assert str(TableLine("step", 2e-6, 1e-6)).split() == ["step", "2.0", "1.0", "0.50"]
+FIRST_RUN = {  # names that an H100 has shown
+    "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_bias_TNT": "products",
+    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>": "products",
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false": "attention",
+    "attend": "attention",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float": "norms",
+    "void at::native::index_elementwise_kernel<128, 4, at::native::index_copy_kernel_impl": "rope, write",
+    "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::(anon": "rope, write",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::ArgMaxOps<float": "draw",
+    "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::Tenso": "copies",
+    "Memcpy DtoH (Device -> Pinned)": "copies",
+    "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16>": OTHER,
+    "a_kernel_that_nobody_knows": OTHER,
+}
+
+
+def test_kernels_have_the_kinds_of_their_names() -> None:
+    assert {name: kind_of(name) for name in FIRST_RUN} == FIRST_RUN
+
+
+def test_every_kernel_that_a_layer_launches_has_a_kind() -> None:
+    folder = Path(__file__).parents[3] / "cluster" / "model" / "cuda"
+    launched = {
+        name
+        for file in folder.glob("*.py")
+        for name in re.findall(r"\b(?:layer|attention)_kernels\.(\w+)\[", file.read_text())
+    }
+    assert launched and launched <= OURS.keys()
+    assert set(OURS.values()) <= set(KINDS)
+
+
+def profiled() -> list[SimpleNamespace]:
+    """Two steps: a graph of three kernels, and a copy that the host launches."""
+    cuda, cpu = DeviceType.CUDA, DeviceType.CPU
+
+    def event(key: str, count: int, us: float, device_type: DeviceType) -> SimpleNamespace:
+        times = {"self_device_time_total": us, "self_cpu_time_total": 1.0}
+        return SimpleNamespace(key=key, count=count, device_type=device_type, **times)
+
+    return [
+        event("add_norm", 4, 8.0, cuda),
+        event("a_kernel_that_nobody_knows", 2, 90.0, cuda),
+        event("another", 2, 0.5, cuda),
+        event("Memcpy HtoD (Pinned -> Device)", 2, 3.0, cuda),
+        event("cudaGraphLaunch", 2, 0.0, cpu),
+        event("cudaLaunchKernel", 6, 0.0, cpu),
+        event("aten::to", 2, 0.0, cpu),
+    ]
+
+
+def test_kernels_are_summed_by_kind_and_those_of_no_kind_are_named() -> None:
+    found = summed(profiled(), is_cuda=True, calls=2)
+    assert (found.num_kernels, found.busy_us) == (5, 50.75)
+    assert (found.num_launches, found.num_replays) == (3, 1)
+    assert found.by_kind() == {"norms": (2, 4.0), "copies": (1, 1.5), OTHER: (2, 45.25)}
+    record = json.loads(json.dumps({"what": "decode at 1", **found.record()}))
+    head, _, row, _, named, rest = kernel_table([record]).splitlines()
+    assert "| norms |" in head and "| 2 · 4 |" in row and "| 3 and 1 graphs |" in row
+    assert named == "other, decode at 1: 1 · 45 us  a_kernel_that_nobody_knows"
+    assert rest == "other, decode at 1: 1 · 0 us  1 more names"
+
+
+def test_the_offline_run_has_the_published_lengths() -> None:
+    """nano-vllm's README: 133,966 output tokens, and 142,827 of prompts."""
+    requests = offline_requests()
+    assert len(requests) == 256
+    assert sum(request.num_tokens for request in requests) == 133_966
+    assert sum(len(request.prompt) for request in requests) == 142_827
+    assert min(len(request.prompt) for request in requests) > TEMPLATE_TOKENS
+
+
+def test_prompts_over_http_have_as_many_tokens_as_those_of_the_engine(tmp_path: Path) -> None:
+    from jinja2 import Template
+    from tokenizers import Tokenizer
+
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    message = user(Prompts(0).text(200 - TEMPLATE_TOKENS, "offline", 3))
+    text = Template(CHAT_TEMPLATE).render(messages=[message], add_generation_prompt=True)
+    assert len(tokenizer.encode(text, add_special_tokens=False).ids) == 200
 
 
 LOAD = {
@@ -115,18 +216,25 @@ def test_every_goal_is_met_missed_or_not_measured() -> None:
 
 
 def test_goals_ask_for_rows_that_parts_give() -> None:
+    """Of steps: those of the tiny model have the same names but for the sizes."""
     rows = {(name, row["what"]) for name in ("wire", "machine") for row in PARTS[name].run(True)}
     asked: set[tuple[str, str]] = set()
 
     class Asking(dict):
         def __missing__(self, key):
             asked.add(key)
-            return {"gb_per_s": 1.0, "ok": 1, "of_bound": 1.0, "us": 1.0, **LOAD}
+            return {"gb_per_s": 1.0, "ok": 1, "of_bound": 1.0, "us": 1.0, "s": 1.0, **LOAD}
 
     for goal in GOALS:
         goal.line(Asking())
     assert {part for part, _ in asked} <= set(RUN)
     assert {key for key in asked if key[0] == "wire"} <= rows
+    forms = {_form(row["what"]) for name in ("steps", "attention-int8") for row in PARTS[name].run(True)}
+    assert {_form(what) for part, what in asked if part in ("steps", "attention-int8")} <= forms
+
+
+def _form(what: str) -> str:
+    return re.sub(r"\d+", "N", what.replace("0.5b", "tiny").replace("7b", "tiny"))
 
 
 def test_parts_that_start_no_cluster_need_no_ray() -> None:

@@ -19,13 +19,20 @@ HERE = Path(__file__).parent
 
 REHEARSED = {  # test file: places
     "test_model.py": """
-        cluster/model/cuda/copies.py:StepMatrix.fill cluster/model/cuda/graphs.py:capture_cuda
+        cluster/model/cuda/graphs.py:capture_cuda
         cluster/model/cuda/graphs.py:capture_cuda.capture
-        cluster/model/cuda/graphs.py:refusing_reads cluster/model/attention_flash.py:_lengths
-        cluster/model/attention.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
+        cluster/model/cuda/graphs.py:refusing_reads
+        cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
-    "test_layer_launches.py": "cluster/model/cuda/paged_attention.py:step_tensors.on_device",
+    "test_layer_launches.py": """
+        cluster/model/cuda/paged_attention.py:step_tensors
+        cluster/model/cuda/paged_attention.py:_shared_bytes
+    """,
+    "test_recorded_steps.py": """
+        cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded
+    """,
+    "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
         cluster/model/logprobs.py:RawLogprobs.__init__ cluster/model/sampling.py:_ascending
@@ -36,14 +43,15 @@ REHEARSED = {  # test file: places
         cluster/kvcache/memory.py:BlockMemory.enqueues
         cluster/kvcache/memory.py:BlockMemory.synchronize
         cluster/kvcache/memory.py:BlockMemory.use_own_stream
-        cluster/model/cuda/copies.py:StepMatrix.__init__
+        cluster/model/cuda/step_inputs.py:StepBuffers.__init__
+        cluster/model/cuda/step_inputs.py:StepBuffers._end
         cluster/model/cuda/uploads.py:Uploads.__init__ cluster/model/cuda/uploads.py:Uploads.copy
         kv_transfer/codecs/checksum.py:BlockSums.__init__ kv_transfer/codecs/codec.py:Codec.code
         kv_transfer/codecs/pending.py:upload kv_transfer/codecs/pending.py:download
     """,
     "test_libraries.py": """
-        cluster/model/cuda/choice.py:_Step.seconds cluster/model/cuda/choice.py:choose
-        cluster/model/cuda/choice.py:_Candidates._add
+        cluster/model/cuda/choice.py:choose cluster/model/cuda/choice.py:_chosen
+        cluster/model/cuda/choice.py:_seconds
     """,
     "test_transfer.py": """
         kv_transfer/agents/collective_agent.py:CollectiveAgent.connect
@@ -58,8 +66,7 @@ REHEARSED = {  # test file: places
     "test_start.py": """
         cluster/config/machine.py:has_triton cluster/model/encoder.py:EncoderModel.load
         cluster/model/encoder.py:EncoderModel.load.make
-        cluster/model/language.py:LanguageModel._use_native_kernels
-        cluster/model/language.py:LanguageModel.__init__ cluster/model/language.py:LanguageModel.load
+        cluster/model/language_parts.py:_layer_kernels cluster/model/language_parts.py:load_parts
         cluster/model/parallel.py:join_group
         cluster/worker/hardware.py:hardware_of cluster/worker/language.py:load_language
         cluster/worker/memory_plan.py:available_bytes cluster/worker/memory_plan.py:gpu_bytes
@@ -75,7 +82,6 @@ REHEARSED = {  # test file: places
     "../../contract/test_transport_probe.py": "cluster/worker/setup.py:check_device_transport",
 }
 NOT_REHEARSED = {
-    "cluster/model/cuda/kernels.py:module": "Triton: test_cuda_attention.py, test_cuda_compile.py",
     "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",

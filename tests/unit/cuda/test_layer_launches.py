@@ -5,19 +5,23 @@ test_cuda_layer_kernels.py and test_cuda_paged_attention.py, in Triton's interpr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.attention import LayerAttention, PagedBatch
+from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.layer_calls import GateActivation, Norm, Rope, add_norm, gate, lookup, rope_write
 from cluster.model.cuda.paged_attention import (
     MAX_PLACES,
     MAX_SHARES,
-    StepTensors,
     attend,
+    partial_bytes,
+    place_capacity,
     plan,
     step_tensors,
     tiles_for,
@@ -27,28 +31,36 @@ from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.strict_triton import Launch, strict_triton
 
 HEADS, KV_HEADS, WIDTH, BLOCK_SIZE, HIDDEN, INNER = 6, 2, 80, 16, 48, 100
-BF16 = torch.bfloat16
+BF16, CAUSAL = torch.bfloat16, LayerAttention(0.3)
 
 
 @pytest.fixture
-def launches() -> Iterator[list[Launch]]:
-    with SimulatedCuda(), strict_triton() as made:
+def device() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda() as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def launches(device: SimulatedCuda) -> Iterator[list[Launch]]:
+    with strict_triton() as made:
         yield made
 
 
-def memory(kv_cache_dtype) -> BlockMemory:
-    segments = kv_segments([(KV_HEADS, WIDTH)] * 2, BLOCK_SIZE, BF16, kv_cache_dtype)
+def memory(kv_cache_dtype, width: int = WIDTH) -> BlockMemory:
+    segments = kv_segments([(KV_HEADS, width)] * 2, BLOCK_SIZE, BF16, kv_cache_dtype)
     return BlockMemory(MemoryLayout(segments), 8, "cuda")
 
 
-def step_of(kv: BlockMemory, counts: list[int], contexts: list[int]) -> StepTensors:
-    return step_tensors(
-        PagedBatch(
-            kv, BLOCK_SIZE, torch.zeros(sum(counts), dtype=torch.int64, device="cuda"), counts, contexts,
-            torch.zeros(len(counts), 4, dtype=torch.int64, device="cuda"),
-            torch.ones(len(counts), dtype=torch.int64, device="cuda"), [()] * len(counts),
-        )
+def batch_of(kv: BlockMemory, counts: list[int], contexts: list[int]) -> PagedBatch:
+    return PagedBatch(
+        kv, BLOCK_SIZE, torch.zeros(sum(counts), dtype=torch.int64, device="cuda"), counts, contexts,
+        torch.zeros(len(counts), 4, dtype=torch.int64, device="cuda"),
+        torch.ones(len(counts), dtype=torch.int64, device="cuda"), [()] * len(counts),
     )  # fmt: skip
+
+
+def step_of(kv: BlockMemory, counts: list[int], contexts: list[int]) -> StepTensors:
+    return step_tensors(batch_of(kv, counts, contexts))
 
 
 def layer(step: StepTensors, cache: LayerCache, attention: LayerAttention) -> tuple[Tensor, Tensor]:
@@ -96,7 +108,7 @@ def test_a_layer_of_answers_is_six_launches_beside_its_products(
     assert (attended.arguments["key_scales"] is None) == (kv_cache_dtype == "auto")
     assert attended.arguments["HAS_SOFTCAP"] != is_plain
     assert (attended.arguments["K_RUN"], attended.arguments["K_RUNS"]) == (64, 2)
-    assert merged.grid == (3, HEADS)
+    assert merged.grid == (3, HEADS) and merged.arguments["MERGED"] == 1
     assert normed.arguments["SHARES"] == 1 and normed.arguments["HAS_POST"]
 
 
@@ -110,10 +122,140 @@ def test_a_mixed_step_attends_in_two_launches_whatever_its_contexts(launches: li
         (each.kernel, each.grid) for each in launches[half:]
     ]
     scratch = [each.arguments["partial_out"].shape[0] for each in launches if each.kernel == "attend"]
-    assert scratch == [3 * MAX_PLACES] * 4
+    assert scratch == [place_capacity(35, 3)] * 4
     rows, tiles = (each for each in launches[:half] if each.kernel == "attend")
     assert (rows.arguments["ROWS"], tiles.arguments["ROWS"]) == (16, 128)
     assert tiles.arguments["items"].data_ptr() > rows.arguments["items"].data_ptr()
+
+
+ANSWERS, MIXED, LONG = ([1, 1], [9, 300]), ([1, 1, 33], [9, 300, 40]), ([300, 300], [300, 900])
+
+
+def attended(
+    subject: CudaAttention, batch: PagedBatch, attention: LayerAttention = CAUSAL, *, num_layers: int = 1
+) -> Tensor:
+    """A step of `num_layers` equal layers, as modules call it."""
+    cache = layer_cache(batch.kv, 0)
+    (_, width), num_tokens = cache.key.row_shape, len(batch.slots)
+    query = torch.zeros(HEADS, num_tokens, width, dtype=BF16, device="cuda").transpose(0, 1)
+    rows = torch.zeros(2, KV_HEADS, num_tokens, width, dtype=BF16, device="cuda").transpose(1, 2)
+    out = query
+    for _ in range(num_layers):
+        subject.write(batch, cache, *rows)
+        out = subject.attend(batch, attention, query, *rows, cache)
+    return out
+
+
+def names(launches: list[Launch]) -> list[str]:
+    return [launch.kernel for launch in launches]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_the_backend_plans_once_a_step_and_window(kv_cache_dtype, launches: list[Launch]) -> None:
+    subject, kv = CudaAttention(TorchAttention(), 132), memory(kv_cache_dtype)
+    batch = batch_of(kv, *ANSWERS)
+    out = attended(subject, batch, num_layers=2)
+    assert (out.shape, out.device.type) == ((2, HEADS, WIDTH), "cuda")
+    layer_of_answers = ["write_rows", "attend", "merge"]
+    assert names(launches) == ["write_rows", "plan", *layer_of_answers[1:], *layer_of_answers]
+    launches.clear()
+    attended(subject, batch, LayerAttention(0.3, sliding_window=40), num_layers=2)
+    attended(subject, batch)
+    assert names(launches).count("plan") == 1
+    launches.clear()
+    attended(subject, batch_of(kv, *MIXED))
+    assert names(launches) == ["write_rows", "plan", "attend", "attend", "merge"]
+    write, merge = launches[0], launches[-1]
+    assert write.grid == (35, 2) and write.arguments["key_head_stride"] == 35 * WIDTH
+    assert merge.grid == (35, 2)  # few tokens have shares: most programs return at once
+
+
+def test_an_unrecorded_step_has_scratch_for_its_own_shares_only(launches: list[Launch]) -> None:
+    subject, kv = CudaAttention(TorchAttention(), 132), memory("auto")
+    for counts, contexts, expected in (
+        ([1, 1], [9, 300], 2), ([1, 33], [256, 33], 1), ([600, 1], [9000, 9000], 32), ([100], [9000], 500),
+    ):  # fmt: skip
+        launches.clear()
+        attended(subject, batch_of(kv, counts, contexts))
+        assert {each.arguments["partial_out"].shape[0] for each in launches if each.kernel == "attend"} == {
+            expected
+        }
+    assert subject.score_bytes(HEADS, WIDTH, 100, 9000) == partial_bytes(HEADS, WIDTH, 100)
+    wide = TorchAttention().score_bytes(HEADS, 300, 100, 9000)
+    assert subject.score_bytes(HEADS, 300, 100, 9000) == wide > 0
+
+
+class Library:
+    """Counts its calls."""
+
+    page_multiple = 16
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def paged(self, query, key, value, lengths, attention) -> Tensor:
+        self.num_calls += 1
+        return query
+
+    def rows(self, query, key, value, lengths, attention) -> Tensor:
+        raise AssertionError("pages can be read")
+
+
+SINKS = torch.zeros(HEADS)
+
+
+@pytest.mark.parametrize(
+    ("step", "attention", "kv_cache_dtype", "is_served"),
+    [
+        (LONG, CAUSAL, "auto", True),
+        (LONG, LayerAttention(0.3, sliding_window=40), "auto", True),
+        (LONG, LayerAttention(0.3, softcap=2.0), "auto", False),
+        (LONG, LayerAttention(0.3, sinks=SINKS), "auto", False),
+        (LONG, CAUSAL, "int8", False),
+        (([512], [512]), CAUSAL, "auto", False),
+        (([1, 600], [9, 600]), CAUSAL, "auto", False),
+        (([5, 600], [900, 600]), CAUSAL, "auto", False),
+        (([1] * 600, [9] * 600), CAUSAL, "auto", False),
+    ],
+    ids=[
+        "long chunks", "windows", "caps", "sinks", "INT8", "short", "beside an answer", "beside drafts",
+        "answers",
+    ],
+)  # fmt: skip
+def test_a_library_serves_long_chunks_of_prompts_only(
+    step, attention, kv_cache_dtype, is_served: bool, launches: list[Launch]
+) -> None:
+    library = Library()
+    subject = CudaAttention(TorchAttention(), 132, library)
+    if attention.sinks is not None:
+        attention = LayerAttention(0.3, sinks=SINKS.to("cuda"))
+    attended(subject, batch_of(memory(kv_cache_dtype), *step), attention)
+    assert library.num_calls == is_served
+    assert ("attend" in names(launches)) != is_served
+
+
+def test_a_library_serves_neither_spans_nor_recorded_steps(launches: list[Launch]) -> None:
+    library, kv = Library(), memory("auto")
+    subject = CudaAttention(TorchAttention(), 132, library)
+    seeing = replace(batch_of(kv, *LONG), bidirectional_spans=[[(3, 9)], []])
+    recorded = replace(batch_of(kv, *LONG), device=step_of(kv, *LONG))
+    recorded.query_lens = recorded.context_lens = None  # type: ignore[assignment]  # nothing may read them
+    for batch in (seeing, recorded):
+        attended(subject, batch)
+    assert library.num_calls == 0
+    places = [each.arguments["partial_out"].shape[0] for each in launches if each.kernel == "attend"]
+    assert places == [1, 1, 2 * MAX_PLACES, 2 * MAX_PLACES]
+
+
+def test_heads_that_are_too_wide_are_served_by_plain_torch(launches: list[Launch]) -> None:
+    kv = memory("auto", width=320)
+    subject = CudaAttention(TorchAttention(), 132)
+    assert not subject.can_capture(BLOCK_SIZE, layer_cache(kv, 0))
+    batch = replace(batch_of(kv, [1, 1], [9, 40]), context_lens_tensor=torch.tensor([9, 40]).to("cuda"))
+    assert attended(subject, batch).shape == (2, HEADS, 320)
+    assert names(launches) == ["write_rows"]
+    for kv_cache_dtype in ("auto", "int8"):
+        assert subject.can_capture(BLOCK_SIZE, layer_cache(memory(kv_cache_dtype), 0))
 
 
 def test_tokens_are_looked_up_in_one_launch(launches: list[Launch]) -> None:

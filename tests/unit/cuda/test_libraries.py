@@ -7,6 +7,8 @@ import inspect
 import logging
 import sys
 import types
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +16,16 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 from cluster.kvcache.memory import MemoryLayout
+from cluster.model import attention_cuda
 from cluster.model.attention import AttentionShape, LayerAttention
-from cluster.model.attention_flash import FlashAttention
+from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
-from cluster.model.cuda import choice, decode_attention
+from cluster.model.cuda import choice, paged_attention
 from cluster.model.cuda.libraries import Flash2, Flash3, Flash4, StepLengths, TorchVarlen, installed
 from cluster.model.kv_format import kv_segments
 from tests.fakes.cuda_device import SimulatedCuda
+from tests.fakes.plain_attention import PlainAttention
+from tests.gpu.cases import dense
 
 # Of the releases' source: flash-attn 2.8 and its hopper/flash_attn_interface.py, flash-attn-4 4.0.0b36.
 FLASH_2 = {
@@ -72,20 +77,19 @@ def strict_module(names: dict[str, str], result: object) -> SimpleNamespace:
     return SimpleNamespace(**{name: function(parameters) for name, parameters in names.items()})
 
 
-def check_calls(library, out: torch.Tensor, max_query: int) -> None:
+def check_calls(library, out: torch.Tensor) -> None:
     some = torch.zeros(3, dtype=torch.int32)
-    lengths = StepLengths(some, some, some, some[:, None], max_query, 4)
-    layer = LayerAttention(0.5, sliding_window=3, softcap=1.0 if library.has_softcap else None)
+    lengths = StepLengths(some, some, some, some[:, None], 2, 4)
+    layer = LayerAttention(0.5, sliding_window=3)
     assert library.rows(out, out, out, lengths, layer) is out
     if library.page_multiple is not None:
         assert library.paged(out, out, out, lengths, layer) is not None
 
 
-@pytest.mark.parametrize("max_query", [1, 2])
 @pytest.mark.parametrize(("library", "names"), [(Flash2, FLASH_2), (Flash3, FLASH_3), (Flash4, FLASH_4)])
-def test_every_argument_exists_in_the_library(library, names, max_query: int) -> None:
+def test_every_argument_exists_in_the_library(library, names) -> None:
     out = torch.zeros(2, 4, 8)
-    check_calls(library(strict_module(names, (out, None) if library in PAIR else out)), out, max_query)
+    check_calls(library(strict_module(names, (out, None) if library in PAIR else out)), out)
 
 
 @pytest.mark.parametrize("missing", [(), ("enable_gqa",)], ids=["installed", "2.11"])
@@ -101,7 +105,7 @@ def test_every_argument_exists_in_torchs_own_function(missing: tuple[str, ...]) 
         return out
 
     call.__signature__ = signature  # type: ignore[attr-defined]
-    check_calls(TorchVarlen(SimpleNamespace(varlen_attn=call)), out, 2)
+    check_calls(TorchVarlen(SimpleNamespace(varlen_attn=call)), out)
     assert [each.get("enable_gqa") for each in given] == [None if missing else True]
 
 
@@ -115,23 +119,11 @@ def test_flash_attn_4_alone_makes_no_flash_attn_2(monkeypatch: pytest.MonkeyPatc
     assert [name for name, _ in installed()] == ["flash_attn.cute", "torch.nn.attention.varlen"]
 
 
-class Wrong(TorchVarlen):
-    """Forgets the newest key."""
+class Plain(TorchVarlen):
+    """What plain softmax gives."""
 
     def __init__(self):
         pass
-
-    def rows(self, query, key, value, lengths, layer):
-        return torch.zeros_like(query)
-
-
-class Broken(Wrong):
-    def rows(self, query, key, value, lengths, layer):
-        raise RuntimeError("no kernel image is available")
-
-
-class Plain(Wrong):
-    """What plain softmax gives; `rows` of a decode step after a gather."""
 
     def rows(self, query, key, value, lengths, layer):
         device = SimulatedCuda.active
@@ -139,9 +131,17 @@ class Plain(Wrong):
         return device.kernel(_plain, query, key, value, lengths.query_starts, lengths.context_starts, layer)
 
 
-def _plain(query, key, value, query_starts, context_starts, layer):
-    from tests.gpu.cases import dense
+class Wrong(Plain):
+    def rows(self, query, key, value, lengths, layer):
+        return torch.zeros_like(query)
 
+
+class Broken(Plain):
+    def rows(self, query, key, value, lengths, layer):
+        raise RuntimeError("no kernel image is available")
+
+
+def _plain(query, key, value, query_starts, context_starts, layer):
     parts = []
     for row in range(len(query_starts) - 1):
         keys = slice(context_starts[row], context_starts[row + 1])
@@ -149,75 +149,83 @@ def _plain(query, key, value, query_starts, context_starts, layer):
     return torch.cat(parts).to(query.dtype)
 
 
-SHAPE = AttentionShape(
-    MemoryLayout(kv_segments([(2, 16)] * 2, 16, torch.bfloat16)), 16, 4, LayerAttention(0.25)
-)
+BF16 = torch.bfloat16
+SHAPE = AttentionShape(MemoryLayout(kv_segments([(2, 16)] * 2, 16, BF16)), 16, 4, LayerAttention(0.25))
 
 
 @pytest.fixture
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "DECODES", (((30, 1), (7, 1)), ((60, 1),)))
-    monkeypatch.setattr(choice, "CHUNK", ((20, 9), (0, 5)))
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[PlainAttention]:
+    """All chunks of the trial are long."""
+    monkeypatch.setattr(attention_cuda, "LONG_STEP", 16)
+    with SimulatedCuda() as device:
+        yield PlainAttention(device, monkeypatch)
 
 
-def test_a_library_is_taken_only_if_it_computes_the_right_numbers(small_steps, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(decode_attention, "is_available", lambda: False)
+def chosen(libraries, dtype: torch.dtype = BF16, shape: AttentionShape = SHAPE):
     fallback = TorchAttention()
-    with SimulatedCuda(), caplog.at_level(logging.INFO):
-        given = [("wrong", Wrong()), ("broken", Broken()), ("right", Plain())]
-        backend = choice.choose(torch.device("cuda"), torch.bfloat16, SHAPE, fallback, lambda: given)
-        assert isinstance(backend, FlashAttention)
-        assert isinstance(backend._prompts, Plain) and backend._answers is backend._prompts
-        assert (
-            choice.choose(torch.device("cuda"), torch.bfloat16, SHAPE, fallback, lambda: given[:2])
-            is fallback
-        )
-    for what in ("prompts", "answers"):
-        assert f"wrong is left out for {what}: its results are wrong by 100.0%" in caplog.text
-        assert f"broken is left out for {what}: no kernel image is available" in caplog.text
-        assert f"right is the fastest of 1 for {what}" in caplog.text
-        assert f"plain torch computes {what}" in caplog.text
+    backend = choice.choose(torch.device("cuda"), dtype, shape, fallback, lambda: libraries)
+    return None if backend is fallback else backend
 
 
-class Slow(Plain):
-    """Reads pages."""
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[object, float]:
+    """In place of measured times: seconds by library; None: ours."""
+    seconds: dict[object, float] = {}
+    checked = choice._Step.seconds
 
-    page_multiple = 1
+    def given(step, backend: CudaAttention) -> float:
+        checked(step, backend)
+        return seconds[backend.library]
 
-    def __init__(self, decode_s: float, prompt_s: float):
-        self.decode_s, self.prompt_s = decode_s, prompt_s
-
-    def paged(self, query, key, value, lengths, layer):
-        rows = [
-            torch.cat(
-                [blocks[table.long()].flatten(0, 1)[:count] for table, count in self._sequences(lengths)]
-            )
-            for blocks in (key, value)
-        ]
-        return self.rows(query, *rows, lengths, layer)
-
-    @staticmethod
-    def _sequences(lengths):
-        return zip(lengths.tables, lengths.contexts.tolist(), strict=True)
+    monkeypatch.setattr(choice._Step, "seconds", given)
+    return seconds
 
 
-@pytest.mark.parametrize("decode_s", [0.0, 1.0])
-def test_prompts_and_answers_are_chosen_apart(decode_s: float, small_steps, monkeypatch) -> None:
-    """Here the times are given: a library that decodes slowly still serves prompts."""
-    slow = Slow(decode_s, prompt_s=0.1)
+@pytest.mark.parametrize(("library_s", "is_taken"), [(0.5, True), (2.0, False)])
+def test_the_fastest_that_computes_the_right_numbers_serves_long_chunks(
+    library_s: float, is_taken: bool, ours, times, caplog
+) -> None:
+    right = Plain()
+    times.update({None: 1.0, right: library_s})
+    with caplog.at_level(logging.INFO):
+        backend = chosen([("wrong", Wrong()), ("broken", Broken()), ("right", right)])
+    assert isinstance(backend, CudaAttention) and backend.library is (right if is_taken else None)
+    assert "wrong: left out for long prompt chunks: its results are wrong by 100.0%" in caplog.text
+    assert "broken: left out for long prompt chunks: no kernel image is available" in caplog.text
+    assert "our kernels: 1000000.0 and 1000000.0 us for answers" in caplog.text
+    name = "right" if is_taken else "our kernels"
+    assert f"long prompt chunks by {name}, the fastest of 2" in caplog.text
 
-    def seconds(step, backend, expected) -> float:
-        step.attend(backend)
-        is_prompt = len(step._query) > 2
-        serves = backend._prompts if is_prompt else backend._answers
-        return 0.5 if serves is None else serves.prompt_s if is_prompt else serves.decode_s
 
-    monkeypatch.setattr(choice._Step, "seconds", seconds)
-    monkeypatch.setattr(decode_attention, "is_available", lambda: True)
-    monkeypatch.setattr(decode_attention, "paged_decode", lambda query, *_: query)
-    with SimulatedCuda():
-        backend = choice.choose(
-            torch.device("cuda"), torch.bfloat16, SHAPE, TorchAttention(), lambda: [("slow", slow)]
-        )
-    assert isinstance(backend, FlashAttention) and backend._prompts is slow
-    assert backend._answers is (None if decode_s else slow)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.float32, replace(SHAPE, layout=MemoryLayout(kv_segments([(2, 16)] * 2, 16, torch.float32)))),
+        (BF16, replace(SHAPE, layout=MemoryLayout(kv_segments([(2, 16)] * 2, 16, BF16, "int8")))),
+        (BF16, replace(SHAPE, layer=LayerAttention(0.25, softcap=2.0))),
+    ],
+    ids=["float32", "INT8", "caps"],
+)
+def test_libraries_are_not_tried_for_what_they_never_serve(dtype, shape, ours) -> None:
+    backend = chosen([("broken", None)], dtype, shape)
+    assert isinstance(backend, CudaAttention) and backend.library is None
+
+
+@pytest.mark.parametrize("is_prompt", [True, False])
+def test_without_right_numbers_by_our_kernels_plain_torch_serves(
+    is_prompt, ours: PlainAttention, monkeypatch, caplog
+) -> None:
+    def wrong(query, cache, layer, step, *others):
+        out = ours.attend(query, cache, layer, step, *others)
+        return out * 0 if step.is_decode != is_prompt else out
+
+    monkeypatch.setattr(paged_attention, "attend", wrong)
+    assert chosen([("right", Plain())]) is None
+    what = "long prompt chunks" if is_prompt else "answers"
+    assert f"our kernels: left out for {what}: its results are wrong by 100.0%" in caplog.text
+    assert "plain torch computes it" in caplog.text
+
+
+def test_without_triton_plain_torch_serves(ours, monkeypatch) -> None:
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    assert chosen([("right", Plain())]) is None

@@ -12,7 +12,7 @@ import torch
 from cluster.clock import SystemClock
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cuda.copies import StepMatrix
+from cluster.model.cuda.step_inputs import StepBuffers, answers_of
 from cluster.model.cuda.uploads import Uploads
 from cluster.model.kv_format import kv_segments, quantize
 from encoder_service.cache import EmbeddingCache
@@ -137,12 +137,12 @@ def test_the_sanitizer_sees_a_missing_wait(device: SimulatedCuda) -> None:
 
 
 def test_a_steps_inputs_are_not_overwritten_before_they_are_copied(device: SimulatedCuda) -> None:
-    matrix = StepMatrix(4, 8, 16, 63, torch.device("cuda"))
-    assert matrix._host.is_pinned() and matrix._copied is not None
+    buffers = StepBuffers(answers_of(4), 8, 1, 16, 63, torch.device("cuda"))
+    assert buffers._host.is_pinned() and buffers._copied is not None
     for step in range(3):
-        matrix.fill([1], [5 + step], [0], [[0]], 2)
-        assert matrix._copied.num_waits == step + 1 and not matrix._copied.query()
-    assert matrix.inputs(1).context_lens.tolist() == [8]
+        inputs = buffers.fill_answers(answers_of(2), [1], [5 + step], [0], [[0]])
+        assert buffers._copied.num_waits == step + 1 and not buffers._copied.query()
+    assert inputs.step.contexts.tolist() == [8, 1]
 
 
 def test_bytes_are_moved_on_a_stream_and_the_device_of_their_memory(device: SimulatedCuda) -> None:

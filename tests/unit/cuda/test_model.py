@@ -14,26 +14,26 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model import attention_torch
-from cluster.model.attention import LayerAttention
-from cluster.model.attention_flash import FlashAttention
-from cluster.model.cuda import choice, decode_attention
-from cluster.model.cuda.graphs import GraphedModel, capture_cuda, with_graphs
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.cuda import paged_attention
+from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda, recording_of
 from cluster.model.encoder import EncoderModel
-from cluster.model.kv_format import LayerCache, QuantizedRows
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
 from cluster.types.media import MediaOptions
 from cluster.types.request import SamplingParams
 from encoder_service.runner import EncoderRunner, Piece, Prepared
 from tests.fakes.cuda_device import SimulatedCuda
+from tests.fakes.plain_attention import PlainAttention
 from tests.fakes.slow_params import often
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
-from tests.gpu.cases import check_recorded_steps, dense
+from tests.gpu.cases import check_recorded_steps
 
 PROMPTS = [list(range(5, 45)), list(range(50, 53)), list(range(60, 81))]
 TABLES = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
 NUM_STEPS = 3
+ANSWERS = RecordedSizes.up_to(4, 0)
 
 
 @pytest.fixture
@@ -98,62 +98,14 @@ def qwen2(dtype: torch.dtype = torch.float32) -> hf.Qwen2ForCausalLM:
 
 
 def graphed(model: LanguageModel, kv: BlockMemory) -> GraphedModel:
-    made = GraphedModel(model, kv, 4, capture_cuda())
+    made = GraphedModel(model, kv, ANSWERS, capture_cuda())
     made.warm_up()
     return made
 
 
-class Kernels:
-    """In place of Triton's: the same functions of plain softmax, each one launch."""
-
-    def __init__(self, device: SimulatedCuda):
-        self._device = device
-        self.num_decodes = 0
-
-    def paged_decode(
-        self, query, cache: LayerCache, tables, contexts, layer: LayerAttention, num_splits
-    ) -> Tensor:
-        self.num_decodes += 1
-        stores = [cache.key, cache.value]
-        held = [[getattr(store, name) for name in store.__slots__] for store in stores]
-        return self._device.kernel(_decoded, query, held, tables, contexts, layer, type(cache.key))
-
-    def write_quantised(self, store, slots: Tensor, rows: Tensor) -> None:
-        self._device.kernel(_written, store.codes, store.scales, slots, rows)
-
-    def gather_quantised(self, store, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._device.kernel(_gathered, store.codes, store.scales, slots, dtype)
-
-
-def _decoded(
-    query: Tensor, held: list[list[Tensor]], tables: Tensor, contexts: Tensor, layer, kind
-) -> Tensor:
-    key, value = (kind(*tensors) for tensors in held)
-    size, out = held[0][0].shape[1], []
-    for row, table, context in zip(query, tables.long(), contexts.tolist(), strict=True):
-        positions = torch.arange(context)
-        slots = table[positions // size] * size + positions % size
-        out.append(dense(layer, row[None], key.rows(slots, query.dtype), value.rows(slots, query.dtype)))
-    return torch.cat(out).to(query.dtype)
-
-
-def _written(codes: Tensor, scales: Tensor, slots: Tensor, rows: Tensor) -> None:
-    QuantizedRows(codes, scales).write(slots, rows)
-
-
-def _gathered(codes: Tensor, scales: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    return QuantizedRows(codes, scales).rows(slots, dtype)
-
-
 @pytest.fixture
-def kernels(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    made = Kernels(device)
-    monkeypatch.setattr(decode_attention, "is_available", lambda: True)
-    monkeypatch.setattr(choice, "DECODES", (((30, 1), (7, 1)),))
-    monkeypatch.setattr(choice, "CHUNK", ((20, 9), (0, 5)))
-    for name in ("paged_decode", "write_quantised", "gather_quantised"):
-        monkeypatch.setattr(decode_attention, name, getattr(made, name))
-    return made
+def kernels(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> PlainAttention:
+    return PlainAttention(device, monkeypatch)
 
 
 def test_recorded_decode_steps_equal_unrecorded_ones(device: SimulatedCuda) -> None:
@@ -163,27 +115,40 @@ def test_recorded_decode_steps_equal_unrecorded_ones(device: SimulatedCuda) -> N
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_our_kernels_serve_decode_steps_recorded_or_not(kv_cache_dtype, device, kernels: Kernels) -> None:
-    whole = qwen2(torch.bfloat16)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
+def test_our_kernels_serve_all_steps_recorded_or_not(
+    kv_cache_dtype, dtype, tolerance: float, device, kernels: PlainAttention
+) -> None:
+    whole = qwen2(dtype)
     expected = computed(LanguageModel.from_model(copy.deepcopy(whole), kv_cache_dtype=kv_cache_dtype), "cpu")
     model = LanguageModel.from_model(device.put(whole), kv_cache_dtype=kv_cache_dtype)
-    assert isinstance(model._backend, FlashAttention)
-    kernels.num_decodes = 0
-    check_equal(computed(model, "cuda"), expected, 0.1)
-    assert kernels.num_decodes == 2 * (NUM_STEPS + 1)  # two layers; the mixed step has one answer
-    check_equal(computed(model, "cuda", graphed), expected, 0.1)
+    assert isinstance(model._backend, CudaAttention)
+    kernels.num_attended = 0
+    check_equal(computed(model, "cuda"), expected, tolerance)
+    assert kernels.num_attended == 2 * (2 + NUM_STEPS)  # two layers
+    check_equal(computed(model, "cuda", graphed), expected, tolerance)
 
 
-def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device, kernels: Kernels) -> None:
+@pytest.mark.parametrize("name", ["gpt_oss_sinks_window", "step3p7"])
+def test_windows_sinks_and_unlike_layers_are_served_by_our_kernels(name, device, kernels) -> None:
+    whole = MODELS[name]().model
+    expected = computed(LanguageModel.from_model(copy.deepcopy(whole)), "cpu")
+    check_equal(computed(LanguageModel.from_model(device.put(whole)), "cuda"), expected, 1e-4)
+    assert kernels.num_attended
+
+
+def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device, kernels: PlainAttention) -> None:
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
-    check_recorded_steps(model, num_steps=2, tolerance=0.1)
+    check_recorded_steps(model, num_steps=2, tolerance=0.1, mixed=False)
 
 
-def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: Kernels) -> None:
+def test_a_worker_records_steps_whose_kernels_need_no_host(device, kernels: PlainAttention) -> None:
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
 
     def recorded(model: LanguageModel, kv: BlockMemory) -> GraphedModel:
-        steps = with_graphs(model, kv, 4)
+        recording = recording_of(model, ANSWERS)
+        assert recording is not None
+        steps = recording.over(model, kv)
         assert isinstance(steps, GraphedModel)
         return steps
 
@@ -194,18 +159,18 @@ def test_steps_that_cannot_be_recorded_after_all_run_unrecorded(device, kernels,
     """A kernel that asks the host is found before the first recording begins: torch does not recover from one
     that fails."""
 
-    def asks(query, cache, tables, contexts, layer, num_splits) -> Tensor:
-        contexts.tolist()
-        return kernels.paged_decode(query, cache, tables, contexts, layer, num_splits)
+    def asks(query, cache, layer, step, *others) -> Tensor:
+        step.contexts.tolist()
+        return kernels.attend(query, cache, layer, step, *others)
 
     model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
     expected = computed(model, "cuda")
-    monkeypatch.setattr(decode_attention, "paged_decode", asks)
+    monkeypatch.setattr(paged_attention, "attend", asks)
     monkeypatch.setattr(torch.cuda, "graph", None)
-    found = computed(model, "cuda", lambda model, kv: with_graphs(model, kv, 4))
-    assert "decode steps cannot be recorded: called a synchronizing CUDA operation" in caplog.text
+    assert recording_of(model, ANSWERS) is None
+    assert "steps cannot be recorded: called a synchronizing CUDA operation" in caplog.text
     assert torch.cuda.get_sync_debug_mode() == 0
-    check_equal(found, expected, 0.1)
+    check_equal(computed(model, "cuda"), expected, 0.1)
 
 
 def test_a_step_reads_the_device_only_to_tell_its_logits(device: SimulatedCuda) -> None:

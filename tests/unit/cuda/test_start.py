@@ -17,8 +17,9 @@ from cluster.config import machine
 from cluster.config.settings import ClusterArgs
 from cluster.engine.runner import LanguageRunner
 from cluster.errors import ConfigError
-from cluster.model import parallel
-from cluster.model.cuda.graphs import GraphedModel, capture_cuda, with_graphs
+from cluster.model import language_parts, parallel
+from cluster.model.cuda import graphs
+from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda, recording_of
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from cluster.types.members import Role
@@ -30,6 +31,7 @@ from kv_transfer.agents import transport_probe
 from kv_transfer.agents.transport_probe import check_shareable
 from kv_transfer.codecs import codec
 from tests.fakes.cuda_device import SimulatedCuda
+from tests.fakes.recorded_attention import RecordedAttention
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 
 SIZES = LanguageSizes(
@@ -73,13 +75,12 @@ def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: str, devi
     setup = setup_of(args)
     assert setup.device.type == "cuda" and setup.cpu_slots_folder is None
     language = load_language(args, setup, Role.LANGUAGE, SIZES)
-    # padding of recorded steps writes to the last one
-    assert language.kv.num_blocks == SIZES.num_kv_blocks + 1
+    assert language.kv.num_blocks == SIZES.num_kv_blocks  # plain torch serves float32: no step is recorded
     assert (language.wire is None) == (wire == "raw")
     kv = language.kv
-    runner = LanguageRunner(
-        language.model, GraphedModel(language.model, kv, 2, capture_cuda()), kv, features=None
-    )
+    graphed = GraphedModel(language.model, kv, RecordedSizes.up_to(2, 0), capture_cuda())
+    graphed.warm_up()
+    runner = LanguageRunner(language.model, graphed, kv, features=None)
     runner.warm_up_prompt(20, [0, 1])
     runner.warm_up_answers(2, 20, [0, 1])
     assert runner.run([], lambda layer, ready: None) == []
@@ -91,9 +92,30 @@ def test_kv_fills_the_share_of_the_gpu(folder: Path, device: SimulatedCuda, monk
     args = ClusterArgs(model=str(folder), device="cuda", dtype="float32")
     sizes = replace(SIZES, num_kv_blocks=None, memory_share=0.5)
     language = load_language(args, setup_of(args), Role.LANGUAGE, sizes)
-    assert language.kv.num_blocks == language.num_kv_blocks + 1
+    assert language.kv.num_blocks == language.num_kv_blocks
     kv_bytes = language.kv.num_blocks * language.model.kv_layout.block_bytes
     assert 0.45 * total < kv_bytes + language.model.weight_bytes <= 0.5 * total
+
+
+@pytest.mark.parametrize("role", [Role.LANGUAGE, Role.DECODE, Role.PREFILL])
+def test_what_graphs_take_is_known_before_kv_is_sized(role, folder, device, monkeypatch, caplog) -> None:
+    """Only workers with answers record, as others tell every layer of their steps."""
+    total, reserved = 64 << 20, iter([0, 3 << 20])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: next(reserved, 0))
+    monkeypatch.setattr(language_parts, "make_backend", lambda *_: RecordedAttention())
+    monkeypatch.setattr(graphs, "GRAPH_BYTES", 1 << 20)
+    caplog.set_level("INFO")
+    decode = {"max_batch_sequences": 2}
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", decode=decode)
+    sizes = replace(SIZES, num_kv_blocks=None, memory_share=0.5, max_step_tokens=20)
+    language = load_language(args, setup_of(args), role, sizes)
+    assert isinstance(language.steps, GraphedModel) == role.decodes
+    assert language.kv.num_blocks == language.num_kv_blocks + role.decodes
+    graph_bytes = (3 << 20) + 4 * (1 << 20) if role.decodes else 0  # answers of 1 and 2; 16 and 32 tokens
+    assert ("recorded steps            7.0 MiB" in caplog.text) == role.decodes
+    kv_bytes = language.kv.num_blocks * language.model.kv_layout.block_bytes
+    assert 0.45 * total < kv_bytes + language.model.weight_bytes + graph_bytes <= 0.5 * total
 
 
 def test_a_rank_loads_onto_the_gpu_of_its_group(folder: Path, device: SimulatedCuda) -> None:
@@ -133,7 +155,7 @@ def test_auto_takes_bfloat16_on_a_gpu(folder: Path, device: SimulatedCuda) -> No
 
 def test_steps_whose_attention_reads_the_host_are_not_recorded(folder: Path, device: SimulatedCuda) -> None:
     model = LanguageModel.load(folder, dtype=torch.float32, device="cuda")
-    assert with_graphs(model, None, 2) is model  # type: ignore[arg-type]
+    assert recording_of(model, RecordedSizes.up_to(2, 64)) is None
 
 
 def test_an_encoder_is_loaded_with_a_stream_for_uploads(tmp_path: Path, device: SimulatedCuda) -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from cluster.engine.features import FeatureStore
 from cluster.engine.state import TokenSequence
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import make_backend
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.language_parts import make_backend
 from cluster.types.messages import Cancel
 from cluster.types.request import Prompt, num_window_blocks
 from tests.fakes.engines import BLOCK_SIZE, Rig

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.model import attention_torch
 from cluster.model.attention import LayerAttention, PagedBatch, paged_attention
-from cluster.model.attention_torch import TorchAttention, score_bytes
+from cluster.model.attention_torch import TorchAttention
 from cluster.model.kv_format import KvCacheDtype, LayerCache
 from tests.gpu.cases import Heads, paged_case
 from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
@@ -110,8 +110,8 @@ def _noting(kernel, sizes: list[tuple[int, int]]):
 
 
 def test_the_memory_plan_counts_scores_up_to_a_limit() -> None:
-    assert score_bytes(4, 10, 100) == 4 * 10 * 100 * 13
-    assert score_bytes(64, 2048, 131_072) == attention_torch.SCORE_BYTES
+    assert TorchAttention().score_bytes(4, 16, 10, 100) == 4 * 10 * 100 * 13
+    assert TorchAttention().score_bytes(64, 16, 2048, 131_072) == attention_torch.SCORE_BYTES
 
 
 def _piece(step: Step, start: int, end: int) -> Step:

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch, make_backend
+from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cpu import CpuAttention, can_run, visible_ranges
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.library import load_variant
 from cluster.model.kv_format import LayerCache
+from cluster.model.language_parts import make_backend
 from cluster.native.variants import runnable_variants
 from tests.unit.model.attention_cases import Shape, dense, make_step, run
 

@@ -14,10 +14,10 @@ import transformers as hf
 from torch import Tensor, nn
 
 from cluster.model.attention import PagedBatch
-from cluster.model.attention_torch import TorchAttention
-from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, whole_decoder
+from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import Kernels
-from cluster.model.cpu.modules import optimise
+from cluster.model.layers.search import whole_decoder
+from cluster.model.layers.trial import WholeDecoder
 from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 from tests.unit.model.test_cpu_layer import (
     _TINY,
@@ -61,9 +61,9 @@ def native(text: hf.PreTrainedModel, kernels: Kernels = best_kernels, **options:
     weights = {"weight_dtype": options.get("weight_dtype", "auto")}
     paged = Paged(text, kernels, options.get("kv_cache_dtype", "auto")).optimised(kernels, **weights)
     linear = nn.Linear(text.config.hidden_size, VOCABULARY, bias=False).to(text.dtype).eval()
-    head = optimise(paged.text, linear, kernels=kernels, **weights)
-    positions = paged.positions(torch.arange(NUM_TRIAL_TOKENS))
-    decoder = whole_decoder(paged.text, head, paged.layout, paged.backend, positions, kernels)
+    ours = CpuLayerKernels(kernels, **weights)
+    head = ours.replace_modules(paged.text, linear)
+    decoder = whole_decoder(paged.text, head, ours, paged.trial())
     return Model(paged, head, decoder)
 
 
@@ -200,17 +200,7 @@ def test_a_model_that_computes_between_its_layers_keeps_its_own_forward():
     assert scaled.decoder is None
 
 
-def test_a_head_or_an_attention_that_is_not_native_keeps_the_own_forward():
+def test_a_head_that_is_not_native_keeps_the_own_forward():
     ours = native(tiny(FAMILIES["llama"]()))
-    positions = ours.paged.positions(torch.arange(NUM_TRIAL_TOKENS))
-    linear = nn.Linear(64, VOCABULARY)
-    assert (
-        whole_decoder(ours.paged.text, linear, ours.paged.layout, ours.paged.backend, positions, best_kernels)
-        is None
-    )
-    assert (
-        whole_decoder(
-            ours.paged.text, ours.head, ours.paged.layout, TorchAttention(), positions, best_kernels
-        )
-        is None
-    )
+    kernels = CpuLayerKernels(best_kernels)
+    assert whole_decoder(ours.paged.text, nn.Linear(64, VOCABULARY), kernels, ours.paged.trial()) is None

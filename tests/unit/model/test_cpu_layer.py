@@ -19,9 +19,11 @@ from cluster.model.attention import ATTENTION_NAME, PagedBatch
 from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.layer import NativeDecoderLayer
-from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, optimise_layers
+from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import Kernels
 from cluster.model.kv_format import KvCacheDtype, kv_segments
+from cluster.model.layers.search import replace_layers
+from cluster.model.layers.trial import Trial
 from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 
 BLOCK_SIZE, BLOCKS_A_SEQUENCE = 4, 10
@@ -77,9 +79,11 @@ class Paged:
         other = copy.deepcopy(self.text)
         result = Paged(other, kernels)
         result.layout, result.kv = self.layout, BlockMemory(self.layout, 3 * BLOCKS_A_SEQUENCE)
-        positions = self.positions(torch.arange(NUM_TRIAL_TOKENS))
-        optimise_layers(other, self.layout, result.backend, positions, kernels=kernels, **options)
+        replace_layers(other, CpuLayerKernels(kernels, **options), result.trial())
         return result
+
+    def trial(self) -> Trial:
+        return Trial(self.text, self.layout, self.backend, self.positions)
 
     def positions(self, ids: Tensor) -> Tensor:
         """Three different axes where the model has them."""
@@ -178,25 +182,14 @@ def test_a_layer_that_someone_listens_to_stays():
     assert type(native.text.get_submodule("layers.1")) is type(text.layers[1])
 
 
-def test_layers_stay_where_attention_is_not_native():
-    paged = Paged(tiny(FAMILIES["llama"]()), best_kernels)
-    positions = paged.positions(torch.arange(NUM_TRIAL_TOKENS))
-    assert optimise_layers(paged.text, paged.layout, TorchAttention(), positions, kernels=best_kernels) == 0
-    assert paged.num_native == 0
-
-
 def test_layers_stay_where_the_model_gives_them_another_rotary_embedding():
-    text = tiny(FAMILIES["llama"](), torch.bfloat16)
-    text.rotary_emb.forward = in_float32(text.rotary_emb.forward)
+    text = tiny(FAMILIES["llama"]())
+    text.rotary_emb.forward = in_bfloat16(text.rotary_emb.forward)
     assert Paged(text, best_kernels).optimised(best_kernels).num_native == 0
 
 
 def in_bfloat16(rotary: Callable) -> Callable:
     return lambda x, position_ids: rotary(x.bfloat16(), position_ids)
-
-
-def in_float32(rotary: Callable) -> Callable:
-    return lambda x, position_ids: rotary(x.float(), position_ids)
 
 
 def test_a_replaced_layer_holds_its_weights_once():

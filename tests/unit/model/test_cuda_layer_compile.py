@@ -17,19 +17,21 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
-from cluster.model.cuda import attention_kernels, layer_kernels  # noqa: E402
+from cluster.model.cuda import attention_kernels, layer_kernels, paged_attention  # noqa: E402
 from cluster.model.cuda.paged_attention import tiles_for  # noqa: E402
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache  # noqa: E402
 
 KINDS = {
     "query": "*bf16", "key": "*bf16", "value": "*bf16", "key_scales": "*fp16", "value_scales": "*fp16",
+    "key_rows": "*bf16", "value_rows": "*bf16",
     "sinks": "*bf16", "out": "*bf16", "partial_out": "*fp32", "partial_stats": "*fp32",
     "residual": "*bf16", "shares": "*bf16", "post_weight": "*bf16", "pre_weight": "*bf16", "cos": "*bf16",
     "sin": "*bf16", "query_weight": "*bf16", "key_weight": "*bf16", "embedding": "*bf16", "board": "*i64",
     "scaling": "fp32", "softcap": "fp32", "scale": "fp32", "post_epsilon": "fp32", "pre_epsilon": "fp32",
     "query_epsilon": "fp32", "key_epsilon": "fp32", "limit": "fp32", "alpha": "fp32", "offset": "fp32",
     "window": "i32", "table_stride": "i32", "share_stride": "i32", "num_seqs": "i32", "capacity": "i32",
-    "first_id": "i32", "num_ids": "i32",
+    "first_id": "i32", "num_ids": "i32", "key_stride": "i32", "key_head_stride": "i32", "value_stride": "i32",
+    "value_head_stride": "i32",
 }  # fmt: skip
 ROPE = {
     "QUERY_HEADS": 28, "KV_HEADS": 4, "K_WIDTH": 80, "K_PAD": 128, "V_WIDTH": 80, "V_PAD": 128, "SHARES": 1,
@@ -37,9 +39,14 @@ ROPE = {
 }  # fmt: skip
 
 
+SMALL_SHARED, LARGE_SHARED = 99 << 10, 163 << 10  # bytes of a program: of every GPU since Ampere, of A100's
+WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
+
+
 def check_compiles(
-    module, name: str, constants: dict[str, Any], kinds: dict[str, str], capability: int, **options
-):
+    module, name: str, constants: dict[str, Any], kinds: dict[str, str], capability: int,
+    shared: int = SMALL_SHARED, **options,
+):  # fmt: skip
     kernel = getattr(module, name)
     kinds = dict.fromkeys(kernel.arg_names, "*i32") | KINDS | kinds  # those without a kind are int32 lists
     signature = {arg: "constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names}
@@ -47,7 +54,7 @@ def check_compiles(
     attributes = {(i,): aligned for i, arg in enumerate(kernel.arg_names) if signature[arg].startswith("*")}
     source = ASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert made.metadata.shared < 100_000  # bytes that every GPU since Ampere can give a program
+    assert made.metadata.shared <= shared
     assert f".target sm_{capability}" in made.asm["ptx"]
 
 
@@ -73,10 +80,14 @@ def check_compiles(
         ),
         ("rope_write", {**ROPE, "key_scales": None, "value_scales": None}, {}),
         ("rope_write", {**ROPE, "ROTATION": 1, "TABLE": 2}, {"key": "*i8", "value": "*i8"}),
+        ("write_rows", {**WRITE, "key_scales": None, "value_scales": None}, {}),
+        ("write_rows", WRITE, {"key": "*i8", "value": "*i8"}),
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
         ("lookup", {"WIDTH": 896, "TILE": 1024}, {}),
     ],
-    ids=["add_norm", "norm", "rope_write", "rope_write int8", "gate", "lookup"],
+    ids=[
+        "add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "gate", "lookup"
+    ],
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:
     check_compiles(layer_kernels, name, constants, kinds, capability, enable_fp_fusion=False)
@@ -86,25 +97,32 @@ def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: i
 def test_the_plan_and_the_merge_compile(capability: int) -> None:
     constants = {"ROW_TOKENS": 2, "TILE_TOKENS": 18, "ITEMS": 128, "SEQS": 64}
     check_compiles(attention_kernels, "plan", constants, {}, capability)
-    constants = {"HEADS": 28, "V_WIDTH": 80, "V_PAD": 128, "SHARES_PAD": 32}
-    check_compiles(attention_kernels, "merge", constants, {}, capability)
+    for merged in (1, 4):
+        constants = {"HEADS": 28, "MERGED": merged, "V_WIDTH": 80, "V_PAD": 128, "SHARES_PAD": 32}
+        check_compiles(attention_kernels, "merge", constants, {}, capability)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("is_prompt", [False, True])
+@pytest.mark.parametrize(
+    ("is_prompt", "shared"), [(False, SMALL_SHARED), (True, SMALL_SHARED), (True, LARGE_SHARED)]
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype", "kv_cache_dtype"),
     [
         (28, 4, 128, torch.bfloat16, "auto"),
         (28, 4, 128, torch.bfloat16, "int8"),
+        (14, 2, 64, torch.bfloat16, "auto"),
         (8, 1, 256, torch.bfloat16, "auto"),
         (8, 1, 256, torch.bfloat16, "int8"),
         (28, 4, 128, torch.float32, "int8"),
     ],
 )
 def test_attention_compiles(
-    heads: int, kv_heads: int, width: int, dtype, kv_cache_dtype: KvCacheDtype, is_prompt, capability: int
-) -> None:
+    heads: int, kv_heads: int, width: int, dtype, kv_cache_dtype: KvCacheDtype, is_prompt, shared: int,
+    capability: int, monkeypatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(paged_attention, "_shared_bytes", lambda device: shared)
+    paged_attention._tiles.cache_clear()
     segments = kv_segments([(kv_heads, width)] * 2, 16, dtype, kv_cache_dtype)
     cache = layer_cache(BlockMemory(MemoryLayout(segments), 1), 0)
     tiles = tiles_for(heads, cache, dtype)
@@ -118,8 +136,12 @@ def test_attention_compiles(
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds = dict.fromkeys(("query", "out", "key", "value", "sinks"), kind)
     if kv_cache_dtype == "int8":
-        kinds |= {"key": "*i8", "value": "*i8"}
+        kinds |= {"key": "*i8", "value": "*i8", "key_scales": "*i32", "value_scales": "*i32"}
     else:
         constants |= {"key_scales": None, "value_scales": None}
     warps = tiles.prompt_warps if is_prompt else 4
-    check_compiles(attention_kernels, "attend", constants, kinds, capability, num_warps=warps, num_stages=3)
+    check_compiles(
+        attention_kernels, "attend", constants, kinds, capability, shared, num_warps=warps,
+        num_stages=tiles.prompt_stages if is_prompt else tiles.row_stages,
+    )  # fmt: skip
+    paged_attention._tiles.cache_clear()

@@ -27,6 +27,7 @@ from cluster.model.cuda.layer_calls import (
     gate,
     lookup,
     rope_write,
+    write_rows,
 )
 from cluster.model.kv_format import KvCacheDtype, LayerCache, QuantizedRows, kv_segments, layer_cache
 
@@ -218,6 +219,25 @@ def test_int8_rows_get_the_codes_and_scales_of_the_cache_itself(width: int, valu
     out = rope_write(shares, None, None, slots, cache, 3, Rope(0))
     expected.write(slots, key, value)
     assert torch.equal(out, query)
+    for actual, right in zip(bits_of(cache), bits_of(expected), strict=True):
+        assert torch.equal(actual, right)
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(16, 16), (80, 80), (192, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [(torch.float32, "auto"), (torch.float16, "auto"), (torch.float32, "int8")]
+)
+def test_rows_of_modules_are_written_as_by_the_cache_itself(
+    width: int, value_width: int, dtype: torch.dtype, kv_cache_dtype: KvCacheDtype
+) -> None:
+    """Heads first, as modules give them; of other strides, too. Other slots stay as they are."""
+    key, value = (torch.randn(5, 4, size, dtype=dtype).transpose(0, 1) for size in (width, value_width))
+    for rows in (key, value):
+        rows[1], rows[2], rows[3] = 0, rows[2] * 1e-7, rows[3] * 1e4
+    cache, expected = (kv_cache(5, width, value_width, dtype, kv_cache_dtype) for _ in range(2))
+    slots = torch.tensor([23, 2, 3, 8])
+    write_rows(key, value.transpose(1, 2).contiguous().transpose(1, 2), slots, cache)
+    expected.write(slots, key, value)
     for actual, right in zip(bits_of(cache), bits_of(expected), strict=True):
         assert torch.equal(actual, right)
 

@@ -1,5 +1,6 @@
-"""The attention kernel over paged KV: its plan covers every token and key once, and in Triton's interpreter
-it equals dense attention for every mix. The interpreter has to be asked for: TRITON_INTERPRET=1."""
+"""The attention backend on CUDA, as layers call it, in Triton's interpreter: it equals dense attention for
+every mix, and its plan covers every token and key once. The interpreter has to be asked for:
+TRITON_INTERPRET=1."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cluster.model.attention import LayerAttention
+from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.paged_attention import (
-    StepTensors,
     Tiles,
-    attend,
     item_capacity,
     place_capacity,
     plan,
+    plan_of,
     step_tensors,
-    tiles_for,
 )
-from tests.unit.model.attention_cases import Shape, Step, dense, make_step
+from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -35,12 +36,10 @@ SMALL = Shape(heads=4, kv_heads=2, key_width=16, value_width=16)
 CAUSAL = LayerAttention(0.3)
 
 
-def attended(shape: Shape, step: Step, layer: LayerAttention, tensors: StepTensors | None = None) -> Tensor:
-    step.cache.write(step.batch.slots, step.key, step.value)
-    tensors = tensors or step_tensors(step.batch)
-    tiles = tiles_for(shape.heads, step.cache, shape.dtype)
-    made = plan(tensors, tiles, layer.sliding_window)
-    return attend(step.query, step.cache, layer, tensors, made, tiles, num_processors=1)
+def attended(step: Step, layer: LayerAttention, tensors: StepTensors | None = None) -> Tensor:
+    """tensors: those of a recorded step."""
+    step = replace(step, batch=replace(step.batch, device=tensors, memo={}))
+    return run(CudaAttention(TorchAttention(), num_processors=1), step, layer)
 
 
 MIXES = {
@@ -48,6 +47,7 @@ MIXES = {
     "prompts": [(0, 40), (0, 3)],
     "mixed": [(7, 5), (290, 1), (0, 20), (130, 2)],
     "drafts of several shares": [(520, 3), (2, 4)],
+    "a chunk of several shares": [(700, 40), (0, 9)],
 }
 
 
@@ -68,7 +68,20 @@ def test_every_mix_equals_dense_attention(mix: str, name: str) -> None:
     shape = replace(SMALL, kv_cache_dtype=kv_cache_dtype)
     step = make_step(shape, MIXES[mix], spans=mix == "mixed")
     expected = dense(shape, step, layer)
-    torch.testing.assert_close(attended(shape, step, layer), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attended(step, layer), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_mix_equals_plain_torch_in_half_precision(mix: str, name: str) -> None:
+    layer, kv_cache_dtype = LAYERS[name]
+    shape = replace(SMALL, dtype=torch.float16, kv_cache_dtype=kv_cache_dtype)
+    step, other = (make_step(shape, MIXES[mix], spans=mix == "mixed") for _ in range(2))
+    expected, out = run(TorchAttention(), other, layer), attended(step, layer)
+    assert out.dtype == torch.float16
+    torch.testing.assert_close(out, expected, rtol=4e-3, atol=4e-3)
+    for here, there in zip(step.batch.kv.segments, other.batch.kv.segments, strict=True):
+        assert torch.equal(here, there)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +102,7 @@ def test_every_mix_equals_dense_attention(mix: str, name: str) -> None:
 def test_every_shape_of_heads_equals_dense_attention(shape: Shape) -> None:
     step = make_step(shape, [(258, 1), (30, 12)], spans=True)
     expected = dense(shape, step, CAUSAL)
-    torch.testing.assert_close(attended(shape, step, CAUSAL), expected, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(attended(step, CAUSAL), expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -104,7 +117,7 @@ def test_half_precision_errs_by_the_rounding_of_probabilities(kv_cache_dtype) ->
         positions = torch.arange(len(key))
         slots = step.batch.block_tables[i][positions // 4] * 4 + positions % 4
         step.cache.write(slots, key, value)
-    expected, out = dense(shape, step, CAUSAL), attended(shape, step, CAUSAL).float()
+    expected, out = dense(shape, step, CAUSAL), attended(step, CAUSAL).float()
     assert float((out - expected).norm() / expected.norm()) < (2e-3 if kv_cache_dtype == "auto" else 2e-2)
 
 
@@ -120,14 +133,14 @@ def test_unwritten_rows_are_not_read(window: int | None) -> None:
         for store in (step.cache.key, step.cache.value):
             store.data.flatten(0, 1)[(blocks * 4 + unseen % 4)[blocks > 0]] = float("nan")
     step.batch.kv.segments[0][0] = step.batch.kv.segments[1][0] = float("nan")
-    torch.testing.assert_close(attended(SMALL, step, layer), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attended(step, layer), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layer", [CAUSAL, LayerAttention(0.3, sliding_window=300, softcap=2.0)])
 def test_a_row_has_the_same_bits_alone_and_in_company(layer: LayerAttention) -> None:
     sizes = [(520, 3), (7, 5), (290, 1), (0, 20)]
     together = make_step(SMALL, sizes)
-    out = attended(SMALL, together, layer)
+    out = attended(together, layer)
     first = 0
     for i, (new, context) in enumerate(
         zip(together.batch.query_lens, together.batch.context_lens, strict=True)
@@ -144,7 +157,8 @@ def test_a_row_has_the_same_bits_alone_and_in_company(layer: LayerAttention) -> 
             key=together.key[own],
             value=together.value[own],
         )
-        assert torch.equal(attended(SMALL, step, layer), out[own])
+        assert torch.equal(attended(step, layer), out[own])
+        assert torch.equal(attended(step, layer, step_tensors(alone)), out[own])
         first += new
 
 
@@ -168,10 +182,10 @@ def padded(tensors: StepTensors, num_tokens: int, num_seqs: int) -> StepTensors:
 
 def test_padding_changes_no_bit_and_gives_zeros() -> None:
     step = make_step(SMALL, [(7, 5), (290, 1), (0, 20)])
-    out = attended(SMALL, step, CAUSAL)
+    out = attended(step, CAUSAL)
     tensors = padded(step_tensors(step.batch), len(out) + 5, 7)
     query = torch.cat([step.query, torch.full_like(step.query[:5], float("nan"))])
-    filled = attended(SMALL, replace(step, query=query), CAUSAL, tensors)
+    filled = attended(replace(step, query=query), CAUSAL, tensors)
     assert torch.equal(filled[:-5], out)
     assert torch.equal(filled[-5:], torch.zeros_like(filled[-5:]))
 
@@ -200,7 +214,7 @@ def test_the_plan_covers_every_token_and_key_once(sizes, window, group, with_spa
     indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
     ends = contexts[seqs] if with_spans else indices + 1
     tensors = [torch.from_numpy(each.astype(np.int32)) for each in (seqs, indices, ends, starts, contexts)]
-    tiles = Tiles(group, max(16, group), max(64, group), 64, 64, 8, 3, 1, (16, 1), (16, 1))
+    tiles = Tiles(group, max(16, group), max(64, group), 64, 64, 8, 5, 3, 3, 1, (16, 1), (16, 1))
     step = StepTensors(*tensors, torch.zeros(len(sizes), 1), 4, bool((counts < 2).all()))
     made = plan(step, tiles, window)
     capacity = item_capacity(len(seqs), len(sizes), tiles, step.is_decode)
@@ -228,3 +242,18 @@ def test_the_plan_covers_every_token_and_key_once(sizes, window, group, with_spa
     for row, numbers in enumerate(covered):
         seen_from = max(0, indices[row] - (window or 1 << 30) + 1)
         assert (numbers[seen_from:] == 1).all() and not numbers[:seen_from].any()
+
+
+@settings(max_examples=8)
+@given(sizes=st.lists(st.tuples(st.integers(0, 9000), st.integers(1, 300)), min_size=1, max_size=3))
+def test_an_unrecorded_step_has_place_for_all_partial_results(sizes) -> None:
+    counts, contexts = [new for _, new in sizes], [old + new for old, new in sizes]
+    num_tokens, num_blocks = sum(counts), -(-max(contexts) // 4)
+    batch = PagedBatch(
+        None, 4, torch.zeros(num_tokens), counts, contexts,  # type: ignore[arg-type]  # no K and V are read
+        torch.zeros(len(sizes), num_blocks), torch.tensor(contexts), [()] * len(sizes),
+    )  # fmt: skip
+    made = plan_of(batch, Tiles(7, 16, 64, 64, 64, 8, 5, 3, 3, 1, (16, 1), (16, 1)), None)
+    shares = made.seq_shares[: len(sizes)]
+    used = int((shares * torch.tensor(counts))[shares > 1].sum())
+    assert used <= made.num_places <= place_capacity(num_tokens, len(sizes))

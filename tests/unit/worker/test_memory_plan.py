@@ -48,6 +48,13 @@ def test_a_share_without_room_for_kv_is_refused_with_the_arithmetic():
         beside.blocks_within(16, 0.1, 4 * GIB, 0, 4 * GIB)
 
 
+def test_recorded_steps_are_counted_and_named():
+    recorded = replace(PLAN, graphs=GIB // 4)
+    assert recorded.wanted == PLAN.wanted + GIB // 4
+    assert "recorded steps          256.0 MiB" in recorded.describe(GIB)
+    assert "recorded" not in PLAN.describe(GIB)
+
+
 def test_an_encoder_counts_its_cache_and_the_spike_of_its_largest_batch():
     config = SimpleNamespace(
         vision_config=SimpleNamespace(hidden_size=1280), audio_config=SimpleNamespace(d_model=64)

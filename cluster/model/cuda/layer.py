@@ -1,0 +1,351 @@
+"""Decoder layers by our Triton kernels and cuBLAS's products: the kernels of a GPU, as the search in
+`cluster.model.layers` knows them. A layer that is fused whole is ten launches (`layer_calls` lists them); of
+another layer the half that is recognised is fused, and the other runs by its modules.
+
+A layer's last product is added by the launch that norms for the next one, so layers pass on a residual, which
+they change in place, and what is still to be added to it (`Pending`). Runs on the engine's thread; enqueues
+on the current stream and reads nothing on the host, so that a step may be recorded. Unmeasured: never run on
+a GPU.
+
+Letters: T tokens, N hidden width, W width of a rotary table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.cuda.forms import activation_of, norm_of
+from cluster.model.cuda.layer_calls import (
+    GateActivation,
+    Norm,
+    Rope,
+    Rotation,
+    Table,
+    add,
+    add_norm,
+    gate,
+    rope_write,
+)
+from cluster.model.cuda.paged_attention import MAX_WIDTH
+from cluster.model.cuda.placing import merged
+from cluster.model.kv_format import layer_cache
+from cluster.model.layers.parts import (
+    AttentionParts,
+    DecoderParts,
+    LayerHalf,
+    MlpParts,
+    is_rms_norm,
+)
+from cluster.model.layers.search import Compared, Settings, TextParts
+from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
+
+# Largest relative error (2-norm) of what a replacement adds to its input. Another form of a norm or a
+# rotation is off by a tenth and more. INT8 codes may differ by one where a product rounds otherwise.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+_NO_ROTATION = (0, Rotation.HALVES, Table.FULL)
+Rotary = tuple[Tensor, Tensor] | None  # cos and sin, [1, T, W]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What must still be added to the residual: scale * post(the sum of `shares`)."""
+
+    shares: Tensor  # [S, T, N]
+    post: Norm | None
+    scale: float | None  # None: 1
+
+    def add_to(self, residual: Tensor) -> None:
+        add(residual, self.shares, post=self.post, scale=self.scale)
+
+
+def normed(residual: Tensor, pending: Pending | None, pre: Norm | None) -> Tensor:
+    """Adds what is pending to the residual [T, N], in place. Returns pre(residual); without `pre` the
+    residual."""
+    if pre is None:
+        if pending is not None:
+            pending.add_to(residual)
+        return residual
+    if pending is None:
+        return add_norm(residual, None, pre)
+    return add_norm(residual, pending.shares, pre, post=pending.post, scale=pending.scale)
+
+
+@dataclass(frozen=True)
+class Product:
+    """weight [M, N]: of one linear, or of several with one input."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, N] → shares [1, T, M]."""
+        return F.linear(x, self.weight, self.bias)[None]
+
+
+def product_of(linears: Sequence[nn.Linear]) -> Product | None:
+    """None: their weights are not one matrix."""
+    weight = merged([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = merged(biases) if biases else None
+    if weight is None or (biases and (bias is None or len(biases) < len(linears))):
+        return None
+    return Product(weight, bias)
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a half of a layer does around its body."""
+
+    pre: Norm | None
+    post: Norm | None
+    scale: float | None
+
+
+class FusedAttention:
+    """The attention half of a layer."""
+
+    def __init__(
+        self, around: Around, qkv: Product, out: Product, rope: Rope, num_heads: int, layer: LayerAttention,
+        layer_idx: int, attention: CudaAttention,
+    ):  # fmt: skip
+        self._around, self._qkv, self._out, self._rope = around, qkv, out, rope
+        self._num_heads, self._layer, self._layer_idx = num_heads, layer, layer_idx
+        self._attention = attention
+
+    def __call__(self, x: Tensor, pending: Pending | None, rotary: Rotary, batch: PagedBatch) -> Pending:
+        """x [T, N], changed by what is pending alone."""
+        cache = layer_cache(batch.kv, self._layer_idx)
+        qkv = self._qkv(normed(x, pending, self._around.pre))
+        cos, sin = (None, None) if rotary is None else (table[0] for table in rotary)
+        query = x.new_empty(len(x), self._num_heads, cache.key.row_shape[1])
+        rope_write(qkv, cos, sin, batch.slots, cache, self._num_heads, self._rope, query)
+        if batch.on_layer is not None:
+            batch.on_layer(self._layer_idx)
+        mixed = self._attention.attend_blocks(batch, self._layer, query, cache)
+        return Pending(self._out(mixed.flatten(1)), self._around.post, self._around.scale)
+
+
+class FusedMlp:
+    """The MLP half of a layer."""
+
+    def __init__(self, around: Around, gate_up: Product, down: Product, activation: GateActivation):
+        self._around, self._gate_up, self._down, self._activation = around, gate_up, down, activation
+
+    def __call__(self, x: Tensor, pending: Pending | None) -> Pending:
+        """x [T, N], changed by what is pending alone."""
+        gated = gate(self._gate_up(normed(x, pending, self._around.pre)), self._activation, x.dtype)
+        return Pending(self._down(gated), self._around.post, self._around.scale)
+
+
+class FusedLayer(nn.Module):
+    """A decoder layer of which one half at least is fused."""
+
+    def __init__(
+        self, attention: FusedAttention | LayerHalf[AttentionParts], mlp: FusedMlp | LayerHalf[MlpParts],
+        parts: DecoderParts,
+    ):  # fmt: skip
+        super().__init__()
+        self._attention, self._mlp = attention, mlp
+        if hasattr(parts.layer, "attention_type"):  # some text models choose the mask by it
+            self.attention_type = parts.layer.attention_type
+        # by which some rotary embeddings choose their table
+        self.layer_type: str | None = getattr(parts.attention.body, "layer_type", None)
+
+    @property
+    def has_fused_attention(self) -> bool:
+        return isinstance(self._attention, FusedAttention)
+
+    @property
+    def has_fused_mlp(self) -> bool:
+        return isinstance(self._mlp, FusedMlp)
+
+    def forward(
+        self, hidden_states: Tensor, *, paged: tuple[PagedBatch, AttentionBackend],
+        position_embeddings: Rotary = None, **keywords: object,
+    ) -> Tensor:  # fmt: skip
+        """hidden_states [1, T, N] → the same shape."""
+        x = hidden_states[0].clone(memory_format=torch.contiguous_format)
+        pending = self.run(x, None, position_embeddings, paged, keywords)
+        if pending is not None:
+            pending.add_to(x)
+        return x[None]
+
+    def run(
+        self, x: Tensor, pending: Pending | None, rotary: Rotary,
+        paged: tuple[PagedBatch, AttentionBackend | None], keywords: Mapping[str, object],
+    ) -> Pending | None:  # fmt: skip
+        """x [T, N] becomes the layer's output, but for what is returned. The backend and `keywords` are
+        arguments of a module of attention."""
+        if isinstance(self._attention, FusedAttention):
+            pending = self._attention(x, pending, rotary, paged[0])
+        else:
+            more = {**keywords, "position_embeddings": rotary, "paged": paged}
+            pending = _by_modules(self._attention, x, pending, more)
+        if isinstance(self._mlp, FusedMlp):
+            return self._mlp(x, pending)
+        return _by_modules(self._mlp, x, pending, {})
+
+
+def _by_modules(half: LayerHalf, x: Tensor, pending: Pending | None, keywords: Mapping[str, object]) -> None:
+    if pending is not None:
+        pending.add_to(x)
+    x.copy_(half.run_modules(x[None], **keywords)[0])
+
+
+class FusedTextModel:
+    """Implements `WholeDecoder`: fused layers one after the other."""
+
+    kernels_s = None
+
+    def __init__(self, rotary: nn.Module, layers: Sequence[FusedLayer], norm: Norm, head: nn.Module):
+        self._rotary, self._layers, self._norm, self._head = rotary, layers, norm, head
+        has_types = hasattr(rotary, "layer_types")  # then it gives a table for each
+        self._types = [layer.layer_type if has_types else None for layer in layers]
+
+    def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
+        x, pending = embeds[0], None
+        tables = {
+            kind: self._rotary(embeds, positions, *(() if kind is None else (kind,)))
+            for kind in dict.fromkeys(self._types)
+        }
+        for layer, kind in zip(self._layers, self._types, strict=True):
+            pending = layer.run(x, pending, tables[kind], (batch, None), {})
+        hidden = normed(x, pending, self._norm)
+        is_all = batch.is_decode and len(wanted) == len(x)
+        return self._head(hidden if is_all else hidden[wanted]).float()
+
+
+class CudaLayerKernels:
+    """Implements `LayerKernels`."""
+
+    name = "Triton kernels"
+
+    def __init__(self, dtype: torch.dtype, attention: CudaAttention, *, is_timed: bool = True):
+        self.source = Compared()
+        self.is_timed = is_timed
+        self.whole_tolerance = _TOLERANCE[dtype]
+        self._attend = attention
+
+    def can_replace(self, parts: DecoderParts) -> bool:
+        attention, mlp = parts.attention.inner, parts.mlp.inner
+        is_fused = (attention and product_of(attention.projections), mlp and product_of(mlp.inputs))
+        return parts.dtype in _TOLERANCE and any(is_fused)
+
+    def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
+        """Norms and activation are recognised by what they compute (`forms`). Each rotation is tried."""
+        has_mlp = _activation(parts) is not None
+        for rope in _ropes(parts, observed):
+            settings = {"heads": observed.heads.to_json(), **rope}
+            if has_mlp:
+                yield {**settings, "mlp": True}
+            yield {**settings, "mlp": False}
+        if has_mlp:
+            yield {"heads": None, "mlp": True}
+
+    def build(self, parts: DecoderParts, settings: Settings) -> FusedLayer:
+        attention = parts.attention if settings["heads"] is None else self._attention(parts, settings)
+        return FusedLayer(attention, _mlp(parts) if settings["mlp"] else parts.mlp, parts)
+
+    def tolerance(self, parts: DecoderParts, settings: Settings) -> float:
+        return _TOLERANCE[parts.dtype]
+
+    def replace_modules(self, text_model: nn.Module, head: nn.Module) -> None:
+        """Replaces none."""
+
+    def whole(self, parts: TextParts) -> FusedTextModel | None:
+        layers = [layer for layer in parts.layers if isinstance(layer, FusedLayer)]
+        norm = norm_of(parts.norm) if is_rms_norm(parts.norm) else None
+        if norm is None or len(layers) < len(parts.layers):
+            return None
+        if not all(layer.has_fused_attention for layer in layers):
+            return None
+        return FusedTextModel(parts.rotary, layers, norm, parts.head)
+
+    def _attention(self, parts: DecoderParts, settings: Settings) -> FusedAttention:
+        inner, heads = cast(AttentionParts, parts.attention.inner), Heads.from_json(settings["heads"])
+        query_norm, key_norm = map(norm_of, inner.head_norms) if inner.head_norms else (None, None)
+        rope = Rope(
+            settings["rotary_width"], Rotation(settings["rotation"]), Table(settings["table"]),
+            query_norm, key_norm, settings["norms_after"],
+        )  # fmt: skip
+        sinks = getattr(parts.attention.body, "sinks", None)
+        return FusedAttention(
+            cast(Around, around(parts.attention)), cast(Product, product_of(inner.projections)),
+            Product(inner.out.weight, inner.out.bias), rope, heads.num_query,
+            replace(heads.attention, sinks=sinks), parts.layer_idx, self._attend,
+        )  # fmt: skip
+
+
+def around(half: LayerHalf) -> Around | None:
+    """None: one of the norms is of no known form."""
+    norms = [None if module is None else norm_of(module) for module in (half.pre, half.post)]
+    modules = (half.pre, half.post)
+    if any(module is not None and norm is None for module, norm in zip(modules, norms, strict=True)):
+        return None
+    return Around(norms[0], norms[1], None if half.scale == 1 else half.scale)
+
+
+def _ropes(parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
+    """Forms of the rotation that the half may have; none: it cannot be fused."""
+    inner, heads = parts.attention.inner, observed.heads
+    if inner is None or around(parts.attention) is None or not _fit(inner, heads):
+        return
+    head_norms = [norm_of(module) for module in inner.head_norms]
+    if None in head_norms or len({norm.form for norm in head_norms if norm is not None}) > 1:
+        return
+    for width, rotation, table in (*_rotations(observed.rotary, heads.key_width), _NO_ROTATION):
+        for norms_after in (False, True) if head_norms and width else (False,):
+            yield {
+                "rotary_width": width, "rotation": int(rotation), "table": int(table),
+                "norms_after": norms_after,
+            }  # fmt: skip
+
+
+def _rotations(rotary: object, key_width: int) -> Iterator[tuple[int, Rotation, Table]]:
+    if not (isinstance(rotary, tuple) and len(rotary) == 2):
+        return
+    cos, sin = rotary
+    if cos.shape != sin.shape or cos.shape[:-1] != (1, NUM_TOKENS):
+        return
+    width = cos.shape[-1]
+    if width <= key_width:
+        yield width, Rotation.HALVES, Table.FULL
+        yield width, Rotation.PAIRS, Table.PAIRED
+        yield width, Rotation.PAIRS, Table.FULL
+    if 2 * width <= key_width:
+        yield 2 * width, Rotation.HALVES, Table.HALF
+
+
+def _fit(inner: AttentionParts, heads: Heads) -> bool:
+    """Whether all parts have the sizes of this attention, and q, k and v are one product."""
+    rows = heads.num_query * heads.key_width + heads.num_kv * (heads.key_width + heads.value_width)
+    return (
+        max(heads.key_width, heads.value_width) <= MAX_WIDTH
+        and sum(linear.out_features for linear in inner.projections) == rows
+        and product_of(inner.projections) is not None
+        and all(norm.get_parameter("weight").numel() == heads.key_width for norm in inner.head_norms)
+    )
+
+
+def _activation(parts: DecoderParts) -> GateActivation | None:
+    """None: the half cannot be fused."""
+    inner = parts.mlp.inner
+    if inner is None or around(parts.mlp) is None or product_of(inner.inputs) is None:
+        return None
+    return activation_of(inner.activation, inner.down.weight)
+
+
+def _mlp(parts: DecoderParts) -> FusedMlp:
+    inner = cast(MlpParts, parts.mlp.inner)
+    return FusedMlp(
+        cast(Around, around(parts.mlp)), cast(Product, product_of(inner.inputs)),
+        Product(inner.down.weight, inner.down.bias), cast(GateActivation, _activation(parts)),
+    )  # fmt: skip

@@ -1,0 +1,170 @@
+"""The parts of a language half, ready to compute: loaded, probed, with the attention and the kernels that
+serve it on its device. `language` computes with them.
+
+1. transformers loads the half (`loading`), or the packed weights of an earlier start are mapped
+   (`cpu/weight_cache`).
+2. A dummy token shows what the layers need from attention (`probe`).
+3. Attention is chosen (`make_backend`), then the kernels that replace modules (`layers`).
+
+Runs on the thread that loads the model. Blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from cluster.config.families import ModelFamily
+from cluster.errors import ConfigError
+from cluster.kvcache.memory import MemoryLayout
+from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
+from cluster.model.attention_cpu import CpuAttention
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.attention_torch import TorchAttention
+from cluster.model.cpu.layer_search import CpuLayerKernels
+from cluster.model.cpu.library import load as load_kernels
+from cluster.model.cpu.modules import WeightDtype
+from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
+from cluster.model.cuda.layer import CudaLayerKernels
+from cluster.model.kv_format import KvCacheDtype, kv_segments
+from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
+from cluster.model.layers.trial import Trial, WholeDecoder
+from cluster.model.loading import Half, distributing, load_half
+from cluster.model.positions import RULES
+from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone
+from cluster.model.support import backbone_of, check_class, family_of, post_head
+
+
+@dataclass(frozen=True)
+class LanguageParts:
+    model: PreTrainedModel
+    family: ModelFamily
+    text: PreTrainedModel
+    embed: nn.Embedding
+    head: nn.Module
+    vocab_size: int
+    post_head: Callable[[Tensor], Tensor] | None  # what the family does to the logits; None: nothing
+    shapes: Sequence[LayerShape]
+    block_size: int
+    kv_layout: MemoryLayout
+    attention: ModelAttention
+    weight_bytes: int  # of this rank's share
+    decoder: WholeDecoder | None = None  # runs a step in one call, if one can
+    evictable_bytes: int = 0  # of weights in a mapped file that are not locked in memory
+
+
+def load_parts(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str, block_size: int,
+    kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, num_ranks: int,
+    weight_cache: WeightCache | None,
+) -> LanguageParts:  # fmt: skip
+    """Arguments as in `LanguageModel.load`. Raises ConfigError."""
+    if num_ranks > 1 and weight_dtype != "auto":
+        raise ConfigError(
+            f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
+        )
+
+    def make(making: Making) -> LanguageParts:
+        half = load_half(
+            path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=making.mapped
+        )
+        notes = making.notes.get("shapes")
+        shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
+        with distributing(half.config.model_type, num_ranks):
+            parts = probed_parts(half, block_size, kv_cache_dtype, shapes)
+        making.notes["shapes"] = [astuple(shape) for shape in parts.shapes]
+        ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
+        served = parts if ours is None else on_kernels(parts, ours)
+        if weight_dtype != "auto" and served.head is parts.head:
+            raise ConfigError(
+                f"weight_dtype {weight_dtype} needs the native CPU kernels; the log says why they are missing"
+            )
+        return replace(served, evictable_bytes=making.evictable_bytes)
+
+    kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
+    key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype)
+    return load_through(weight_cache, key, kernels, make)
+
+
+def probed_parts(
+    model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype,
+    shapes: Sequence[LayerShape] | None = None,
+) -> LanguageParts:  # fmt: skip
+    """With transformers' own modules. shapes: what probing this model gave before; None: it is probed. Raises
+    ConfigError for everything that is not supported."""
+    family, base = family_of(model.config), backbone_of(model)
+    text = getattr(base, family.text_module) if family.modalities else base
+    check_class(type(text))
+    embed = cast(nn.Embedding, model.get_input_embeddings())
+    head, after = cast(nn.Linear, model.get_output_embeddings()), post_head(model.config)
+    if shapes is None:
+        shapes = probe_backbone(text, model.config.get_text_config().hidden_size)
+        check_post_head(model, text, after)
+    text.set_attn_implementation(ATTENTION_NAME)
+    dtype, device = embed.weight.dtype, embed.weight.device
+    segments = kv_segments(kv_row_shapes(shapes), block_size, dtype, kv_cache_dtype)
+    first = kv_segments(kv_row_shapes(shapes[:1]), block_size, dtype, kv_cache_dtype)
+    shape = _attention_shape(model, shapes[0], MemoryLayout(first), block_size)
+    weights = map(_own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
+    return LanguageParts(
+        model, family, text, embed, head, head.weight.shape[0], after, shapes, block_size,
+        MemoryLayout(segments), make_backend(device, dtype, shape),
+        sum(own.numel() * own.element_size() for own in weights),
+    )  # fmt: skip
+
+
+def make_backend(
+    device: torch.device, dtype: torch.dtype, shape: AttentionShape | None = None
+) -> ModelAttention:
+    """The fastest installed backend for the device; on CUDA, that for `shape`. Each backend reads every cache
+    format. If its kernels do not support a case, it uses the torch backend."""
+    if device.type == "cuda" and shape is not None:
+        from cluster.model.cuda.choice import choose
+
+        return choose(device, dtype, shape, fallback=TorchAttention())
+    kernels = load_kernels() if device.type == "cpu" else None
+    return TorchAttention() if kernels is None else CpuAttention(kernels.cdll, fallback=TorchAttention())
+
+
+def _attention_shape(
+    model: PreTrainedModel, shape: LayerShape, layout: MemoryLayout, block_size: int
+) -> AttentionShape:
+    """Of the first layer, as this rank has it."""
+    config = model.config.get_text_config()
+    (kv_heads, width), first = shape.key, config.per_layer_config[0]
+    num_heads = first.num_attention_heads
+    group = num_heads // (getattr(first, "num_key_value_heads", None) or num_heads)
+    layer = LayerAttention(width**-0.5, softcap=getattr(config, "attn_logit_softcapping", None))
+    return AttentionShape(layout, block_size, kv_heads * group, layer)
+
+
+def _layer_kernels(parts: LanguageParts, weight_dtype: WeightDtype, making: Making) -> LayerKernels | None:
+    """Those of the device that holds the weights; None: it has none."""
+    dtype, device = parts.embed.weight.dtype, parts.embed.weight.device
+    if device.type == "cpu":
+        kernels = making.kernels_for(parts.model)
+        return None if kernels is None else CpuLayerKernels(kernels, weight_dtype)
+    return CudaLayerKernels(dtype, parts.attention) if isinstance(parts.attention, CudaAttention) else None
+
+
+def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
+    """With the kernels in place of all modules that they can replace."""
+    trial = Trial(parts.text, parts.kv_layout, parts.attention, RULES[parts.family.positions].with_axes)
+    replace_layers(parts.text, kernels, trial)
+    if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
+        parts.model.set_output_embeddings(head)  # the old one's weights are not kept
+        parts = replace(parts, head=head)
+    if parts.post_head is not None:
+        return parts
+    return replace(parts, decoder=whole_decoder(parts.text, parts.head, kernels, trial))
+
+
+def _own_share(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,172 @@
+"""The parts of a decoder layer, found by the names and types of its modules. The tables hold the names that
+families use.
+
+A layer is two halves, attention and MLP. Each half is x + scale * post(body(pre(x))), where `pre` and `post`
+are norms of which one may be missing. If the body of a half is of another kind (experts, compressed KV), the
+half has no `inner` parts, but the other half of the layer may have.
+
+Names do not say what a norm, an activation or a rotary embedding computes. Kernels offer forms of it, and the
+comparison finds the right one (`search`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+_NORMS = (  # before attention, after it, before the MLP, after it
+    (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+)
+_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
+_MLPS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
+_ACTIVATIONS = ("act_fn", "activation_fn")
+_SCALE = "residual_multiplier"
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    projections: tuple[nn.Linear, ...]  # q, k and v, or one for all three
+    out: nn.Linear
+    head_norms: tuple[nn.Module, ...]  # of q and k, or none
+
+
+@dataclass(frozen=True)
+class MlpParts:
+    """down(activation(gate(x)) * up(x))."""
+
+    inputs: tuple[nn.Linear, ...]  # gate and up, or one for both
+    down: nn.Linear
+    activation: nn.Module
+
+
+Inner = TypeVar("Inner", AttentionParts, MlpParts)
+
+
+@dataclass(frozen=True)
+class LayerHalf(Generic[Inner]):
+    pre: nn.Module | None
+    body: nn.Module
+    post: nn.Module | None
+    scale: float
+    inner: Inner | None  # None: the body is not recognised, and its own module runs
+
+    def run_modules(self, x: Tensor, **keywords: object) -> Tensor:
+        """The half as the layer computes it, for a replacement of the other half alone. `keywords`: those of
+        the body."""
+        result = self.body(x if self.pre is None else self.pre(x), **keywords)
+        added = result[0] if isinstance(result, tuple) else result
+        return x + self.scale * (added if self.post is None else self.post(added))
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """At least one half is recognised."""
+
+    layer: nn.Module
+    attention: LayerHalf[AttentionParts]
+    mlp: LayerHalf[MlpParts]
+
+    @property
+    def layer_idx(self) -> int:
+        return cast(int, self.attention.body.layer_idx)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return dtype_of(self.layer)
+
+
+def decoder_parts(layer: nn.Module) -> DecoderParts | None:
+    """None: this is no decoder layer of the known form, or something listens to one of its modules."""
+    children = _children_of(layer)
+    attention, mlp = (children.pop(name, None) for name in ("self_attn", "mlp"))
+    names = next((names for names in _NORMS if children.keys() == {*names} - {None}), None)
+    if attention is None or mlp is None or names is None or not is_unhooked(layer):
+        return None
+    norms = [None if name is None else children[name] for name in names]
+    if not all(norm is None or is_rms_norm(norm) for norm in norms):
+        return None
+    scale = float(getattr(layer, _SCALE, 1.0))
+    parts = DecoderParts(
+        layer,
+        LayerHalf(norms[0], attention, norms[1], scale, attention_parts(attention)),
+        LayerHalf(norms[2], mlp, norms[3], scale, mlp_parts(mlp)),
+    )
+    return None if parts.attention.inner is None and parts.mlp.inner is None else parts
+
+
+def attention_parts(attention: nn.Module) -> AttentionParts | None:
+    children = _children_of(attention)
+    projections, out = pick(children, *_PROJECTIONS), pick(children, ("o_proj",))
+    head_norms = pick(children, *_HEAD_NORMS) or []
+    if projections is None or out is None:
+        return None
+    linears = [*projections, *out]
+    if len(children) > len(linears) + len(head_norms):
+        return None
+    if not (all(map(is_linear, linears)) and all(map(is_rms_norm, head_norms))):
+        return None
+    *inputs, output = cast("list[nn.Linear]", linears)
+    return AttentionParts(tuple(inputs), output, tuple(head_norms))
+
+
+def mlp_parts(mlp: nn.Module) -> MlpParts | None:
+    children = _children_of(mlp)
+    linears = pick(children, *_MLPS)
+    activation = next((children[name] for name in _ACTIVATIONS if name in children), None)
+    if linears is None or activation is None or len(children) > len(linears) + 1:
+        return None
+    if not all(map(is_linear, linears)):
+        return None
+    *inputs, down = cast("list[nn.Linear]", linears)
+    return MlpParts(tuple(inputs), down, activation)
+
+
+def pick(children: Mapping[str, nn.Module], *choices: tuple[str, ...]) -> list[nn.Module] | None:
+    """The children of the first choice of names that are all there."""
+    names = next((names for names in choices if all(name in children for name in names)), None)
+    return None if names is None else [children[name] for name in names]
+
+
+def _children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """By name, without those that compute nothing in evaluation mode."""
+    idle = (nn.Dropout, nn.Identity)
+    return {name: child for name, child in module.named_children() if not isinstance(child, idle)}
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """By name and parts. The comparison finds out whether it adds 1 to its weight or rounds at another
+    place."""
+    weight = getattr(module, "weight", None)
+    is_named_so = (
+        type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.ndim == 1
+    )
+    return is_named_so and epsilon_of(module) is not None
+
+
+def is_unhooked(module: nn.Module) -> bool:
+    return not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+def epsilon_of(norm: nn.Module) -> float | None:
+    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    return next(module.parameters()).dtype

@@ -1,0 +1,395 @@
+"""Steps of any kind as CUDA graphs, on a simulated GPU: a replay gives what the model gives unrecorded. In a
+recording, a read on the host, a copy between the memories or a wait is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import cast
+from unittest import mock
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from cluster.engine.features import FeatureStore
+from cluster.engine.runner import LanguageRunner
+from cluster.engine.speculation import DraftModelProposer
+from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.timing import Stopwatch
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention import PagedBatch
+from cluster.model.cuda.graphs import (
+    GRAPH_BYTES,
+    GraphedModel,
+    RecordedSizes,
+    Recording,
+    capture_cuda,
+    recording_of,
+)
+from cluster.model.cuda.step_inputs import StepSizes, answers_of
+from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
+from cluster.model.language_parts import probed_parts
+from cluster.model.logprobs import PromptScores
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from tests.fakes.cuda_device import SimulatedCuda
+from tests.fakes.recorded_attention import RecordedAttention
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase
+from tests.gpu.cases import check_recorded_steps
+from tests.unit.engine.drafting import Request as DraftedRequest
+
+SIZES = RecordedSizes([answers_of(4)], [StepSizes(8, 8, 8), StepSizes(32, 8, 12)])
+PROMPTS = [list(range(5, 25)), list(range(50, 53)), list(range(60, 71))]
+TABLES = [list(range(6 * i, 6 * i + 6)) for i in range(4)]
+NUM_BLOCKS = 24  # for requests
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda() as simulated:
+        yield simulated
+
+
+def language(device: SimulatedCuda, whole: hf.PreTrainedModel, kv_cache_dtype="auto") -> LanguageModel:
+    parts = probed_parts(device.put(whole.eval()), 16, kv_cache_dtype)
+    return LanguageModel(replace(parts, attention=RecordedAttention()))
+
+
+def text_model(device: SimulatedCuda, kv_cache_dtype="auto", max_model_len: int = 96) -> LanguageModel:
+    torch.manual_seed(0)
+    config = hf.Qwen3Config(
+        vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=max_model_len,
+        initializer_range=0.15, eos_token_id=None,
+    )  # fmt: skip
+    return language(device, hf.Qwen3ForCausalLM(config), kv_cache_dtype)
+
+
+class Compared:
+    """The model recorded and unrecorded, over KV of their own."""
+
+    def __init__(self, model: LanguageModel, sizes: RecordedSizes = SIZES):
+        self.model = model
+        self._kvs = [BlockMemory(model.kv_layout, NUM_BLOCKS + 1, "cuda") for _ in range(2)]
+        self.graphed = GraphedModel(model, self._kvs[0], sizes, capture_cuda())
+        self.graphed.warm_up()
+        self.num_forwards = 0
+
+    def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
+        """Replayed; equal to the other."""
+        with mock.patch.object(self.model, "forward", wraps=self.model.forward) as unrecorded:
+            found = self.graphed.forward(chunks, self._kvs[0]).cpu().clone()
+        self.num_forwards += unrecorded.call_count
+        expected = self.model.forward(chunks, self._kvs[1]).cpu()
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        return found
+
+    def decode(self, *arguments: list) -> None:
+        found = self.graphed.decode(*arguments, self._kvs[0]).cpu().clone()
+        expected = self.model.decode(*arguments, self._kvs[1]).cpu()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    def check_kv(self) -> None:
+        """All but the scratch block."""
+        for recorded, plain in zip(*(kv.segments for kv in self._kvs), strict=True):
+            torch.testing.assert_close(
+                recorded[:-1].cpu().float(), plain[:-1].cpu().float(), rtol=1e-3, atol=1e-3
+            )
+
+
+def mixed_steps() -> Iterator[list[SequenceChunk]]:
+    """Prompts side by side; the rest of one beside an answer and drafts, of which one prompt goes on."""
+    first = [SequenceChunk(PROMPTS[i], 0, 0, TABLES[i]) for i in (1, 2)]
+    yield [*first, SequenceChunk(PROMPTS[0][:10], 0, 0, TABLES[0], num_logits=0)]
+    answer = SequenceChunk([7], 3, 3, TABLES[1])
+    drafts = SequenceChunk([7, 8, 9], 11, 11, TABLES[2], num_logits=3)
+    yield [answer, drafts, SequenceChunk(PROMPTS[0][10:18], 10, 10, TABLES[0], num_logits=0)]
+    yield [SequenceChunk([3, 4], 12, 12, TABLES[2], num_logits=2)]  # drafts alone
+    yield [SequenceChunk(PROMPTS[0][18:], 18, 18, TABLES[0])]
+
+
+ANSWERS = ([9, 10, 11], [20, 4, 14], [0, 0, 0], TABLES[:3])
+TEXTS = ("gemma3_window", "gpt_oss_sinks_window", "gemma2_softcap_window")
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_replayed_mixed_step_equals_the_unrecorded_one(name: str, device: SimulatedCuda) -> None:
+    compared = Compared(language(device, TEXT_FAMILIES[name]().model))
+    for chunks in mixed_steps():
+        compared.forward(chunks)
+    compared.decode(*ANSWERS)
+    compared.check_kv()
+    assert compared.num_forwards == 0
+
+
+def test_a_replayed_step_writes_and_reads_quantised_kv(device: SimulatedCuda) -> None:
+    compared = Compared(text_model(device, "int8"))
+    for chunks in mixed_steps():
+        compared.forward(chunks)
+    assert compared.num_forwards == 0
+
+
+MEDIA_SIZES = RecordedSizes([answers_of(2)], [StepSizes(128, 4, 4)])
+
+
+def media_chunks(model: LanguageModel, case: TinyCase) -> list[SequenceChunk]:
+    """The whole prompts, with random embeddings."""
+    generator, chunks = torch.Generator().manual_seed(0), []
+    for table, request in zip(TABLES, case.requests, strict=False):
+        prompt: Prompt = request.prompt
+        ranges = [(start, count) for item in prompt.media for start, count in item.ranges]
+        features = tuple(
+            FeatureSlice(start, torch.randn(count, model.feature_width, generator=generator))
+            for start, count in ranges
+        )
+        spans = tuple((start, start + count) for start, count in ranges) if model.chunk_cut_spans else ()
+        positions = model.positions(prompt).position_ids
+        chunks.append(SequenceChunk(prompt.token_ids, positions, 0, table, features, spans))
+    return chunks
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", "qwen2_5_vl", "kimi_k25"]
+)  # two-way spans; three axes; read as zero
+def test_media_are_placed_before_the_replay(name: str, device: SimulatedCuda) -> None:
+    case = MEDIA_FAMILIES[name]()
+    model = language(device, case.model)
+    compared = Compared(model, MEDIA_SIZES)
+    chunks = media_chunks(model, case)
+    compared.forward([*chunks[:1], SequenceChunk([5, 6, 7], 0, 0, TABLES[3])])
+    compared.forward([*chunks[1:2], SequenceChunk([8], 3, 3, TABLES[3])])
+    compared.check_kv()
+    assert compared.num_forwards == 0
+
+
+def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device: SimulatedCuda) -> None:
+    model = text_model(device, max_model_len=256)
+    check_recorded_steps(model, num_steps=2, tolerance=1e-4)
+
+
+def test_what_earlier_steps_left_changes_no_bit_of_a_step(device: SimulatedCuda) -> None:
+    """Padding is what the step before has left in the buffers, or zeros."""
+    model = text_model(device)
+    prompts, mixed, *_ = mixed_steps()
+    fresh, used = Compared(model), Compared(model)
+    long = [SequenceChunk(list(range(5, 36)), 0, 0, TABLES[3], num_logits=9)]
+    for compared in (fresh, used):
+        compared.forward(prompts)
+    used.forward(long)
+    assert torch.equal(fresh.forward(mixed), used.forward(mixed))
+    used.forward(long)
+    logits = [each.graphed.decode(*ANSWERS, each._kvs[0]).cpu() for each in (fresh, used)]
+    assert torch.equal(*logits)
+
+
+def test_a_step_is_one_copy_and_waits_for_none_but_the_last(device: SimulatedCuda, monkeypatch) -> None:
+    compared = Compared(text_model(device))
+    prompts, mixed, *_ = mixed_steps()
+    kv = compared._kvs[0]
+    compared.graphed.forward(prompts, kv)
+    copies: list[int] = []
+    crosses = device._crosses
+    monkeypatch.setattr(
+        device, "_crosses", lambda asynchronous: copies.append(asynchronous) or crosses(asynchronous)
+    )
+    for step in (
+        lambda: compared.graphed.forward(mixed, kv),
+        lambda: compared.graphed.decode([9, 10], [40, 4], [0, 0], TABLES[:2], kv),
+    ):
+        copies.clear()
+        before = device.num_syncs
+        step()
+        assert copies == [True]
+        assert device.num_syncs - before == 1  # for the previous step's inputs, which have long been copied
+
+
+def test_all_sizes_share_their_logits(device: SimulatedCuda) -> None:
+    compared = Compared(text_model(device))
+    with torch.inference_mode():
+        replayed = [replay() for replay in compared.graphed._replays.values()]
+    (shared,) = {logits.held.untyped_storage().data_ptr() for logits in replayed}
+    assert shared == compared.graphed._logits.held.untyped_storage().data_ptr()
+
+
+class Decoder:
+    """Implements `WholeDecoder`: the logits of a token are its embedding's, twice."""
+
+    kernels_s = None
+
+    def __init__(self, head: torch.nn.Module) -> None:
+        self._head = head
+        self.seen: list[tuple[torch.Size, torch.Size, int, bool]] = []
+
+    def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
+        self.seen.append((embeds.shape, positions.shape, len(wanted), batch.device is not None))
+        embeds.add_(embeds)
+        return self._head(embeds[0, wanted]).float()
+
+
+def test_recorded_steps_run_in_the_whole_decoder(device: SimulatedCuda) -> None:
+    model = text_model(device)
+    model._decoder = decoder = Decoder(model._head)
+    compared = Compared(model)
+    mixed = {((1, n, 32), (1, n), wanted, True) for n, wanted in ((8, 8), (32, 12))}
+    assert {*decoder.seen} == mixed | {((1, 4, 32), (1, 4), 4, True)}
+    for chunks in mixed_steps():
+        compared.forward(chunks)
+    compared.decode(*ANSWERS)
+    assert compared.num_forwards == 0
+
+
+FALLBACKS = {
+    "scores": [SequenceChunk([1, 2, 3], 0, 0, TABLES[0], scores=PromptScores([0], [2], 1))],
+    "broken positions": [SequenceChunk([1, 2, 3], torch.tensor([0, 0.5, 1]), 0, TABLES[0])],
+    "positions of more axes": [SequenceChunk([1, 2], torch.zeros(3, 2, dtype=torch.int64), 0, TABLES[0])],
+    "tokens": [SequenceChunk([1] * 33, 0, 0, TABLES[0])],
+    "sequences": [SequenceChunk([1], 0, 0, TABLES[0], num_logits=0)] * 9,
+    "wanted tokens": [SequenceChunk([1] * 13, 0, 0, TABLES[0], num_logits=13)],
+}
+
+
+def test_other_steps_run_unrecorded(device: SimulatedCuda) -> None:
+    compared = Compared(text_model(device))
+    model, kv, given = compared.model, compared._kvs[0], []
+    model.forward = lambda *args: given.append(args)  # type: ignore[method-assign]
+    for reason, chunks in FALLBACKS.items():
+        compared.graphed.forward(chunks, kv)
+        assert given.pop() == (chunks, kv, None), reason
+    assert given == []
+
+
+def test_a_step_whose_layers_report_runs_unrecorded(device: SimulatedCuda) -> None:
+    compared = Compared(text_model(device))
+    seen: list[int] = []
+    compared.graphed.forward([SequenceChunk([1, 2], 0, 0, TABLES[0])], compared._kvs[0], seen.append)
+    assert seen == list(range(compared.model.num_layers))
+
+
+def test_features_of_deeper_layers_run_unrecorded(device: SimulatedCuda) -> None:
+    case = MEDIA_FAMILIES["qwen3_vl"]()
+    model = language(device, case.model)
+    compared = Compared(model, MEDIA_SIZES)
+    compared.forward(media_chunks(model, case)[:1])
+    assert compared.num_forwards == 1
+    compared.forward([SequenceChunk([1, 2, 3], 0, 0, TABLES[1])])
+    assert compared.num_forwards == 1
+
+
+class Answering(RecordedAttention):
+    """Steps with prompts ask the host for their sizes."""
+
+    def attend(self, batch, *args) -> Tensor:
+        if not batch.is_decode:
+            max(batch.query_lens)
+        return super().attend(batch, *args)
+
+
+class Reading(RecordedAttention):
+    """Steps with prompts read the device."""
+
+    def attend(self, batch, *args) -> Tensor:
+        if not batch.is_decode and batch.device is not None:
+            batch.device.starts.tolist()
+        return super().attend(batch, *args)
+
+
+@pytest.mark.parametrize(("attention", "why"), [(Answering, "sizes"), (Reading, "synchronizing")])
+def test_answers_stay_recorded_if_mixed_steps_cannot_be(attention, why, device, caplog) -> None:
+    model = text_model(device)
+    model._backend = attention()
+    compared = Compared(model)
+    assert "steps with prompts are not recorded: " in caplog.text and why in caplog.text
+    assert [sizes.is_decode for sizes in compared.graphed._replays] == [True] * len(SIZES.answers)
+    model._backend = RecordedAttention()  # for the prompts
+    for chunks in mixed_steps():
+        compared.forward(chunks)
+    assert compared.num_forwards == 4
+    compared.decode(*ANSWERS)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe"])
+def test_layers_that_read_the_device_are_named(name: str, device: SimulatedCuda, caplog) -> None:
+    model = language(device, TEXT_FAMILIES[name]().model)
+    kv = BlockMemory(model.kv_layout, 65, "cuda")
+    recording = recording_of(model, SIZES)
+    assert recording is None or recording.over(model, kv) is not model
+
+
+def test_sizes_are_those_that_steps_can_have() -> None:
+    def of(*limits: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+        sizes = RecordedSizes.up_to(*limits)
+        mixed = [(each.num_tokens, each.num_rows, each.num_wanted) for each in sizes.mixed]
+        return [each.num_rows for each in sizes.answers], mixed
+
+    assert of(256, 0) == ([1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256], [])
+    answers, mixed = of(64, 2048)
+    assert answers == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert mixed == [(16, 16, 16), (32, 32, 32), (64, 64, 64), *((n, 80, 80) for n in (128, 256, 512))]
+    assert of(3, 20)[1] == [(16, 16, 16), (32, 19, 19)]
+    assert of(3, 0, 4)[1] == [(16, 16, 16)]  # verified drafts alone
+    assert of(64, 0, 4)[1][-1] == (512, 80, 336)
+
+
+def test_the_memory_of_graphs_is_measured_on_the_largest_ones(device: SimulatedCuda, monkeypatch) -> None:
+    """And freed again, before the KV is allocated."""
+    model = text_model(device)
+    reserved = [1 << 20]
+    recorded: list[GraphedModel] = []
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: reserved[0])
+    record = GraphedModel.warm_up
+
+    def warm_up(graphed: GraphedModel) -> None:
+        recorded.append(graphed)
+        reserved[0] += 5 << 20
+        record(graphed)
+
+    monkeypatch.setattr(GraphedModel, "warm_up", warm_up)
+    recording = recording_of(model, SIZES)
+    assert recording is not None and recording.sizes == SIZES
+    assert [*recorded[0]._replays] == [SIZES.mixed[-1], SIZES.answers[-1]]
+    assert recording.num_bytes == (5 << 20) + 3 * GRAPH_BYTES
+
+
+FEATURES = cast(FeatureStore, None)  # there are no media
+
+
+def prompt_work(prompt: Sequence[int], table: list[int], *, sends: bool = False) -> PromptWork:
+    asked = GenerateRequest("r", Prompt(tuple(prompt)), (SamplingParams(),), StopParams(2))
+    request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=sends)
+    sequence = TokenSequence("r/0", asked.prompt, block_table=table)
+    request.sequences.append(sequence)
+    return PromptWork(request, sequence, len(prompt))
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_workers_step_is_recorded_if_it_sends_no_kv(sends: bool, device: SimulatedCuda) -> None:
+    compared = Compared(text_model(device))
+    layers: list[int] = []
+    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], FEATURES)
+    runner.run([prompt_work(PROMPTS[0], TABLES[0], sends=sends)], lambda layer, ready: layers.append(layer))
+    assert layers == ([0, 1] if sends else [])
+
+
+def test_the_logits_of_a_prompt_outlive_later_steps(device: SimulatedCuda) -> None:
+    """They wait for the other prompts of their request."""
+    compared = Compared(text_model(device))
+    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], FEATURES)
+    (first,) = runner.run([prompt_work(PROMPTS[0], TABLES[0])], lambda layer, ready: None)
+    assert first.logits is not None
+    before = first.logits.cpu()
+    runner.run([prompt_work(PROMPTS[2], TABLES[2])], lambda layer, ready: None)
+    assert torch.equal(first.logits.cpu(), before)
+
+
+def test_a_draft_models_steps_are_recorded(device: SimulatedCuda) -> None:
+    model = text_model(device)
+    requests = [DraftedRequest(str(i), list(prompt)) for i, prompt in enumerate(PROMPTS)]
+    plain = DraftModelProposer(model, model, NUM_BLOCKS).propose(requests, [2, 3, 1])
+    recorded = DraftModelProposer(model, model, NUM_BLOCKS, recording=Recording(SIZES, 0))
+    model.forward = model.decode = None  # type: ignore[assignment, method-assign]
+    assert recorded.propose(requests[:2], [2, 3]) == plain[:2]  # 23 tokens, then two at once
+    assert recorded.propose(requests, [2, 3, 1]) == plain
+    assert [len(guess) for guess in plain] == [2, 3, 1]
