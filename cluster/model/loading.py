@@ -29,7 +29,7 @@ from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
 from cluster.errors import ConfigError
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
-from cluster.model.cuda.placing import merge_inputs
+from cluster.model.cuda.merging import merge_inputs
 from cluster.model.dequantising import check_scales, declare, read_pickled_headers, settle
 from cluster.model.support import check_class, family_of
 

@@ -34,8 +34,8 @@ from cluster.model.cuda.layer_calls import (
     gate,
     rope_write,
 )
+from cluster.model.cuda.merging import merged
 from cluster.model.cuda.paged_attention import MAX_WIDTH
-from cluster.model.cuda.placing import merged
 from cluster.model.kv_format import layer_cache
 from cluster.model.layers.parts import (
     AttentionParts,

@@ -19,8 +19,8 @@ from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.graphs import capture_cuda
 from cluster.model.cuda.layer import CudaLayerKernels, FusedTextModel
+from cluster.model.cuda.merging import merge_inputs, merged
 from cluster.model.cuda.paged_attention import step_tensors
-from cluster.model.cuda.placing import merge_inputs, merged
 from cluster.model.kv_format import kv_segments
 from cluster.model.layers.parts import decoder_parts
 from cluster.model.layers.search import TextParts

@@ -15,7 +15,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.layer import CudaLayerKernels, FusedLayer
-from cluster.model.cuda.placing import merge_inputs
+from cluster.model.cuda.merging import merge_inputs
 from cluster.model.kv_format import KvCacheDtype
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.language_parts import LanguageParts, on_kernels, probed_parts
