@@ -64,8 +64,8 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
-    # A recorded step comes with these, and nothing may read its sizes above (of answers they are upper
-    # bounds, of others unknown). None: kernels that need them make them from the sizes.
+    # A recorded step comes with these, and its sizes above are unknown. None: kernels that need them make
+    # them from the sizes.
     device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
 

@@ -155,19 +155,17 @@ class LanguageModel:
         Reads nothing from the host."""
         if embeds is None:
             embeds = self._embedded(inputs.token_ids)
-        step = inputs.step
-        num_rows, max_blocks = step.tables.shape
-        unknown, longest = UnknownSizes(), max_blocks * self.block_size
+        unknown = UnknownSizes()
         batch = PagedBatch(
             kv,
             self.block_size,
             slots=inputs.slots.long(),
-            query_lens=[1] * num_rows if step.is_decode else unknown,
-            context_lens=[longest] * num_rows if step.is_decode else unknown,
-            block_tables=step.tables,
-            context_lens_tensor=step.contexts,
-            bidirectional_spans=() if step.is_decode else unknown,
-            device=step,
+            query_lens=unknown,
+            context_lens=unknown,
+            block_tables=inputs.step.tables,
+            context_lens_tensor=inputs.step.contexts,
+            bidirectional_spans=unknown,
+            device=inputs.step,
         )
         return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted)
 
