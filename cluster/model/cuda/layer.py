@@ -3,7 +3,7 @@
 another layer the half that is recognised is fused, and the other runs by its modules.
 
 A layer's last product is added by the launch that norms for the next one, so layers pass on a residual, which
-they change in place, and what is still to be added to it (`Pending`). Runs on the engine's thread; enqueues
+they change in place, and what is still to be added to it (`Addition`). Runs on the engine's thread; enqueues
 on the current stream and reads nothing on the host, so that a step may be recorded. Unmeasured: never run on
 a GPU.
 
@@ -55,7 +55,7 @@ Rotary = tuple[Tensor, Tensor] | None  # cos and sin, [1, T, W]
 
 
 @dataclass(frozen=True)
-class Pending:
+class Addition:
     """What must still be added to the residual: scale * post(the sum of `shares`)."""
 
     shares: Tensor  # [S, T, N]
@@ -66,7 +66,7 @@ class Pending:
         add(residual, self.shares, post=self.post, scale=self.scale)
 
 
-def normed(residual: Tensor, pending: Pending | None, pre: Norm | None) -> Tensor:
+def normed(residual: Tensor, pending: Addition | None, pre: Norm | None) -> Tensor:
     """Adds what is pending to the residual [T, N], in place. Returns pre(residual); without `pre` the
     residual."""
     if pre is None:
@@ -120,7 +120,7 @@ class FusedAttention:
         self._num_heads, self._layer, self._layer_idx = num_heads, layer, layer_idx
         self._attention = attention
 
-    def __call__(self, x: Tensor, pending: Pending | None, rotary: Rotary, batch: PagedBatch) -> Pending:
+    def __call__(self, x: Tensor, pending: Addition | None, rotary: Rotary, batch: PagedBatch) -> Addition:
         """x [T, N], changed by what is pending alone."""
         cache = layer_cache(batch.kv, self._layer_idx)
         qkv = self._qkv(normed(x, pending, self._around.pre))
@@ -130,7 +130,7 @@ class FusedAttention:
         if batch.on_layer is not None:
             batch.on_layer(self._layer_idx)
         mixed = self._attention.attend_blocks(batch, self._layer, query, cache)
-        return Pending(self._out(mixed.flatten(1)), self._around.post, self._around.scale)
+        return Addition(self._out(mixed.flatten(1)), self._around.post, self._around.scale)
 
 
 class FusedMlp:
@@ -139,10 +139,10 @@ class FusedMlp:
     def __init__(self, around: Around, gate_up: Product, down: Product, activation: GateActivation):
         self._around, self._gate_up, self._down, self._activation = around, gate_up, down, activation
 
-    def __call__(self, x: Tensor, pending: Pending | None) -> Pending:
+    def __call__(self, x: Tensor, pending: Addition | None) -> Addition:
         """x [T, N], changed by what is pending alone."""
         gated = gate(self._gate_up(normed(x, pending, self._around.pre)), self._activation, x.dtype)
-        return Pending(self._down(gated), self._around.post, self._around.scale)
+        return Addition(self._down(gated), self._around.post, self._around.scale)
 
 
 class FusedLayer(nn.Module):
@@ -179,9 +179,9 @@ class FusedLayer(nn.Module):
         return x[None]
 
     def run(
-        self, x: Tensor, pending: Pending | None, rotary: Rotary,
+        self, x: Tensor, pending: Addition | None, rotary: Rotary,
         paged: tuple[PagedBatch, AttentionBackend | None], keywords: Mapping[str, object],
-    ) -> Pending | None:  # fmt: skip
+    ) -> Addition | None:  # fmt: skip
         """x [T, N] becomes the layer's output, but for what is returned. The backend and `keywords` are
         arguments of a module of attention."""
         if isinstance(self._attention, FusedAttention):
@@ -194,7 +194,7 @@ class FusedLayer(nn.Module):
         return _by_modules(self._mlp, x, pending, {})
 
 
-def _by_modules(half: LayerHalf, x: Tensor, pending: Pending | None, keywords: Mapping[str, object]) -> None:
+def _by_modules(half: LayerHalf, x: Tensor, pending: Addition | None, keywords: Mapping[str, object]) -> None:
     if pending is not None:
         pending.add_to(x)
     x.copy_(half.run_modules(x[None], **keywords)[0])

@@ -310,14 +310,6 @@ def test_answers_stay_recorded_if_mixed_steps_cannot_be(attention, why, device, 
     compared.decode(*ANSWERS)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe"])
-def test_layers_that_read_the_device_are_named(name: str, device: SimulatedCuda, caplog) -> None:
-    model = language(device, TEXT_FAMILIES[name]().model)
-    kv = BlockMemory(model.kv_layout, 65, "cuda")
-    recording = recording_of(model, SIZES)
-    assert recording is None or recording.over(model, kv) is not model
-
-
 def test_sizes_are_those_that_steps_can_have() -> None:
     def of(*limits: int) -> tuple[list[int], list[tuple[int, int, int]]]:
         sizes = RecordedSizes.up_to(*limits)
