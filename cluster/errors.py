@@ -25,7 +25,7 @@ import msgspec
 
 class BookkeepingError(ValueError):
     """What is held differs from what is recorded as held. No request caused it: the engine that finds it
-    ends, and its worker is replaced."""
+    ends, and its worker is replaced. An idle engine, which holds nothing, empties its cache instead."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
