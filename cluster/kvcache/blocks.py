@@ -192,8 +192,8 @@ class BlockPool:
         return [(block_id, name) for block_id in block_ids if (name := self._hash_of[block_id]) is not None]
 
     def check_integrity(self) -> None:
-        """Raises BookkeepingError unless every block is in exactly one state and all tables agree. The only
-        call that costs O(num_blocks), in whole-table operations; `cluster.engine.idle_check` says how much."""
+        """Raises BookkeepingError unless every block is in exactly one state and all tables agree. Costs
+        O(num_blocks), in operations on whole tables; `cluster.engine.idle_check` says how much."""
         free, cached, hashed = set(self._free), self._cached.keys(), set(self._block_of.values())
         referenced = set(compress(range(self.num_blocks), self._num_references))
         num_stateful = len(free) + len(cached) + len(referenced)

@@ -27,7 +27,8 @@ def bind_to_node_address() -> None:
         ray_internals.bind_replica_grpc(f"[{host}]:0" if ":" in host else f"{host}:0")
     except ray_internals.RayChanged as error:
         raise ConfigError(
-            f"a replica's gRPC server, which unpickles what it receives, would listen on every interface: {error}"
+            "a replica's gRPC server, which unpickles what it receives, would listen on every interface: "
+            f"{error}"
         ) from error
 
 

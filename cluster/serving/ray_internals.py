@@ -1,21 +1,21 @@
 """Ray's private names. No other module uses them.
 
-Ray has no public interface for these. If a name is gone, the function that needs it raises RayChanged before it
-has changed anything, and its caller does without it:
+Ray has no public interface for these. If a name is gone, the function that needs it raises RayChanged
+before it has changed anything, and its caller does without it:
 
-* `start_ray` and `deploy`, the start of a private cluster (`driver`): it starts as `serve run` does, slower; the
-  GCS is not started again, and the cluster ends with the raylet.
-* `bind_replica_grpc` (`exposure`): the replica does not start, because every host could reach a socket that
-  unpickles what it receives.
+* `start_ray` and `deploy`, the start of a private cluster (`driver`): it starts as `serve run` does,
+  slower; the GCS is not started again, and the cluster ends with the raylet.
+* `bind_replica_grpc` (`exposure`): the replica does not start, because every host could reach a socket
+  that unpickles what it receives.
 * `reuse_freed_port` (`door`): a warning; on the chart a door's successor may not get the door's port.
-* `put` and `get`, from Serve's controller to replicas (`scaling`): a warning; each worker does all phases of its
-  role.
-* `by_value` and `start_membership_push` (`door`) stand on private names of a public class. Without them the door
-  does not start: it would know no workers.
+* `put` and `get`, from Serve's controller to replicas (`scaling`): a warning; each worker does all phases
+  of its role.
+* `by_value` and `start_membership_push` (`door`) stand on private names of a public class. Without them
+  the door does not start: it would know no workers.
 
-The start also needs Ray to be of `RELEASE`, because it relies on how Ray's node starts its processes. The others
-act on one name each, in whichever release has it. `fork_server` relies on the arguments and variables with which
-Ray starts workers; it runs what it does not recognise as Ray would.
+The start also needs Ray to be of `RELEASE`, because it relies on how Ray's node starts its processes. The
+others act on one name each, in whichever release has it. `fork_server` relies on the arguments and
+variables with which Ray starts workers; it runs what it does not recognise as Ray would.
 
 Imports Ray and Serve inside the functions, because the driver starts Ray while Serve is imported.
 """
