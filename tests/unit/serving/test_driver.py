@@ -115,6 +115,26 @@ def test_a_node_that_starts_otherwise_leaves_python_alone(tmp_path, monkeypatch,
     assert sys.executable == python and len(commands) == 1
 
 
+def test_a_deployment_by_other_names_is_that_of_serve_run(tmp_path, monkeypatch, commands, capsys):
+    """On the Ray that runs already, with the forked workers and the GCS that is kept."""
+    import ray
+    from ray._private import worker
+
+    gcs = threading.Event()
+    node = SimpleNamespace(
+        all_processes={"gcs_server": [SimpleNamespace(process=SimpleNamespace(wait=gcs.wait))]}
+    )
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(worker, "_global_node", node)
+    monkeypatch.delattr("ray.serve.context._set_global_client")
+    monkeypatch.setattr(sys, "executable", sys.executable)
+    (tmp_path / "cluster.yaml").write_text("applications: []")
+    driver.main(tmp_path / "cluster.yaml", tmp_path)
+    gcs.set()
+    assert "_set_global_client" in capsys.readouterr().err
+    assert len(commands) == 1 and sys.executable == str(tmp_path / "python")
+
+
 def test_the_namespace_is_serves():
     from ray.serve._private.constants import SERVE_NAMESPACE as SERVES
 
