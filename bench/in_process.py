@@ -1,4 +1,4 @@
-"""A door and its workers in this process, without Ray."""
+"""A door and its workers in this process, without Ray. Transfers stay in the process, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+from cluster.config.settings import ClusterArgs
 from cluster.types.members import Role
+from cluster.worker.setup import WorkerSetup, set_up
 from decode_service.service import DecodeService
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
@@ -15,6 +17,11 @@ from router.door import Door
 START_TIMEOUT_S = 10.0
 
 Service = EncoderService | PrefillService | DecodeService
+
+
+def setup_here(args: ClusterArgs, replica_id: str) -> WorkerSetup:
+    """What a worker of this process knows before it is built."""
+    return set_up(args, replica_id, transport="in_process")
 
 
 @asynccontextmanager

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.in_process import started
+from bench.in_process import setup_here, started
 from bench.schemas import Schema, schemas
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
@@ -85,10 +85,8 @@ class Answered:
 
 @contextlib.asynccontextmanager
 async def serving(model: Path) -> AsyncIterator[Door]:
-    args = ClusterArgs.model_validate(
-        {"model": str(model), "model_id": "demo", "transport": "in_process", "dtype": "float32"}
-    )
-    worker = LanguageService(args, "language-0")
+    args = ClusterArgs.model_validate({"model": str(model), "model_id": "demo", "dtype": "float32"})
+    worker = LanguageService(args, setup_here(args, "language-0"))
 
     async def call_decode(replica_id: str, request_id: str) -> None:
         await worker.run(request_id)

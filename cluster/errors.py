@@ -12,7 +12,10 @@
     ├── UnavailableError        503: a worker or a peer was lost, or a deadline passed; another may succeed
     ├── OverwrittenError        503: what tokens were drawn from may have been overwritten
     ├── NotWantedError          work that was stopped because nothing waits for it; never leaves its process
-    └── ConfigError             the operator must change the configuration; raised at start only
+    ├── ConfigError             the operator must change the configuration; raised at start only
+    └── InternalError           500: a bug in this project; what another process's unknown error becomes
+
+    BookkeepingError            a ValueError, no ClusterError: the worker that finds it is replaced
 
 An error crosses a process as `ErrorInfo`; only `to_info` and `from_info` know the mapping. Any exception that
 is not a ClusterError is a bug: the process logs it and answers with an internal error (500).
@@ -25,7 +28,7 @@ import msgspec
 
 class BookkeepingError(ValueError):
     """What is held differs from what is recorded as held. No request caused it: the engine that finds it
-    ends, and its worker is replaced."""
+    ends, and its worker is replaced. An idle engine, which holds nothing, empties its cache instead."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):

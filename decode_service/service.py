@@ -17,6 +17,7 @@ from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, StartDecode
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S
+from cluster.worker.setup import WorkerSetup
 
 MAX_REMEMBERED_ENDS = 100_000  # request ids that have ended, for Serve calls that arrive late
 START_TIMEOUT_S = 30.0  # between a Serve call and its request; normally milliseconds
@@ -25,9 +26,9 @@ START_TIMEOUT_S = 30.0  # between a Serve call and its request; normally millise
 class DecodeService(LanguageWorker):
     role = Role.DECODE
 
-    def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
+    def __init__(self, args: ClusterArgs, setup: WorkerSetup, *, lease_margin_s: float = LEASE_MARGIN_S):
         """As `LanguageWorker`."""
-        super().__init__(args, replica_id, lease_margin_s=lease_margin_s)
+        super().__init__(args, setup, lease_margin_s=lease_margin_s)
         self._runs: dict[str, asyncio.Future[None]] = {}
         self._started: set[str] = set()  # requests that have started and not ended
         self._ended: OrderedDict[str, None] = OrderedDict()

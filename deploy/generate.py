@@ -26,7 +26,7 @@ README = CHART / "README.md"
 BEGIN, END = "<!-- values: begin -->\n", "<!-- values: end -->\n"
 # Settings that values of the chart decide, by the path in `args`.
 DECIDED = (
-    "model", "model_id", "device", "roles", "tensor_parallel_size", "side_channel", "host",
+    "model", "model_id", "device", "roles", "tensor_parallel_size", "side_channel",
     "transfer.net_devices", "door.admission.num_doors",
 )  # fmt: skip
 

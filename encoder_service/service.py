@@ -21,7 +21,7 @@ from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
 from cluster.worker.service import PhaseService
-from cluster.worker.setup import WorkerSetup, check_device_transport, set_up
+from cluster.worker.setup import WorkerSetup, check_device_transport
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.deliveries import OwnPrompts
@@ -131,14 +131,13 @@ class Encoder:
 
 
 class EncoderService(PhaseService):
-    def __init__(self, args: ClusterArgs, replica_id: str):
+    def __init__(self, args: ClusterArgs, setup: WorkerSetup):
         """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
-        setup = set_up(args, replica_id)
-        check_device_transport(args, setup)
+        check_device_transport(setup)
         encoder = Encoder.load(args, setup)
         if encoder is None:
             raise ConfigError(f"{args.model} is a text model; it needs no encoder pool")
-        process = WorkerProcess(setup, args.transport, encoder.model.fingerprint, embeddings=encoder.memory)
+        process = WorkerProcess(setup, encoder.model.fingerprint, embeddings=encoder.memory)
         encoder.attach(process)
         process.attach(encoder.on_message)
         self._encoder, self._engine = encoder, encoder.engine

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.claims.claim import COUNTED, Claim, Found
-from bench.in_process import started
+from bench.in_process import setup_here, started
 from bench.records import REPOSITORY
 from cluster.config.settings import ClusterArgs
 from cluster.engine.state import PromptWork
@@ -22,7 +22,7 @@ from router.openai.schema import ChatRequest
 from router.openai.translate import CallContext, chat_call
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
-SETTINGS = {"model": str(MODEL), "model_id": "demo", "transport": "in_process", "dtype": "float32"}
+SETTINGS = {"model": str(MODEL), "model_id": "demo", "dtype": "float32"}
 WORKERS = {"encode": {"cache_bytes": 8 << 20}, "prefill": {"kv_blocks": 256}, "decode": {"kv_blocks": 256}}
 MEDIA = ("red_circle.png", "moving_right.mp4", "seven.wav")
 CALLS: dict[
@@ -73,7 +73,8 @@ def counted(run: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]
 async def count() -> dict[str, Counter[str]]:
     """Of a greedy answer to each call, one after the other."""
     args = ClusterArgs.model_validate({**SETTINGS, **WORKERS})
-    encoder, prefill, decode = EncoderService(args, "e"), PrefillService(args, "p"), DecodeService(args, "d")
+    encoder = EncoderService(args, setup_here(args, "e"))
+    prefill, decode = PrefillService(args, setup_here(args, "p")), DecodeService(args, setup_here(args, "d"))
     door, totals, found = Door(args, lambda replica_id, request_id: decode.run(request_id)), Counter(), {}
     for worker in (prefill, decode):
         worker._engine._runner.run = counted(worker._engine._runner.run, totals)

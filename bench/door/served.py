@@ -24,7 +24,7 @@ async def _call_decode(replica_id: str, request_id: str) -> None:
 
 async def main(member: Member) -> None:
     fields = {
-        "model": str(MODEL), "model_id": "demo", "transport": "in_process", "dtype": "float32",
+        "model": str(MODEL), "model_id": "demo", "dtype": "float32",
         "door": {"admission": {"max_outstanding_s": 1e6, "max_queued": 10_000}},
     }  # fmt: skip
     door = Door(ClusterArgs.model_validate(fields), _call_decode)

@@ -31,7 +31,7 @@ from bench.encoder.clients import request, required, text_part
 from bench.encoder.serving import NO_END
 from bench.engine.client import ChatRequest, Endpoint, ask, open_session
 from bench.engine.prompts import WORDS, Part, Prompts
-from bench.in_process import START_TIMEOUT_S, started
+from bench.in_process import START_TIMEOUT_S, setup_here, started
 from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
@@ -119,7 +119,6 @@ def cluster_args(model: str, num_tokens: int) -> ClusterArgs:
     num_blocks = 2 * num_tokens // 16 + 256
     args: dict[str, Any] = {
         "model": model,
-        "transport": "in_process",
         "encode": {"max_batch_items": 1, "cache_bytes": 8 << 20},
         "prefill": {"kv_blocks": num_blocks, "feature_bytes": 8 << 20},
         "decode": {"kv_blocks": num_blocks},
@@ -131,8 +130,9 @@ def cluster_args(model: str, num_tokens: int) -> ClusterArgs:
 async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
     """All four phases in this process behind HTTP, with a slowed-down encoder. Yields the URL."""
     unique = secrets.token_hex(4)
-    encoder, prefill = EncoderService(args, f"e-{unique}"), PrefillService(args, f"p-{unique}")
-    decode = DecodeService(args, f"d-{unique}")
+    encoder = EncoderService(args, setup_here(args, f"e-{unique}"))
+    prefill = PrefillService(args, setup_here(args, f"p-{unique}"))
+    decode = DecodeService(args, setup_here(args, f"d-{unique}"))
     encoder._engine._runner = SlowRunner(encoder._engine._runner, ENCODE_S)
     encoder._engine._cpu_slots = no_cpu_slots(SystemClock())
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))

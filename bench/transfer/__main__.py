@@ -91,7 +91,6 @@ def _hidden(arguments: argparse.Namespace) -> None:
     args = ClusterArgs.model_validate(
         {
             "model": arguments.model,
-            "transport": "in_process",
             "dtype": "bfloat16",
             "max_model_len": max(lengths) + 16,
             "prefill": {"kv_blocks": num_blocks, "feature_bytes": 0},

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench.in_process import started
+from bench.in_process import setup_here, started
 from cluster.config.settings import ClusterArgs
 from cluster.engine import engine as language_engine
 from cluster.engine import forward, kv_output
@@ -144,8 +144,8 @@ async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
     with patch(
         "cluster.worker.process.make_agent", lambda transport, name, *_: SlowLink(network.agent(name), link)
     ):
-        prefill = PrefillService(args, f"p-{unique}")
-        decode = DecodeService(args, f"d-{unique}")
+        prefill = PrefillService(args, setup_here(args, f"p-{unique}"))
+        decode = DecodeService(args, setup_here(args, f"d-{unique}"))
     _watch(prefill, decode, times)
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
     async with started(door, (prefill, decode)):

@@ -286,14 +286,11 @@ class ClusterArgs(_Args):
     # compiled variant of CPU kernels and KV codecs; auto: the best that the processor runs; none: torch
     cpu_kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"] = "auto"
     block_size: int = Field(16, ge=1)  # tokens in one KV block
-    # collective: Gloo, NCCL; in_process: tests
-    transport: Literal["nixl", "collective", "in_process"] = "nixl"
+    transport: Literal["nixl", "collective"] = "nixl"  # collective: Gloo, NCCL
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
     # a worker is replaced if its engine or transfer thread has work and has not moved for so long; any single
     # layer takes less
     hang_timeout_s: float = Field(60.0, gt=0)
-    # address of this replica for other hosts; with side_channel: tcp the replica sets it
-    host: str = "127.0.0.1"
     # the deployments of the cluster, which workers they have: encode, prefill, decode; language (prefill and
     # decode); encode_prefill; whole (all three). Replica counts stand in `deployments`
     roles: tuple[Role, ...] = (Role.ENCODE, Role.PREFILL, Role.DECODE)

@@ -33,6 +33,7 @@ from cluster.engine.counts import SequenceCounts
 from cluster.engine.events import first_events
 from cluster.engine.features import FeatureStore, ItemKey
 from cluster.engine.forward import StepForward
+from cluster.engine.idle_check import IdleCheck
 from cluster.engine.intake import Intake
 from cluster.engine.kv_input import KvInput, take_over
 from cluster.engine.kv_output import KvOutput, send_computed
@@ -137,6 +138,7 @@ class LanguageEngine:
             held, self._lifecycle, self._blame, self._forward.probe, outbox, clock, model.sliding_window
         )
         self._speed = self._speed_reporter()
+        self._idle_check = IdleCheck(blocks, clock)
         if limits.max_prompt_tokens:
             blocks.watch()
             cache = self._loader or blocks
@@ -168,7 +170,7 @@ class LanguageEngine:
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
         if not answers and not prompts:
-            return self._requests.deadlines.wait_s()
+            return self._requests.deadlines.wait_s() if self._requests else self._idle_check.run()
         self._run(answers, prompts, is_long)
         self._tell_doors(None if prompts else self.load())
         return 0
@@ -181,6 +183,7 @@ class LanguageEngine:
 
     def start(self, door: DoorId, message: StartPrefill | StartDecode, came_at: float) -> None:
         """`came_at`: when the message arrived. The engine may have been busy since then."""
+        self._idle_check.after_start()
         self._intake.start(door, message, came_at)
 
     def offer_target(self, request_id: str, grant: ReceivedGrant) -> None:
@@ -245,6 +248,7 @@ class LanguageEngine:
             num_prompt_tokens=self._lifecycle.num_missing_tokens if generates else 0,
             tier=TierTotals() if self._loader is None else self._loader.totals,
             busy_s=self._cpu_slots.busy_s,
+            num_pool_faults=self._idle_check.num_faults,
         )
 
     def _tell_doors(self, load: LoadReport | None) -> None:

@@ -58,7 +58,7 @@ from cluster.worker.outbox import DoorId
 from cluster.worker.process import LEASE_MARGIN_S, STOP_TIMEOUT_S, WorkerProcess
 from cluster.worker.ranks import load_with_ranks
 from cluster.worker.service import PhaseService
-from cluster.worker.setup import WorkerSetup, check_device_transport, set_up
+from cluster.worker.setup import WorkerSetup, check_device_transport
 from kv_transfer.lease.transfer import BlockTransfer
 
 
@@ -106,11 +106,10 @@ class LanguageWorker(PhaseService):
     role: Role
     load_encoder: LoadEncoder | None = None  # of a role that encodes and prefills
 
-    def __init__(self, args: ClusterArgs, replica_id: str, *, lease_margin_s: float = LEASE_MARGIN_S):
+    def __init__(self, args: ClusterArgs, setup: WorkerSetup, *, lease_margin_s: float = LEASE_MARGIN_S):
         """Blocks until the model is loaded. Raises ConfigError."""
         role = self.role
-        setup = set_up(args, replica_id)
-        check_device_transport(args, setup)
+        check_device_transport(setup)
         limits = limits_of(role, args)
         sizes = sizes_of(role, args, limits, setup.device.type)
         if not takes_media(read_config(args.model)):
@@ -124,7 +123,6 @@ class LanguageWorker(PhaseService):
         feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes)
         process = WorkerProcess(
             setup,
-            args.transport,
             model.fingerprint,
             outgoing=language.kv if role.prefills else None,
             outgoing_wire=language.wire if role.prefills else None,

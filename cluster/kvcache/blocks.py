@@ -13,13 +13,14 @@ A block is in exactly one of three states:
 Each block has a generation. It grows whenever the block's content stops being valid (freed without a hash, or
 evicted). So (block id, generation) names content, not only space. Owns no bytes and no clock; the order of
 `free` calls defines which block was used last. Not thread-safe: one engine owns one pool. Every call costs
-O(blocks named in it), whatever the size of the pool.
+O(blocks named in it), whatever the size of the pool; but for `check_integrity`, `forget_all` and `reset`.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Sequence
+from itertools import compress
 
 from cluster.errors import BookkeepingError, OverloadedError
 from cluster.types.messages import BlocksChanged
@@ -191,19 +192,41 @@ class BlockPool:
         return [(block_id, name) for block_id in block_ids if (name := self._hash_of[block_id]) is not None]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every block is in exactly one state and all tables agree.
-        O(num_blocks)."""
-        free = set(self._free)
-        cached = set(self._cached)
-        referenced = {b for b in range(self.num_blocks) if self._num_references[b] > 0}
-        assert len(free) == len(self._free), "a block is on the free list twice"
-        assert not (free & cached or free & referenced or cached & referenced), "a block has two states"
-        assert free | cached | referenced == set(range(self.num_blocks)), "a block has no state"
-        assert min(self._num_references) >= 0, "a reference count is negative"
-        hashed = {b: h for b, h in enumerate(self._hash_of) if h is not None}
-        assert hashed == {b: h for h, b in self._block_of.items()}, "hash tables disagree"
-        assert cached <= set(hashed), "a cached block has no hash"
-        assert not free & set(hashed), "a free block has a hash"
+        """Raises BookkeepingError unless every block is in exactly one state and all tables agree. Costs
+        O(num_blocks), in operations on whole tables; `cluster.engine.idle_check` says how much."""
+        free, cached, hashed = set(self._free), self._cached.keys(), set(self._block_of.values())
+        referenced = set(compress(range(self.num_blocks), self._num_references))
+        num_stateful = len(free) + len(cached) + len(referenced)
+        is_known = [self._hash_of[block_id] for block_id in self._block_of.values()] == list(self._block_of)
+        num_hashed = self.num_blocks - self._hash_of.count(None)
+        for is_right, fault in (
+            (len(free) == len(self._free), "a block is on the free list twice"),
+            (
+                free.isdisjoint(cached) and free.isdisjoint(referenced) and referenced.isdisjoint(cached),
+                "a block has two states",
+            ),
+            (num_stateful == self.num_blocks, "a block has no state"),
+            (min(self._num_references) >= 0, "a reference count is negative"),
+            (is_known and num_hashed == len(self._block_of), "hash tables disagree"),
+            (cached <= hashed, "a cached block has no hash"),
+            (free.isdisjoint(hashed), "a free block has a hash"),
+        ):
+            if not is_right:
+                raise BookkeepingError(fault)
+
+    def reset(self) -> None:
+        """Makes every block free, whatever is recorded, and ends every generation. Only for a pool of which
+        nothing is held."""
+        for block_hash in self._block_of:
+            self._note(block_hash)
+        self._block_of.clear()
+        self._cached.clear()
+        self._free = deque(range(self.num_blocks))
+        self._num_references = [0] * self.num_blocks
+        self._generations = [generation + 1 for generation in self._generations]
+        self._hash_of = [None] * self.num_blocks
+        if self._newly_cached is not None:
+            self._newly_cached = []
 
     def _evict(self) -> int:
         """Takes the cached block that was used longest ago. Its content is lost."""

@@ -12,6 +12,7 @@ HTTP goes straight to the application. Per request, only `_call_decode` passes t
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from ray import serve
@@ -19,24 +20,22 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
+from cluster.serving import ray_internals
 from cluster.serving.exposure import bind_to_node_address
 from cluster.serving.membership import MEMBERSHIP
 from cluster.types.members import Member, Role
 
+logger = logging.getLogger(__name__)
+
 
 def take_freed_port() -> None:
-    """Lets this door's HTTP server listen on a port whose last connections are still in TIME_WAIT, if Serve
-    gives a freed port away at once (RAY_SERVE_PORT_QUARANTINE_S=0). Without it the successor of a door could
-    not have its port, and Serve would never give that port away again. Call it while Serve builds the
-    replica, because Serve starts the server afterwards."""
-    from ray.serve._private import constants
-    from ray.serve._private import replica as serve_replica  # no public setting exists
-
-    start = serve_replica.start_asgi_http_server
-    if constants.RAY_SERVE_PORT_QUARANTINE_S == 0:
-        serve_replica.start_asgi_http_server = lambda *args, **options: start(
-            *args, **{**options, "enable_so_reuseport": True}
-        )
+    """`reuse_freed_port`. Without it the successor of a door could not have the door's port, and Serve would
+    never give that port away again. Call it while Serve builds the replica, because Serve starts the server
+    afterwards."""
+    try:
+        ray_internals.reuse_freed_port()
+    except ray_internals.RayChanged as error:
+        logger.warning("a door cannot take the port of one that has just ended: %s", error)
 
 
 @serve.ingress()
@@ -49,7 +48,7 @@ class DoorReplica:
 
         bind_to_node_address()
         take_freed_port()
-        self._pools = {Role(name): handle.options(_by_reference=False) for name, handle in pools.items()}
+        self._pools = {Role(name): ray_internals.by_value(handle) for name, handle in pools.items()}
         self._role_of: dict[str, Role] = {}  # of each replica that generates answers
         self._held_check, self._gauges = HeldCheck(), DoorGauges()
         door_class = load(door)
@@ -58,8 +57,7 @@ class DoorReplica:
         freeze_what_is_loaded()
         self._unsubscribe = MEMBERSHIP.subscribe(self._update_members)
         for handle in self._pools.values():
-            if not handle.is_initialized:
-                handle._init()  # starts the membership push now instead of with the first call
+            ray_internals.start_membership_push(handle)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._api

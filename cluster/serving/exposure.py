@@ -15,16 +15,21 @@ import ray
 
 from cluster.config.environment import Environment
 from cluster.errors import ConfigError
+from cluster.serving import ray_internals
 
 
 def bind_to_node_address() -> None:
     """Makes Serve's gRPC server of this replica listen on this node's address, where the doors dial it. Call
-    it while Serve builds the replica, because Serve starts the server afterwards."""
-    from ray.serve._private import replica as serve_replica  # no public setting exists
-
-    add_port, host = serve_replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
-    netloc = f"[{host}]" if ":" in host else host
-    serve_replica.add_port_to_grpc_server = lambda server, _: add_port(server, f"{netloc}:0")
+    it while Serve builds the replica, because Serve starts the server afterwards. Raises ConfigError if this
+    Ray offers no way to do so: the server would listen on every interface."""
+    host = ray.util.get_node_ip_address()
+    try:
+        ray_internals.bind_replica_grpc(f"[{host}]:0" if ":" in host else f"{host}:0")
+    except ray_internals.RayChanged as error:
+        raise ConfigError(
+            "a replica's gRPC server, which unpickles what it receives, would listen on every interface: "
+            f"{error}"
+        ) from error
 
 
 def require_authentication(host: str, environment: Environment) -> None:

@@ -6,7 +6,8 @@ Life cycle:
 1. `preflight` checks everything that can be known before the start.
 2. Where workers share a GPU, NVIDIA's daemon for that starts (`mps`).
 3. The driver (`driver`), which is `serve run` with a fork server (`fork_server`), starts with it in the
-   environment of a private local cluster (`local_environment`).
+   environment of a private local cluster (`local_environment`). With a Ray whose internals it does not know
+   it is plain `serve run`.
 4. `status` follows Serve's report of the start until `/health` answers.
 5. The end stops every process of this cluster and no other. Such a process has the cluster's own folder as
    RAY_TMPDIR in its environment. After a failure the logs in that folder stay; after a clean end the folder
@@ -40,6 +41,7 @@ from cluster.serving import preflight
 from cluster.serving.local_environment import cluster_environment
 from cluster.serving.mps import shares_gpus, start_mps
 from cluster.serving.status import (
+    PLAIN_START,
     ClusterFailed,
     StartProgress,
     are_running,
@@ -123,6 +125,8 @@ class LocalCluster:
             for line in progress.update(applications, time.time()):
                 self._say(line)
             if are_running(applications) and is_healthy(self.url):
+                for line in self._log_lines(PLAIN_START):
+                    self._say(line)
                 return
             time.sleep(POLL_S)
 
@@ -147,6 +151,11 @@ class LocalCluster:
         has not started yet, which it does after the applications."""
         found = re.search(r"dashboard at.*?(127\.0\.0\.1:\d+)", self._log.read_text(errors="replace"))
         return f"http://{found[1]}" if found else None
+
+    def _log_lines(self, beginning: str) -> list[str]:
+        """Of the driver's log."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        return [line for line in lines if line.startswith(beginning)]
 
     def stop(self, *, has_failed: bool = False) -> None:
         """Stops Serve in an orderly way, then kills remaining processes. After a failure it only kills, and

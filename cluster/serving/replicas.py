@@ -22,7 +22,7 @@ import gc
 import importlib
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 from ray import serve
@@ -36,11 +36,14 @@ from cluster.serving.published import encode_member
 from cluster.types.members import Member
 from cluster.types.messages import LoadReport
 
+if TYPE_CHECKING:
+    from cluster.worker.setup import WorkerSetup
+
 DRAIN_S = 14.0  # part of the time that Serve gives a replica to end (cluster.app); the rest is for stopping
 
 
 class WorkerService(Protocol):
-    def __init__(self, args: ClusterArgs, replica_id: str): ...
+    def __init__(self, args: ClusterArgs, setup: WorkerSetup): ...
 
     async def start(self) -> Member: ...
 
@@ -79,12 +82,13 @@ class Replica:
             _bind_to(cores)  # before torch starts threads
         import torch  # the composing process must not load it
 
+        from cluster.worker.setup import set_up
+
         torch.set_num_threads(threads)
         context = serve.get_replica_context()
         replica_id, self._app = context.replica_id.unique_id, context.app_name
-        if args.side_channel == "tcp":
-            args = args.model_copy(update={"host": ray.util.get_node_ip_address()})
-        self._service = load(service)(args, replica_id)
+        host = {"host": ray.util.get_node_ip_address()} if args.side_channel == "tcp" else {}
+        self._service = load(service)(args, set_up(args, replica_id, **host))
         self._replica_id = replica_id
         self._held_check = HeldCheck()
         self._gauges: WorkerGauges | None = None

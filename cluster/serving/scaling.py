@@ -12,7 +12,7 @@ The file of the application names it, and gives each pool its bounds (deploy/clu
 * Policy → Serve: the number of replicas of each pool. Serve applies the bounds once more.
 * Policy → workers: which phases the replicas of a pool of several phases shall do, through Ray's key-value
   store. Each of these workers reads it when Serve asks it for its statistics, and tells the doors, as for
-  `phases_by_rank`.
+  `phases_by_rank`. Without that store (`ray_internals`) each does all phases of its role.
 
 Serve's controller must not get an exception from here: it would stop the scaling of other applications.
 """
@@ -25,20 +25,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from ray.experimental import internal_kv  # no public way from the controller to replicas exists
 from ray.serve.config import AutoscalingContext
 from ray.util import metrics
 
 from cluster.clock import SystemClock
 from cluster.scaling import DoorReport, PoolState, Scaler, ScalingDecision, ScalingSettings, Snapshot
 from cluster.scaling.phases import Phases
+from cluster.serving import ray_internals
 from cluster.types.members import Role
 
 logger = logging.getLogger("ray.serve")  # the controller's own log
 
 DOOR = "Door"
 ROLES = {role.deployment: role for role in Role}
-NAMESPACE = "epdg"
 IN_TIME = "ttft_le_"  # and seconds: first tokens until then, as in the buckets of the door's histogram
 _FIELDS = [field.name for field in fields(DoorReport)]
 
@@ -101,9 +100,12 @@ class ScalingPolicy:
         told = {replica_id: sorted(each) for replica_id, each in phases.items()}
         if told != self._told:
             app = next(iter(contexts.values())).app_name
-            internal_kv._internal_kv_put(f"phases {app}", json.dumps(told), namespace=NAMESPACE)
+            try:
+                ray_internals.put(f"phases {app}", json.dumps(told))
+                logger.info("scaling: phases %s", told)
+            except ray_internals.RayChanged as error:
+                logger.warning("scaling: each worker does all phases of its role: %s", error)
             self._told = told
-            logger.info("scaling: phases %s", told)
 
 
 def door_stats(report: DoorReport, first_tokens: Mapping[float, float]) -> dict[str, float]:
@@ -114,7 +116,10 @@ def door_stats(report: DoorReport, first_tokens: Mapping[float, float]) -> dict[
 
 def assigned_phases(app: str, replica_id: str) -> list[str] | None:
     """What the policy wants of this replica; None: all phases of its role. Blocks for a call to Ray."""
-    value = internal_kv._internal_kv_get(f"phases {app}", namespace=NAMESPACE)
+    try:
+        value = ray_internals.get(f"phases {app}")
+    except ray_internals.RayChanged:  # the policy has logged it
+        return None
     return None if value is None else json.loads(value).get(replica_id)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 STATUS_NAME = "status.json"
+PLAIN_START = "started as by `serve run`, slower and without repair of Ray's own processes: "  # in the log
 HEALTH_TIMEOUT_S = 10.0  # each one that passes leaves a line in Serve's log
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$")

@@ -343,6 +343,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
     # A worker that encodes and does other phases, too, reports of its encoder and of the rest one by one
     is_of_encoder: bool = False
     busy_s: float = 0.0  # in which its engine computed steps, since the start
+    num_pool_faults: int = 0  # times that its idle engine found its KV blocks not in order
 
     @property
     def is_idle(self) -> bool:
@@ -356,6 +357,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True):
             tier=self.tier,
             is_of_encoder=self.is_of_encoder,
             busy_s=self.busy_s,
+            num_pool_faults=self.num_pool_faults,
         )
 
 

@@ -36,12 +36,12 @@ def main(calls_fd: int, transfers_fd: int) -> None:
     threading.Thread(target=_follow_transfers, args=(rank_follower,), name="transfers", daemon=True).start()
     torch.set_num_threads(spec.num_threads)
     args = spec.args
-    setup = set_up(args, f"{spec.replica_id}-{spec.rank}")
+    setup = set_up(args, f"{spec.replica_id}-{spec.rank}", host=spec.host)
     group = join_group(spec.rank, args.tensor_parallel_size, spec.meeting, setup.device.type)
     language = load_language(args, setup, spec.role, spec.sizes, group)
     sends, receives = spec.role.prefills, spec.role.decodes
     transfer_engine = TransferEngine(
-        make_agent(args.transport, setup.replica_id, setup.host, setup.net_devices),
+        make_agent(setup.transport, setup.replica_id, setup.host, setup.net_devices),
         SystemClock(),
         rank_follower.on_event,
         margin_s=spec.lease_margin_s,

@@ -27,7 +27,7 @@ from cluster.worker.ranks import Ranks
 from cluster.worker.seat import EngineSeat
 from cluster.worker.setup import WorkerSetup
 from cluster.worker.shell import WorkerShell
-from kv_transfer.agents.factory import Transport, make_agent
+from kv_transfer.agents.factory import make_agent
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.events import LateWrite, LeaseEvent, TransferEngineFailed, TransferEvent
 from kv_transfer.lease.group import GroupTransferEngine
@@ -46,7 +46,6 @@ class WorkerProcess:
     def __init__(
         self,
         setup: WorkerSetup,
-        transport: Transport,
         model: str,
         *,
         outgoing: BlockMemory | None = None,
@@ -66,7 +65,7 @@ class WorkerProcess:
         # A transfer engine sends from one memory and receives into one. KV goes before embeddings.
         has_two = features is not None and (incoming is not None or embeddings is not None)
         self.transfer_engine = TransferEngine(
-            make_agent(transport, setup.replica_id, setup.host, setup.net_devices),
+            make_agent(setup.transport, setup.replica_id, setup.host, setup.net_devices),
             self.clock,
             self._on_own_transfer,
             outgoing=outgoing if has_two else outgoing or embeddings,
@@ -80,7 +79,7 @@ class WorkerProcess:
         self._shares_engine = not has_two and features is not None
         if has_two:
             self.feature_transfer_engine = TransferEngine(
-                make_agent(transport, f"{setup.replica_id}-features", setup.host, setup.net_devices),
+                make_agent(setup.transport, f"{setup.replica_id}-features", setup.host, setup.net_devices),
                 self.clock,
                 self._on_features,
                 outgoing=embeddings,

@@ -52,6 +52,7 @@ class RankSpec:
 
     args: ClusterArgs
     replica_id: str  # of the worker
+    host: str  # see `WorkerSetup`
     role: Role
     sizes: LanguageSizes
     rank: int
@@ -100,7 +101,17 @@ class Ranks:
             self._calls.append(calls)
             self.links.append(RankLink(transfers))
             transfers.send(
-                RankSpec(args, setup.replica_id, role, sizes, rank, meeting, num_threads, lease_margin_s)
+                RankSpec(
+                    args,
+                    setup.replica_id,
+                    setup.host,
+                    role,
+                    sizes,
+                    rank,
+                    meeting,
+                    num_threads,
+                    lease_margin_s,
+                )
             )
             threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 

@@ -15,6 +15,7 @@ from cluster.errors import ConfigError
 from cluster.native.variants import select
 from cluster.rpc import new_address
 from cluster.worker.late_memory import LateMemory
+from kv_transfer.agents.factory import Transport
 from kv_transfer.agents.transport_probe import probe_transport
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class WorkerSetup:
     device: torch.device
     dtype: torch.dtype
     host: str  # address at which other workers reach this replica
+    transport: Transport
     net_devices: tuple[str, ...]  # network devices that NIXL may listen on
     address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
     secret: str | None
@@ -44,10 +46,14 @@ class WorkerSetup:
     hang_timeout_s: float = 60.0  # see `cluster.worker.pulse`
 
 
-def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
+def set_up(
+    args: ClusterArgs, replica_id: str, *, host: str = "127.0.0.1", transport: Transport | None = None
+) -> WorkerSetup:
     """Selects this process's CPU variant, lets its threads change places sooner, and on a GPU with float32
-    switches TF32 off: torch allows its 10 bits of mantissa in convolutions unless told otherwise. Raises
-    ConfigError if the configuration asks for a device or a variant that is not available."""
+    switches TF32 off: torch allows its 10 bits of mantissa in convolutions unless told otherwise. `host`:
+    where other hosts reach this process. `transport`: `in_process` is for workers that share a process; None:
+    as configured. Raises ConfigError if the configuration asks for a device or a variant that is not
+    available."""
     environment = read_environment()
     select(args.cpu_kernels)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -60,15 +66,14 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     if device.type == "cuda" and dtype is torch.float32:
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_tf32 = False
-    address = new_address(
-        args.side_channel, name=replica_id, directory=environment.socket_dir, host=args.host
-    )
+    address = new_address(args.side_channel, name=replica_id, directory=environment.socket_dir, host=host)
     cpu_slots_folder = environment.socket_dir if device.type == "cpu" else None
     return WorkerSetup(
         replica_id,
         device,
         dtype,
-        args.host,
+        host,
+        transport or args.transport,
         args.net_devices,
         address,
         environment.cluster_secret,
@@ -79,10 +84,10 @@ def set_up(args: ClusterArgs, replica_id: str) -> WorkerSetup:
     )
 
 
-def check_device_transport(args: ClusterArgs, setup: WorkerSetup) -> None:
+def check_device_transport(setup: WorkerSetup) -> None:
     """On a GPU, before its memory is filled: checks whether NIXL reaches the memory from other processes.
     Raises ConfigError if it does not."""
-    if setup.device.type != "cuda" or args.transport != "nixl":
+    if setup.device.type != "cuda" or setup.transport != "nixl":
         return
     speed = probe_transport(setup.device)
     if speed < SLOW_LANE:

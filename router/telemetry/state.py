@@ -166,6 +166,11 @@ class StateCollector(Collector):
         usage = GaugeMetricFamily(
             "epdg_kv_cache_usage_perc", "Part of the KV blocks that requests hold, 0 to 1", labels=labels
         )
+        faults = CounterMetricFamily(
+            "epdg_worker_pool_faults",
+            "Times that an idle worker found its KV blocks not in order, and emptied its cache",
+            labels=labels,
+        )
         for peer in peers:
             num_blocks, own, replica_id = peer.member.num_blocks, peer.member.role, peer.member.replica_id
             for role, load in peer.loads.items():
@@ -174,9 +179,12 @@ class StateCollector(Collector):
                     blocks.add_metric([role.value, replica_id], num_blocks)
                 if role is own and role is not Role.ENCODE:
                     usage.add_metric([role.value, replica_id], load.num_used_blocks / max(1, num_blocks))
+                if role is not Role.ENCODE:
+                    faults.add_metric([role.value, replica_id], load.num_pool_faults)
         yield busy
         yield blocks
         yield usage
+        yield faults
 
     def _links(self, peers: Sequence[Peer]) -> Iterable[Metric]:
         speed = GaugeMetricFamily(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ MAX_FUNCTION_LINES = 60
 REASON = "# size:"  # followed by why this is longer
 
 # Decisions and state machines: data in, data out; the time is an argument.
-PURE = ("router/flow", "router/admission", "router/policy", "cluster/scheduling")
+PURE = ("router/flow", "router/admission", "router/policy", "cluster/scheduling", "cluster/scaling")
 IMPURE = {
     "asyncio",
     "concurrent",
@@ -64,6 +66,34 @@ def test_only_the_composition_and_its_adapters_import_ray():
         name for name in importers_of("ray") if not name.startswith(("cluster/serving/", "cluster/app.py"))
     }
     assert not strangers
+
+
+def test_only_one_file_knows_rays_private_names():
+    """Import contracts name an external package, not a part of it, so the names are looked for here: of
+    modules, of what is imported from them, and of attributes of `ray`."""
+    knowing = {name_of(path) for path in SOURCES for name in _names_of_ray(path) if _is_private(name)}
+    assert knowing == {"cluster/serving/ray_internals.py"}
+
+
+def _names_of_ray(path: Path) -> Iterator[str]:
+    """Dotted names in or below `ray` that a file mentions as code, or as the name of a module to import."""
+    for node in nodes_of(path):
+        match node:
+            case ast.Import():
+                names = [alias.name for alias in node.names]
+            case ast.ImportFrom(module=str(module)):
+                names = [f"{module}.{alias.name}" for alias in node.names]
+            case ast.Attribute(value=ast.Name(id="ray") | ast.Attribute(value=ast.Name(id="ray"))):
+                names = [ast.unparse(node)]
+            case ast.Constant(value=str(text)):
+                names = [text]
+            case _:
+                names = []
+        yield from (name for name in names if re.fullmatch(r"ray(\.\w+)+", name))
+
+
+def _is_private(name: str) -> bool:
+    return "internal_kv" in name or any(part.startswith("_") for part in name.split("."))
 
 
 def test_the_product_imports_neither_bench_nor_tests():

@@ -35,6 +35,7 @@ from tests.architecture.sources import (
 HISTORY = {"CHANGELOG.md"}  # names what was there, too
 FOREIGN = {"llama.cpp", "convert_hf_to_gguf.py"}  # of other projects
 TOPS = (*PACKAGES, "tests", "docs", "requirements")
+MEASURED = REPOSITORY / "docs" / "measured.md"
 METRICS = REPOSITORY / "docs" / "metrics.md"
 SETTINGS = REPOSITORY / "docs" / "settings.md"
 SUFFIXES = ("_bucket", "_sum", "_count", "_total", "_created")
@@ -48,6 +49,7 @@ _COMMAND = re.compile(r"python3? -m ([\w.]+)")
 _TARGET = re.compile(r"\bmake ([a-z][a-z-]*)(?=[`\s,;:.)])")
 _METRIC = re.compile(r"\b(epdg_[a-z0-9_]+[a-z0-9])(?:\{([^}]*)\})?")
 _CODE = re.compile(r"`([^`\n]+)`")
+_UNTRIED = re.compile(r"\b(?:untried|(?:never|not) run on a\s+GPU)\b", re.IGNORECASE)
 
 
 def test_paths_and_links_in_documents_exist():
@@ -150,6 +152,18 @@ def test_metrics_and_labels_in_documents_are_those_of_the_code():
             if known is None or not named <= known:
                 wrong.append(f"{name_of(path)}: {name}{{{labels}}}, registered: {known}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_modules_that_say_they_are_untried_are_in_the_table():
+    """docs/measured.md, Not proven on hardware: rows name files or patterns."""
+    table = text_of(MEASURED).partition("## Not proven on hardware")[2]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    patterns = re.findall(r"`([\w/*.-]+)`", " ".join(cells))
+    listed = {path for pattern in patterns for path in REPOSITORY.glob(pattern)}
+    product = [path for path in SOURCES if name_of(path).startswith(PRODUCT)]
+    untried = {path for path in product if any(_UNTRIED.search(each.text) for each in docstrings_of(path))}
+    assert len(untried) > 5
+    assert [name_of(path) for path in sorted(untried - listed)] == []
 
 
 def test_every_metric_is_documented_with_its_labels():

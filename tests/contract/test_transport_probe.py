@@ -37,9 +37,9 @@ def test_a_process_that_cannot_take_part_is_an_error_in_time(monkeypatch):
 @pytest.mark.parametrize(("speed", "level"), [(3e9, logging.WARNING), (200e9, logging.INFO)])
 def test_a_slow_transport_is_a_warning(monkeypatch, caplog, speed, level):
     monkeypatch.setattr(worker_setup, "probe_transport", lambda device: speed)
-    setup = SimpleNamespace(device=torch.device("cuda"), replica_id="p")
+    setup = SimpleNamespace(device=torch.device("cuda"), replica_id="p", transport="nixl")
     with caplog.at_level(logging.INFO):
-        worker_setup.check_device_transport(SimpleNamespace(transport="nixl"), setup)
+        worker_setup.check_device_transport(setup)
     (record,) = caplog.records
     assert record.levelno == level and f"{speed / 1e9:.1f} GB/s" in record.getMessage()
 
@@ -47,5 +47,5 @@ def test_a_slow_transport_is_a_warning(monkeypatch, caplog, speed, level):
 def test_a_cpu_and_other_transports_are_not_checked(monkeypatch):
     monkeypatch.setattr(worker_setup, "probe_transport", lambda device: pytest.fail("checked"))
     for device, transport in (("cpu", "nixl"), ("cuda", "collective")):
-        setup = SimpleNamespace(device=torch.device(device), replica_id="p")
-        assert worker_setup.check_device_transport(SimpleNamespace(transport=transport), setup) is None
+        setup = SimpleNamespace(device=torch.device(device), replica_id="p", transport=transport)
+        assert worker_setup.check_device_transport(setup) is None

@@ -23,8 +23,10 @@ from cluster.engine.state import LanguagePhase
 from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
 from cluster.whole import EncodePrefillService, WholeService
+from cluster.worker.setup import set_up
 from decode_service.service import DecodeService, LanguageService
 from encoder_service.service import EncoderService
+from kv_transfer.agents.factory import Transport
 from prefill_service.service import PrefillService
 from router.door import Door
 from router.openai.schema import ChatRequest
@@ -129,17 +131,20 @@ async def local_cluster(
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
 ) -> AsyncIterator[LocalCluster]:
-    """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. A cluster
+    """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. The transport
+    is in process unless `args` names one. A cluster
     that has ended is a web of references with all its memory: it goes before the next one comes, for by
     itself the collector visits so large a process only now and then. What is left then (imported modules,
     models of fixtures) is not looked at again, or each of some hundred clusters would pay for that."""
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)
+    transport: Transport = args.transport if "transport" in args.model_fields_set else "in_process"
 
     def made(service: Callable[..., Any], role: Role, name: str) -> list[Any]:
         number = dict(zip(Role, num_replicas, strict=False)).get(role, 0)
-        return [service(args, f"{name}{i}-{unique}", lease_margin_s=lease_margin_s) for i in range(number)]
+        setups = [set_up(args, f"{name}{i}-{unique}", transport=transport) for i in range(number)]
+        return [service(args, setup, lease_margin_s=lease_margin_s) for setup in setups]
 
     encoders = made(lambda *args, **_: EncoderService(*args), Role.ENCODE, "e")
     prefills = made(PrefillService, Role.PREFILL, "p") + made(EncodePrefillService, Role.ENCODE_PREFILL, "ep")

@@ -198,7 +198,6 @@ def cluster_args(folder: FamilyFolder, max_batch_tokens: int = 48) -> ClusterArg
         {
             "model": str(folder.path),
             "model_id": "tiny",
-            "transport": "in_process",
             "dtype": "float32",
             "block_size": 16,
             "encode": {"cache_bytes": 4 << 20},

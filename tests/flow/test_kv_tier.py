@@ -26,7 +26,6 @@ def cluster_args(folder: str) -> ClusterArgs:
         {
             "model": str(MODEL),
             "model_id": "demo",
-            "transport": "in_process",
             "dtype": "float32",
             "prefill": {"max_batch_tokens": 64, "kv_blocks": 8},
             "decode": {"kv_blocks": 8},

@@ -17,6 +17,7 @@ from cluster.errors import ConfigError
 from cluster.ids import new_request_id
 from cluster.types.curves import Link
 from cluster.types.request import GenerateRequest, StopParams
+from cluster.worker.setup import set_up
 from decode_service.service import DecodeService
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.outgoing import Outgoing
@@ -50,11 +51,12 @@ def all_expected(answered: Answered) -> list[Pair]:
 
 
 def cluster_args(max_batch_tokens: int, transport: str = "in_process") -> ClusterArgs:
+    named = {} if transport == "in_process" else {"transport": transport}
     return ClusterArgs.model_validate(
         {
             "model": str(MODEL),
             "model_id": "demo",
-            "transport": transport,
+            **named,
             "dtype": "float32",
             "encode": {"cache_bytes": 8 << 20},
             "prefill": {"max_batch_tokens": max_batch_tokens, "kv_blocks": 256, "feature_bytes": 8 << 20},
@@ -304,13 +306,13 @@ async def test_int4_that_a_probe_finds_too_coarse_is_refused_with_what_was_measu
     with pytest.raises(
         ConfigError, match=r"int4 changes this model's answers too much: .* stay, divergence .* nats"
     ):
-        DecodeService(args, "d")
+        DecodeService(args, set_up(args, "d"))
 
 
 async def test_kv_that_cannot_be_coded_is_refused_with_the_reason():
     args = cluster_args(48).model_copy(update={"transfer": TransferArgs(codec="int8"), "block_size": 48})
     with pytest.raises(ConfigError, match=r"int8 needs plain K and V .* divides 64"):
-        DecodeService(args, "d")
+        DecodeService(args, set_up(args, "d"))
 
 
 async def test_a_seed_draws_the_same_tokens_alone_and_in_company(expected):

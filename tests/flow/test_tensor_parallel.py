@@ -28,6 +28,7 @@ from cluster.model.parallel import (
     smallest_of,
 )
 from cluster.model.step_model import StepModel
+from cluster.worker.setup import set_up
 from decode_service.service import DecodeService
 from tests.fakes.processes import fork_server
 from tests.flow.quantised_folders import (
@@ -206,9 +207,10 @@ def test_heads_that_cannot_be_dealt_out_evenly_are_refused(checkpoints: dict[str
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_and_leaves_no_process(changes, message) -> None:
-    args = {"model": str(REPOSITORY / "deploy" / "demo_model"), "tensor_parallel_size": 2, **changes}
+    settings = {"model": str(REPOSITORY / "deploy" / "demo_model"), "tensor_parallel_size": 2, **changes}
+    args = ClusterArgs.model_validate(settings)
     with pytest.raises(ConfigError, match=message):
-        DecodeService(ClusterArgs.model_validate(args), "d")
+        DecodeService(args, set_up(args, "d"))
     assert not multiprocessing.active_children() and not children_of(os.getpid())
 
 

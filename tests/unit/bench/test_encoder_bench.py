@@ -140,7 +140,7 @@ def test_counters_are_summed_over_replicas_and_may_be_missing() -> None:
 
 
 def test_a_cluster_differs_from_the_deployed_one_in_what_was_asked_for() -> None:
-    args = serving.settings(["prefill.kv_blocks=512", "prefill.step_target_s=0.1", "transport=in_process"])
+    args = serving.settings(["prefill.kv_blocks=512", "prefill.step_target_s=0.1", "transport=collective"])
     config = serving.cluster_config(1234, args, {"Door": 2})
     (application,) = config["applications"]
     replicas = {each["name"]: each["num_replicas"] for each in application["deployments"]}

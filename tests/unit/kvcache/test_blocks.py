@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.errors import OverloadedError
+from cluster.errors import BookkeepingError, OverloadedError
 from cluster.kvcache.blocks import BlockPool
 from cluster.types.messages import BlocksChanged
 
@@ -239,3 +239,55 @@ def test_an_evicted_block_gets_a_new_generation():
     assert pool.allocate(1) == [cached]
     assert generation_of(pool, cached) > before[0] and generation_of(pool, held) == before[1]
     pool.free([cached, held])
+
+
+def damaged(name: str) -> BlockPool:
+    """A pool of 5 blocks (two free, two cached, one held) whose tables have one fault."""
+    pool = BlockPool(5, 16)
+    first, second, held = pool.allocate(3)
+    for block_id, block_hash in ((first, b"a"), (second, b"b"), (held, b"c")):
+        pool.register(block_id, block_hash)
+    pool.free([first, second])
+    pool.check_integrity()
+    free = pool._free[0]
+    match name:
+        case "a block is on the free list twice":
+            pool._free.append(free)
+        case "a block has two states":
+            pool._num_references[first] = 1
+        case "a block has no state":
+            pool._free.popleft()
+        case "a reference count is negative":
+            pool._free.popleft()
+            pool._num_references[free] = -1
+        case "hash tables disagree":
+            pool._hash_of[held] = b"other"
+        case "a cached block has no hash":
+            pool._block_of.pop(pool._hash_of[first] or b"")
+            pool._hash_of[first] = None
+        case "a free block has a hash":
+            pool._block_of[b"d"], pool._hash_of[free] = free, b"d"
+    return pool
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "a block is on the free list twice", "a block has two states", "a block has no state",
+        "a reference count is negative", "hash tables disagree", "a cached block has no hash",
+        "a free block has a hash",
+    ],
+)  # fmt: skip
+def test_each_fault_of_the_tables_is_found_and_a_reset_mends_it(fault):
+    pool = damaged(fault)
+    pool.watch()
+    generations = pool.generations(range(5))
+    with pytest.raises(BookkeepingError, match=fault):
+        pool.check_integrity()
+    known = set(pool.content())
+    pool.reset()
+    pool.check_integrity()
+    assert (pool.num_free, pool.num_cached, pool.lookup([b"a"])) == (5, 0, [])
+    assert all(new > old for new, old in zip(pool.generations(range(5)), generations, strict=True))
+    changes = pool.take_changes()
+    assert changes is not None and (set(changes.evicted), changes.added) == (known, ())

@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from cluster.serving.driver import (
-    AGENT_PORT_NAMES,
-    GCS_MIN_LIFE_S,
-    SERVE_NAMESPACE,
-    give_agents_ports,
-    keep_gcs,
-    wait_for_raylet,
-)
+from cluster.serving import driver
+from cluster.serving.driver import GCS_MIN_LIFE_S, keep_gcs, wait_for_raylet
 from cluster.serving.ports import free_port
+from cluster.serving.ray_internals import RELEASE, SERVE_NAMESPACE
+from cluster.serving.status import PLAIN_START, are_running, read_status
 
 
 class ScriptedNode:
-    """Ray's node object, whose GCS lives for these times, one after the other; `is_stopping` is set when the
-    last one ends."""
+    """Ray's processes. The GCS lives for these times, one after the other; `is_stopping` is set when the last
+    one ends."""
 
     def __init__(self, lives_s: list[float]):
         self.now = 0.0
         self.num_starts = 0
         self.is_stopping = threading.Event()
         self._lives_s = lives_s
-        self.all_processes = {"gcs_server": [SimpleNamespace(process=SimpleNamespace(wait=self._live))]}
 
-    def kill_gcs_server(self, check_alive: bool) -> None:
-        assert not check_alive, "it has ended already"
+    def wait_for_gcs(self) -> None:
+        self.now += self._lives_s.pop(0)
+        if not self._lives_s:
+            self.is_stopping.set()
 
-    def start_gcs_server(self) -> None:
+    def wait_for_raylet(self) -> None:
+        """It has ended."""
+
+    def restart_gcs(self) -> None:
         self.num_starts += 1
 
     def keep(self) -> int:
         """How often the GCS was started again."""
         keep_gcs(self, self.is_stopping, lambda: self.now)
         return self.num_starts
-
-    def _live(self) -> None:
-        self.now += self._lives_s.pop(0)
-        if not self._lives_s:
-            self.is_stopping.set()
 
 
 def test_a_gcs_that_has_ended_is_started_again_until_the_cluster_stops():
@@ -57,25 +54,85 @@ def test_a_gcs_that_ends_at_once_is_given_up():
 def test_without_a_raylet_the_driver_ends_with_the_first_lost_pool(tmp_path):
     config = tmp_path / "cluster.yaml"
     config.write_text(f"http_options: {{host: 127.0.0.1, port: {free_port()}}}\napplications: []\n")
-    raylet = SimpleNamespace(process=SimpleNamespace(wait=lambda: 0))
     with pytest.raises(SystemExit, match="cannot be replaced"):
-        wait_for_raylet(SimpleNamespace(all_processes={"raylet": [raylet]}), config)
+        wait_for_raylet(ScriptedNode([]), config)
 
 
-def test_the_raylet_finds_the_ports_of_agents_that_have_not_started(tmp_path):
-    """In the files for which it waits, under Ray's names, and in the parameters of the agents' start."""
-    raylet = pytest.importorskip("ray._raylet")
-    node = SimpleNamespace(
-        _ray_params=SimpleNamespace(), get_session_dir_path=lambda: str(tmp_path), node_id="ab" * 28
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Arguments of Ray's command `serve`, which returns when the written status says that all runs."""
+    import ray
+    from ray import serve
+    from ray.serve import scripts
+
+    called: list[list[str]] = []
+    states = iter(
+        [("DEPLOYING", {}), ("DEPLOYING", {"RUNNING": 1, "STARTING": 1}), ("RUNNING", {"RUNNING": 2})]
     )
-    give_agents_ports(node)
-    wanted = {
-        raylet.METRICS_AGENT_PORT_NAME, raylet.METRICS_EXPORT_PORT_NAME,
-        raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME, raylet.RUNTIME_ENV_AGENT_PORT_NAME,
+
+    def status() -> SimpleNamespace:
+        state, replicas = next(states)
+        pool = SimpleNamespace(status="HEALTHY", message="", replica_states=replicas)
+        app = SimpleNamespace(status=state, message="", deployments={"Door": pool})
+        return SimpleNamespace(applications={"default": app})
+
+    def command(arguments: list[str]) -> None:
+        called.append(arguments)
+        pause = threading.Event()
+        for _ in range(6000):
+            if are_running(read_status(tmp_path)):
+                return
+            pause.wait(0.01)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(serve, "status", status)
+    monkeypatch.setattr(scripts, "cli", command)
+    return called
+
+
+def test_with_another_ray_the_driver_is_serve_run(tmp_path, monkeypatch, commands, capsys):
+    """One line says why, workers come from Python itself, and the status is written all the same."""
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.99.0")
+    python = sys.executable
+    driver.main(tmp_path / "cluster.yaml", tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(PLAIN_START) and "2.99.0" in line and RELEASE in line
+    assert commands == [["run", "--address", "auto", str(tmp_path / "cluster.yaml")]]
+    assert sys.executable == python and not (tmp_path / "python").exists()
+    assert read_status(tmp_path)["default"]["deployments"]["Door"] == {
+        "status": "HEALTHY", "message": "", "target_num_replicas": 2, "replicas": [{"state": "RUNNING"}] * 2,
     }  # fmt: skip
-    assert wanted == set(AGENT_PORT_NAMES) == node._ray_params.__dict__.keys()
-    for name, port in node._ray_params.__dict__.items():
-        assert raylet.wait_for_persisted_port(str(tmp_path), node.node_id, name, timeout_ms=0) == port
+
+
+def test_a_node_that_starts_otherwise_leaves_python_alone(tmp_path, monkeypatch, commands, capsys):
+    from ray._private.node import Node
+
+    monkeypatch.delattr(Node, "start_raylet")
+    monkeypatch.setattr(sys, "executable", sys.executable)
+    python = sys.executable
+    driver.main(tmp_path / "cluster.yaml", tmp_path)
+    assert "start_raylet" in capsys.readouterr().err
+    assert sys.executable == python and len(commands) == 1
+
+
+def test_a_deployment_by_other_names_is_that_of_serve_run(tmp_path, monkeypatch, commands, capsys):
+    """On the Ray that runs already, with the forked workers and the GCS that is kept."""
+    import ray
+    from ray._private import worker
+
+    gcs = threading.Event()
+    node = SimpleNamespace(
+        all_processes={"gcs_server": [SimpleNamespace(process=SimpleNamespace(wait=gcs.wait))]}
+    )
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr(worker, "_global_node", node)
+    monkeypatch.delattr("ray.serve.context._set_global_client")
+    monkeypatch.setattr(sys, "executable", sys.executable)
+    (tmp_path / "cluster.yaml").write_text("applications: []")
+    driver.main(tmp_path / "cluster.yaml", tmp_path)
+    gcs.set()
+    assert "_set_global_client" in capsys.readouterr().err
+    assert len(commands) == 1 and sys.executable == str(tmp_path / "python")
 
 
 def test_the_namespace_is_serves():

@@ -3,13 +3,14 @@ out."""
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import yaml
 
 from cluster.scaling import DoorReport, ScalingSettings
-from cluster.serving.scaling import ScalingPolicy, door_stats
+from cluster.serving.scaling import ScalingPolicy, assigned_phases, door_stats
 from deploy.generate import CHART
 
 
@@ -86,3 +87,23 @@ def test_the_shipped_file_gives_settings_that_exist():
     assert policy["policy_function"] == "cluster.serving.scaling:ScalingPolicy"
     ScalingSettings(**policy["policy_kwargs"])
     assert all("autoscaling_config" in each for each in application["deployments"])
+
+
+def test_without_rays_store_workers_do_all_phases_and_one_warning_says_so(monkeypatch):
+    monkeypatch.delattr("ray.experimental.internal_kv._internal_kv_put")
+    monkeypatch.delattr("ray.experimental.internal_kv._internal_kv_get")
+    warnings: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: warnings.append(record.getMessage()))
+    logging.getLogger("ray.serve").addHandler(handler)
+    contexts, policy = Contexts(Language=2, Door=1), make_policy()
+    contexts.stats = {"door": door_stats(DoorReport(), {2.5: 0.0})}
+    try:
+        for _ in range(2):
+            targets, _ = policy(contexts.now())
+            assert "Language" in targets
+    finally:
+        logging.getLogger("ray.serve").removeHandler(handler)
+    (warning,) = [each for each in warnings if "all phases of its role" in each]
+    assert "_internal_kv_put" in warning
+    assert assigned_phases("epdg", "Language0") is None
