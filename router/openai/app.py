@@ -133,7 +133,7 @@ def build_api(
 def _answer_head(api: FastAPI) -> None:
     """HEAD wherever GET is answered: the same status and headers; the server leaves out the body. FastAPI
     adds no such routes, as Starlette does."""
-    for route in [each for each in api.routes if isinstance(each, APIRoute) and "GET" in each.methods]:
+    for route in [each for each in api.routes if isinstance(each, APIRoute) and "GET" in (each.methods or ())]:
         api.add_api_route(
             route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
         )
