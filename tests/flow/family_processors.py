@@ -13,7 +13,7 @@ import transformers as hf
 IMAGE, VIDEO, AUDIO = "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"
 SOUND_WINDOW_S = 2
 
-_QWEN_PATCHES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+_QWEN_PATCHES: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 _AREA = {"shortest_edge": 256, "longest_edge": 2048}
 
 
@@ -72,7 +72,7 @@ def _glmga(tokenizer: Any) -> Any:
 
 
 def _cosmos3_edge(tokenizer: Any) -> Any:
-    sizes = {"patch_size": 4, "merge_size": 2}
+    sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2}
     images = hf.Cosmos3EdgeImageProcessor(size=_AREA, **sizes)
     area = {key: 8 * value for key, value in _AREA.items()}
     return hf.Cosmos3EdgeProcessor(images, tokenizer, hf.Cosmos3EdgeVideoProcessor(size=area, **sizes))
@@ -91,7 +91,7 @@ def _hunyuan_vl(tokenizer: Any) -> Any:
 
 
 def _kimi_k25(tokenizer: Any) -> Any:
-    sizes = {"patch_size": 4, "max_patches": 64, "size": {"max_height": 16, "max_width": 16}}
+    sizes: dict[str, Any] = {"patch_size": 4, "max_patches": 64, "size": {"max_height": 16, "max_width": 16}}
     videos = hf.Kimi_K25VideoProcessor(**sizes)
     return hf.Kimi_K25Processor(hf.Kimi_K25ImageProcessor(**sizes), tokenizer, videos)
 

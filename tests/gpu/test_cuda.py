@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import transformers as hf
+from torch import nn
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import AttentionShape, LayerAttention
@@ -96,7 +97,8 @@ def test_recorded_decode_steps_equal_unrecorded_ones(kv_cache_dtype) -> None:
         vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.15, eos_token_id=None,
     )  # fmt: skip
-    hf_model = hf.Qwen2ForCausalLM(config).to(DEVICE, torch.bfloat16)
+    hf_model = hf.Qwen2ForCausalLM(config)
+    nn.Module.to(hf_model, DEVICE, torch.bfloat16)
     model = LanguageModel.from_model(hf_model, kv_cache_dtype=kv_cache_dtype)
     check_recorded_steps(model, num_steps=60, tolerance=0.1)
 
@@ -158,7 +160,9 @@ def test_an_encoder_on_the_gpu_gives_the_rows_of_one_on_the_cpu(name) -> None:
     items = [one for request in case.requests for one in request.items]
     on_cpu = EncoderModel.from_model(case.model)
     expected = [on_cpu.encode(modality, [item])[0] for modality, item in items]
-    on_gpu = EncoderModel.from_model(copy.deepcopy(case.model).to(DEVICE))
+    moved = copy.deepcopy(case.model)
+    nn.Module.to(moved, DEVICE)
+    on_gpu = EncoderModel.from_model(moved)
     with ThreadPoolExecutor(2) as threads:
         for _ in range(20):
             uploads = [threads.submit(on_gpu.upload, item) for _, item in items]

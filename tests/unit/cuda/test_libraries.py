@@ -188,13 +188,13 @@ class Slow(Plain):
         self.decode_s, self.prompt_s = decode_s, prompt_s
 
     def paged(self, query, key, value, lengths, layer):
-        rows = [
+        keys, values = (
             torch.cat(
                 [blocks[table.long()].flatten(0, 1)[:count] for table, count in self._sequences(lengths)]
             )
             for blocks in (key, value)
-        ]
-        return self.rows(query, *rows, lengths, layer)
+        )
+        return self.rows(query, keys, values, lengths, layer)
 
     @staticmethod
     def _sequences(lengths):

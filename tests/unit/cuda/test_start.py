@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import transformers as hf
 
 from cluster.config import machine
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, TransferArgs
 from cluster.engine.runner import LanguageRunner
 from cluster.errors import ConfigError
 from cluster.model import parallel
@@ -68,8 +69,8 @@ def setup_of(args: ClusterArgs) -> WorkerSetup:
 
 
 @pytest.mark.parametrize("wire", ["raw", "int8"])
-def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: str, device: SimulatedCuda) -> None:
-    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", transfer={"codec": wire})
+def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: Any, device: SimulatedCuda) -> None:
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", transfer=TransferArgs(codec=wire))
     setup = setup_of(args)
     assert setup.device.type == "cuda" and setup.cpu_slots_folder is None
     language = load_language(args, setup, Role.LANGUAGE, SIZES)
@@ -77,9 +78,9 @@ def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: str, devi
     assert language.kv.num_blocks == SIZES.num_kv_blocks + 1
     assert (language.wire is None) == (wire == "raw")
     kv = language.kv
-    runner = LanguageRunner(
-        language.model, GraphedModel(language.model, kv, 2, capture_cuda()), kv, features=None
-    )
+    no_features: Any = None
+    graphed = GraphedModel(language.model, kv, 2, capture_cuda())
+    runner = LanguageRunner(language.model, graphed, kv, no_features)
     runner.warm_up_prompt(20, [0, 1])
     runner.warm_up_answers(2, 20, [0, 1])
     assert runner.run([], lambda layer, ready: None) == []
@@ -113,8 +114,8 @@ def test_a_worker_that_asks_for_cuda_does_not_start_without(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "allows"), [("float32", False), ("bfloat16", True)])
-def test_float32_on_a_gpu_is_not_tf32(dtype: str, allows: bool, folder: Path, device: SimulatedCuda) -> None:
-    switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
+def test_float32_on_a_gpu_is_not_tf32(dtype: Any, allows: bool, folder: Path, device: SimulatedCuda) -> None:
+    switches: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [switch.allow_tf32 for switch in switches]
     try:
         for switch in switches:

@@ -43,6 +43,11 @@ each_format = pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 
 
+def shape_of(heads, widths, block_size, dtype, kv_cache_dtype) -> Shape:
+    (num_heads, num_kv_heads), (key_width, value_width) = heads, widths
+    return Shape(num_heads, num_kv_heads, key_width, value_width, block_size, dtype, kv_cache_dtype)
+
+
 @each_variant
 @each_dtype
 @each_format
@@ -64,7 +69,7 @@ def test_native_attention_equals_dense_attention(
 ) -> None:
     if decode:
         sizes = [(context, 1) for context, _ in sizes]
-    shape = Shape(*heads, *widths, block_size, dtype, kv_cache_dtype)
+    shape = shape_of(heads, widths, block_size, dtype, kv_cache_dtype)
     step = make_step(shape, sizes, spans)
     layer = LayerAttention(
         widths[0] ** -0.5, window, softcap, torch.linspace(-1, 1, heads[0]) if sinks else None
@@ -94,7 +99,7 @@ def test_a_long_context_is_split_and_merged(variant, dtype, kv_cache_dtype) -> N
 @each_format
 @pytest.mark.parametrize("widths", [(64, 64), (96, 40), (7, 130)])
 def test_native_writes_leave_the_same_bytes_as_torch_writes(variant, dtype, kv_cache_dtype, widths) -> None:
-    shape = Shape(4, 2, *widths, 4, dtype, kv_cache_dtype)
+    shape = shape_of((4, 2), widths, 4, dtype, kv_cache_dtype)
     native_step, torch_step = make_step(shape, [(3, 30), (0, 9)]), make_step(shape, [(3, 30), (0, 9)])
     scale = torch.logspace(-9, 4, len(native_step.key), dtype=torch.float64)[:, None, None]
     scale[5] = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from cluster.model.attention import PagedBatch
 from cluster.model.attention_torch import TorchAttention
-from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, WholeDecoder, whole_decoder
+from cluster.model.cpu.layer_search import NUM_TRIAL_TOKENS, whole_decoder
 from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import optimise
 from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
@@ -29,7 +30,7 @@ from tests.unit.model.test_cpu_layer import (
 )
 
 VOCABULARY = 131
-_MIXED = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+_MIXED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     **FAMILIES,
     "qwen2, some windows": lambda: hf.Qwen2Model(hf.Qwen2Config(**_TINY, **_MIXED)),
@@ -43,8 +44,8 @@ class Model:
     """A text model of native layers, its packed head, and the decoder that runs both in one call."""
 
     paged: Paged
-    head: nn.Module
-    decoder: WholeDecoder | None
+    head: Any
+    decoder: Any  # WholeDecoder, or None
 
     def separately(self, step: PagedBatch, positions: Tensor, x: Tensor, wanted: Tensor) -> Tensor:
         hidden = self.paged.text(
@@ -56,7 +57,7 @@ class Model:
         return self.decoder.logits(x[None].clone(), positions, step, wanted)
 
 
-def native(text: hf.PreTrainedModel, kernels: Kernels = best_kernels, **options: str) -> Model:
+def native(text: hf.PreTrainedModel, kernels: Kernels = best_kernels, **options: Any) -> Model:
     """`options`: kv_cache_dtype, weight_dtype."""
     weights = {"weight_dtype": options.get("weight_dtype", "auto")}
     paged = Paged(text, kernels, options.get("kv_cache_dtype", "auto")).optimised(kernels, **weights)

@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def flash_module(calls: list[str]) -> SimpleNamespace:
         cache_seqlens,
         block_table=None,
         page_table=None,
-        cu_seqlens_q=None,
+        cu_seqlens_q: Any = None,
         max_seqlen_q=None,
         **keywords,
     ) -> Tensor:
@@ -103,7 +104,7 @@ def cute_module(calls: list[str]) -> SimpleNamespace:
     older = flash_module(calls)
 
     def varlen(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q, max_seqlen_k, seqused_k=None,
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k=None, max_seqlen_q, max_seqlen_k, seqused_k: Any = None,
         page_table=None, window_size, **keywords,
     ) -> tuple[Tensor, None]:  # fmt: skip
         keywords["window_size"] = tuple(-1 if side is None else side for side in window_size)

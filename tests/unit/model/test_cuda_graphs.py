@@ -133,6 +133,9 @@ class EchoModel:
     def decode(self, token_ids, context_lens, deltas, block_tables, kv) -> Tensor:
         raise AssertionError("decode steps are replayed")
 
+    def copy_blocks(self, sources, targets, kv) -> None:
+        raise AssertionError("no block is copied")
+
 
 def test_a_graphed_model_replays_decode_steps_and_keeps_requests_blocks_from_padding() -> None:
     layout = MemoryLayout((SegmentSpec(BLOCK_SIZE, (1,), torch.float32),))

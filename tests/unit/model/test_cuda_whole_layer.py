@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.usefixtures("seeded"),
 ]
 BLOCK_SIZE = 4
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attn_implementation": "eager",
 }  # fmt: skip
@@ -76,7 +76,7 @@ class Fused:
             layer.qkv_bias = torch.cat([each.bias for each in projections]) if has_bias else None
             layer.gate_up = torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight])
 
-    def norm(self, module: nn.Module) -> Norm:
+    def norm(self, module: Any) -> Norm:
         epsilon = getattr(module, "variance_epsilon", None) or module.eps
         return Norm(module.weight, epsilon, self.family.form)
 
@@ -92,7 +92,7 @@ class Fused:
             settings = LayerAttention(
                 attention.scaling, window, getattr(attention, "attn_logit_softcapping", None)
             )
-            head_norms = {}
+            head_norms: dict[str, Any] = {}
             if self.family.has_head_norms:
                 head_norms = {
                     "query_norm": self.norm(attention.q_norm),
