@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -111,6 +112,22 @@ def test_connecting_again_is_harmless_and_disconnecting_can_be_undone(agents):
     with pytest.raises(PeerLostError):
         writer.notify(owner.name, b"x")
     assert run_write(writer, owner, [1], [1]) is TransferState.DONE
+
+
+def test_a_closed_agent_raises_nothing_but_the_errors_of_agents(agents):
+    writer, owner = agents
+    peer = writer.connect(owner.metadata())
+    writer.close()
+    rows = writer.memory.descriptors([0])
+    for verb, arguments in (
+        (writer.register, (BlockMemory(LAYOUT, NUM_BLOCKS),)),
+        (writer.connect, (owner.metadata(),)),
+        (writer.post, (peer, rows, rows)),
+        (writer.notify, (peer, b"x")),
+        (writer.notifications, ()),
+    ):
+        with contextlib.suppress(TransferError):
+            verb(*arguments)
 
 
 def test_memory_that_is_not_registered_is_refused(agents):
