@@ -242,7 +242,11 @@ class Rig:
         agent_name = name if name not in self.workers else f"{name}-{self._num_processes}"
         inbox = Inbox()
         said: deque[AnyMessage] = deque()
-        outbox = Outbox(lambda batch: said.extend(message for _, message in batch))
+
+        def deliver(batch: Any) -> None:
+            said.extend(message for _, message in batch)
+
+        outbox = Outbox(deliver)
         outbox.add_door(DOOR)
 
         def on_event(hear: str, event: Any) -> None:

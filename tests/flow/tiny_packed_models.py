@@ -50,6 +50,7 @@ _WINDOWED_VISION: dict[str, Any] = {
 _DEEPSTACK_VISION: dict[str, Any] = {
     **_QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]
 }  # fmt: skip
+_VISION_MARKS: dict[str, Any] = {"vision_start_token_id": VS, "vision_end_token_id": VE}
 _VISION_IDS: dict[str, Any] = {
     "image_token_id": IMG,
     "video_token_id": VID,
@@ -169,7 +170,7 @@ def qwen2_5_omni() -> TinyCase:
         vision_config=_WINDOWED_VISION,
         audio_config={**QWEN_AUDIO, "n_window": 20, "output_dim": 64},
         image_token_index=IMG, video_token_index=VID, audio_token_index=AUD,
-        audio_start_token_id=AS, audio_end_token_id=AE, vision_start_token_id=VS, vision_end_token_id=VE,
+        audio_start_token_id=AS, audio_end_token_id=AE, **_VISION_MARKS,
     )  # fmt: skip
     torch.manual_seed(0)
     model = hf.Qwen2_5OmniThinkerForConditionalGeneration(config)
@@ -187,7 +188,7 @@ def qwen3_omni() -> TinyCase:
     config = hf.Qwen3OmniMoeThinkerConfig(
         text_config={**text, "rope_parameters": _MROPE_INTERLEAVED}, vision_config=_DEEPSTACK_VISION,
         audio_config=audio,
-        audio_token_id=AUD, audio_start_token_id=AS, audio_end_token_id=AE, **_VISION_IDS,
+        audio_token_id=AUD, audio_start_token_id=AS, **{**_VISION_IDS, "audio_end_token_id": AE},
     )  # fmt: skip
     torch.manual_seed(0)
     model = hf.Qwen3OmniMoeThinkerForConditionalGeneration(config)

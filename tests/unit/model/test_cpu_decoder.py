@@ -62,7 +62,7 @@ def native(text: hf.PreTrainedModel, kernels: Kernels = best_kernels, **options:
     weights = {"weight_dtype": options.get("weight_dtype", "auto")}
     paged = Paged(text, kernels, options.get("kv_cache_dtype", "auto")).optimised(kernels, **weights)
     linear = nn.Linear(text.config.hidden_size, VOCABULARY, bias=False).to(text.dtype).eval()
-    head = optimise(paged.text, linear, kernels=kernels, **weights)
+    head: Any = optimise(paged.text, linear, kernels=kernels, **weights)
     positions = paged.positions(torch.arange(NUM_TRIAL_TOKENS))
     decoder = whole_decoder(paged.text, head, paged.layout, paged.backend, positions, kernels)
     return Model(paged, head, decoder)

@@ -205,7 +205,8 @@ def test_the_plan_covers_every_token_and_key_once(sizes, window, group, with_spa
         torch.from_numpy(each.astype(np.int32)) for each in (seqs, indices, ends, starts, contexts)
     ]
     tiles = Tiles(group, max(16, group), max(64, group), 64, 64, 8, 3, 1, (16, 1), (16, 1))
-    step = StepTensors(*tensors, torch.zeros(len(sizes), 1), 4, bool((counts < 2).all()))
+    tables, is_decode = torch.zeros(len(sizes), 1), bool((counts < 2).all())
+    step = StepTensors(*tensors, tables=tables, block_size=4, is_decode=is_decode)
     made = plan(step, tiles, window)
     capacity = item_capacity(len(seqs), len(sizes), tiles, step.is_decode)
     num_places = place_capacity(len(seqs), len(sizes))

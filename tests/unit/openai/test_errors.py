@@ -143,8 +143,9 @@ def test_a_responses_input_has_its_own_name_too(door, stream, fail_at):
 
 
 class SlowDoor(FakeDoor):
-    async def tokenize(self, call_):
+    async def tokenize(self, call):
         await asyncio.Event().wait()
+        return await super().tokenize(call)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages/count_tokens", "/tokenize"])

@@ -79,7 +79,7 @@ def test_who_comes_back_when_told_to_finds_room_once_the_load_has_stopped():
     first = world.run(burst)
     assert len(refused(first)) > 200
     returning = [
-        Arrival(story.refused_at + (story.refused.retry_after_s or 0.0), story.ticket.work_s)
+        Arrival((story.refused_at or 0.0) + (story.refused.retry_after_s or 0.0), story.ticket.work_s)
         for story in refused(first)
         if story.refused is not None
     ]
