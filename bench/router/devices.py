@@ -153,7 +153,8 @@ def run_on(device: Device) -> None:
     torch.set_num_threads(1)
 
     def encoder_runner(model: EncoderModel, *rest: Any) -> EncoderRunner:
-        return EncoderRunner(_Encoder(model, device), *rest)  # type: ignore[arg-type]
+        emulated: Any = _Encoder(model, device)
+        return EncoderRunner(emulated, *rest)
 
     def language_runner(model: LanguageModel, steps: StepModel, *rest: Any) -> LanguageRunner:
         return LanguageRunner(model, _Steps(steps, device, model.num_layers, model.vocab_size), *rest)

@@ -201,6 +201,7 @@ class SegmentTable:
         """Encodes or decodes group i, blocks[i] [n] and wire_blocks[i], in layer layers[i]. Enqueued on the
         current stream; does not wait."""
         jobs = np.column_stack([layers, wire_blocks, blocks]).astype(np.int32)
+        # `Any`: where Triton is missing, the type checker sees a function
         cast(Any, code_groups)[(len(jobs) * 2 * self._num_tiles,)](
             self._kv, self._codes, self._scales, self._segments, upload(jobs, self._kv.device),
             NUM_TILES=self._num_tiles, BLOCK_SIZE=self._block_size, BITS=self._bits,
