@@ -64,8 +64,7 @@ class SchedulingArgs(_Args):
 
     # a request goes before requests of the next higher class that arrived this much later
     aging_s: float = Field(default=5.0, ge=0)
-    # prompt tokens that weigh as much as one second of waiting
-    tokens_per_s: float = Field(default=2000.0, gt=0)
+    tokens_per_s: float = Field(default=2000.0, gt=0)  # prompt tokens that weigh as much as a second's wait
     # share of prefill's steps and blocks for requests without media
     text_share: float = Field(default=0.3, ge=0, le=1)
     # seconds by which prompts may lengthen a step with answers: inter-token latency grows by no more
@@ -171,9 +170,8 @@ class AdmissionClassArgs(_Args):
     """Requests of the same importance."""
 
     name: str
-    max_priority: int | None = (
-        None  # highest priority number in this class; None: all that no earlier class takes
-    )
+    # highest priority number in this class; None: all that no earlier class takes
+    max_priority: int | None = None
     # at the door; a request that would wait longer is refused at once
     max_wait_s: float = Field(default=60.0, gt=0)
     # a request that would miss it is refused at once; 0: no target
@@ -229,8 +227,7 @@ POLICY = r"^(joint|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 class DoorArgs(_Args):
     request_timeout_s: float = Field(default=600.0, gt=0)  # a request's whole life
-    # until the first token, once a request has been let in
-    first_token_timeout_s: float = Field(default=120.0, gt=0)
+    first_token_timeout_s: float = Field(default=120.0, gt=0)  # until the first token, once it was let in
     # how requests are placed. joint: all workers of a request together, for the earliest first token. Any
     # other value is the import path of a policy, package.module:Class
     policy: str = Field(default="joint", pattern=POLICY)

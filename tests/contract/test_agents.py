@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
@@ -118,7 +117,7 @@ def test_a_closed_agent_raises_nothing_but_the_errors_of_agents(agents):
     writer, owner = agents
     peer = writer.connect(owner.metadata())
     writer.close()
-    rows = writer.memory.descriptors([0])
+    rows, raised = writer.memory.descriptors([0]), []
     for verb, arguments in (
         (writer.register, (BlockMemory(LAYOUT, NUM_BLOCKS),)),
         (writer.connect, (owner.metadata(),)),
@@ -126,8 +125,11 @@ def test_a_closed_agent_raises_nothing_but_the_errors_of_agents(agents):
         (writer.notify, (peer, b"x")),
         (writer.notifications, ()),
     ):
-        with contextlib.suppress(TransferError):
+        try:
             verb(*arguments)
+        except Exception as error:
+            raised.append(error)
+    assert all(isinstance(error, TransferError) for error in raised), raised
 
 
 def test_memory_that_is_not_registered_is_refused(agents):

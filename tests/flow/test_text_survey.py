@@ -54,9 +54,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-NEEDED: dict[str, dict[str, Any]] = {
-    "gemma4_assistant": {"text_config": _NO_LAYER_INPUTS}
-}  # has no valid default
+# has no valid default
+NEEDED: dict[str, dict[str, Any]] = {"gemma4_assistant": {"text_config": _NO_LAYER_INPUTS}}
 OWN_SIZES: dict[str, dict[str, Any]] = {  # where the sizes above make no model, or not all of its rules
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
