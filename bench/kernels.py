@@ -210,11 +210,14 @@ def measure_attention(
     query = torch.randn(shape.new, shape.heads, shape.width, dtype=kind)
     layer = LayerAttention(shape.width**-0.5, None, None, None)
     native = CpuAttention(kernels.cdll, TorchAttention())
-    dense = [x.transpose(0, 1)[None].contiguous() for x in (query, key, value)]
-    mask = positions <= positions[shape.context :, None]
-    options = {"attn_mask": mask} if shape.context else {"is_causal": True}
+    queries, keys, values = (x.transpose(0, 1)[None].contiguous() for x in (query, key, value))
+    mask = positions <= positions[shape.context :, None] if shape.context else None
     theirs, ours = alternate(
-        [lambda: F.scaled_dot_product_attention(*dense, **options, enable_gqa=True)],
+        [
+            lambda: F.scaled_dot_product_attention(
+                queries, keys, values, mask, is_causal=mask is None, enable_gqa=True
+            )
+        ],
         [lambda: native.attend(batch, layer, query, key[shape.context :], value[shape.context :], cache)],
         seconds,
     )

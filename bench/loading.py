@@ -85,12 +85,14 @@ class Worker:
         )  # fmt: skip
 
     def read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit(f"a worker ended: {self._process.wait()}")
         return json.loads(line)
 
     def go_on(self) -> None:
+        assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
 

@@ -54,8 +54,8 @@ def make_case(rng: random.Random, kind: str) -> Case:
     videos: list[np.ndarray] = []
     sounds: list[np.ndarray] = []
     parts: list[dict[str, Any]] = []
+    truths: list[tuple[str, str]] = []
     if kind in ("image", "image and audio", "two images"):
-        truths = []
         for _ in range(2 if kind == "two images" else 1):
             pixels, shape, colour = data.make_image(rng)
             images.append(pixels)

@@ -24,7 +24,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -104,7 +104,9 @@ def compose(args: ClusterArgs, hosts: Hosts) -> serve.Application:
 def _pool(role: Role, args: ClusterArgs, hosts: Hosts) -> Any:
     pool = args.pools[role.value]
     adapter = DecodeReplica if role.decodes else Replica
-    router = RequestRouterConfig(request_router_class=HookRouter, request_router_kwargs={"role": role.value})
+    # Ray types each keyword of this class as a dict
+    hook = cast(Any, HookRouter)
+    router = RequestRouterConfig(request_router_class=hook, request_router_kwargs={"role": role.value})
     actor_options = actor_options_of(role, args, hosts)
     options = _options(role.deployment, request_router_config=router, ray_actor_options=actor_options)
     return serve.deployment(name=role.deployment, **options)(adapter).bind(

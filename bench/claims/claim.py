@@ -37,10 +37,12 @@ def plot(claims: Mapping[str, Claim], found: Mapping[str, Found]) -> str:
     """Ours beside the published figure, of the claims that are ratios, each pair to its own scale."""
     y, body = 28.0, [label(8, 16, "times better: ours (blue), published (grey)")]
     for name, each in found.items():
-        pair = (each.ratio, claims[name].published_ratio)
-        body += [label(8, y + BAR, claims[name].title)] if all(pair) else []
-        for value, colour in zip(pair, ("#2f6fb0", "#bbbbbb"), strict=True) if all(pair) else ():
-            width = (WIDTH - LEFT - VALUES) * value / max(pair)
+        ours, published = each.ratio, claims[name].published_ratio
+        if not ours or not published:
+            continue
+        body.append(label(8, y + BAR, claims[name].title))
+        for value, colour in ((ours, "#2f6fb0"), (published, "#bbbbbb")):
+            width = (WIDTH - LEFT - VALUES) * value / max(ours, published)
             body.append(bar(LEFT, y, width, colour, f"{value:.2f}"))
             y += BAR * (1.0 if colour == "#2f6fb0" else 1.5)
     return svg(y + 8, body)

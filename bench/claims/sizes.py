@@ -10,7 +10,7 @@ from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.simulator.hardware import A100, BLOCK_SIZE, H200, MODELS, num_kv_blocks
 from cluster.worker.memory_plan import PATCHES_PER_ROW, step_bytes
 from kv_transfer.codecs.codec import Codec
-from kv_transfer.codecs.quantisation import CODECS, GROUP_TOKENS
+from kv_transfer.codecs.quantisation import CODECS, GROUP_TOKENS, CodecName
 
 KV = {"text-0.5b": (24, 2, 64), "vl-7b": (28, 4, 128), "vl-32b": (64, 8, 128)}  # layers, KV heads, width
 # Parameters of encoder and language model, their widths, vocabulary, bytes of KV a token.
@@ -40,7 +40,8 @@ def kv_int8() -> Found:
 
 
 def transfer_volume() -> Found:
-    rows, ratios = [], {name: [] for name in CODECS}
+    rows: list[list[str]] = []
+    ratios: dict[CodecName, list[float]] = {name: [] for name in CODECS}
     for model in KV:
         raw, token_bytes = layout(model), layout(model).block_bytes // GROUP_TOKENS
         for num_tokens in (1000, 4096, 8192):

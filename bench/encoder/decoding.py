@@ -46,7 +46,7 @@ def measure(path: Path, dtype: torch.dtype, repeats: int, num_threads: int) -> I
         raise ConfigError(f"{path} has no media encoder")
     model = EncoderModel.load(path, dtype=dtype)
     decoders = Decoders(NUM_PREPARE_THREADS)
-    ways = {
+    ways: dict[str, tuple[EncoderRunner, Decode]] = {
         "thread": (EncoderRunner(model, processor), decode),
         "process": (EncoderRunner(model, processor, decoders), decoders.decode),
     }

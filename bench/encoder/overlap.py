@@ -20,7 +20,7 @@ import itertools
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -38,10 +38,10 @@ from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
 from cluster.serving.ports import free_port
 from cluster.text.tokenizer import TextProcessor
-from cluster.types.media import MediaItem, Modality
+from cluster.types.media import Modality
 from cluster.worker.cpu_slots import no_cpu_slots
 from decode_service.service import DecodeService
-from encoder_service.runner import EncoderRunner, Prepared
+from encoder_service.runner import EncoderRunner, Piece
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
 from router.door import Door
@@ -54,19 +54,15 @@ SAMPLE_WORDS = 1000  # their tokens are counted
 CASES = ("text", "image", "one", "two")
 
 
-class SlowRunner:
-    """An encoder's runner with slower calls."""
+def slow_down(runner: EncoderRunner, delay_s: float) -> None:
+    """Its calls take so much longer."""
+    encode = runner.encode
 
-    def __init__(self, runner: EncoderRunner, delay_s: float):
-        self._runner = runner
-        self._delay_s = delay_s
+    def slow(modality: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        time.sleep(delay_s)
+        return encode(modality, pieces)
 
-    def prepare(self, item: MediaItem, is_wanted: Callable[[], bool] = lambda: True) -> Prepared:
-        return self._runner.prepare(item, is_wanted)
-
-    def encode(self, modality: Modality, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-        time.sleep(self._delay_s)
-        return self._runner.encode(modality, items)
+    runner.encode = slow
 
 
 class Texts:
@@ -133,7 +129,7 @@ async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
     encoder = EncoderService(args, setup_here(args, f"e-{unique}"))
     prefill = PrefillService(args, setup_here(args, f"p-{unique}"))
     decode = DecodeService(args, setup_here(args, f"d-{unique}"))
-    encoder._engine._runner = SlowRunner(encoder._engine._runner, ENCODE_S)
+    slow_down(encoder._engine._runner, ENCODE_S)
     encoder._engine._cpu_slots = no_cpu_slots(SystemClock())
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
     async with started(door, (encoder, prefill, decode)), api(door) as url:

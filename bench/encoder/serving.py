@@ -102,8 +102,8 @@ def replicas(url: str) -> dict[str, list[int]]:
     """
     port = urlsplit(url).port
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            folder = psutil.Process(connection.pid).environ().get("RAY_TMPDIR")
+        if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+            folder = psutil.Process(connection.pid).environ().get("RAY_TMPDIR") if connection.pid else None
             if folder is not None:
                 return _by_role(processes_of(Path(folder)))
     raise RuntimeError(f"no cluster of this machine listens at {url}")

@@ -12,7 +12,7 @@ import io
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
 from bench.engine.models import VISION_MODEL
@@ -82,7 +82,7 @@ def reference_answers(folder: Path, messages: Sequence[list[Message]]) -> list[s
     for each in messages:
         inputs = _inputs(processor, each)
         with torch.inference_mode():
-            output = model.generate(
+            output = cast(Any, model).generate(
                 **inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False
             )
         new_ids = output[0, inputs["input_ids"].shape[1] :]

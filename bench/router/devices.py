@@ -24,6 +24,7 @@ from torch import Tensor
 import cluster.engine.worker
 import encoder_service.service
 from cluster.engine.runner import LanguageRunner
+from cluster.kvcache.memory import BlockMemory
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.step_model import StepModel
@@ -33,7 +34,7 @@ from cluster.types.members import Role
 from encoder_service.runner import EncoderRunner
 
 # Round figures; slow enough for two cores to do all that is real in less than half of the time.
-_ENCODE = dict.fromkeys((Modality.IMAGE, Modality.VIDEO), Curve(0.008, 8e-4))
+_ENCODE: dict[Modality, Curve] = dict.fromkeys((Modality.IMAGE, Modality.VIDEO), Curve(0.008, 8e-4))
 _PROMPTS, _ANSWERS = Curve(0.010, 2.5e-4, 5e-8), Curve(0.030, 5e-4, 2e-8)
 EMULATED: Mapping[Role, ServiceCurves] = {
     role: ServiceCurves(
@@ -79,11 +80,8 @@ class _Steps:
         self._steps, self._device = steps, device
         self._num_layers, self._vocab_size = num_layers, vocab_size
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._steps, name)
-
     def forward(
-        self, chunks: Sequence[SequenceChunk], kv: Any, on_layer: Callable[[int], None] | None = None
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:
         curve = self._device.curves and self._device.curves.prefill
         if curve is None:
@@ -95,14 +93,24 @@ class _Steps:
                 on_layer(layer_idx)
         return torch.zeros(sum(chunk.num_logits for chunk in chunks), self._vocab_size)
 
-    def decode(self, token_ids: Sequence[int], context_lens: Sequence[int], *rest: Any) -> Tensor:
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        context_lens: Sequence[int],
+        deltas: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        kv: BlockMemory,
+    ) -> Tensor:
         curve = self._device.curves and self._device.curves.decode
         if curve is None:
             with self._device.throttled():
-                return self._steps.decode(token_ids, context_lens, *rest)
+                return self._steps.decode(token_ids, context_lens, deltas, block_tables, kv)
         num_sequences = len(token_ids)
         self._device.take(curve.seconds(num_sequences, sum(context_lens) / num_sequences))
         return torch.zeros(num_sequences, self._vocab_size)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
+        self._steps.copy_blocks(sources, targets, kv)
 
 
 class _Encoder:
@@ -145,7 +153,8 @@ def run_on(device: Device) -> None:
     torch.set_num_threads(1)
 
     def encoder_runner(model: EncoderModel, *rest: Any) -> EncoderRunner:
-        return EncoderRunner(_Encoder(model, device), *rest)  # type: ignore[arg-type]
+        emulated: Any = _Encoder(model, device)
+        return EncoderRunner(emulated, *rest)
 
     def language_runner(model: LanguageModel, steps: StepModel, *rest: Any) -> LanguageRunner:
         return LanguageRunner(model, _Steps(steps, device, model.num_layers, model.vocab_size), *rest)

@@ -207,7 +207,7 @@ def end_on_signals() -> None:
 
 def specs(counts: Mapping[Role, int], emulated: Mapping[Role, ServiceCurves] | None) -> list[WorkerSpec]:
     return [
-        WorkerSpec(role, f"{role}-{idx}", emulated and emulated[role])
+        WorkerSpec(role, f"{role}-{idx}", emulated[role] if emulated else None)
         for role, count in counts.items()
         for idx in range(count)
     ]

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.processor import MediaProcessor
@@ -370,7 +371,7 @@ def measure(
     carriers: Sequence[Carrier],
     prompts: Sequence[Prompts],
     tasks: Sequence[str],
-) -> Iterator[dict[str, object]]:
+) -> Iterator[Record]:
     """A record for each kind of prompts, task and codec."""
     comparison = Comparison(halves, carriers)
     for kind in prompts:

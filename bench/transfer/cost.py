@@ -107,7 +107,7 @@ def _round(number: int) -> dict[str, float]:
     source.buffer.random_(0, 256)
     target.buffer.zero_()
     with _counted_locks(counts):
-        agents = [network.agent("writer"), network.agent("owner")]
+        agents: list[Any] = [network.agent("writer"), network.agent("owner")]
         writer = TransferEngine(agents[0], SystemClock(), lambda event: None, outgoing=source)
         owner = TransferEngine(
             agents[1], SystemClock(), lambda event: ends.append(time.perf_counter()), incoming=target
@@ -118,7 +118,7 @@ def _round(number: int) -> dict[str, float]:
         counts.descriptors += len(local)
         return post(peer, local, *rest)
 
-    agents[0].post = counted_post  # type: ignore[method-assign]
+    agents[0].post = counted_post
     for lease in range(LEASES):
         blocks = range(lease * PER_LEASE, (lease + 1) * PER_LEASE)
         grant = owner.grant(f"{number} {lease}", blocks, [0] * PER_LEASE, 60.0)

@@ -27,6 +27,7 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.in_process import setup_here, started
+from bench.records import Record
 from cluster.config.settings import ClusterArgs
 from cluster.engine import engine as language_engine
 from cluster.engine import forward, kv_output
@@ -182,11 +183,11 @@ async def _ask(door: Door, num_tokens: int, draw: random.Random, times: RequestT
 
 async def measure(
     args: ClusterArgs, lengths: Sequence[int], links: Sequence[float], repeats: int
-) -> list[dict[str, object]]:
+) -> list[Record]:
     """`links`: GB/s. Before the clock starts, each length is computed once over each link, so that the
     cluster knows its speed. The modes alternate.
     """
-    records: list[dict[str, object]] = []
+    records: list[Record] = []
     times, link, draw = RequestTimes(), EmulatedLink(1e12), random.Random(0)
     async with cluster(args, link, times) as door:
         for length, speed in itertools.product(lengths, links):

@@ -36,7 +36,14 @@ def download(model_id: str, *, is_offline: bool, endpoint: str | None = None) ->
     return folder
 
 
-def _snapshot(model_id: str, is_offline: bool, endpoint: str | None, **patterns: list[str]) -> Path:
+def _snapshot(
+    model_id: str,
+    is_offline: bool,
+    endpoint: str | None,
+    *,
+    allow_patterns: list[str] | None = None,
+    ignore_patterns: list[str] | None = None,
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -47,7 +54,8 @@ def _snapshot(model_id: str, is_offline: bool, endpoint: str | None, **patterns:
                 local_files_only=is_offline,
                 endpoint=endpoint,
                 etag_timeout=CONTACT_TIMEOUT_S,
-                **patterns,
+                allow_patterns=allow_patterns,
+                ignore_patterns=ignore_patterns,
             )
         )
     except RepositoryNotFoundError as error:

@@ -43,59 +43,59 @@ class _Args(BaseModel):
 class _PoolArgs(_Args):
     """Where a pool runs on CPUs. Replicas that share cores share CPU slots: cluster/worker/cpu_slots.py."""
 
-    threads: int = Field(0, ge=0)  # per replica; 0: one per core
+    threads: int = Field(default=0, ge=0)  # per replica; 0: one per core
     cores: tuple[int, ...] = ()  # cores that its replicas may run on, by the kernel's numbers; empty: all
 
 
 class EncodeArgs(_PoolArgs):
-    max_batch_items: int = Field(8, ge=1)  # media items in one encoder step
-    cache_bytes: int = Field(256 * MIB, ge=0)  # embeddings kept for media seen before
+    max_batch_items: int = Field(default=8, ge=1)  # media items in one encoder step
+    cache_bytes: int = Field(default=256 * MIB, ge=0)  # embeddings kept for media seen before
     # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384
     # rows) and some images
-    max_prepared_bytes: int = Field(512 * MIB, ge=1)
+    max_prepared_bytes: int = Field(default=512 * MIB, ge=1)
     # embedding rows that wait for the encoder; beyond this number new items are refused (429). A GPU that
     # makes 10,000 rows a second needs about `first_token_timeout_s` for so many: later items would only miss
     # that deadline
-    max_queued_rows: int = Field(1 << 20, ge=1)
+    max_queued_rows: int = Field(default=1 << 20, ge=1)
 
 
 class SchedulingArgs(_Args):
     """Which request goes first; see cluster/scheduling/keys.py."""
 
     # a request goes before requests of the next higher class that arrived this much later
-    aging_s: float = Field(5.0, ge=0)
-    tokens_per_s: float = Field(2000.0, gt=0)  # prompt tokens that weigh as much as one second of waiting
+    aging_s: float = Field(default=5.0, ge=0)
+    tokens_per_s: float = Field(default=2000.0, gt=0)  # prompt tokens that weigh as much as a second's wait
     # share of prefill's steps and blocks for requests without media
-    text_share: float = Field(0.3, ge=0, le=1)
+    text_share: float = Field(default=0.3, ge=0, le=1)
     # seconds by which prompts may lengthen a step with answers: inter-token latency grows by no more
-    prompt_pause_s: float = Field(0.05, gt=0)
+    prompt_pause_s: float = Field(default=0.05, gt=0)
 
 
 class SpeculationArgs(_Args):
     method: Literal["off", "ngram", "draft"] = "off"
-    max_draft_tokens: int = Field(4, ge=1, le=32)  # draft tokens in one step of one choice
+    max_draft_tokens: int = Field(default=4, ge=1, le=32)  # draft tokens in one step of one choice
     draft_model: str = ""  # for the method "draft": folder of a model with the same tokenizer
-    draft_kv_blocks: int = Field(1024, ge=2)
+    draft_kv_blocks: int = Field(default=1024, ge=2)
 
 
 class _LanguageArgs(_PoolArgs):
     # of a GPU's memory, for all that a worker keeps there; what is left beside weights and embeddings is KV,
     # unless `kv_blocks` says how much. The rest is for CUDA itself and a draft model
-    memory_share: float = Field(0.9, gt=0, le=1)
+    memory_share: float = Field(default=0.9, gt=0, le=1)
 
 
 class PrefillArgs(_LanguageArgs):
     # for prompts in work and the prefix cache; None: on CPUs 2,048, on GPUs by `memory_share`
-    kv_blocks: int | None = Field(None, ge=2)
-    max_batch_tokens: int = Field(2048, ge=1)  # prompt tokens in one step, over all requests
-    step_target_s: float = Field(0.5, gt=0)  # and no more than are expected to take this long
-    feature_bytes: int = Field(128 * MIB, ge=0)  # memory that encoders write embeddings into
+    kv_blocks: int | None = Field(default=None, ge=2)
+    max_batch_tokens: int = Field(default=2048, ge=1)  # prompt tokens in one step, over all requests
+    step_target_s: float = Field(default=0.5, gt=0)  # and no more than are expected to take this long
+    feature_bytes: int = Field(default=128 * MIB, ge=0)  # memory that encoders write embeddings into
 
 
 class DecodeArgs(_LanguageArgs):
-    kv_blocks: int | None = Field(None, ge=2)  # for whole conversations; None: on CPUs 4,096
+    kv_blocks: int | None = Field(default=None, ge=2)  # for whole conversations; None: on CPUs 4,096
     # in one step; a request has one sequence per choice, with guidance two
-    max_batch_sequences: int = Field(256, ge=1)
+    max_batch_sequences: int = Field(default=256, ge=1)
     speculation: SpeculationArgs = SpeculationArgs()
 
 
@@ -113,7 +113,7 @@ class TransferArgs(_Args):
     # auto: int8 if that is predicted to arrive sooner, else raw
     codec: Literal["raw", "int8", "int4", "auto"] = "raw"
     # tokens that may travel coded at once, per worker; others travel raw
-    wire_tokens: int = Field(16_384, ge=64)
+    wire_tokens: int = Field(default=16_384, ge=64)
     # auto: decode computes the end of a prompt itself if its KV would arrive later over a slow link
     recompute: Literal["never", "auto"] = "never"
     # network devices of a private network between the hosts, by UCX's names ("eth1", "mlx5_0:1"). NIXL
@@ -131,8 +131,8 @@ class KvCacheArgs(_Args):
     """A second tier for the KV of each prefill, decode and language worker; docs/workers.md. Blocks that the
     worker's own memory loses go to host memory, and from there to disk."""
 
-    host_bytes: int = Field(0, ge=0)  # 0: none
-    disk_bytes: int = Field(0, ge=0)  # 0: none
+    host_bytes: int = Field(default=0, ge=0)  # 0: none
+    disk_bytes: int = Field(default=0, ge=0)  # 0: none
     disk_folder: str = "~/.cache/epdg/kv"  # of this user alone
 
 
@@ -143,39 +143,40 @@ class FetchArgs(_Args):
     denied_hosts: tuple[str, ...] = ()
     # trusted: may use http and have any address; every client may read from all of them
     internal_hosts: tuple[str, ...] = ()
-    total_timeout_s: float = Field(30.0, gt=0)  # for one item
-    cache_bytes: int = Field(256 * MIB, ge=0)  # of fetched files, as long as their hosts allow it
-    max_concurrent: int = Field(32, ge=1)  # simultaneous downloads
+    total_timeout_s: float = Field(default=30.0, gt=0)  # for one item
+    cache_bytes: int = Field(default=256 * MIB, ge=0)  # of fetched files, as long as their hosts allow it
+    max_concurrent: int = Field(default=32, ge=1)  # simultaneous downloads
 
 
 class MediaArgs(_Args):
     fetch: FetchArgs = FetchArgs()
-    max_items: int = Field(64, ge=1)  # per request
+    max_items: int = Field(default=64, ge=1)  # per request
     # of one request's files; equal files count once; beyond it 413
-    max_request_bytes: int = Field(256 * MIB, ge=1)
+    max_request_bytes: int = Field(default=256 * MIB, ge=1)
     # of all requests in work at a door, half of it for one tenant; beyond it 429
-    max_held_bytes: int = Field(2048 * MIB, ge=1)
+    max_held_bytes: int = Field(default=2048 * MIB, ge=1)
     # of all items of a request; 0: as many as the model's context has room for
-    max_tokens: int = Field(0, ge=0)
+    max_tokens: int = Field(default=0, ge=0)
     # rows that encoders compute, before pooling: for one image (its rows attend to each other), and for all
     # items of a request
-    max_picture_rows: int = Field(16_384, ge=1)
-    max_rows: int = Field(65_536, ge=1)
+    max_picture_rows: int = Field(default=16_384, ge=1)
+    max_rows: int = Field(default=65_536, ge=1)
     # When the shortest encoder queue has this many embedding rows, new media is reduced: the longer the queue
     # the more, down to a quarter of its tokens. The answer tells the client. 0: never
-    reduce_from_queued_rows: int = Field(0, ge=0)
+    reduce_from_queued_rows: int = Field(default=0, ge=0)
 
 
 class AdmissionClassArgs(_Args):
     """Requests of the same importance."""
 
     name: str
-    max_priority: int | None = (
-        None  # highest priority number in this class; None: all that no earlier class takes
-    )
-    max_wait_s: float = Field(60.0, gt=0)  # at the door; a request that would wait longer is refused at once
-    target_ttft_s: float = Field(0.0, ge=0)  # a request that would miss it is refused at once; 0: no target
-    weight: float = Field(1.0, gt=0)  # share of the work while several classes wait
+    # highest priority number in this class; None: all that no earlier class takes
+    max_priority: int | None = None
+    # at the door; a request that would wait longer is refused at once
+    max_wait_s: float = Field(default=60.0, gt=0)
+    # a request that would miss it is refused at once; 0: no target
+    target_ttft_s: float = Field(default=0.0, ge=0)
+    weight: float = Field(default=1.0, gt=0)  # share of the work while several classes wait
 
 
 class AdmissionArgs(_Args):
@@ -189,11 +190,11 @@ class AdmissionArgs(_Args):
     # predicted work in the cluster per worker of a pool; further requests wait at the door. Two of prefill's
     # steps: less would leave workers idle, more would make urgent requests wait behind work that cannot be
     # recalled
-    max_outstanding_s: float = Field(1.0, gt=0)
-    max_queued: int = Field(1024, ge=1)  # requests that wait at this door, which holds their media
+    max_outstanding_s: float = Field(default=1.0, gt=0)
+    max_queued: int = Field(default=1024, ge=1)  # requests that wait at this door, which holds their media
     # doors that share the cluster evenly, each admitting its part; 1: a door takes all that load reports say
     # is free
-    num_doors: int = Field(1, ge=1)
+    num_doors: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
     def _check_classes(self) -> AdmissionArgs:
@@ -225,28 +226,28 @@ POLICY = r"^(joint|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$"
 
 
 class DoorArgs(_Args):
-    request_timeout_s: float = Field(600.0, gt=0)  # a request's whole life
-    first_token_timeout_s: float = Field(120.0, gt=0)  # until the first token, once a request has been let in
+    request_timeout_s: float = Field(default=600.0, gt=0)  # a request's whole life
+    first_token_timeout_s: float = Field(default=120.0, gt=0)  # until the first token, once it was let in
     # how requests are placed. joint: all workers of a request together, for the earliest first token. Any
     # other value is the import path of a policy, package.module:Class
-    policy: str = Field("joint", pattern=POLICY)
+    policy: str = Field(default="joint", pattern=POLICY)
     # of an OpenTelemetry collector, such as http://localhost:4318/v1/traces; empty: no traces
     otlp_traces_endpoint: str = ""
     # the most urgent priority that a client may ask for; lower is more urgent
-    min_priority: int = Field(0, ge=-8, le=0)
+    min_priority: int = Field(default=0, ge=-8, le=0)
     # tenants share KV and embeddings, and can therefore find out what others have sent
     share_caches: bool = False
     show_workers: bool = False  # to clients that ask for a request's timeline
     # of all requests in work; beyond it requests are refused (429)
-    held_body_bytes: int = Field(1 << 30, ge=1)
+    held_body_bytes: int = Field(default=1 << 30, ge=1)
     # how long a background response can be read after its end. 0, or several doors: `background` is refused
-    keep_responses_s: float = Field(600.0, ge=0)
+    keep_responses_s: float = Field(default=600.0, ge=0)
     # how the model writes calls of tools and reasoning: a file of cluster/text/formats, without `.json`.
     # Empty: what the checkpoint says, or what its chat template shows
     answer_format: str = ""
     access: AccessArgs = AccessArgs()
     # what /v1/audio/transcriptions asks the model to do with a sound
-    transcription_instruction: str = Field("Transcribe the audio.", min_length=1)
+    transcription_instruction: str = Field(default="Transcribe the audio.", min_length=1)
     # what /v1/audio/translations asks it to do; without one there is no such endpoint
     translation_instruction: str = ""
     media: MediaArgs = MediaArgs()
@@ -263,7 +264,7 @@ class WeightCacheArgs(_Args):
 
     folder: str = "~/.cache/epdg/weights"  # of this user alone
     # of all files; the one unused for the longest time goes first. 0: every worker packs for itself
-    max_bytes: int = Field(16 << 30, ge=0)
+    max_bytes: int = Field(default=16 << 30, ge=0)
 
     @property
     def path(self) -> Path:
@@ -274,23 +275,23 @@ class ClusterArgs(_Args):
     # folder, relative to the working directory or else to the repository; or a hub id, "org/name"
     model: str = "deploy/demo_model"
     model_id: str = ""  # the name clients use; empty: the folder's name, or the hub id
-    max_model_len: int = Field(0, ge=0)  # tokens of prompt and answer; 0: the model's own
+    max_model_len: int = Field(default=0, ge=0)  # tokens of prompt and answer; 0: the model's own
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
     # auto: the dtype; int8: half the bytes of 16 bit, a little less exact
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     # of the language half's linears; int8: CPU only, less exact
     weight_dtype: Literal["auto", "int8"] = "auto"
     # GPUs of each prefill and decode replica, which share the model
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if the replica finds it
     # compiled variant of CPU kernels and KV codecs; auto: the best that the processor runs; none: torch
     cpu_kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"] = "auto"
-    block_size: int = Field(16, ge=1)  # tokens in one KV block
+    block_size: int = Field(default=16, ge=1)  # tokens in one KV block
     transport: Literal["nixl", "collective"] = "nixl"  # collective: Gloo, NCCL
     side_channel: Literal["unix", "tcp"] = "unix"  # tcp: pools on several hosts
     # a worker is replaced if its engine or transfer thread has work and has not moved for so long; any single
     # layer takes less
-    hang_timeout_s: float = Field(60.0, gt=0)
+    hang_timeout_s: float = Field(default=60.0, gt=0)
     # the deployments of the cluster, which workers they have: encode, prefill, decode; language (prefill and
     # decode); encode_prefill; whole (all three). Replica counts stand in `deployments`
     roles: tuple[Role, ...] = (Role.ENCODE, Role.PREFILL, Role.DECODE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, reduce
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -42,23 +42,26 @@ class Constraint(Protocol):
         ...
 
 
-class ConstraintMasks(Protocol):
-    """Makes constraints and fills their masks. In each step: `may_draw`, `start`, the forward, `take`. A step
-    that fails is repeated from `start`, and nothing of the failed one is taken.
+_Constraint = TypeVar("_Constraint", bound=Constraint)
+
+
+class ConstraintMasks(Protocol[_Constraint]):
+    """Makes constraints, of one class, and fills their masks. In each step: `may_draw`, `start`, the forward,
+    `take`. A step that fails is repeated from `start`, and nothing of the failed one is taken.
 
     A mask may be late. Then its choice gets no token in this step, and no step has it until the mask is
     there: the tokens are the same, and other requests do not wait."""
 
-    def constraint(self, request: GenerateRequest, generated: Sequence[int]) -> Constraint | None:
+    def constraint(self, request: GenerateRequest, generated: Sequence[int]) -> _Constraint | None:
         """Of a choice that has these tokens already. None: any token may come."""
         ...
 
-    def may_draw(self, constraint: Constraint) -> bool:
+    def may_draw(self, constraint: _Constraint, /) -> bool:
         """Whether the next step can draw for it. If not, the engine's thread is called when that changes.
         Raises what ends its request."""
         ...
 
-    def start(self, wanted: Sequence[tuple[Constraint, Sequence[int]]]) -> None:
+    def start(self, wanted: Sequence[tuple[_Constraint, Sequence[int]]]) -> None:
         """Masks are wanted of these constraints: of each as it is, and with each of its drafts behind it.
         Should not wait; may fill them on another thread while the forward runs."""
         ...

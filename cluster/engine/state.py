@@ -324,7 +324,7 @@ class WorkResult:
 
     tokens: Sequence[Sequence[int]] = ()  # of an answer: the new tokens of each live choice, at least one
     logits: Tensor | None = None  # [1, vocab_size]: of a prompt whose last token was computed
-    logprobs: Sequence[Sequence[TokenLogprobs]] = ()  # of the tokens, if the request wants them
+    logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()  # of the tokens, if the request wants them
     # of the text tokens of the prompt behind those of the work, if the request wants them
     prompt_logprobs: Sequence[TokenLogprobs] = ()
 

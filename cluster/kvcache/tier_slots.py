@@ -92,7 +92,7 @@ class FileSlots:
                 yield slot, name
 
     def write(self, slot: int, record: np.ndarray) -> None:
-        if os.pwrite(self._file, record, slot * self._record_bytes) < len(record):
+        if os.pwrite(self._file, record.data, slot * self._record_bytes) < len(record):
             raise OSError("the disk is full")
 
     def read(self, slot: int) -> np.ndarray:
@@ -119,7 +119,7 @@ def read_record(name: bytes, record: np.ndarray) -> np.ndarray | None:
 
 
 def _checksum(name: bytes, data: np.ndarray) -> bytes:
-    return hashlib.blake2b(data, digest_size=_CHECKSUM_BYTES, key=name).digest()
+    return hashlib.blake2b(data.data, digest_size=_CHECKSUM_BYTES, key=name).digest()
 
 
 def _try_lock(path: Path) -> int | None:

@@ -94,7 +94,7 @@ class ContainerPicture:
     def luma(self) -> np.ndarray:
         if self._frame.format.name in _PLANAR_LUMA:
             plane = self._frame.planes[0]
-            rows = np.frombuffer(plane, np.uint8, plane.line_size * self.height)
+            rows = np.frombuffer(memoryview(plane), np.uint8, plane.line_size * self.height)
             full = rows.reshape(self.height, plane.line_size)[:, : self.width]
         else:
             full = self._shown().to_ndarray(format="gray")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import av
 import av.logging
 from av.container import InputContainer
+from av.stream import Disposition
 
 from cluster.errors import MediaError, NoSoundError
 from cluster.media.boxes import check_index
@@ -108,7 +109,7 @@ def first_stream(container: InputContainer, kind: Literal["video", "audio"], bud
     audio streams.)"""
     streams = [stream for stream in container.streams if stream.type == kind]
     if kind == "video":  # the cover of a song is not a video
-        streams = [s for s in streams if not s.disposition & av.stream.Disposition.attached_pic]
+        streams = [s for s in streams if not s.disposition & Disposition.attached_pic]
     if not streams and kind == "audio":
         raise NoSoundError("has no sound track")
     if not streams:

@@ -80,7 +80,7 @@ def read_array(
         array = np.frombuffer(mmap.mmap(result, num_bytes, mmap.MAP_PRIVATE), dtype).reshape(shape)
     else:
         array = np.empty(shape, dtype)
-        if os.preadv(result, [array], 0) < num_bytes:
+        if os.preadv(result, [array.data], 0) < num_bytes:
             raise ValueError("the result was cut")
     if modality is Modality.AUDIO and not np.isfinite(array).all():
         raise ValueError("samples that are not finite numbers")

@@ -14,7 +14,7 @@ from cluster.types.media import MediaGeometry, MediaLayout, Modality
 def make_layout(processed: Processed, modality: Modality, row_tokens: Mapping[Modality, str]) -> MediaLayout:
     """row_tokens: the token that the processor writes once for each embedding row. Raises MediaError for an
     item without rows."""
-    inputs = [(modality, processed.inputs)]
+    inputs: list[tuple[Modality, Mapping[str, Any]]] = [(modality, processed.inputs)]
     if processed.sound_inputs is not None:
         inputs.append((Modality.AUDIO, processed.sound_inputs))
     text, runs = cut_runs(processed.text, [row_tokens[kind] for kind, _ in inputs])

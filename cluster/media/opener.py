@@ -126,7 +126,7 @@ def write(order: DecodeOrder, parts: Iterator[np.ndarray], result: int) -> tuple
     """Replaces what is in the file. Returns the shape of the whole."""
     place, shapes = 0, []
     for part in parts:
-        if os.pwrite(result, part, place) < part.nbytes:
+        if os.pwrite(result, part.data, place) < part.nbytes:
             raise MediaError("too large to decode")
         place += part.nbytes
         shapes.append(part.shape)

@@ -91,7 +91,7 @@ class OpenerServer:
         the id of the server's process."""
         with self._lock:
             if self._socket is None or self._process is None or self._process.poll() is not None:
-                self._socket = self._start()
+                self._process, self._socket = self._start()
             try:
                 socket.send_fds(self._socket, [b"f"], [end.fileno()])
             except OSError:  # it has just ended, and is started again by the next order
@@ -126,12 +126,12 @@ class OpenerServer:
                 self._process.kill()
                 self._process.wait()
 
-    def _start(self) -> socket.socket:
+    def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The earlier socket, if there was one, is closed with its last reference."""
         self._has_forked = False
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", self._module, str(theirs.fileno())],
                 env=bare_environment(
                     PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
@@ -145,7 +145,7 @@ class OpenerServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # the terminal's Ctrl-C must reach the asker only
             )
-        return ours
+        return process, ours
 
 
 @functools.cache

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from transformers import ProcessorMixin, VoxtralConfig, VoxtralProcessor
+from transformers import ProcessorMixin, VoxtralConfig, VoxtralEncoderConfig, VoxtralProcessor
 
 _BEGIN_AUDIO = "[BEGIN_AUDIO]"
 _CONV_STRIDE = 2  # frames of a spectrum for each output of the encoder
@@ -21,6 +21,7 @@ _CONV_STRIDE = 2  # frames of a spectrum for each output of the encoder
 
 class VoxtralMediaProcessor(VoxtralProcessor):
     apply_chat_template = ProcessorMixin.apply_chat_template
+    frames_per_row: int
 
     @classmethod
     def of(cls, loaded: VoxtralProcessor, folder: Path) -> VoxtralMediaProcessor:
@@ -29,7 +30,7 @@ class VoxtralMediaProcessor(VoxtralProcessor):
         made = cls(loaded.feature_extractor, loaded.tokenizer)
         template = loaded.chat_template or loaded.tokenizer.chat_template
         made.chat_template = template or Path(__file__).with_suffix(".jinja").read_text()
-        audio = config.audio_config
+        audio = cast(VoxtralEncoderConfig, config.audio_config)
         made.frames_per_row = _CONV_STRIDE * audio.intermediate_size // audio.hidden_size
         return made
 

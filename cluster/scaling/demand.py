@@ -48,7 +48,7 @@ class DemandMeter:
     def __init__(self, target_tpot_s: float):
         self._target_tpot_s = target_tpot_s
         self._last: dict[str, DoorReport] = {}
-        self._sums = dict.fromkeys(TOTALS, 0.0)
+        self._sums: dict[str, float] = dict.fromkeys(TOTALS, 0.0)
         self._history: deque[tuple[float, dict[str, float]]] = deque()
         self._decode_s = self._num_decoded = 0.0  # worker-seconds, and requests; both fade
         self._now = DoorReport()  # of all doors

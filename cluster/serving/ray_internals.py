@@ -27,7 +27,7 @@ import importlib
 import importlib.metadata
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 RELEASE = "2.60"  # pyproject.toml bounds it
 SERVE_NAMESPACE = "serve"  # Serve's own constant takes half a second to import
@@ -77,10 +77,11 @@ def start_ray(agent_ports: list[int]) -> LocalNode:
 
     check_release()
     with _names("the start of a private cluster"):
+        from ray import _raylet
         from ray._private import worker
         from ray._private.node import Node
-        from ray._raylet import persist_port
 
+        persist_port = cast(Any, _raylet).persist_port
         for name in _NODE_CALLS:
             getattr(Node, name)
         own = {name: getattr(Node, name) for name in _REPLACED}
@@ -120,7 +121,7 @@ def deploy(content: Any) -> Any:
         gRPCOptions(**schema.grpc_options.model_dump()),
         None,
         None,
-        schema.controller_options,
+        cast(Any, schema.controller_options),
         schema.proxy_location,
     )
     client = ServeControllerClient(controller)

@@ -97,7 +97,7 @@ class ScalingPolicy:
         return reports
 
     def _tell(self, contexts: Contexts, phases: Mapping[str, Phases]) -> None:
-        told = {replica_id: sorted(each) for replica_id, each in phases.items()}
+        told: dict[str, list[str]] = {replica_id: sorted(each) for replica_id, each in phases.items()}
         if told != self._told:
             app = next(iter(contexts.values())).app_name
             try:

@@ -103,7 +103,9 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def _layout(text: str) -> Layout:
-    return Layout(*(int(count) for count in text.split(",")))
+    counts = [int(count) for count in text.split(",")]
+    encode, prefill, decode, language, whole, encode_prefill = counts + [0] * (6 - len(counts))
+    return Layout(encode, prefill, decode, language, whole, encode_prefill)
 
 
 def _devices(text: str) -> dict[str, int]:

@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import BinaryIO
+from io import BufferedRWPair
 
 import msgspec
 
@@ -89,7 +89,8 @@ def _compile_and_exit(order: Order, vocabulary: Vocabulary, writing: int, forked
     try:
         os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MAX_BYTES,) * 2)
+        max_bytes = _address_space() + MAX_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says when it ends a process
         signal.setitimer(signal.ITIMER_PROF, order.cpu_s)  # its signal ends the process
         threading.stack_size(STACK_BYTES)
@@ -143,7 +144,7 @@ def _address_space() -> int:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
-def serve(stream: BinaryIO) -> None:
+def serve(stream: BufferedRWPair) -> None:
     """Answers until the other end closes."""
     payload = _received(stream)
     if payload is None:
@@ -159,7 +160,7 @@ def serve(stream: BinaryIO) -> None:
         stream.flush()
 
 
-def _received(stream: BinaryIO) -> bytes | None:
+def _received(stream: BufferedRWPair) -> bytes | None:
     header = stream.read(HEADER_BYTES)
     return stream.read(int.from_bytes(header, "little")) if len(header) == HEADER_BYTES else None
 

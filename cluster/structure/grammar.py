@@ -94,12 +94,14 @@ def _grammar(structure: Structure, vocabulary: Vocabulary) -> str:
 
     match structure.kind:
         case StructureKind.JSON_SCHEMA:
-            blanks = (
-                {"whitespace_flexible": False} if structure.is_compact else {"whitespace_pattern": WHITESPACE}
-            )
             return LLMatcher.grammar_from_json_schema(
                 held_schema(structure.text, is_strict=structure.is_strict),
-                overrides={**blanks, "coerce_one_of": structure.is_loose, "lenient": False},
+                overrides={
+                    "whitespace_flexible": not structure.is_compact,
+                    "whitespace_pattern": None if structure.is_compact else WHITESPACE,
+                    "coerce_one_of": structure.is_loose,
+                    "lenient": False,
+                },
             )
         case StructureKind.REGEX:
             return LLMatcher.grammar_from_regex(structure.text)

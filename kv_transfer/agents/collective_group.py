@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -166,7 +166,8 @@ def _make_group(store: PairStore, rank: int, backend: Backend, host: str, timeou
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = NCCL_TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, 2, options)
-    options = dist.ProcessGroupGloo._Options()
+    # torch's stub has neither this class nor this way to make a group
+    options = cast(Any, dist.ProcessGroupGloo)._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1

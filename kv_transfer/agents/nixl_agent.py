@@ -121,7 +121,7 @@ class NixlAgent:
         tell_net_devices(net_devices)
         with self._mapped():
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
-            self._agent = api.nixl_agent(name, config)
+            self._nixl: Any | None = api.nixl_agent(name, config)  # None: closed
         if "UCX" not in self._agent.get_plugin_list():
             raise ConfigError("this NIXL has no UCX plugin")
         try:
@@ -140,7 +140,12 @@ class NixlAgent:
         self._peers: dict[str, NixlPeer] = {}
         self._name_of: dict[bytes, str] = {}  # metadata of connected peers
         self._handles: dict[int, NixlWrite] = {}
-        self._is_closed = False
+
+    @property
+    def _agent(self) -> Any:
+        if self._nixl is None:
+            raise TransferError(f"agent {self.name} is closed")
+        return self._nixl
 
     def register(self, memory: BlockMemory) -> None:
         if any(known is memory for known, _ in self._registrations):
@@ -260,9 +265,8 @@ class NixlAgent:
             pass  # already gone
 
     def close(self) -> None:
-        if self._is_closed:
+        if self._nixl is None:
             return
-        self._is_closed = True
         for handle in list(self._handles.values()):
             self._forget(handle.nixl)
         self._handles.clear()
@@ -272,7 +276,7 @@ class NixlAgent:
             with self._mapped():
                 self._agent.deregister_memory(registration)
         self._registrations.clear()
-        self._agent = None
+        self._nixl = None
 
     def _watch_transport(self, peer: str, known: NixlPeer, state: TransferState) -> None:
         """Finds out from the state that a post returned how bytes travel to this peer, and logs it once."""

@@ -153,7 +153,7 @@ class Codec:
 
     def _code_by_torch(self, kv: BlockMemory, wire: BlockMemory, job: CodingJob, encodes: bool) -> None:
         blocks, wire_ids = (upload(ids, kv.buffer.device) for ids in (job.blocks, job.wire_blocks))
-        for segment in (job.layers[:, None] * 2 + (0, 1)).flatten().tolist():
+        for segment in (2 * layer + part for layer in job.layers.tolist() for part in (0, 1)):
             rows, codes, scales = kv.segments[segment], *wire.segments[2 * segment : 2 * segment + 2]
             if encodes:
                 groups = rows[blocks.flatten()].view(len(blocks), GROUP_TOKENS, *rows.shape[2:])

@@ -11,6 +11,8 @@ all its channels; V has runs in each head. `SegmentTable` holds what differs bet
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -199,7 +201,8 @@ class SegmentTable:
         """Encodes or decodes group i, blocks[i] [n] and wire_blocks[i], in layer layers[i]. Enqueued on the
         current stream; does not wait."""
         jobs = np.column_stack([layers, wire_blocks, blocks]).astype(np.int32)
-        code_groups[(len(jobs) * 2 * self._num_tiles,)](
+        # `Any`: where Triton is missing, the type checker sees a function
+        cast(Any, code_groups)[(len(jobs) * 2 * self._num_tiles,)](
             self._kv, self._codes, self._scales, self._segments, upload(jobs, self._kv.device),
             NUM_TILES=self._num_tiles, BLOCK_SIZE=self._block_size, BITS=self._bits,
             ALIGNMENT=self._alignment, ENCODES=encodes,

@@ -133,10 +133,11 @@ def build_api(
 def _answer_head(api: FastAPI) -> None:
     """HEAD wherever GET is answered: the same status and headers; the server leaves out the body. FastAPI
     adds no such routes, as Starlette does."""
-    for route in [each for each in api.routes if isinstance(each, APIRoute) and "GET" in each.methods]:
-        api.add_api_route(
-            route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
-        )
+    for route in list(api.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            api.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
+            )
 
 
 class _Routes:

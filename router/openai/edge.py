@@ -70,7 +70,7 @@ class HttpMetrics:
         )
         for status in _STATUSES:
             self.responses.labels(status)  # a rate does not see the first count of a new series
-        self.refusals = {
+        self.refusals: dict[type[Exception], Counter] = {
             refusal: refusals.labels(refusal.status)
             for refusal in (InvalidKeyError, ForbiddenError, RateLimitError)
         }

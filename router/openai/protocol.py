@@ -82,11 +82,11 @@ class DoorProtocol(Protocol):
     transcription_instruction: str  # what the model is asked to do with a sound
     translation_instruction: str  # "" without the endpoint
 
-    async def chat(self, call: ChatCall) -> list[Generation]:
+    async def chat(self, call: ChatCall) -> Sequence[Generation]:
         """One generation per choice. Raises ClusterError."""
         ...
 
-    async def complete(self, call: CompletionCall) -> list[Generation]:
+    async def complete(self, call: CompletionCall) -> Sequence[Generation]:
         """Choices of the first prompt, then of the second, and so on. Raises ClusterError."""
         ...
 

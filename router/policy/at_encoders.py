@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.errors import UnavailableError
 from router.policy.cluster import ClusterView
@@ -132,7 +133,7 @@ class EncodeEstimate:
         return [int(encoder) for encoder in (self.finish_s + self.cost_s).argmin(1)] if self.items else []
 
     def predict(
-        self, prefill: int, encoders: Sequence[int], is_needed: Sequence[bool]
+        self, prefill: int, encoders: Sequence[int], is_needed: NDArray[np.bool_]
     ) -> list[ItemPrediction]:
         """The prediction of an assignment, per item. Items that are not needed are not encoded."""
         used_s: dict[int, float] = {}

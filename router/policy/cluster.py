@@ -14,6 +14,7 @@ Messages about a worker or a request that is not there are ignored, because they
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -37,6 +38,7 @@ HOLDING_S = 10.0  # how long a request keeps its blocks in decode, before the fi
 CONTEXT_TOKENS = 0.0  # of earlier steps that a prompt token attends to, on average, before the first request
 FORGETTING = 0.05  # weight of a new observation of either
 ROUND_TRIP_SHARE = 0.9  # of the shortest round trip: a margin
+_Tokens = TypeVar("_Tokens", float, Floats)
 
 
 class ClusterView:
@@ -193,7 +195,7 @@ class ClusterView:
         self.pending.add(
             request.request_id,
             slot,
-            float(self.keys(request, now, np.float64(num_tokens))),
+            self.keys(request, now, float(num_tokens)),
             num_tokens,
             num_early,
             is_text=not request.media,
@@ -289,7 +291,7 @@ class ClusterView:
         """[encoders]: seconds of an embedding row of unknown modality."""
         return row_s(self.encoders)
 
-    def keys(self, request: RequestView, now: float, num_tokens: Floats) -> Floats:
+    def keys(self, request: RequestView, now: float, num_tokens: _Tokens) -> _Tokens:
         """The request's virtual deadline at prefill workers that lack so many of its tokens."""
         arrived_at = now - request.waited_s
         ticket = Ticket(request.request_id, arrived_at, 0, not request.media, request.priority)

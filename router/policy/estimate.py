@@ -50,8 +50,9 @@ class Estimate:
         """Infinite for an impossible placement. Raises KeyError for workers that are not there."""
         prefill, encoders, decode = self._slots(placement)
         kv_transfer = self._kv_transfer(placement, prefill)
-        is_able = kv_transfer is not None and self.prefills.is_able[prefill]
-        if not is_able or not all(self.encoders.is_able[idx, e] for idx, e in enumerate(encoders)):
+        if kv_transfer is None or not self.prefills.is_able[prefill]:
+            return np.inf
+        if not all(self.encoders.is_able[idx, e] for idx, e in enumerate(encoders)):
             return np.inf
         ttft_s = self.ttft_s(prefill, encoders)
         end_s = float(kv_transfer.end_s(ttft_s)[decode])

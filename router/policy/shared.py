@@ -61,7 +61,7 @@ class SharedWorkers:
         self._devices = np.array([ids[device] for device in devices], np.intp)  # [prefills]
         self.has_mates = len(ids) < len(devices)  # whether workers that compute prompts share a device
 
-    def at_prefills(self, values: Floats, otherwise: float = 0.0) -> Floats:
+    def at_prefills(self, values: Floats | NDArray[np.bool_], otherwise: float = 0.0) -> Floats:
         """[prefills], of [decodes]. `otherwise`: for workers that do not decode."""
         return _spread(values, self.decode_slots, otherwise)
 
@@ -207,6 +207,6 @@ def _slots(pool: WorkerPool, other: WorkerPool) -> NDArray[np.intp]:
     return np.array([other.slots.get(replica_id, -1) for replica_id in pool.replica_ids], np.intp)
 
 
-def _spread(values: Floats, slots: NDArray[np.intp], otherwise: float) -> Floats:
+def _spread(values: Floats | NDArray[np.bool_], slots: NDArray[np.intp], otherwise: float) -> Floats:
     """[slots]: `values` at these indices; `otherwise` at -1, which is the last one."""
     return np.concatenate((values, (otherwise,)))[slots]

@@ -70,7 +70,7 @@ def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list
     return with_pixels(_largest(lambda share: total(with_pixels(share)) <= max_tokens, MIN_PIXELS_SHARE))
 
 
-def load_share(num_queued_rows: int, max_queued_rows: int) -> float:
+def load_share(num_queued_rows: float, max_queued_rows: int) -> float:
     """The share of its tokens that new media keeps while so many embedding rows wait at the least loaded
     encoder. It falls with the length of the queue, to a quarter at least."""
     if max_queued_rows == 0 or num_queued_rows <= max_queued_rows:

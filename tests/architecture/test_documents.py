@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock
 
 import yaml
 from prometheus_client import CollectorRegistry
-from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
 from cluster.config.settings import ClusterArgs
@@ -289,9 +289,10 @@ def _registered_metrics() -> dict[str, set[str]]:
 
 
 def _labels_in(registry: CollectorRegistry) -> Iterator[tuple[str, set[str]]]:
-    collectors: list[Collector] = list(registry._collector_to_names)
+    collectors: list[Any] = list(registry._collector_to_names)
     for collector in collectors:
         if hasattr(collector, "_labelnames"):
             yield collector._name, set(collector._labelnames)
         else:
-            yield from ((family.name, set(family._labelnames)) for family in collector.collect())
+            families: Iterator[Any] = collector.collect()
+            yield from ((family.name, set(family._labelnames)) for family in families)

@@ -159,6 +159,7 @@ def write_late_without_cma(pipe: Connection) -> None:
         refusal = error.message
     num_sent = len(sent)
     clock.at = 2.0
+    assert owner._receiver is not None
     owner._receiver._expire()
     owner.step()
     target.buffer.fill_(5)
@@ -175,9 +176,8 @@ def write_late_without_cma(pipe: Connection) -> None:
 def listen(pipe: Connection, kind: Transport, net_devices: tuple[str, ...] | None) -> None:
     """A process with an agent that peers may write to: sends its listening addresses, and whether each is
     loopback."""
-    agent = make_cluster_agent(
-        kind, unique_name("owner"), **({} if net_devices is None else {"net_devices": net_devices})
-    )
+    devices: dict[str, Any] = {} if net_devices is None else {"net_devices": net_devices}
+    agent = make_cluster_agent(kind, unique_name("owner"), **devices)
     agent.register(BlockMemory(LAYOUT, NUM_BLOCKS))
     pipe.send([(listener.is_local, str(listener)) for listener in listeners_of([os.getpid()])])
     agent.close()

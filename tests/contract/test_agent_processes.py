@@ -92,6 +92,7 @@ def test_a_killed_owner_fails_what_is_in_flight_and_its_namesake_takes_over(kind
         check_lease(pipe, "two")
         pipe.send(("three", every_other))
         outgoing = transfer_engine.open(receive(pipe).received(time.monotonic()))
+        assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         outgoing.write(every_other, range(len(every_other)))
         time.sleep(0.1)

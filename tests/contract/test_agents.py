@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,14 +41,19 @@ def wait_for(condition, *agents):
     raise AssertionError("nothing happened before the deadline")
 
 
+def furnished(agent: Any) -> Any:
+    """With a memory that is registered, and a list for its notifications."""
+    agent.memory, agent.inbox = BlockMemory(LAYOUT, NUM_BLOCKS), []
+    agent.register(agent.memory)
+    return agent
+
+
 @pytest.fixture(params=ALL_KINDS)
 def agents(request):
     network = InProcessNetwork()
     pair = []
     for stem in ("writer", "owner"):
-        agent = make_agent(request.param, unique_name(stem), network)
-        agent.memory, agent.inbox = BlockMemory(LAYOUT, NUM_BLOCKS), []
-        agent.register(agent.memory)
+        agent = furnished(make_agent(request.param, unique_name(stem), network))
         agent.register(agent.memory)
         pair.append(agent)
     pair[0].memory.buffer.copy_(torch.arange(pair[0].memory.buffer.numel()) % 251)
@@ -105,6 +111,25 @@ def test_connecting_again_is_harmless_and_disconnecting_can_be_undone(agents):
     with pytest.raises(PeerLostError):
         writer.notify(owner.name, b"x")
     assert run_write(writer, owner, [1], [1]) is TransferState.DONE
+
+
+def test_a_closed_agent_raises_nothing_but_the_errors_of_agents(agents):
+    writer, owner = agents
+    peer = writer.connect(owner.metadata())
+    writer.close()
+    rows, raised = writer.memory.descriptors([0]), []
+    for verb, arguments in (
+        (writer.register, (BlockMemory(LAYOUT, NUM_BLOCKS),)),
+        (writer.connect, (owner.metadata(),)),
+        (writer.post, (peer, rows, rows)),
+        (writer.notify, (peer, b"x")),
+        (writer.notifications, ()),
+    ):
+        try:
+            verb(*arguments)
+        except Exception as error:
+            raised.append(error)
+    assert all(isinstance(error, TransferError) for error in raised), raised
 
 
 def test_memory_that_is_not_registered_is_refused(agents):
@@ -226,9 +251,7 @@ def test_a_peer_of_the_same_name_and_other_metadata_replaces_the_old(agents, req
     assert run_write(writer, owner, [1], [1], b"old") is TransferState.DONE
     wait_for(lambda: owner.inbox, writer, owner)
     kind = request.node.callspec.params["agents"]
-    again = make_agent(kind, owner.name, getattr(writer, "_network", None))
-    again.memory, again.inbox = BlockMemory(LAYOUT, NUM_BLOCKS), []
-    again.register(again.memory)
+    again = furnished(make_agent(kind, owner.name, getattr(writer, "_network", None)))
     assert again.metadata() != owner.metadata()
     assert run_write(writer, again, [4], [9], b"new") is TransferState.DONE
     wait_for(lambda: again.inbox, writer, again)
@@ -337,10 +360,9 @@ def test_two_transfer_engines_with_threads_serve_many_leases(agents):
 
 
 def test_a_collective_agent_that_is_given_no_host_finds_one_where_peers_reach_it():
-    writer, owner = (agents_of_the_cluster.make_agent("collective", unique_name(stem)) for stem in ("a", "b"))
-    for agent in (writer, owner):
-        agent.memory, agent.inbox = BlockMemory(LAYOUT, NUM_BLOCKS), []
-        agent.register(agent.memory)
+    writer, owner = (
+        furnished(agents_of_the_cluster.make_agent("collective", unique_name(stem))) for stem in ("a", "b")
+    )
     writer.memory.buffer.fill_(9)
     assert run_write(writer, owner, [1], [2]) is TransferState.DONE
     assert (owner.memory.segments[0].view(torch.uint8)[2] == 9).all()

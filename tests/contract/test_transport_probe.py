@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,10 +35,14 @@ def test_a_process_that_cannot_take_part_is_an_error_in_time(monkeypatch):
         transport_probe.probe_transport(torch.device("cpu"), timeout_s=5.0)
 
 
+def args_of(transport: str) -> Any:
+    return SimpleNamespace(transport=transport)
+
+
 @pytest.mark.parametrize(("speed", "level"), [(3e9, logging.WARNING), (200e9, logging.INFO)])
 def test_a_slow_transport_is_a_warning(monkeypatch, caplog, speed, level):
     monkeypatch.setattr(worker_setup, "probe_transport", lambda device: speed)
-    setup = SimpleNamespace(device=torch.device("cuda"), replica_id="p", transport="nixl")
+    setup: Any = SimpleNamespace(device=torch.device("cuda"), replica_id="p", transport="nixl")
     with caplog.at_level(logging.INFO):
         worker_setup.check_device_transport(setup)
     (record,) = caplog.records
@@ -47,5 +52,5 @@ def test_a_slow_transport_is_a_warning(monkeypatch, caplog, speed, level):
 def test_a_cpu_and_other_transports_are_not_checked(monkeypatch):
     monkeypatch.setattr(worker_setup, "probe_transport", lambda device: pytest.fail("checked"))
     for device, transport in (("cpu", "nixl"), ("cuda", "collective")):
-        setup = SimpleNamespace(device=torch.device(device), replica_id="p", transport=transport)
+        setup: Any = SimpleNamespace(device=torch.device(device), replica_id="p", transport=transport)
         assert worker_setup.check_device_transport(setup) is None

@@ -79,7 +79,8 @@ class CountedPattern:
             case "ASSERT_NOT":
                 return self._alone(list(value[1]), i) is None and rest(i)
             case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
-                return self._repeated(str(op), *value, i, rest)
+                least, most, body = value
+                return self._repeated(str(op), least, most, list(body), i, rest)
             case _:
                 return self._is_one(op, value, i) and rest(i + 1)
 
@@ -88,20 +89,20 @@ class CountedPattern:
         return ends[0] if self._match(items, 0, i, lambda end: not ends.append(end)) else None
 
     def _repeated(
-        self, op: str, least: int, most: int, body: Any, i: int, rest: Callable[[int], bool]
+        self, op: str, least: int, most: int, body: list[Any], i: int, rest: Callable[[int], bool]
     ) -> bool:
         """Repeats of single characters, and optional groups."""
         if len(body) > 1 or str(body[0][0]) in ("SUBPATTERN", "BRANCH"):
             assert op == "MAX_REPEAT" and (least, most) == (0, 1)
-            return self._match(list(body), 0, i, rest) or rest(i)
-        end = i
+            return self._match(body, 0, i, rest) or rest(i)
+        (kind, value), end = body[0], i
         if op == "MIN_REPEAT":
             while not (end - i >= least and rest(end)):
-                if end - i == most or not self._is_one(*body[0], end):
+                if end - i == most or not self._is_one(kind, value, end):
                     return False
                 end += 1
             return True
-        while end - i < most and self._is_one(*body[0], end):
+        while end - i < most and self._is_one(kind, value, end):
             end += 1
         first = end if op == "POSSESSIVE_REPEAT" else i + least
         return any(rest(j) for j in range(end, first - 1, -1) if j - i >= least)

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -49,6 +49,7 @@ _INDEXING = {
     _aten.index_put.default,
     _aten._index_put_impl_.default,
 }
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class CudaTensor(torch.Tensor):
@@ -139,7 +140,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
     # --- what tests use
 
-    def put(self, module: nn.Module, index: int = 0) -> nn.Module:
+    def put(self, module: Module, index: int = 0) -> Module:
         """The module's parameters and buffers on the device."""
         for part in module.modules():
             for name, parameter in part._parameters.items():

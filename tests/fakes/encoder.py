@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cluster.types.media import MediaItem
-from cluster.types.messages import AnyMessage, EncodeTarget, FeatureGranted, StartEncode
+from cluster.types.messages import AnyMessage, EncodeTarget, FeatureGranted, FeatureShared, StartEncode
 from tests.fakes.engines import ENCODER_LIMITS, MARGIN_S, TIMEOUT_S, Rig
 
 M = TypeVar("M", bound=AnyMessage)
@@ -26,7 +26,8 @@ class EncoderRig(Rig):
         key = (request_id, item_idx)
         grants: list[FeatureGranted] = []
 
-        def pass_on(granted: FeatureGranted) -> None:
+        def pass_on(granted: FeatureGranted | FeatureShared) -> None:
+            assert isinstance(granted, FeatureGranted)
             grants.append(granted)
             if len(grants) == 1:
                 self.receive("encoder", EncodeTarget(request_id, item_idx, granted.grant))

@@ -97,7 +97,7 @@ class Rig:
         self.max_call_rows = 1 << 30  # an encoder call with more runs out of memory
         self.encoder_calls: list[list[tuple[str, int, int]]] = []  # (name, first unit, end) of each piece
         self.ended: list[str] = []  # request ids that left decode
-        self.codec = codec
+        self.codec: Literal["raw", "int8"] = codec
         self.draft: Callable[[Any], list[int]] = lambda choice: []  # decode's guesses at what follows
         self.ended_processes: set[ProcessId] = set()
         self._num_processes = 0
@@ -159,7 +159,7 @@ class Rig:
     def _start_encoder(self) -> None:
         rows = BlockMemory(FEATURE_LAYOUT, self._sizes["encoder"])
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
-        runner = SimpleNamespace(prepare=self._prepare, encode=self._encode)
+        runner: Any = SimpleNamespace(prepare=self._prepare, encode=self._encode)
         limits, policy = self._encoder_settings
         self._add_worker("encoder", lambda transfer_engine, outbox, features: EncoderEngine(
             runner, self.cache, transfer_engine, outbox, self.clock, self.executor, limits, policy,
@@ -224,7 +224,7 @@ class Rig:
         features: FeatureStore,
         tier: KvTier | None = None,
     ) -> LanguageEngine:
-        model = SimpleNamespace(
+        model: Any = SimpleNamespace(
             positions=place,
             chunk_cut_spans=False,
             kv_layout=runner.kv.layout,
@@ -242,7 +242,11 @@ class Rig:
         agent_name = name if name not in self.workers else f"{name}-{self._num_processes}"
         inbox = Inbox()
         said: deque[AnyMessage] = deque()
-        outbox = Outbox(lambda batch: said.extend(message for _, message in batch))
+
+        def deliver(batch: Any) -> None:
+            said.extend(message for _, message in batch)
+
+        outbox = Outbox(deliver)
         outbox.add_door(DOOR)
 
         def on_event(hear: str, event: Any) -> None:
@@ -347,7 +351,8 @@ class Rig:
             assert load.is_idle, load
             for transfer_engine in worker.transfer_engines:
                 assert transfer_engine.num_open == 0
-                assert not transfer_engine.agent._handles
+                agent: Any = transfer_engine.agent
+                assert not agent._handles
         for name, pool in self.pools.items():
             pool.check_integrity()
             if name != "encoder":  # its cache holds references while it keeps rows

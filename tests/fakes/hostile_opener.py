@@ -40,8 +40,9 @@ ESCAPES: dict[str, Callable[[], object]] = {
     "make memory executable": lambda: mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_EXEC),
     "limit another process": lambda: resource.prlimit(1, resource.RLIMIT_NOFILE),
     "be signalled by its socket": lambda: fcntl.fcntl(3, fcntl.F_SETOWN, 1),
-    "lift its own limits": lambda: resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2),
+    "lift its own limits": lambda: resource.setrlimit(resource.RLIMIT_AS, NO_LIMIT),
 }
+NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 LARGE = (2400, 2400, 3)  # is not copied
 # What an opener says that has been taken over, and what it leaves in the result's file before.
 LIES: dict[str, tuple[object, bytes]] = {
@@ -128,6 +129,7 @@ def ask() -> None:
     opener = Opener(server)
     decoders, settings = Decoders(1, OpenerPool(lambda: opener)), MediaSettings()
     decoders.decode(Modality.IMAGE, b"good", settings, MediaOptions())
+    assert server._process is not None
     print(server._process.pid, pid_of(opener), flush=True)
     decoders.decode(Modality.IMAGE, b"hang", settings, MediaOptions())
 

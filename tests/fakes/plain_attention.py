@@ -4,6 +4,7 @@ recorded. They read what Triton's kernels read: the step's own tensors and the b
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ class PlainAttention:
 
 
 def _held(cache: LayerCache) -> tuple[list[list[Tensor]], type]:
-    stores = (cache.key, cache.value)
+    stores: tuple[Any, Any] = (cache.key, cache.value)
     return [[getattr(store, name) for name in store.__slots__] for store in stores], type(cache.key)
 
 

@@ -88,10 +88,8 @@ class FixedPolicy:
         )
         return Decision(placement, Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, items), ())
 
-    def place_item(
-        self, item: ItemView, cluster: ClusterView, now: float, exclude: Collection[str] = ()
-    ) -> str:
-        if self._replica_ids["encoder"] in exclude:
+    def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
+        if self._replica_ids["encoder"] in excluded:
             raise UnavailableError("no encode worker is ready")
         return self._replica_ids["encoder"]
 

@@ -38,10 +38,11 @@ class StrictNccl:
         _timeout: timedelta
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options):
-        options_of_gloo = dist.ProcessGroupGloo._Options()
-        options_of_gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo: Any = dist.ProcessGroupGloo
+        options_of_gloo = gloo._Options()
+        options_of_gloo._devices = [gloo.create_device(hostname="127.0.0.1")]
         options_of_gloo._timeout = timedelta(seconds=20)
-        self._group = dist.ProcessGroupGloo(store, rank, size, options_of_gloo)
+        self._group = gloo(store, rank, size, options_of_gloo)
         self._store, self._rank = store, rank
         self._device: torch.device | None = None
         self.ends_process = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") != "0"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -112,7 +113,7 @@ def test_an_encoder_call_that_outlasts_its_grant_writes_nothing(world):
 
 def stall_post(world: World, name: str, happen: Callable[[], None]) -> None:
     """The process stands still between its look at the clock and its next write."""
-    agent = world.rig.workers[name].transfer_engine.agent
+    agent: Any = world.rig.workers[name].transfer_engine.agent
     post, meanwhile = agent.post, world.once(happen)
 
     def stalled(*args):

@@ -13,7 +13,7 @@ import transformers as hf
 IMAGE, VIDEO, AUDIO = "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"
 SOUND_WINDOW_S = 2
 
-_QWEN_PATCHES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+_QWEN_PATCHES: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 _AREA = {"shortest_edge": 256, "longest_edge": 2048}
 
 
@@ -72,7 +72,7 @@ def _glmga(tokenizer: Any) -> Any:
 
 
 def _cosmos3_edge(tokenizer: Any) -> Any:
-    sizes = {"patch_size": 4, "merge_size": 2}
+    sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2}
     images = hf.Cosmos3EdgeImageProcessor(size=_AREA, **sizes)
     area = {key: 8 * value for key, value in _AREA.items()}
     return hf.Cosmos3EdgeProcessor(images, tokenizer, hf.Cosmos3EdgeVideoProcessor(size=area, **sizes))
@@ -91,7 +91,7 @@ def _hunyuan_vl(tokenizer: Any) -> Any:
 
 
 def _kimi_k25(tokenizer: Any) -> Any:
-    sizes = {"patch_size": 4, "max_patches": 64, "size": {"max_height": 16, "max_width": 16}}
+    sizes: dict[str, Any] = {"patch_size": 4, "max_patches": 64, "size": {"max_height": 16, "max_width": 16}}
     videos = hf.Kimi_K25VideoProcessor(**sizes)
     return hf.Kimi_K25Processor(hf.Kimi_K25ImageProcessor(**sizes), tokenizer, videos)
 
@@ -101,7 +101,8 @@ def _hyperclovax_vision_v2(tokenizer: Any) -> Any:
 
 
 def _muse(name: str, tokenizer: Any, **parts: Any) -> Any:
-    images = hf.MuseGlimmerImageProcessor(patch_size=4, max_image_tokens=24)
+    sizes: dict[str, Any] = {"patch_size": 4, "max_image_tokens": 24}
+    images = hf.MuseGlimmerImageProcessor(**sizes)
     videos = hf.MuseGlimmerVideoProcessor(patch_size=4, max_video_frame_tokens=6, num_frames=6)
     return getattr(hf, f"{name}Processor")(images, videos, tokenizer, **parts)
 
@@ -206,9 +207,8 @@ def _deepseek_ocr2(tokenizer: Any) -> Any:
 
 
 def _step3p7(tokenizer: Any) -> Any:
-    images = hf.Step3p7ImageProcessor(
-        size={"height": 32, "width": 32}, patch_size=16, vision_patch_size=4, max_image_size=64
-    )
+    sizes: dict[str, Any] = {"patch_size": 16, "vision_patch_size": 4, "max_image_size": 64}
+    images = hf.Step3p7ImageProcessor(size={"height": 32, "width": 32}, **sizes)
     return hf.Step3p7Processor(images, tokenizer)
 
 
@@ -224,7 +224,8 @@ def _aya_vision(tokenizer: Any) -> Any:
 
 
 def _cohere2_vision(tokenizer: Any) -> Any:
-    images = hf.Cohere2VisionImageProcessor(size=_SQUARE, max_patches=4, patch_size=2)
+    sizes: dict[str, Any] = {"max_patches": 4, "patch_size": 2}
+    images = hf.Cohere2VisionImageProcessor(size=_SQUARE, **sizes)
     return hf.Cohere2VisionProcessor(images, tokenizer)
 
 
@@ -292,7 +293,7 @@ def _glmasr(tokenizer: Any) -> Any:
 
 def _moss_transcribe_diarize(tokenizer: Any) -> Any:
     extractor = hf.MossTranscribeDiarizeFeatureExtractor(feature_size=16, chunk_length=SOUND_WINDOW_S)
-    marks = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
+    marks: dict[str, Any] = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
     return hf.MossTranscribeDiarizeProcessor(extractor, tokenizer, audio_token=AUDIO, **marks)
 
 

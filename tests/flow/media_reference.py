@@ -35,7 +35,8 @@ class MediaReference(Reference):
                     grouped(item, grid, factors)
                     for item, grid in zip(encoded.pooler_output, grids.tolist(), strict=True)
                 ]
-                rows[kind] = BaseModelOutputWithPooling(pooler_output=[item for item, _ in means])
+                pooled: Any = [item for item, _ in means]
+                rows[kind] = BaseModelOutputWithPooling(pooler_output=pooled)
                 inputs[f"{kind}_grid_thw"] = torch.tensor([grid for _, grid in means])
                 row_id = getattr(self._model.config, f"{kind}_token_id")
                 token_ids = with_runs(token_ids, row_id, [len(item) for item, _ in means])

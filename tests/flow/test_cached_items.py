@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ def right(answer: Answer) -> tuple[str, int]:
 
 def num_asked(cluster: LocalCluster) -> tuple[int, int]:
     """Items that encoders were asked for, and bytes of embeddings that they have sent."""
-    encoders = cluster.encoders or [whole._encoder for whole in cluster.decodes]
+    encoders: list[Any] = cluster.encoders or [whole._encoder for whole in cluster.decodes]
     engines = [getattr(encoder, "engine", None) or encoder._engine for encoder in encoders]
     totals = [engine.load().encoded for engine in engines]
     processes = [worker._process for worker in cluster.encoders]

@@ -103,7 +103,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("num_negative_tokens", [0, 1, 23])
 async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_negative_tokens):
     """0: no negative prompt, then the companion starts from the prompt's last token."""
-    model = hf.Qwen2ForCausalLM.from_pretrained(text_model, dtype=torch.float32).eval()
+    model: Any = hf.Qwen2ForCausalLM.from_pretrained(text_model, dtype=torch.float32).eval()
     draw = torch.Generator().manual_seed(num_negative_tokens)
     args = cluster_args(16).model_copy(update={"model": str(text_model)})
     async with local_cluster(args, (0, 1, 1)) as cluster:

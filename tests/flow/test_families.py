@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -74,8 +75,9 @@ class Sequence:
 def generate(case: TinyCase, request: TinyRequest, num_tokens: int = NUM_TOKENS) -> list[int]:
     ids = torch.tensor([request.token_ids])
     kwargs = {key: value.clone() for key, value in request.generate_kwargs.items()}
+    model: Any = case.model
     with torch.no_grad():
-        out = case.model.generate(
+        out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=num_tokens,
@@ -112,7 +114,9 @@ def admit(halves: Split, first_block: int = 0) -> list[Sequence]:
     """All requests of the case, encoded, with blocks for prompt and answer."""
     sequences, next_block = [], first_block
     for request in halves.case.requests:
-        features = [halves.encoder.encode(modality, [item])[0] for modality, item in request.items]
+        features = [
+            halves.encoder.encode(modality, [item])[0] for modality, item in request.items if halves.encoder
+        ]
         positions = halves.language.positions(request.prompt)
         num_blocks = -(-(len(request.token_ids) + NUM_TOKENS) // BLOCK_SIZE)
         table = list(range(next_block, next_block + num_blocks))[::-1]
@@ -183,10 +187,12 @@ def test_kv_copied_to_other_blocks_of_a_second_memory_equals_generate(family: Sp
 @pytest.mark.parametrize("size", often([7, BLOCK_SIZE, 53], [7]))
 def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split, size: int) -> None:
     """Without a word about positions or spans from prefill."""
+    assert family.text is not None
     kv, token_ids, table = memory(family.language), family.text.token_ids, [9, 4, 7, 2, 5]
     asked = GenerateRequest("r", Prompt(tuple(token_ids)), (SamplingParams(),), StopParams(NUM_TOKENS))
     request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=False, sends=False)
-    runner = LanguageRunner(family.language, family.language, kv, features=None)
+    no_features: Any = None
+    runner = LanguageRunner(family.language, family.language, kv, no_features)
     end = TokenSequence("r/0", asked.prompt, block_table=table)
     request.sequences.append(end)
     while end.num_missing_tokens:
@@ -229,6 +235,7 @@ def test_a_chunk_that_ends_inside_a_two_way_span_is_an_error() -> None:
     halves = split(MEDIA_FAMILIES["gemma3"]())
     sequence = admit(halves)[0]
     chunk = sequence.chunk(10_000)
+    assert isinstance(chunk.position_ids, Tensor)
     cut = chunk.bidirectional_spans[0][0] + 3
     broken = SequenceChunk(
         chunk.token_ids[:cut], chunk.position_ids[:cut], 0, chunk.block_table, (), chunk.bidirectional_spans

@@ -138,10 +138,9 @@ class Reference:
         inputs = self.inputs(content, is_heard)
         if is_heard:
             inputs["use_audio_in_video"] = True
+        model: Any = self.folder.model
         with torch.inference_mode():
-            output = self.folder.model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)[
-                0
-            ].tolist()
+            output = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)[0].tolist()
         num_prompt_tokens = inputs["input_ids"].shape[1]
         return output[:num_prompt_tokens], output[num_prompt_tokens:]
 
@@ -210,8 +209,9 @@ def cluster_args(folder: FamilyFolder, max_batch_tokens: int = 48) -> ClusterArg
 
 
 def message(content: list[Part]) -> list[dict[str, Any]]:
-    if all(isinstance(part, str) for part in content):
-        return [{"role": "user", "content": "".join(content)}]
+    texts = [part for part in content if isinstance(part, str)]
+    if len(texts) == len(content):
+        return [{"role": "user", "content": "".join(texts)}]
     parts: list[dict[str, Any]] = []
     for part in content:
         if isinstance(part, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import httpx
 import pytest
@@ -84,8 +85,8 @@ async def test_extreme_values_that_are_accepted_harm_nobody(stride: int) -> None
                     continue  # never looked at
                 num_accepted = 0
                 for extreme in EXTREMES:
-                    more = {"model": "demo", "max_tokens": 2, "temperature": 0.5}
-                    if "media" in field[0] or field[0].startswith("mm_"):
+                    more: dict[str, Any] = {"model": "demo", "max_tokens": 2, "temperature": 0.5}
+                    if "media" in str(field[0]) or str(field[0]).startswith("mm_"):
                         more["messages"] = media
                     more = {name: value for name, value in more.items() if field != (name,)}
                     body = request(kind, {field: extreme}, **more)

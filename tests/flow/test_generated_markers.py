@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -61,8 +63,9 @@ class Forced(hf.LogitsProcessor):
 
 def forced_answer(model: hf.PreTrainedModel, request: TinyRequest) -> list[int]:
     ids = torch.tensor([request.token_ids])
+    mixin: Any = hf.GenerationMixin
     with torch.no_grad():
-        output = hf.GenerationMixin.generate(  # Janus' own takes no logits processor
+        output = mixin.generate(  # Janus' own takes no logits processor
             model,
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -143,7 +146,8 @@ def special_ids(folder: FamilyFolder) -> list[int]:
 
 def make_talkative(folder: FamilyFolder) -> None:
     """Most tokens that the model says are special ones."""
-    head = folder.model.get_output_embeddings().weight.data
+    model: Any = folder.model
+    head = model.get_output_embeddings().weight.data
     special = special_ids(folder)
     loudness = head[special].norm(dim=-1, keepdim=True)
     head *= 0.1
@@ -168,7 +172,7 @@ def preempt_often(engine: LanguageEngine) -> None:
     """Each attempt of a request loses its blocks after some tokens."""
     with_blocks = engine._answers.with_blocks
 
-    def preempting(batch: list[LanguageRequest]) -> list[LanguageRequest]:
+    def preempting(batch: Sequence[LanguageRequest]) -> list[LanguageRequest]:
         kept = with_blocks(batch)
         for request in kept:
             if request.choices[0].num_generated == PREEMPTED_AFTER:
@@ -180,8 +184,9 @@ def preempt_often(engine: LanguageEngine) -> None:
 
 def generated(reference: Reference, content: list[Part]) -> list[int]:
     inputs = reference.inputs(content)
+    model: Any = reference.folder.model
     with torch.inference_mode():
-        output = reference.folder.model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+        output = model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
     return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,12 @@ def test_a_checkpoint_without_a_weight_of_its_half_is_refused(tmp_path: Path) ->
         LanguageModel.load(tmp_path, dtype=torch.float32)
 
 
-_SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +141,7 @@ def test_a_text_model_has_no_encoder_half(tmp_path: Path) -> None:
 
 
 class _DoubledLogits(hf.LlamaForCausalLM):
-    def forward(self, *args: object, **kwargs: object) -> object:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
         assert output.logits is not None
         output.logits = output.logits * 2
@@ -143,7 +149,7 @@ class _DoubledLogits(hf.LlamaForCausalLM):
 
 
 def test_an_unknown_rule_after_the_head_is_refused() -> None:
-    config = TEXT_FAMILIES["llama"]().model.config
+    config: Any = TEXT_FAMILIES["llama"]().model.config
     with pytest.raises(ConfigError, match=r"llama.*cluster does not know"):
         LanguageModel.from_model(_DoubledLogits(config))
 
@@ -171,7 +177,7 @@ def test_a_prompt_in_which_one_clip_is_heard_and_another_is_not_is_refused() -> 
 # checkpoint
 
 
-def _demo_request(processor: hf.ProcessorMixin, parts: list[dict], question: str) -> TinyRequest:
+def _demo_request(processor: Any, parts: list[dict], question: str) -> TinyRequest:
     """One prompt through the real processor; items are cut out of its joint tensors."""
     message = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
     settings = json.loads((DEMO / "mm_processor_kwargs.json").read_text())

@@ -292,12 +292,11 @@ async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected,
 
 
 def wires(cluster: LocalCluster) -> list[Wire]:
-    every = [
-        *(prefill._process.transfer_engine._sender.wire for prefill in cluster.prefills),
-        *(decode._process.transfer_engine._receiver.wire for decode in cluster.decodes),
-    ]
-    assert None not in every
-    return [wire for wire in every if wire is not None]
+    senders = [prefill._process.transfer_engine._sender for prefill in cluster.prefills]
+    receivers = [decode._process.transfer_engine._receiver for decode in cluster.decodes]
+    every = [side.wire for side in (*senders, *receivers) if side is not None and side.wire is not None]
+    assert len(every) == len(senders) + len(receivers)
+    return every
 
 
 async def test_int4_that_a_probe_finds_too_coarse_is_refused_with_what_was_measured(monkeypatch):

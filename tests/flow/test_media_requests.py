@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import random
+from collections.abc import MutableMapping
 from typing import Any
 
 import av
@@ -148,14 +149,14 @@ async def post_and_leave(
     }  # fmt: skip
     sent: list[dict[str, Any]] = []
 
-    async def receive() -> dict[str, Any]:
+    async def receive() -> MutableMapping[str, Any]:
         request = next(requests, None)
         if request is None:
             await moment.wait()
         return request or {"type": "http.disconnect"}
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(dict(message))
 
     async with asyncio.timeout(HANG_S):
         await build_api(cluster.door)(scope, receive, send)
@@ -216,7 +217,7 @@ SCENES = video_of(scenes(6, 5, 7, 6), fps=4, gop_size=5)  # 24 frames
 
 
 def stored_whole(file: bytes) -> list[int]:
-    with av.open(io.BytesIO(file)) as container:
+    with av.open(io.BytesIO(file), "r") as container:
         return [idx for idx, frame in enumerate(container.decode(video=0)) if frame.key_frame]
 
 

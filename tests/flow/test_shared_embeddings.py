@@ -91,7 +91,9 @@ def attempts(cluster: LocalCluster) -> list[Attempt]:
 
 
 def num_bytes(cluster: LocalCluster, num_blocks: int) -> int:
-    return num_blocks * cluster.encoders[0]._process.transfer_engine._sender.memory.layout.block_bytes
+    sender = cluster.encoders[0]._process.transfer_engine._sender
+    assert sender is not None
+    return num_blocks * sender.memory.layout.block_bytes
 
 
 def sent_bytes(cluster: LocalCluster) -> int:

@@ -47,7 +47,7 @@ from tests.flow.tiny_models import TEXT_FAMILIES
 BLOCK_SIZE = 4
 TABLES = ([3, 1, 2, 7, 9], [4, 5, 6, 8, 10])
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
-REFUSED = dict.fromkeys(
+REFUSED: dict[str, str] = dict.fromkeys(
     ("qwen3_vl_moe", "hunyuan_vl", "muse_glimmer", "muse_spark", "step3p7"), "cannot distribute model type"
 )
 # By positions, attention and where the text model lies; the others are like one of them, and `test_families`

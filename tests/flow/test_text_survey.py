@@ -29,7 +29,7 @@ NUM_LAYERS = 4
 WINDOW = 8
 CHUNK = 7
 TOLERANCE = 2e-3  # of the logits' spread; a lost window, mask or scale differs by 0.1 and more
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
     "initializer_range": 0.15, "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2,
@@ -54,7 +54,8 @@ SIZES = {
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _NO_LAYER_INPUTS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-NEEDED = {"gemma4_assistant": {"text_config": _NO_LAYER_INPUTS}}  # has no valid default
+# has no valid default
+NEEDED: dict[str, dict[str, Any]] = {"gemma4_assistant": {"text_config": _NO_LAYER_INPUTS}}
 OWN_SIZES: dict[str, dict[str, Any]] = {  # where the sizes above make no model, or not all of its rules
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
@@ -105,7 +106,7 @@ def check_by_name(name: str, config: hf.PreTrainedConfig) -> None:
     check_class(model_class(name))
 
 
-def their_logits(model: hf.PreTrainedModel, request: TinyRequest) -> tuple[list[int], Tensor]:
+def their_logits(model: Any, request: TinyRequest) -> tuple[list[int], Tensor]:
     """The answer, and [NUM_TOKENS, vocab_size]."""
     ids = torch.tensor([request.token_ids])
     model.generation_config.eos_token_id = None

@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from bench.workload import Answer, Case, Reference, make_cases
 from cluster.engine.features import FeatureStore
-from cluster.whole import WholeService
+from decode_service.service import DecodeService
 from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.lease.receiver import Receiver
 from kv_transfer.lease.sender import Sender
@@ -81,7 +82,11 @@ class AtFirst(JointPolicy):
 
 
 def encoded(cluster: LocalCluster) -> list[int]:
-    return [whole._encoder.engine.load().encoded.num_encoded for whole in cluster.decodes]
+    return [encoder_of(whole).engine.load().encoded.num_encoded for whole in cluster.decodes]
+
+
+def encoder_of(whole: DecodeService) -> Any:
+    return whole._encoder
 
 
 async def test_nothing_is_leased_or_sent_while_one_worker_does_all_of_a_request(answered, leases):
@@ -91,7 +96,7 @@ async def test_nothing_is_leased_or_sent_while_one_worker_does_all_of_a_request(
                 assert await cluster.answer(case, MAX_TOKENS) == right(answer), case.kind
         assert leases == []
         (whole,) = cluster.decodes
-        totals = whole._encoder.engine.load().encoded
+        totals = encoder_of(whole).engine.load().encoded
         assert totals.num_encoded > totals.num_cached == 0  # the second time the prefix cache has all of it
         metrics = cluster.door.metrics().decode()
     for pool in ("encode", "whole"):
@@ -108,7 +113,7 @@ async def test_an_item_that_fails_at_one_worker_is_encoded_at_the_other(image, l
 
     async with local_cluster(cluster_args(48), TWO) as cluster:
         cluster.door._flow._placer._policy = AtFirst(encoder)
-        cluster.decodes[encoder]._encoder.engine._runner.prepare = fail
+        encoder_of(cluster.decodes[encoder]).engine._runner.prepare = fail
         assert await cluster.answer(case, MAX_TOKENS) == right(answer)
         assert encoded(cluster)[1 - encoder] == 1
         sent = [whole._process.feature_transfer_engine.sent.raw_bytes for whole in cluster.decodes]
@@ -121,7 +126,7 @@ async def test_what_a_worker_has_whose_encoder_hangs_goes_on_at_the_other(image,
     case, answer = image
     async with local_cluster(cluster_args(48), TWO) as cluster:
         cluster.door._flow._placer._policy = AtFirst()
-        engine, is_free = cluster.decodes[0]._encoder.engine, threading.Event()
+        engine, is_free = encoder_of(cluster.decodes[0]).engine, threading.Event()
         step = engine.step
         engine.step = lambda: step() if is_free.wait() else 0.0
         try:
@@ -137,7 +142,7 @@ async def test_of_two_requests_with_one_image_the_first_may_leave(image):
         (whole,) = cluster.decodes
         is_free = threading.Event()
         for _ in range(NUM_PREPARE_THREADS):
-            whole._encoder.executor.submit(is_free.wait)
+            encoder_of(whole).executor.submit(is_free.wait)
         asked = []
         async with asyncio.timeout(HANG_S):
             for num_waiting in (1, 2):
@@ -153,6 +158,6 @@ async def test_of_two_requests_with_one_image_the_first_may_leave(image):
         assert whole._features.num_used_blocks == 0 and asked[0].cancelled()
 
 
-def requests_with_items(whole: WholeService) -> set[str]:
+def requests_with_items(whole: DecodeService) -> set[str]:
     assert whole._features is not None
     return {request_id for request_id, _ in whole._features._items}

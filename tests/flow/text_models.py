@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as hf
@@ -46,7 +47,7 @@ def draw_prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
 
 def generated(folder: Path, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[list[int]]:
     """What transformers answers, greedily."""
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

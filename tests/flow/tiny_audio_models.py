@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers as hf
@@ -11,12 +12,12 @@ from torch import Tensor
 from cluster.types.media import MediaGeometry
 from tests.flow.tiny_models import AE, AS, AUD, AUDIO, TEXT, TinyCase, TinyRequest, collect, noise, randomized
 
-QWEN_AUDIO = {
+QWEN_AUDIO: dict[str, Any] = {
     "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64,
     "d_model": 32,
     "max_source_positions": 1500, "initializer_range": 0.15,
 }  # fmt: skip
-_WHISPER = {
+_WHISPER: dict[str, Any] = {
     "num_mel_bins": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128,
     "hidden_size": 32,
     "max_source_positions": 1500,
@@ -24,7 +25,7 @@ _WHISPER = {
 
 
 def _audio_requests(
-    clips: list[tuple[Mapping[str, Tensor], int]], *, frame: bool = False
+    clips: Sequence[tuple[Mapping[str, Tensor], int]], *, frame: bool = False
 ) -> list[TinyRequest]:
     requests = [TinyRequest().text(9, 8)]
     for seed, (item, num_tokens) in enumerate(clips):
@@ -47,7 +48,6 @@ def qwen2_audio() -> TinyCase:
         audio_config=QWEN_AUDIO,
         text_config=hf.Qwen2Config(**TEXT),
         audio_token_index=AUD,
-        audio_token_id=AUD,
     )
     torch.manual_seed(0)
     clips = [(_padded_mels("feature_attention_mask", frames), frames // 4) for frames in (120, 60)]

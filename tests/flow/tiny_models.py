@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import transformers as hf
@@ -18,7 +19,7 @@ from cluster.types.request import Prompt
 IMG, VID, AUD, VS, VE, AS, AE = 390, 391, 392, 393, 394, 395, 396  # placeholder and marker token ids
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 PLACEHOLDER = {IMAGE: IMG, VIDEO: VID, AUDIO: AUD}
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": 400, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.15,
@@ -100,29 +101,29 @@ def randomized(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
 # ---------------------------------------------------------------------------------------------------- text
 # families
 
-_BASE = {
+_BASE: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15, "eos_token_id": None,
     "pad_token_id": 0, "bos_token_id": 1,
 }  # fmt: skip
-HEAD_16 = {"head_dim": 16}
-_WINDOW = {"sliding_window": 16}
-MIXED_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-GEMMA = {**HEAD_16, **_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
-TWO_EXPERTS = {"num_experts_per_tok": 2}
-DEEPSEEK = {
+HEAD_16: dict[str, Any] = {"head_dim": 16}
+_WINDOW: dict[str, Any] = {"sliding_window": 16}
+MIXED_LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GEMMA: dict[str, Any] = {**HEAD_16, **_WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": False}
+TWO_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1, **TWO_EXPERTS,
 }  # fmt: skip
-YARN = {
+YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 16,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
 # queries are scaled by their positions
-MISTRAL4 = {**DEEPSEEK, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
+MISTRAL4: dict[str, Any] = {**DEEPSEEK, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
 
 _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, configuration class, what differs from _BASE
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),

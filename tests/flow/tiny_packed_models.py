@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import transformers as hf
@@ -33,18 +34,24 @@ from tests.flow.tiny_models import (
     randomized,
 )
 
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_MROPE_INTERLEAVED = {**_MROPE, "mrope_interleaved": True}
-_QWEN_VISION = {
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_MROPE_INTERLEAVED: dict[str, Any] = {**_MROPE, "mrope_interleaved": True}
+_QWEN_VISION: dict[str, Any] = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4,
     "temporal_patch_size": 2,
     "spatial_merge_size": 2, "in_channels": 3, "initializer_range": 0.15,
 }  # fmt: skip
-_WINDOWED_VISION = {**_QWEN_VISION, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
-_DEEPSTACK_VISION = {
+_WINDOWED_VISION: dict[str, Any] = {
+    **_QWEN_VISION,
+    "out_hidden_size": 64,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
+_DEEPSTACK_VISION: dict[str, Any] = {
     **_QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]
 }  # fmt: skip
-_VISION_IDS = {
+_VISION_MARKS: dict[str, Any] = {"vision_start_token_id": VS, "vision_end_token_id": VE}
+_VISION_IDS: dict[str, Any] = {
     "image_token_id": IMG,
     "video_token_id": VID,
     "vision_start_token_id": VS,
@@ -163,7 +170,7 @@ def qwen2_5_omni() -> TinyCase:
         vision_config=_WINDOWED_VISION,
         audio_config={**QWEN_AUDIO, "n_window": 20, "output_dim": 64},
         image_token_index=IMG, video_token_index=VID, audio_token_index=AUD,
-        audio_start_token_id=AS, audio_end_token_id=AE, vision_start_token_id=VS, vision_end_token_id=VE,
+        audio_start_token_id=AS, audio_end_token_id=AE, **_VISION_MARKS,
     )  # fmt: skip
     torch.manual_seed(0)
     model = hf.Qwen2_5OmniThinkerForConditionalGeneration(config)
@@ -181,7 +188,7 @@ def qwen3_omni() -> TinyCase:
     config = hf.Qwen3OmniMoeThinkerConfig(
         text_config={**text, "rope_parameters": _MROPE_INTERLEAVED}, vision_config=_DEEPSTACK_VISION,
         audio_config=audio,
-        audio_token_id=AUD, audio_start_token_id=AS, audio_end_token_id=AE, **_VISION_IDS,
+        audio_token_id=AUD, audio_start_token_id=AS, **{**_VISION_IDS, "audio_end_token_id": AE},
     )  # fmt: skip
     torch.manual_seed(0)
     model = hf.Qwen3OmniMoeThinkerForConditionalGeneration(config)
@@ -262,7 +269,7 @@ def _flat_case(model: hf.PreTrainedModel, *patch_shape: int, token_types: bool =
     return TinyCase(randomized(model), requests)
 
 
-_NAVIT = {
+_NAVIT: dict[str, Any] = {
     "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8, "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 2,
 }  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers as hf
@@ -28,7 +29,7 @@ from tests.flow.tiny_models import (
     randomized,
 )
 
-CLIP = {
+CLIP: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
     "image_size": 16,
     "patch_size": 4,
@@ -36,7 +37,7 @@ CLIP = {
 
 
 def image_requests(
-    items: list[tuple[Mapping[str, Tensor], int]], start: int | None = None, parts: int = 1
+    items: Sequence[tuple[Mapping[str, Tensor], int]], start: int | None = None, parts: int = 1
 ) -> list[TinyRequest]:
     """First prompt: all items with text around them; second: the last item alone; third: text. `parts`:
     ranges of an item."""
@@ -62,7 +63,7 @@ def pixels(count: int, seed: int, height: int = 16, width: int = 16) -> Tensor:
 def llava() -> TinyCase:
     config = hf.LlavaConfig(
         vision_config=hf.CLIPVisionConfig(**CLIP, projection_dim=32), text_config=hf.LlamaConfig(**TEXT),
-        image_token_index=IMG, image_token_id=IMG,
+        image_token_index=IMG,
     )  # fmt: skip
     torch.manual_seed(0)
     items = [({"pixel_values": pixels(1, seed)}, 16) for seed in (1, 2)]
@@ -87,7 +88,7 @@ _PINPOINTS = [[16, 16], [16, 32], [32, 16], [32, 32]]
 def llava_next() -> TinyCase:
     config = hf.LlavaNextConfig(
         vision_config=hf.CLIPVisionConfig(**CLIP, projection_dim=32), text_config=hf.LlamaConfig(**TEXT),
-        image_token_index=IMG, image_token_id=IMG, image_grid_pinpoints=_PINPOINTS,
+        image_token_index=IMG, image_grid_pinpoints=_PINPOINTS,
     )  # fmt: skip
     torch.manual_seed(0)
     model = randomized(hf.LlavaNextForConditionalGeneration(config))
@@ -98,7 +99,7 @@ def llava_onevision() -> TinyCase:
     config = hf.LlavaOnevisionConfig(
         vision_config=hf.SiglipVisionConfig(**CLIP), text_config=hf.Qwen2Config(**TEXT),
         image_token_index=IMG,
-        image_token_id=IMG, video_token_index=VID, video_token_id=VID, image_grid_pinpoints=_PINPOINTS,
+        video_token_index=VID, image_grid_pinpoints=_PINPOINTS,
         vision_feature_layer=-1, vision_feature_select_strategy="full",
     )  # fmt: skip
     torch.manual_seed(0)
@@ -166,7 +167,7 @@ def qianfan_ocr() -> TinyCase:
 def llava_next_video() -> TinyCase:
     config = hf.LlavaNextVideoConfig(
         vision_config=hf.CLIPVisionConfig(**CLIP, projection_dim=32), text_config=hf.LlamaConfig(**TEXT),
-        image_token_index=IMG, image_token_id=IMG, video_token_index=VID, video_token_id=VID,
+        image_token_index=IMG, video_token_index=VID,
         image_grid_pinpoints=_PINPOINTS,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -177,7 +178,7 @@ def llava_next_video() -> TinyCase:
     return TinyCase(model, requests)
 
 
-SAM = {
+SAM: dict[str, Any] = {
     "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "patch_size": 4, "image_size": 64, "mlp_dim": 64, "window_size": 3, "global_attn_indexes": [1],
 }  # fmt: skip
@@ -216,7 +217,7 @@ def gemma3() -> TinyCase:
     config = hf.Gemma3Config(
         vision_config=hf.SiglipVisionConfig(**CLIP, vision_use_head=False), text_config=text,
         image_token_index=IMG,
-        image_token_id=IMG, boi_token_index=VS, eoi_token_index=VE, mm_tokens_per_image=16,
+        boi_token_index=VS, eoi_token_index=VE, mm_tokens_per_image=16,
         tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -231,7 +232,7 @@ def _mistral3_case(text: hf.PreTrainedConfig) -> TinyCase:
     vision = {**CLIP, "num_hidden_layers": 2, "image_size": 32}
     config = hf.Mistral3Config(
         vision_config=hf.PixtralVisionConfig(**vision), text_config=text, image_token_index=IMG,
-        image_token_id=IMG, spatial_merge_size=2,
+        spatial_merge_size=2,
     )  # fmt: skip
     torch.manual_seed(0)
     items = [
@@ -270,7 +271,7 @@ def smolvlm() -> TinyCase:
 def vipllava() -> TinyCase:
     config = hf.VipLlavaConfig(
         vision_config=hf.CLIPVisionConfig(**CLIP, projection_dim=32), text_config=hf.LlamaConfig(**TEXT),
-        image_token_index=IMG, image_token_id=IMG, vision_feature_layers=[-2, -1],
+        image_token_index=IMG, vision_feature_layer=[-2, -1],
     )  # fmt: skip
     torch.manual_seed(0)
     items = [({"pixel_values": pixels(1, seed)}, 16) for seed in (1, 2)]

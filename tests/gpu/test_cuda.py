@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers as hf
+from torch import nn
 
 from cluster.config.machine import has_triton
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
@@ -135,8 +136,10 @@ def test_rows_of_modules_are_written_as_by_the_cache_itself(dtype, kv_cache_dtyp
     expected = case.batch.kv.buffer.clone()
     case.batch.kv.segments[0].flatten(0, 1)[case.batch.slots] = 9
     case.batch.kv.segments[-1].flatten(0, 1)[case.batch.slots] = 9
-    heads_first = (rows.transpose(0, 1).contiguous() for rows in (case.new_key, case.new_value))
-    write_rows(*(rows.transpose(0, 1) for rows in heads_first), case.batch.slots, case.cache)
+    key, value = (
+        rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in (case.new_key, case.new_value)
+    )
+    write_rows(key, value, case.batch.slots, case.cache)
     assert torch.equal(case.batch.kv.buffer, expected)
 
 
@@ -148,7 +151,8 @@ def test_recorded_decode_steps_equal_unrecorded_ones(kv_cache_dtype) -> None:
         vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.15, eos_token_id=None,
     )  # fmt: skip
-    hf_model = hf.Qwen2ForCausalLM(config).to(DEVICE, torch.bfloat16)
+    hf_model = hf.Qwen2ForCausalLM(config)
+    nn.Module.to(hf_model, DEVICE, torch.bfloat16)
     model = LanguageModel.from_model(hf_model, kv_cache_dtype=kv_cache_dtype)
     check_recorded_steps(model, num_steps=60, tolerance=0.1)
 
@@ -210,7 +214,9 @@ def test_an_encoder_on_the_gpu_gives_the_rows_of_one_on_the_cpu(name) -> None:
     items = [one for request in case.requests for one in request.items]
     on_cpu = EncoderModel.from_model(case.model)
     expected = [on_cpu.encode(modality, [item])[0] for modality, item in items]
-    on_gpu = EncoderModel.from_model(copy.deepcopy(case.model).to(DEVICE))
+    moved = copy.deepcopy(case.model)
+    nn.Module.to(moved, DEVICE)
+    on_gpu = EncoderModel.from_model(moved)
     with ThreadPoolExecutor(2) as threads:
         for _ in range(20):
             uploads = [threads.submit(on_gpu.upload, item) for _, item in items]

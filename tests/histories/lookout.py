@@ -53,9 +53,11 @@ class Lookout:
         """A request may run out of time because a lease on room for embeddings does not end."""
         world = self._world
         for worker in world.live_workers:
-            for lease_id in worker.open_leases if worker.language is not None else ():
+            if (language := worker.language) is None:
+                continue
+            for lease_id in worker.open_leases:
                 is_old = now > world.made_at(lease_id) + GRACE_S
-                world.num_waited_for += is_old and worker.language.is_short_of_room(lease_id)
+                world.num_waited_for += is_old and language.is_short_of_room(lease_id)
 
     def _orphaned(self) -> Iterator[tuple[str, ...]]:
         for worker in self._world.live_workers:

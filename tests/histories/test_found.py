@@ -63,7 +63,9 @@ def test_an_item_that_is_asked_for_again_at_its_own_worker_does_not_stay_there()
         assert language is not None and encoder is not None and item.media_hash in encoder.cache
         request = make_request("second", 5, [item])
         language._on_message(far_door, StartDecode(request, 10.0, prefills=True))
-        (lease,) = worker.parts.feature_transfer_engine._receiver._leases.values()
+        receiver = worker.parts.feature_transfer_engine._receiver
+        assert receiver is not None
+        (lease,) = receiver._leases.values()
         start = StartEncode("second", 0, item, 10.0)
         for message in (start, Cancel("second", item_idx=0), start, EncodeTarget("second", 0, lease.grant)):
             language._on_message(far_door, message)

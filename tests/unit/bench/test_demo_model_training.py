@@ -91,7 +91,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_gives_the_same_bits(
 
 
 def test_a_training_row_reads_as_the_chat_template_writes_it(built: tuple[Model, Processor]) -> None:
-    processor = built[1]
+    processor: Any = built[1]
     tool = Tool("move_robot", ("direction",))
     maker = DialogueMaker(processor, MediaFeatures(processor), tones())
     row = maker.call_row(random.Random(0), tool, Turn("Go left.", tool.call("left")), result="done")
@@ -107,7 +107,7 @@ def test_a_training_row_reads_as_the_chat_template_writes_it(built: tuple[Model,
 
 
 def test_only_values_of_an_object_under_a_schema_count(built: tuple[Model, Processor]) -> None:
-    processor = built[1]
+    processor: Any = built[1]
     ids, is_value = RowWriter(processor, MediaFeatures(processor)).encode_json(
         '{"shape": "circle", "count": 2}'
     )
@@ -126,7 +126,7 @@ def test_two_runs_of_one_seed_give_the_same_bits(built: tuple[Model, Processor])
 def test_the_key_of_an_answer_weighs_more_and_everything_else_nothing(
     built: tuple[Model, Processor],
 ) -> None:
-    processor = built[1]
+    processor: Any = built[1]
     maker = RowMaker(processor, MediaFeatures(processor), tones(), is_early=False)
     row = maker.drill_row(random.Random(0))
     heavy = [token for token, weight in zip(row.ids, row.weights, strict=True) if weight == KEY_WEIGHT]
@@ -136,7 +136,7 @@ def test_the_key_of_an_answer_weighs_more_and_everything_else_nothing(
 
 
 def test_training_patches_equal_the_processors(built: tuple[Model, Processor]) -> None:
-    processor = built[1]
+    processor: Any = built[1]
     pixels, *_ = data.make_image(random.Random(0), (80, 96))
     frames, *_ = data.make_video(random.Random(0), num_frames=5)
     expected = processor(
@@ -157,7 +157,7 @@ def test_only_the_last_word_decides_yes_or_no() -> None:
 
 
 def test_training_mels_equal_the_processors(built: tuple[Model, Processor]) -> None:
-    processor = built[1]
+    processor: Any = built[1]
     clip = make_clip(random.Random(0), tones(), num_words=3)
     expected = processor(
         text=["<|AUDIO|>"], audio=[clip.samples], sampling_rate=SAMPLE_RATE, return_tensors="pt"

@@ -72,7 +72,7 @@ def test_other_rows_than_the_door_said_are_an_error(model):
 def test_clips_have_a_key_frame_a_second():
     (sample,) = drawn("video direction", 1)
     (frames,) = sample.videos
-    with av.open(io.BytesIO(clip(frames))) as container:
+    with av.open(io.BytesIO(clip(frames)), "r") as container:
         keys = [packet.is_keyframe for packet in container.demux(video=0) if packet.size]
     assert keys == [idx % FPS == 0 for idx in range(len(frames))]
 

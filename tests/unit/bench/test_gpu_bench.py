@@ -229,7 +229,7 @@ def test_goals_ask_for_rows_that_parts_give() -> None:
         goal.line(Asking())
     assert {part for part, _ in asked} <= set(RUN)
     assert {key for key in asked if key[0] == "wire"} <= rows
-    forms = {_form(row["what"]) for name in ("steps", "attention-int8") for row in PARTS[name].run(True)}
+    forms = {_form(str(row["what"])) for name in ("steps", "attention-int8") for row in PARTS[name].run(True)}
     assert {_form(what) for part, what in asked if part in ("steps", "attention-int8")} <= forms
 
 

@@ -168,8 +168,11 @@ def test_slowdowns_concern_calls_of_the_model_alone() -> None:
     emulated = ServiceCurves(encode={Modality.IMAGE: Curve(1.0, 0.1)}, prefill=Curve(2.0, 0.2, 0.02))
     told = ServiceCurves(prepare={Modality.IMAGE: Curve(0.5, 0.0)}, max_step_units=7)
     found = replayed_curves(emulated, told, 3.0, Overheads(encode_s=0.25, prefill_s=0.5))
-    assert found.encode[Modality.IMAGE] == Curve(3.25, pytest.approx(0.3))
-    assert found.prefill == Curve(6.5, pytest.approx(0.6), 0.06)
+    encode, prefill = found.encode[Modality.IMAGE], found.prefill
+    assert (encode.fixed_s, encode.per_unit_s) == (3.25, pytest.approx(0.3))
+    assert prefill is not None
+    assert (prefill.fixed_s, prefill.per_unit_s) == (6.5, pytest.approx(0.6))
+    assert prefill.per_pair_s == 0.06
     assert found.prepare == told.prepare and found.max_step_units == 7
     assert found.links[""].seconds(1e9) == 0.0
 

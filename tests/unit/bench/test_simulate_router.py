@@ -242,6 +242,15 @@ def test_the_planner_command_writes_a_table_and_a_plot(
     assert simulate_main.main(["plan", "--workload", "1-image", "--gpus", "h200:0"]) == 1
 
 
+def test_a_layout_on_the_command_line_is_six_counts_at_most() -> None:
+    parser = simulate_main.make_parser()
+    command = ["run", "--workload", "1-image", "--rate", "1", "--layout"]
+    assert parser.parse_args([*command, "1,4,3"]).layout == Layout(1, 4, 3)
+    assert parser.parse_args([*command, "1,0,0,2,0,3"]).layout == Layout(1, 0, 0, 2, 0, 3)
+    with pytest.raises(SystemExit):
+        parser.parse_args([*command, "1,4,3,0,0,0,2"])
+
+
 # --- overload
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_the_record_holds_what_the_table_shows() -> None:
 def test_a_mixed_step_is_timed_beside_its_parts(folder: Path) -> None:
     model = LanguageModel.load(folder, dtype=torch.float32, block_size=bench.BLOCK_SIZE)
     steps = mixed_steps.steps_of(model, 3, 20, 7)
-    logits = {name: step() for name, step in steps.items()}
+    logits: dict[str, Any] = {name: step() for name, step in steps.items()}
     assert torch.equal(logits["decode"], logits["one-token"])
     assert torch.equal(logits["mixed"], torch.cat([logits["one-token"][:2], logits["chunk"]]))
     times = mixed_steps.measure(model, steps, 0.0)

@@ -28,8 +28,8 @@ def halves() -> ModelHalves:
     return ModelHalves(DEMO)
 
 
-def records(halves, carriers, prompts="long", num_samples=2):
-    found = measure(halves, NO_WORDS, SEED, num_samples, carriers, [prompts], [TASK])
+def records(halves, carriers):
+    found = measure(halves, NO_WORDS, SEED, 2, carriers, ["long"], [TASK])
     return {record["codec"]: record for record in found}
 
 

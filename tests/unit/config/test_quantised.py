@@ -197,7 +197,8 @@ def test_buffers_and_scales_that_belong_to_no_weight_are_left_alone(tmp_path, na
     assert check_weights(folder_of(tmp_path, tensors)).quantisation is None
     (tmp_path / "q").mkdir()
     folder = folder_of(tmp_path / "q", {**tensors, **fp8_tensors()}, FP8)
-    assert list(check_weights(folder).quantisation.scales) == [f"{Q}.weight"]
+    quantisation = check_weights(folder).quantisation
+    assert quantisation is not None and list(quantisation.scales) == [f"{Q}.weight"]
 
 
 def test_an_entry_that_no_tensor_bears_out_is_refused(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.strict_triton import Launch, strict_triton
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
 }  # fmt: skip
@@ -79,7 +80,8 @@ def fused() -> Iterator[Fused]:
 
 
 def test_modules_and_kernels_share_one_copy_of_the_weights(fused: Fused) -> None:
-    for layer in fused.model.model.layers:
+    layers: Any = fused.model.model.layers
+    for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         for linears in (qkv, [mlp.gate_proj, mlp.up_proj]):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -138,11 +139,11 @@ def attended(
     cache = layer_cache(batch.kv, 0)
     (_, width), num_tokens = cache.key.row_shape, len(batch.slots)
     query = torch.zeros(HEADS, num_tokens, width, dtype=BF16, device="cuda").transpose(0, 1)
-    rows = torch.zeros(2, KV_HEADS, num_tokens, width, dtype=BF16, device="cuda").transpose(1, 2)
+    key, value = torch.zeros(2, KV_HEADS, num_tokens, width, dtype=BF16, device="cuda").transpose(1, 2)
     out = query
     for _ in range(num_layers):
-        subject.write(batch, cache, *rows)
-        out = subject.attend(batch, attention, query, *rows, cache)
+        subject.write(batch, cache, key, value)
+        out = subject.attend(batch, attention, query, key, value, cache)
     return out
 
 
@@ -225,7 +226,7 @@ SINKS = torch.zeros(HEADS)
 def test_a_library_serves_long_chunks_of_prompts_only(
     step, attention, kv_cache_dtype, is_served: bool, launches: list[Launch]
 ) -> None:
-    library = Library()
+    library: Any = Library()
     subject = CudaAttention(TorchAttention(), 132, library)
     if attention.sinks is not None:
         attention = LayerAttention(0.3, sinks=SINKS.to("cuda"))
@@ -235,7 +236,8 @@ def test_a_library_serves_long_chunks_of_prompts_only(
 
 
 def test_a_library_serves_neither_spans_nor_recorded_steps(launches: list[Launch]) -> None:
-    library, kv = Library(), memory("auto")
+    library: Any = Library()
+    kv = memory("auto")
     subject = CudaAttention(TorchAttention(), 132, library)
     seeing = replace(batch_of(kv, *LONG), bidirectional_spans=[[(3, 9)], []])
     recorded = replace(batch_of(kv, *LONG), device=step_of(kv, *LONG))

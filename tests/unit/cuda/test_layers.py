@@ -4,6 +4,7 @@ take halves of layers, try forms of the norm, and must be faster."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +28,12 @@ from cluster.model.layers.search import (
 from cluster.model.layers.trial import Observed, Trial
 from tests.fakes.cuda_device import SimulatedCuda
 
-_TINY = {
+_TINY: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15, "pad_token_id": 0,
     "head_dim": 16,
 }  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 NORMS: Mapping[str, Norm] = {  # one launch each
     "weight": lambda x, weight, epsilon: F.rms_norm(x, weight.shape, weight, epsilon),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from kv_transfer.codecs.checksum import BlockSums, checksum_blocks
 from kv_transfer.codecs.codec import Codec
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.cuda_device import SimulatedCuda
-from tests.fakes.cuda_streams import Stream
 
 LAYOUT = MemoryLayout(kv_segments([(2, 16)] * 4, 16, torch.float32))
 
@@ -123,7 +123,8 @@ def test_uploads_are_complete_and_their_memory_waits_for_the_encoder(device: Sim
     uploads = Uploads(torch.device("cuda"), torch.bfloat16)
     uploaded = uploads.copy(item)
     assert uploaded["pixels"].dtype == torch.bfloat16 and uploaded["grid"].dtype == torch.int64
-    for tensor in uploaded.values():
+    copies: list[Any] = list(uploaded.values())
+    for tensor in copies:
         assert device.default[0].number in device.recorded[tensor.held.data_ptr()]
         tensor + 1  # by the encoder, on the default stream
     assert not device.races
@@ -138,17 +139,18 @@ def test_the_sanitizer_sees_a_missing_wait(device: SimulatedCuda) -> None:
 
 def test_a_steps_inputs_are_not_overwritten_before_they_are_copied(device: SimulatedCuda) -> None:
     buffers = StepBuffers(answers_of(4), 8, 1, 16, 63, torch.device("cuda"))
-    assert buffers._host.is_pinned() and buffers._copied is not None
+    copied: Any = buffers._copied
+    assert buffers._host.is_pinned() and copied is not None
     for step in range(3):
         inputs = buffers.fill_answers(answers_of(2), [1], [5 + step], [0], [[0]])
-        assert buffers._copied.num_waits == step + 1 and not buffers._copied.query()
+        assert copied.num_waits == step + 1 and not copied.query()
     assert inputs.step.contexts.tolist() == [8, 1]
 
 
 def test_bytes_are_moved_on_a_stream_and_the_device_of_their_memory(device: SimulatedCuda) -> None:
     """Not behind the model's steps, and in a rank above 0 not on GPU 0, where a kernel could not read
     them."""
-    seen: list[tuple[int, Stream]] = []
+    seen: list[tuple[int, Any]] = []
     stepped = threading.Event()
 
     class Engine(TransferEngine):

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model import attention_torch
@@ -94,7 +94,9 @@ def qwen2(dtype: torch.dtype = torch.float32) -> hf.Qwen2ForCausalLM:
         vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.15, eos_token_id=None,
     )  # fmt: skip
-    return hf.Qwen2ForCausalLM(config).to(dtype)
+    model = hf.Qwen2ForCausalLM(config)
+    nn.Module.to(model, dtype)
+    return model
 
 
 def graphed(model: LanguageModel, kv: BlockMemory) -> GraphedModel:

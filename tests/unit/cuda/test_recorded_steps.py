@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -52,7 +52,7 @@ def device() -> Iterator[SimulatedCuda]:
         yield simulated
 
 
-def language(device: SimulatedCuda, whole: hf.PreTrainedModel, kv_cache_dtype="auto") -> LanguageModel:
+def language(device: SimulatedCuda, whole: hf.PreTrainedModel, kv_cache_dtype: Any = "auto") -> LanguageModel:
     parts = probed_parts(device.put(whole.eval()), 16, kv_cache_dtype)
     return LanguageModel(replace(parts, attention=RecordedAttention()))
 
@@ -87,9 +87,12 @@ class Compared:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         return found
 
-    def decode(self, *arguments: list) -> None:
-        found = self.graphed.decode(*arguments, self._kvs[0]).cpu().clone()
-        expected = self.model.decode(*arguments, self._kvs[1]).cpu()
+    def decode(
+        self, token_ids: list[int], context_lens: list[int], deltas: list[int], tables: list[list[int]]
+    ) -> None:
+        ours, plain = self._kvs[:2]
+        found = self.graphed.decode(token_ids, context_lens, deltas, tables, ours).cpu().clone()
+        expected = self.model.decode(token_ids, context_lens, deltas, tables, plain).cpu()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
     def check_kv(self) -> None:
@@ -209,9 +212,10 @@ def test_a_step_is_one_copy_and_waits_for_none_but_the_last(device: SimulatedCud
 def test_all_sizes_share_their_logits(device: SimulatedCuda) -> None:
     compared = Compared(text_model(device))
     with torch.inference_mode():
-        replayed = [replay() for replay in compared.graphed._replays.values()]
-    (shared,) = {logits.held.untyped_storage().data_ptr() for logits in replayed}
-    assert shared == compared.graphed._logits.held.untyped_storage().data_ptr()
+        replayed: list[Any] = [replay() for replay in compared.graphed._replays.values()]
+    logits: Any = compared.graphed._logits
+    (shared,) = {each.held.untyped_storage().data_ptr() for each in replayed}
+    assert shared == logits.held.untyped_storage().data_ptr()
 
 
 class Decoder:

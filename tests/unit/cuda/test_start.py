@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import transformers as hf
 
 from cluster.config import machine
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, DecodeArgs, TransferArgs
 from cluster.engine.runner import LanguageRunner
 from cluster.errors import ConfigError
 from cluster.model import language_parts, parallel
@@ -70,8 +71,8 @@ def setup_of(args: ClusterArgs) -> WorkerSetup:
 
 
 @pytest.mark.parametrize("wire", ["raw", "int8"])
-def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: str, device: SimulatedCuda) -> None:
-    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", transfer={"codec": wire})
+def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: Any, device: SimulatedCuda) -> None:
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", transfer=TransferArgs(codec=wire))
     setup = setup_of(args)
     assert setup.device.type == "cuda" and setup.cpu_slots_folder is None
     language = load_language(args, setup, Role.LANGUAGE, SIZES)
@@ -80,7 +81,8 @@ def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: str, devi
     kv = language.kv
     graphed = GraphedModel(language.model, kv, RecordedSizes.up_to(2, 0), capture_cuda())
     graphed.warm_up()
-    runner = LanguageRunner(language.model, graphed, kv, features=None)
+    no_features: Any = None
+    runner = LanguageRunner(language.model, graphed, kv, no_features)
     runner.warm_up_prompt(20, [0, 1])
     runner.warm_up_answers(2, 20, [0, 1])
     assert runner.run([], lambda layer, ready: None) == []
@@ -106,7 +108,7 @@ def test_what_graphs_take_is_known_before_kv_is_sized(role, folder, device, monk
     monkeypatch.setattr(language_parts, "make_backend", lambda *_: RecordedAttention())
     monkeypatch.setattr(graphs, "GRAPH_BYTES", 1 << 20)
     caplog.set_level("INFO")
-    decode = {"max_batch_sequences": 2}
+    decode = DecodeArgs(max_batch_sequences=2)
     args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", decode=decode)
     sizes = replace(SIZES, num_kv_blocks=None, memory_share=0.5, max_step_tokens=20)
     language = load_language(args, setup_of(args), role, sizes)
@@ -135,8 +137,8 @@ def test_a_worker_that_asks_for_cuda_does_not_start_without(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "allows"), [("float32", False), ("bfloat16", True)])
-def test_float32_on_a_gpu_is_not_tf32(dtype: str, allows: bool, folder: Path, device: SimulatedCuda) -> None:
-    switches = (torch.backends.cudnn, torch.backends.cuda.matmul)
+def test_float32_on_a_gpu_is_not_tf32(dtype: Any, allows: bool, folder: Path, device: SimulatedCuda) -> None:
+    switches: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [switch.allow_tf32 for switch in switches]
     try:
         for switch in switches:

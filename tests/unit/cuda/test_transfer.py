@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
@@ -251,7 +252,7 @@ def test_the_threads_of_a_link_use_their_memorys_device_and_a_stream_of_their_ow
         carry = getattr(collective_group.Channel, verb)
 
         def watched(self, runs, carry=carry):
-            stream = torch.cuda.current_stream()
+            stream: Any = torch.cuda.current_stream()
             seen.add((torch.cuda.current_device(), stream.number > 0))
             carry(self, runs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 
@@ -10,9 +11,10 @@ from cluster.engine.features import FeatureStore
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.types.messages import FeatureGranted, FeatureShared
-from cluster.types.transfer import Grant
+from cluster.types.transfer import Contract, Grant
 
 NUM_BLOCKS = 4
+CONTRACT = Contract(0, "", 4, (), "raw", "")
 GRANTED, SHARED = FeatureGranted.__name__, FeatureShared.__name__
 
 
@@ -25,7 +27,7 @@ class FakeMover:
 
     def grant(self, lease_id, block_ids, generations, ttl_s):
         self.granted.append(lease_id)
-        return Grant(lease_id, b"", 0, NUM_BLOCKS, "", tuple(block_ids), tuple(generations), ttl_s)
+        return Grant(lease_id, b"", 0, NUM_BLOCKS, CONTRACT, tuple(block_ids), tuple(generations), ttl_s)
 
     def cancel(self, lease_id):
         self.cancelled.append(lease_id)
@@ -35,7 +37,7 @@ class Parts:
     def __init__(self):
         self.memory = BlockMemory(feature_layout(1, 4, torch.int64), NUM_BLOCKS)
         self.pool = BlockPool(NUM_BLOCKS, 4)
-        self.transfer_engine = FakeMover()
+        self.transfer_engine: Any = FakeMover()
         self.store = FeatureStore(self.memory, self.pool, self.transfer_engine)
         self.told: dict[tuple[str, int], list[str]] = defaultdict(list)  # kinds of message, per item
         self.grants: dict[tuple[str, int], Grant] = {}

@@ -154,6 +154,7 @@ def test_an_answer_does_not_keep_the_logits_of_a_prompt_whose_end_was_computed_h
             request = rig.decode.engine._requests.get("r")
             if request is not None and request.phase is LanguagePhase.RUNNING:
                 break
+        assert request is not None
         (choice,) = request.choices
         assert [sequence.last_logits for sequence in choice.sequences] == [None]
         relay.play()

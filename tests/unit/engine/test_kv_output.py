@@ -1,6 +1,7 @@
 """Which blocks go to decode, when, and in which pieces."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,7 +50,7 @@ class Recorder:
         self.aborted = reason
 
 
-def sequence(num_tokens, num_computed=0, first_block=100):
+def sequence(num_tokens, num_computed=0, first_block=100) -> Any:
     table = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
     return SimpleNamespace(
         num_prompt_tokens=num_tokens, num_computed_tokens=num_computed, block_table=table, num_blocks_sent=0,
@@ -57,9 +58,9 @@ def sequence(num_tokens, num_computed=0, first_block=100):
     )  # fmt: skip
 
 
-def request(*sequences, outgoing=None):
+def request(*sequences, outgoing=None) -> Any:
     num_blocks = [len(each.block_table) for each in sequences]
-    grant = SimpleNamespace(lease_id="", first_blocks=(), block_ids=range(sum(num_blocks)))
+    grant: Any = SimpleNamespace(lease_id="", first_blocks=(), block_ids=range(sum(num_blocks)))
     return SimpleNamespace(
         places=PromptPlaces(grant, num_blocks), sequences=list(sequences), main=sequences[0],
         outgoing=outgoing or Recorder(), first_tokens=(),
@@ -175,10 +176,19 @@ def test_as_many_blocks_travel_as_make_the_hand_over_shortest(num_blocks, block_
 
 # One block measures a link.
 WIDE = MemoryLayout((SegmentSpec(BLOCK_SIZE, (MIN_SENT_BYTES // BLOCK_SIZE,), torch.uint8),))
-BUDGET = SimpleNamespace(predicted_s=lambda tokens, context: 0.1 * tokens)
+BUDGET: Any = SimpleNamespace(predicted_s=lambda tokens, context: 0.1 * tokens)
 
 
-def cut(num_tokens, *, block_s=8.0, token_s=0.01, media_end=0, together=1, layout=WIDE, num_computed=0):
+def cut(
+    num_tokens,
+    *,
+    block_s: Any = 8.0,
+    token_s: Any = 0.01,
+    media_end=0,
+    together=1,
+    layout=WIDE,
+    num_computed=0,
+):
     req = request(
         sequence(num_tokens, num_computed), outgoing=Recorder(blocks_together=together, block_s=block_s)
     )
@@ -250,7 +260,7 @@ class Opener:
         return outgoing
 
 
-def received(name):
+def received(name) -> Any:
     return SimpleNamespace(
         grant=SimpleNamespace(lease_id=name, token_s=None, first_blocks=(), block_ids=range(2))
     )
@@ -259,7 +269,7 @@ def received(name):
 def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothing():
     closing = request(sequence(8, 8))
     closing.outgoing, closing.phase = None, LanguagePhase.CLOSING
-    transfer_engine = Opener("bad")
+    transfer_engine: Any = Opener("bad")
     targets = KvOutput(transfer_engine, BUDGET, WIDE)
     for name in ("closing", "gone", "bad"):
         targets.offer(name, received(name))
@@ -276,7 +286,8 @@ def test_between_layers_only_good_grants_of_prompts_in_the_step_are_used():
     requests = {"running": running, "other": other, "failing": failing}
     for each in requests.values():
         each.outgoing, each.phase = None, LanguagePhase.COMPUTING
-    targets = KvOutput(Opener("failing"), BUDGET, WIDE)
+    transfer_engine: Any = Opener("failing")
+    targets = KvOutput(transfer_engine, BUDGET, WIDE)
     for name in (*requests, "gone"):
         targets.offer(name, received(name))
     targets.take_early({"running": running, "failing": failing})
@@ -292,8 +303,9 @@ def test_a_grant_that_comes_too_late_is_given_back_at_once(phase):
     """To a request that has ended, or is about to."""
     outgoing, closing = Recorder(), request(sequence(8, 8))
     closing.outgoing, closing.phase = None, phase
-    targets = KvOutput(SimpleNamespace(open=lambda grant: outgoing), BUDGET, WIDE)
-    targets.offer("r", SimpleNamespace(lease_id="lease", token_s=None))
+    transfer_engine: Any = SimpleNamespace(open=lambda grant: outgoing)
+    targets = KvOutput(transfer_engine, BUDGET, WIDE)
+    targets.offer("r", received("lease"))
     assert list(targets.take({} if phase is None else {"r": closing})) == []
     assert outgoing.aborted == "the request has ended"
     assert closing.outgoing is None and not targets.by_lease

@@ -19,7 +19,7 @@ def tell(rig: Rig, message: StartPrefill | StartDecode) -> None:
     rig.clock.at += 0.01
 
 
-def admitted(rig: Rig, kind: type) -> list[str]:
+def admitted(rig: Rig, kind: type[PrefillAdmitted | DecodeGranted]) -> list[str]:
     return [message.request_id for message in rig.decode.said if isinstance(message, kind)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 from pytest import approx
 
@@ -31,7 +32,7 @@ def add(planner: PromptPlanner, name: str, arrived_at: float, is_ready: bool = F
     item = PlacedMedia(Modality.IMAGE, name, ((NUM_TEXT, NUM_ROWS),), MediaGeometry(NUM_ROWS))
     sequence = TokenSequence(name, Prompt(tuple(range(NUM_TOKENS)), (item,)))
     sequence.items_ready = {0} if is_ready else set()
-    request = SimpleNamespace(sequences=[sequence])
+    request: Any = SimpleNamespace(sequences=[sequence])
     planner.add(request, sequence, Ticket(name, arrived_at, NUM_TOKENS, is_text=False), ())
 
 

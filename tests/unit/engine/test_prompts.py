@@ -125,7 +125,7 @@ def test_a_prompt_larger_than_the_pool_is_refused_with_the_numbers():
     relay = Relay(rig)
     story = relay.start(make_request("r", 24 * 4))
     relay.play(5)
-    assert "97 tokens" in story.error and "holds 96" in story.error
+    assert story.error is not None and "97 tokens" in story.error and "holds 96" in story.error
     rig.audit()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -197,7 +198,9 @@ def test_a_proposer_that_raises_keeps_nothing_of_the_choices_that_it_was_asked_f
             self.forgotten.append(request_id)
 
     broken = Broken()
-    runner = LanguageRunner(None, None, None, None, speculator=Speculator(broken, 4))
+    unused: Any = None
+    speculator = Speculator(broken, 4)
+    runner = LanguageRunner(unused, unused, unused, unused, speculator=speculator)
     asked = [
         GenerateRequest(name, Prompt((1, 2)), (SamplingParams(),) * 2, StopParams(9)) for name in ("a", "b")
     ]
@@ -209,4 +212,4 @@ def test_a_proposer_that_raises_keeps_nothing_of_the_choices_that_it_was_asked_f
             ]
         )
     assert broken.forgotten == ["a/0", "a/1", "b/0", "b/1"]
-    assert not runner._speculator._lengths
+    assert not speculator._lengths

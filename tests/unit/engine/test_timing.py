@@ -31,7 +31,9 @@ class TimedRig(Rig):
 
     def _hear(self, batch) -> None:
         for message in (message for _, message in batch if isinstance(message, Tokens)):
-            for event in (event for event in message.events if event.timing is not None):
+            for event in message.events:
+                if event.timing is None:
+                    continue
                 assert event.request_id not in self.told and event.choice_idx == 0
                 self.told[event.request_id] = event.timing
                 self.told_at[event.request_id] = self.clock.at

@@ -33,7 +33,7 @@ class WindowRig(Rig):
     ones. It writes and checks through the table alone, so a block that another request uses by now is
     found."""
 
-    def __init__(self, window: int, *, max_draft: int = 0, seed: int = 0, **sizes: int):
+    def __init__(self, window: int, *, max_draft: int = 0, seed: int = 0, **sizes: Any):
         super().__init__(window=window, **sizes)
         self.window, self.max_draft = window, max_draft
         self._draw = random.Random(seed)
@@ -55,7 +55,7 @@ class WindowRig(Rig):
                 assert sequence.block_table[: sequence.num_dropped] == [0] * sequence.num_dropped
 
     def _decode_runner(self, features: FeatureStore) -> ScriptedRunner:
-        runner = super()._decode_runner(features)
+        runner: Any = super()._decode_runner(features)
         runner.answer = self._answer
         runner.propose = self._propose
         return runner

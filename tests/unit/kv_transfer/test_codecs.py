@@ -116,7 +116,8 @@ def test_every_element_arrives_within_half_a_scale(name, dtype, heads, widths, b
 )
 @needs_native
 def test_native_code_makes_the_bytes_of_torch(variant, shapes, dtype, name) -> None:
-    layout = layout_of(*shapes, dtype)
+    key_shape, value_shape = shapes
+    layout = layout_of(key_shape, value_shape, dtype)
     kv = filled(layout, 12)
     spoil(kv)
     blocks = np.random.default_rng(0).permutation(12).reshape(3, 4)
@@ -259,7 +260,8 @@ def test_the_error_metric_is_the_mean_deviation(name: CodecName) -> None:
 def test_outlier_channels_of_k_do_not_matter_to_attention() -> None:
     key, value, query = torch.randn(192, 2, 64), torch.randn(192, 2, 64), torch.randn(8, 4, 64)
     larger = torch.where(torch.arange(64) % 16 == 0, 20.0, 1.0)
-    for codec, low, high in (("int8", 0.0, 0.02), ("int4", 0.05, 0.3)):
+    bounds: dict[quantisation.CodecName, tuple[float, float]] = {"int8": (0.0, 0.02), "int4": (0.05, 0.3)}
+    for codec, (low, high) in bounds.items():
         plain = attention_error(key, value, query, codec, quantisation.RUN_CHANNELS)
         outliers = attention_error(key * larger, value, query / larger, codec, quantisation.RUN_CHANNELS)
         assert low < plain < high

@@ -7,6 +7,7 @@ import itertools
 import socket
 import threading
 import time
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,7 +46,7 @@ def make():
     agents = []
 
     def one(name):
-        agent = CollectiveAgent(name, "127.0.0.1")
+        agent: Any = CollectiveAgent(name, "127.0.0.1")
         agent.memory = BlockMemory(LAYOUT, NUM_BLOCKS)
         agents.append(agent)
         agent.memory.buffer.fill_(len(agents))

@@ -7,6 +7,7 @@ import queue
 import threading
 from multiprocessing import Pipe
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ class Worker:
         self.memories = [BlockMemory(LAYOUT, 8) for _ in range(NUM_RANKS)]
         self.events = []
         self.reached = True  # whether rank 1's forwards have come as far as rank 0's
-        sides = [{"outgoing" if is_writer else "incoming": memory} for memory in self.memories]
+        sides: list[dict[str, Any]] = [
+            {"outgoing" if is_writer else "incoming": memory} for memory in self.memories
+        ]
         self.link = RankLink(Instant(lambda order: self.rank_follower.follow(order)))  # type: ignore[arg-type]
         self.rank_follower = RankFollower(
             Instant(

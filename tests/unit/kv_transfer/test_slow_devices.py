@@ -5,6 +5,7 @@ such leases: test_leases.py, test_wire.py."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -158,7 +159,7 @@ def test_a_lease_that_is_discarded_while_it_settles_ends_when_it_has(pair, happe
 @pytest.mark.parametrize("happens", ["its time is over", "its writer has ended"])
 def test_a_lease_whose_writer_is_done_neither_expires_nor_is_orphaned(pair, happens):
     settle_at_the_owner(pair)
-    writer = ProcessId("boot", "namespace", 7, 1)
+    writer = ProcessId("boot", 4026531836, 7, 1)
     pair.owner.note_writer("lease", [writer])
     pair.ended.add(writer)
     pair.clock.at += TTL_S + MARGIN_S if happens == "its time is over" else 1.0
@@ -186,7 +187,7 @@ def test_a_second_word_is_ignored_while_the_first_is_checked(pair, monkeypatch, 
 
 @pytest.mark.parametrize("side", ["writer", "owner"])
 def test_closing_meanwhile_gives_every_lease_one_end(side):
-    pair = Pair(SlowMemory)
+    pair: Any = Pair(SlowMemory)
     pair.source.num_looks = pair.target.num_looks = lambda: 10**9  # a device that hangs
     sum_at_the_writer(pair) if side == "writer" else None
     if side == "owner":

@@ -290,7 +290,7 @@ def test_when_one_side_dies_the_other_is_told_and_frees_everything(dies):
         other = pair.received if dies == "writer" else pair.sent
         assert len(other) == 1
         survivor = pair.owner_wire if dies == "writer" else pair.writer_wire
-        assert survivor.num_used == 0
+        assert survivor is not None and survivor.num_used == 0
 
 
 def test_a_decoder_that_fails_costs_its_lease_only_and_the_next_notice_is_read(pair, monkeypatch):

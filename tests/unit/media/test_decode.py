@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import zlib
+from typing import Any
 
 import av
 import numpy as np
@@ -170,8 +171,8 @@ def test_a_sound_at_the_models_rate_equals_what_soundfile_reads(form, channels):
 )
 def test_resampling_is_ffmpegs_and_does_not_see_where_packets_end(form, rate):
     data = files.audio(0.7, rate, form)
-    with av.open(io.BytesIO(data)) as container:
-        samples = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
+    with av.open(io.BytesIO(data), "r") as container:
+        samples: Any = np.concatenate([frame.to_ndarray() for frame in container.decode(audio=0)], axis=1)
         source = container.streams.audio[0].codec_context
         whole = av.AudioFrame.from_ndarray(samples, format=source.format.name, layout=source.layout.name)
         whole.sample_rate = source.sample_rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import av
 import numpy as np
@@ -135,10 +136,11 @@ def test_frames_equal_those_that_transformers_reads_with_pyav(form, codec, strat
         else files.video_of(files.scenes(9, 11), 10, form, codec, gop_size=6)
     )
     frames, probed = decoded_as_probed(data, MediaOptions(strategy=strategy))
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         num_frames = sum(1 for _ in container.decode(video=0))
     assert probed.num_source_frames == num_frames
-    theirs, _ = read_video_pyav(io.BytesIO(data), lambda metadata: list(probed.frame_idx))
+    file: Any = io.BytesIO(data)  # typed as a path only
+    theirs, _ = read_video_pyav(file, lambda metadata: list(probed.frame_idx))
     _, rows = np.unique(probed.frame_idx, return_index=True)  # theirs has no repeated frames
     np.testing.assert_array_equal(frames[rows], theirs)
 

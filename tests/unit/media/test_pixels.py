@@ -6,6 +6,7 @@ import base64
 import io
 import struct
 import zlib
+from typing import Any
 
 import av
 import numpy as np
@@ -177,7 +178,7 @@ def clip(codec: str, pixel_format: str, form: str, num_frames: int = 4) -> bytes
     out = io.BytesIO()
     still = np.kron(np.asarray(noisy_icon()), np.ones((8, 8, 1), np.uint8))
     with av.open(out, "w", format=form) as container:
-        stream = container.add_stream(codec, rate=2)
+        stream: Any = container.add_stream(codec, rate=2)
         stream.width = stream.height = 8 * SIDE
         stream.pix_fmt = pixel_format
         for idx in range(num_frames):

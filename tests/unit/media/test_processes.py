@@ -269,12 +269,19 @@ def test_what_does_not_start_is_unavailable_and_a_server_that_ends_is_started_ag
     server.close()
     made = Pool(hostile)
     made.decode("good")
-    process = os.dup(made.openers[0]._process)
-    hostile._process.kill()
+    opener = made.openers[0]._process
+    assert opener is not None
+    process = os.dup(opener)
+    process_of(hostile).kill()
     assert _ends(process), "an opener ends with its server"
-    hostile._process.wait()
+    process_of(hostile).wait()
     made.check()
     made.decoders.close()
+
+
+def process_of(server: OpenerServer) -> subprocess.Popen[bytes]:
+    assert server._process is not None
+    return server._process
 
 
 class HungServer:
@@ -284,11 +291,11 @@ class HungServer:
         self.server = OpenerServer("tests.fakes.hostile_opener")
         self.made = Pool(self.server)
         self.made.decode("good")
-        self.pid = self.server._process.pid
+        self.pid = process_of(self.server).pid
         os.kill(self.pid, signal.SIGSTOP)
 
     def wait_for(self, end: socket.socket, timeout_s: float) -> None:
-        if self.server._process.pid == self.pid and timeout_s == FORK_TIMEOUT_S:
+        if process_of(self.server).pid == self.pid and timeout_s == FORK_TIMEOUT_S:
             raise TimeoutError
 
     def ask(self, num_orders: int) -> None:
@@ -315,7 +322,7 @@ class HungServer:
 def test_a_server_that_hangs_is_replaced_and_its_files_are_opened(caplog):
     hung = HungServer()
     hung.ask(3)
-    assert hung.server._process.pid != hung.pid
+    assert process_of(hung.server).pid != hung.pid
     assert caplog.text.count("hangs: it is replaced") == 1 and "over a media file" not in caplog.text
     hung.close()
 
@@ -326,8 +333,8 @@ def test_a_server_that_imports_slowly_is_waited_for():
     made = Pool(server)
     made.decode("good")
     assert server.start_timeout_s == FORK_TIMEOUT_S < START_TIMEOUT_S
-    server._process.kill()
-    server._process.wait()
+    process_of(server).kill()
+    process_of(server).wait()
     Opener(server).close()
     assert server.start_timeout_s == START_TIMEOUT_S, "the one in its place imports, too"
     made.decoders.close()
@@ -337,6 +344,7 @@ def test_a_server_that_imports_slowly_is_waited_for():
 def test_nothing_is_left_of_a_process_that_is_killed():
     command = [sys.executable, "-m", "tests.fakes.hostile_opener", "ask"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as asker:
+        assert asker.stdout is not None
         processes = [os.pidfd_open(int(pid)) for pid in asker.stdout.readline().split()]
         asker.kill()
     assert len(processes) == 2 and all(map(_ends, processes))

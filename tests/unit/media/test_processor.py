@@ -144,6 +144,7 @@ def test_the_other_families_agree_with_their_processors(demo_model, tmp_path, fa
         out = hf(text=[hf.video_token], videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
                  video_metadata=[metadata], return_tensors="pt", **kwargs)  # fmt: skip
         geometry = loaded.geometry(MediaProbe(Modality.VIDEO, width, height, num_frames, 3.0))
+        assert geometry.grid_thw is not None
         assert [list(geometry.grid_thw)] == out["video_grid_thw"].tolist()
         assert geometry.num_tokens == count(out, hf, Modality.VIDEO)
         theirs = out.get("second_per_grid_ts")

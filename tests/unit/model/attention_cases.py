@@ -43,6 +43,10 @@ def make_step(shape: Shape, sizes: list[tuple[int, int]], spans: bool = False, s
     """sizes: (tokens of the context, new tokens) per sequence. spans: a two-way span over each chunk's
     end."""
     generator = torch.Generator().manual_seed(seed)
+
+    def random(count: int, width: int) -> torch.Tensor:
+        return torch.randn(count, shape.kv_heads, width, generator=generator).to(shape.dtype)
+
     block_size = shape.block_size
     num_blocks = [-(-(context + new) // block_size) for context, new in sizes]
     rows = [(shape.kv_heads, shape.key_width), (shape.kv_heads, shape.value_width)]
@@ -55,10 +59,7 @@ def make_step(shape: Shape, sizes: list[tuple[int, int]], spans: bool = False, s
         table[torch.arange(sum(size)) // block_size] * block_size + torch.arange(sum(size)) % block_size
         for table, size in zip(ids, sizes, strict=True)
     ]
-    contexts = [
-        tuple(torch.randn(sum(size), *row, generator=generator).to(shape.dtype) for row in rows)
-        for size in sizes
-    ]
+    contexts = [(random(sum(size), shape.key_width), random(sum(size), shape.value_width)) for size in sizes]
     cache = layer_cache(kv, 0)
     for own, (key, value), (context, _) in zip(slots, contexts, sizes, strict=True):
         cache.write(own[:context], key[:context], value[:context])

@@ -3,6 +3,8 @@ and in prefill; and the attention function itself."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -144,7 +146,7 @@ def test_on_layer_is_called_between_the_write_and_the_attention() -> None:
             calls.append("attend")
             return query
 
-    module = torch.nn.Identity()
+    module: Any = torch.nn.Identity()
     module.layer_idx = 0
     step = make_step(Shape(HEADS, key_width=8, value_width=8), [(4, 1)])
     step.batch.on_layer = calls.append
@@ -155,4 +157,5 @@ def test_on_layer_is_called_between_the_write_and_the_attention() -> None:
 
 def test_a_backbone_that_is_run_from_elsewhere_says_so() -> None:
     with pytest.raises(RuntimeError, match="only inside LanguageModel"):
-        paged_attention(torch.nn.Identity(), *[torch.zeros(1, 1, 1, 1)] * 3, None)
+        nothing = torch.zeros(1, 1, 1, 1)
+        paged_attention(torch.nn.Identity(), nothing, nothing, nothing, None)

@@ -3,12 +3,14 @@ backend where the bits must agree."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.attention import LayerAttention, PagedBatch
 from cluster.model.attention_cpu import CpuAttention, can_run, visible_ranges
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cpu.library import load_variant
@@ -35,13 +37,19 @@ class NoFallback:
         raise AssertionError("attended through the fallback")
 
 
-def native(name: str, fallback: AttentionBackend | None = None) -> CpuAttention:
-    return CpuAttention(LIBRARIES[name], fallback or NoFallback())
+def native(name: str, fallback: Any = None) -> CpuAttention:
+    backend: Any = fallback or NoFallback()
+    return CpuAttention(LIBRARIES[name], backend)
 
 
 each_variant = pytest.mark.parametrize("variant", LIBRARIES)
 each_format = pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+
+
+def shape_of(heads, widths, block_size, dtype, kv_cache_dtype) -> Shape:
+    (num_heads, num_kv_heads), (key_width, value_width) = heads, widths
+    return Shape(num_heads, num_kv_heads, key_width, value_width, block_size, dtype, kv_cache_dtype)
 
 
 @each_variant
@@ -65,7 +73,7 @@ def test_native_attention_equals_dense_attention(
 ) -> None:
     if decode:
         sizes = [(context, 1) for context, _ in sizes]
-    shape = Shape(*heads, *widths, block_size, dtype, kv_cache_dtype)
+    shape = shape_of(heads, widths, block_size, dtype, kv_cache_dtype)
     step = make_step(shape, sizes, spans)
     layer = LayerAttention(
         widths[0] ** -0.5, window, softcap, torch.linspace(-1, 1, heads[0]) if sinks else None
@@ -95,7 +103,7 @@ def test_a_long_context_is_split_and_merged(variant, dtype, kv_cache_dtype) -> N
 @each_format
 @pytest.mark.parametrize("widths", [(64, 64), (96, 40), (7, 130)])
 def test_native_writes_leave_the_same_bytes_as_torch_writes(variant, dtype, kv_cache_dtype, widths) -> None:
-    shape = Shape(4, 2, *widths, 4, dtype, kv_cache_dtype)
+    shape = shape_of((4, 2), widths, 4, dtype, kv_cache_dtype)
     native_step, torch_step = make_step(shape, [(3, 30), (0, 9)]), make_step(shape, [(3, 30), (0, 9)])
     scale = torch.logspace(-9, 4, len(native_step.key), dtype=torch.float64)[:, None, None]
     scale[5] = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from cluster.model.attention import PagedBatch
 from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import Kernels
 from cluster.model.layers.search import whole_decoder
-from cluster.model.layers.trial import WholeDecoder
 from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 from tests.unit.model.test_cpu_layer import (
     _TINY,
@@ -29,7 +29,7 @@ from tests.unit.model.test_cpu_layer import (
 )
 
 VOCABULARY = 131
-_MIXED = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+_MIXED: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     **FAMILIES,
     "qwen2, some windows": lambda: hf.Qwen2Model(hf.Qwen2Config(**_TINY, **_MIXED)),
@@ -43,8 +43,8 @@ class Model:
     """A text model of native layers, its packed head, and the decoder that runs both in one call."""
 
     paged: Paged
-    head: nn.Module
-    decoder: WholeDecoder | None
+    head: Any
+    decoder: Any  # WholeDecoder, or None
 
     def separately(self, step: PagedBatch, positions: Tensor, x: Tensor, wanted: Tensor) -> Tensor:
         hidden = self.paged.text(
@@ -56,13 +56,14 @@ class Model:
         return self.decoder.logits(x[None].clone(), positions, step, wanted)
 
 
-def native(text: hf.PreTrainedModel, kernels: Kernels = best_kernels, **options: str) -> Model:
+def native(text: hf.PreTrainedModel, kernels: Kernels = best_kernels, **options: Any) -> Model:
     """`options`: kv_cache_dtype, weight_dtype."""
     weights = {"weight_dtype": options.get("weight_dtype", "auto")}
     paged = Paged(text, kernels, options.get("kv_cache_dtype", "auto")).optimised(kernels, **weights)
     linear = nn.Linear(text.config.hidden_size, VOCABULARY, bias=False).to(text.dtype).eval()
     ours = CpuLayerKernels(kernels, **weights)
     head = ours.replace_modules(paged.text, linear)
+    assert head is not None
     decoder = whole_decoder(paged.text, head, ours, paged.trial())
     return Model(paged, head, decoder)
 

@@ -26,17 +26,17 @@ from tests.unit.model.native_kernels import best_kernels, each_dtype, each_varia
 LENGTHS = (64, 3, 1, 140)  # of packed sequences
 HIDDEN = 48  # a width that fills no vector of the widest kernels
 
-_VISION = {"depth": 2, "hidden_size": HIDDEN, "intermediate_size": 70, "num_heads": 4}
+_VISION: dict[str, Any] = {"depth": 2, "hidden_size": HIDDEN, "intermediate_size": 70, "num_heads": 4}
 _LAYERS = {
     "hidden_size": HIDDEN,
     "intermediate_size": 70,
     "num_attention_heads": 4,
     "attn_implementation": "sdpa",
 }
-_AUDIO = {"d_model": HIDDEN, "encoder_ffn_dim": 70, "encoder_attention_heads": 4}
+_AUDIO: dict[str, Any] = {"d_model": HIDDEN, "encoder_ffn_dim": 70, "encoder_attention_heads": 4}
 
 
-def _block(block: Callable[..., nn.Module], config: hf.PreTrainedConfig) -> nn.Module:
+def _block(block: Callable[..., nn.Module], config: Any) -> nn.Module:
     config._attn_implementation = "sdpa"
     return block(config)
 
@@ -101,7 +101,7 @@ def num_native(tower: nn.Module) -> int:
     return sum(isinstance(module.__dict__.get("forward"), NativeEncoderLayer) for module in tower.modules())
 
 
-def run(tower: nn.Module, x: Tensor, **arguments: Any) -> Tensor:
+def run(tower: Any, x: Tensor, **arguments: Any) -> Tensor:
     for block in tower[0]:
         x = block(x, **arguments)
         x = x[0] if isinstance(x, tuple) else x
@@ -185,26 +185,26 @@ def test_sequences_that_do_not_cover_the_rows_are_refused(rows: int):
         run(native, torch.randn(rows, HIDDEN), cu_seqlens=torch.tensor([0, 5]))
 
 
-def _shifted(block: nn.Module) -> None:
+def _shifted(block: Any) -> None:
     block.norm1.weight += 1
     block.norm1.forward = lambda x: nn.functional.rms_norm(x, x.shape[-1:], block.norm1.weight - 1, 1e-6)
 
 
-def _of_another_scale(block: nn.Module) -> None:
+def _of_another_scale(block: Any) -> None:
     block.attn.scaling = 1.0
 
 
-def _with_one_more_weight(block: nn.Module) -> None:
+def _with_one_more_weight(block: Any) -> None:
     block.scale = nn.Parameter(torch.ones(HIDDEN))
 
 
-def _heard(block: nn.Module) -> None:
+def _heard(block: Any) -> None:
     block.mlp.register_forward_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize("change", [_shifted, _of_another_scale, _with_one_more_weight, _heard])
 def test_a_block_that_computes_something_else_stays(change: Callable[[nn.Module], None]):
-    tower = tower_of(PACKED["qwen2.5-vl"])
+    tower: Any = tower_of(PACKED["qwen2.5-vl"])
     change(tower[0][1])
     assert optimise_encoder_layers(tower, best_kernels) == 1
     assert num_native(tower[0][1]) == 0
@@ -248,7 +248,7 @@ def test_patches_equal_the_convolution(kernels: Kernels, dtype, convolution: nn.
 
 
 @pytest.mark.parametrize("options", [{"stride": 2}, {"stride": 3, "padding": 1}, {"stride": 3, "groups": 2}])
-def test_a_convolution_of_another_kind_stays(options: dict[str, int]):
+def test_a_convolution_of_another_kind_stays(options: dict[str, Any]):
     tower = nn.Sequential(nn.Conv2d(4, 4, 3, **options))
     assert optimise_patches(tower, best_kernels) == 0
     assert not isinstance(tower[0], NativePatches)

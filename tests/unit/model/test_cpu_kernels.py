@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -213,11 +214,11 @@ def test_an_rms_norm_equals_transformers(kernels: Kernels, dtype, width):
 
 # Whole models
 
-_TINY = {
+_TINY: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.15, "eos_token_id": None, "pad_token_id": 0, "head_dim": 16,
 }  # fmt: skip
-_TINY_MOE = {
+_TINY_MOE: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -253,8 +254,8 @@ def count(model: nn.Module, kind: type[nn.Module]) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_answers_the_same_tokens_after_optimise(family):
-    model = tiny(family)
-    native = optimised(model)
+    model: Any = tiny(family)
+    native: Any = optimised(model)
     ids = torch.randint(1, 131, (3, 9))
     options = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(native.generate(ids, **options), model.generate(ids, **options))

@@ -32,11 +32,11 @@ STEPS = (  # per sequence: tokens in the cache, new tokens; prefill, a chunk bes
     ((9, 1), (1, 6), (17, 1)),
     ((10, 1), (7, 1), (18, 1)),
 )
-_TINY = {
+_TINY: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.15, "pad_token_id": 0, "head_dim": 16,
 }  # fmt: skip
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "llama": lambda: hf.LlamaModel(hf.LlamaConfig(**_TINY)),
     "qwen2": lambda: hf.Qwen2Model(hf.Qwen2Config(**_TINY)),
@@ -46,7 +46,7 @@ FAMILIES: dict[str, Callable[[], hf.PreTrainedModel]] = {
         hf.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLTextConfig(**_TINY, rope_parameters=_MROPE)
     ),
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OTHERS: dict[str, Callable[[], hf.PreTrainedModel]] = {
     "norms that add one": lambda: hf.GemmaModel(hf.GemmaConfig(**_TINY)),
     "more norms": lambda: hf.Gemma3TextModel(hf.Gemma3TextConfig(**_TINY)),
@@ -66,7 +66,7 @@ class Paged:
 
     def __init__(self, text: hf.PreTrainedModel, kernels: Kernels, kv_cache_dtype: KvCacheDtype = "auto"):
         config = text.config
-        self.text = text
+        self.text: Any = text
         self.text.set_attn_implementation(ATTENTION_NAME)
         rows = [(config.num_key_value_heads, config.head_dim)] * 2 * config.num_hidden_layers
         self.layout = MemoryLayout(kv_segments(rows, BLOCK_SIZE, text.dtype, kv_cache_dtype))
@@ -130,7 +130,7 @@ def indices_of(sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
     return [torch.arange(context, context + new) for context, new in sizes]
 
 
-def tiny(text: hf.PreTrainedModel, dtype: torch.dtype = torch.float32) -> hf.PreTrainedModel:
+def tiny(text: Any, dtype: torch.dtype = torch.float32) -> Any:
     for parameter in text.parameters():
         if parameter.ndim == 1:
             parameter.add_(0.1 * torch.randn_like(parameter))

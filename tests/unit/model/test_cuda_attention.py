@@ -82,7 +82,7 @@ def cute_module(calls: list[str]) -> SimpleNamespace:
         if page_table is None:
             arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
             return older.flash_attn_varlen_func(q, k, v, *arguments, **keywords), None
-        assert cu_seqlens_k is None and max_seqlen_k >= seqused_k.max()
+        assert cu_seqlens_k is None and seqused_k is not None and max_seqlen_k >= seqused_k.max()
         return older.flash_attn_with_kvcache(
             q, k, v, cache_seqlens=seqused_k, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
             max_seqlen_q=max_seqlen_q, **keywords,

@@ -134,7 +134,7 @@ def test_attention_compiles(
         "TILE": tiles.prompt_keys if is_prompt else tiles.row_keys,
     }  # fmt: skip
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-    kinds = dict.fromkeys(("query", "out", "key", "value", "sinks"), kind)
+    kinds: dict[str, str] = dict.fromkeys(("query", "out", "key", "value", "sinks"), kind)
     if kv_cache_dtype == "int8":
         kinds |= {"key": "*i8", "value": "*i8", "key_scales": "*i32", "value_scales": "*i32"}
     else:

@@ -7,6 +7,7 @@ import os
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def kv_cache(
 
 
 def bits_of(cache: LayerCache) -> list[Tensor]:
-    stores = (cache.key, cache.value)
+    stores: tuple[Any, Any] = (cache.key, cache.value)
     return [
         part.clone()
         for store in stores
@@ -242,14 +243,14 @@ def test_rows_of_modules_are_written_as_by_the_cache_itself(
         assert torch.equal(actual, right)
 
 
-def without_down(module: nn.Module) -> nn.Module:
+def without_down(module: nn.Module) -> Any:
     """An MLP that returns what its projection down would get."""
     module.down_proj = nn.Identity()
     return module
 
 
 def mlp(name: str) -> nn.Module:
-    sizes = {"hidden_size": 12, "intermediate_size": 20}
+    sizes: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 20}
     if name == "gemma":
         return modeling(name).GemmaMLP(hf.GemmaConfig(**sizes))
     if name == "deepseek_v4":

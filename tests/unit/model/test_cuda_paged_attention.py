@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,7 +131,8 @@ def test_unwritten_rows_are_not_read(window: int | None) -> None:
         first = 0 if window is None else max(0, context - new - window + 1)
         unseen = torch.cat([torch.arange(first), torch.arange(context, step.batch.block_tables.shape[1] * 4)])
         blocks = step.batch.block_tables[i][unseen // 4]
-        for store in (step.cache.key, step.cache.value):
+        stores: tuple[Any, Any] = (step.cache.key, step.cache.value)
+        for store in stores:
             store.data.flatten(0, 1)[(blocks * 4 + unseen % 4)[blocks > 0]] = float("nan")
     step.batch.kv.segments[0][0] = step.batch.kv.segments[1][0] = float("nan")
     torch.testing.assert_close(attended(step, layer), expected, rtol=1e-4, atol=1e-5)
@@ -213,9 +215,12 @@ def test_the_plan_covers_every_token_and_key_once(sizes, window, group, with_spa
     seqs = np.repeat(np.arange(len(sizes)), counts)
     indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
     ends = contexts[seqs] if with_spans else indices + 1
-    tensors = [torch.from_numpy(each.astype(np.int32)) for each in (seqs, indices, ends, starts, contexts)]
+    tensors: Any = [
+        torch.from_numpy(each.astype(np.int32)) for each in (seqs, indices, ends, starts, contexts)
+    ]
     tiles = Tiles(group, max(16, group), max(64, group), 64, 64, 8, 5, 3, 3, 1, (16, 1), (16, 1))
-    step = StepTensors(*tensors, torch.zeros(len(sizes), 1), 4, bool((counts < 2).all()))
+    tables, is_decode = torch.zeros(len(sizes), 1), bool((counts < 2).all())
+    step = StepTensors(*tensors, tables=tables, block_size=4, is_decode=is_decode)
     made = plan(step, tiles, window)
     capacity = item_capacity(len(seqs), len(sizes), tiles, step.is_decode)
     num_places = place_capacity(len(seqs), len(sizes))

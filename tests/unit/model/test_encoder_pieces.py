@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def runner_of(encoder: EncoderModel) -> EncoderRunner:
 
 
 def encode(
-    runner: EncoderRunner, modality: Modality, prepared: Prepared, cuts: list[int], **options: int
+    runner: EncoderRunner, modality: Modality, prepared: Prepared, cuts: list[int], **options: Any
 ) -> Tensor:
     """The rows of the pieces between the cuts, each encoded by a call of its own."""
     edges = [0, *cuts, prepared.num_units]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers as hf
@@ -9,14 +11,14 @@ from torch import nn
 
 from cluster.model.layers.parts import DecoderParts, LayerHalf, decoder_parts
 
-_TINY = {
+_TINY: dict[str, Any] = {
     "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "head_dim": 8,
 }  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
-def parts_of(model: hf.PreTrainedModel) -> DecoderParts | None:
+def parts_of(model: Any) -> DecoderParts | None:
     return decoder_parts(model.layers[0])
 
 
@@ -57,7 +59,7 @@ def test_the_factor_of_a_residual_is_a_part():
 
 def test_other_layers_are_not_recognised():
     assert parts_of(hf.CohereModel(hf.CohereConfig(**_TINY))) is None
-    listened_to = hf.LlamaModel(hf.LlamaConfig(**_TINY))
+    listened_to: Any = hf.LlamaModel(hf.LlamaConfig(**_TINY))
     listened_to.layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)
     assert parts_of(listened_to) is None
     larger = hf.LlamaModel(hf.LlamaConfig(**_TINY))

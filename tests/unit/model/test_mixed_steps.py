@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_prompts_and_drafts_in_a_step_change_nothing_for_running_answers(model: 
     first, *others = one_token_chunks()
     logits = model.forward([first, unfinished, *others, drafts, prompt], packed)
     exact = model.kernels_s is not None  # products of torch's libraries depend on the number of rows
-    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-4}
+    tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(logits, torch.cat(expected), **tolerance)
     torch.testing.assert_close(
         packed.buffer.view(torch.float32), apart.buffer.view(torch.float32), **tolerance

@@ -37,7 +37,9 @@ def test_generated_tokens_go_on_where_the_prompt_that_was_asked_ends(attempts):
 def test_a_negative_prompt_is_resumed_with_the_same_tokens():
     guidance = Guidance(1.5, Prompt((9, 9)))
     request = GenerateRequest("r", Prompt(ASKED), (SamplingParams(),), StopParams(50), guidance)
-    negative = request.resumed("s", (0,), (7, 8, 6), 0.0).guidance.negative_prompt
+    guided = request.resumed("s", (0,), (7, 8, 6), 0.0).guidance
+    assert guided is not None
+    negative = guided.negative_prompt
     assert negative.num_generated == 3 and negative.as_asked == Prompt((9, 9))
     placed = RULES[PositionForm.ONE_DIMENSIONAL].of_prompt(nn.Module(), negative)
     assert placed.position_ids.tolist() == [0, 1, 2, 3, 4] and placed.delta == 0

@@ -1,5 +1,7 @@
 """What the probe of a backbone refuses: a window that our attention would not see."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -11,7 +13,7 @@ import cluster.model  # noqa: F401  (prepares torchvision)
 from cluster.errors import ConfigError
 from cluster.model.probe import probe_backbone
 
-_TINY = {
+_TINY: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,

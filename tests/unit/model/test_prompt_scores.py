@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -61,5 +63,5 @@ def test_rows_are_taken_in_the_order_of_their_targets() -> None:
     scores = PromptScores([0, 1], [1, 0], 1)
     for row in torch.tensor([[[0.0, -torch.inf]], [[-1.0, -1.0]]]):
         scores.take(row)
-    half = pytest.approx(-0.6931472)
+    half: Any = pytest.approx(-0.6931472)
     assert scores.found == [TokenLogprobs(-torch.inf, (0,), (0.0,)), TokenLogprobs(half, (0,), (half,))]

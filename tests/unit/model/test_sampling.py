@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         chain.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
         chain.append(MinPLogitsWarper(params.min_p))
-    return chain(None, logits)
+    no_ids: Any = None
+    return chain(no_ids, logits)
 
 
 def chi_square(counts: torch.Tensor, probs: torch.Tensor) -> tuple[float, int]:

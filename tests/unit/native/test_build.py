@@ -54,6 +54,12 @@ def test_a_changed_source_is_another_library(one_small_source):
     assert build(one_small_source.parent, VARIANTS[-1], [one_small_source]) != first
 
 
+def built(folder: Path) -> Path:
+    library = build(folder.parent, VARIANTS[-1], [folder])
+    assert library is not None
+    return library
+
+
 @pytest.fixture
 def open_umask() -> Iterator[None]:
     before = os.umask(0)
@@ -62,13 +68,13 @@ def open_umask() -> Iterator[None]:
 
 
 def test_what_is_built_is_closed_to_others_whatever_the_umask(one_small_source, open_umask):
-    library = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
+    library = built(one_small_source)
     assert [path.stat().st_mode & 0o022 for path in (library, one_small_source)] == [0, 0]
 
 
 @pytest.mark.parametrize("part", ["library", "folder"])
 def test_a_library_that_others_may_have_written_is_built_again(one_small_source, part):
-    library = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
+    library = built(one_small_source)
     library.write_bytes(b"of others")
     (library if part == "library" else one_small_source).chmod(0o777)
     if part == "folder":
@@ -79,14 +85,14 @@ def test_a_library_that_others_may_have_written_is_built_again(one_small_source,
 
 
 def test_a_library_of_another_user_is_not_used(one_small_source, caplog):
-    library = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
+    library = built(one_small_source)
     others = {library.stat().st_uid + 1}
     assert build(one_small_source.parent, VARIANTS[-1], [one_small_source], owners=others) is None
     assert "for this user alone" in caplog.text
 
 
 def test_no_link_that_others_have_placed_is_followed(one_small_source, tmp_path):
-    library = build(one_small_source.parent, VARIANTS[-1], [one_small_source])
+    library = built(one_small_source)
     kept = tmp_path / "kept"
     kept.write_text("kept")
     for place in (library, one_small_source / ".gitignore", next(one_small_source.glob(".lock*"))):

@@ -14,12 +14,12 @@ from router.openai import openapi
 from router.openai.anthropic.translate import messages_call
 from router.openai.protocol import DoorProtocol
 from router.openai.responses.translate import responses_call
-from router.openai.schema import InputMessage, StrictModel, parse
+from router.openai.schema import InputMessage, RequestBody, parse
 from router.openai.tokens import ids_to_detokenize, tokenize_call
 from router.openai.translate import CallContext, chat_call, completion_call
 
 Path = tuple[str | int, ...]
-ENDPOINTS: dict[str, type[StrictModel]] = {
+ENDPOINTS: dict[str, type[RequestBody]] = {
     path: endpoint.body
     for path, endpoint in openapi.ENDPOINTS.items()
     if endpoint.body is not None and not endpoint.file
@@ -37,7 +37,7 @@ EXTREMES = (
 _HERE = "\u2603 here \u2603"
 
 
-def fields(model: type[StrictModel]) -> list[Path]:
+def fields(model: type[RequestBody]) -> list[Path]:
     """Every field of a request and of what is nested in it; elements of lists are 0."""
     untyped = ((name,) for name in (*model.neutral, *model.harmless, "no such field"))
     return [*dict.fromkeys([*_fields(model), *untyped])]
@@ -120,11 +120,12 @@ def _put(container: Any, kind: Any, path: Path, value: Any) -> None:
         else:
             container[step] = value
         return
+    body: Any = container
     has_it = isinstance(container, list) or step in container
-    present = container[step] if has_it else None
+    present = body[step] if has_it else None
     if not _fits(present, inner, rest[0]):
         present = next(_smallest(each) for each in _alternatives(inner) if tuple(rest) in set(_fields(each)))
-        container[step] = present
+        body[step] = present
     _put(present, inner, tuple(rest), value)
 
 
@@ -135,8 +136,10 @@ def _inner(container: Any, kind: Any, step: str | int) -> Any:
             return typing.get_args(each)[0]
         if isinstance(each, type) and issubclass(each, BaseModel) and step in each.model_fields:
             tag = each.model_fields.get("type")
-            tags = typing.get_args(tag.annotation) if tag is not None else ()
-            if not tags or not isinstance(container, dict) or container.get("type", tag.default) in tags:
+            if tag is None or not isinstance(container, dict):
+                return each.model_fields[step].annotation
+            tags = typing.get_args(tag.annotation)
+            if not tags or container.get("type", tag.default) in tags:
                 return each.model_fields[step].annotation
     return Any
 

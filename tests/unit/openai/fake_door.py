@@ -88,7 +88,7 @@ class FakeDoor:
         self.media_notes: tuple[MediaNote, ...] = ()
         self.last_reason: Literal["stop", "length"] = "stop"
         self.error: Exception | None = None
-        self.fail_at = -1  # word at which `error` is raised; None: at the call itself
+        self.fail_at: int | None = -1  # word at which `error` is raised; None: at the call itself
         self.calls: list[ChatCall | CompletionCall | TokenizeCall] = []
         self.generations: list[FakeGeneration] = []
         self.closed = asyncio.Event()

@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from typing import Any
 
 import httpx
 import msgspec
@@ -72,7 +73,7 @@ async def respond(
     """Straight through ASGI: the cost is the application's alone. stalls: the end of the body never comes."""
     num_ends = 0
 
-    async def receive() -> dict[str, object]:
+    async def receive() -> MutableMapping[str, Any]:
         nonlocal num_ends
         chunk = next(chunks, None)
         if chunk is not None:
@@ -82,9 +83,9 @@ async def respond(
             await asyncio.Event().wait()
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    sent: list[dict] = []
+    sent: list[MutableMapping[str, Any]] = []
 
-    async def send(message: dict) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
     await build_api(door, timeouts)(dict(SCOPE), receive, send)
@@ -334,12 +335,12 @@ def test_a_client_that_does_not_read_is_given_up(door):
 def test_a_send_that_never_ends_ends_the_request_quietly(door, stream):
     body = {"model": "org/demo", "messages": [{"role": "user", "content": "x"}], "stream": stream}
 
-    async def receive() -> dict[str, object]:
+    async def receive() -> MutableMapping[str, Any]:
         if door.calls:
             await asyncio.Event().wait()
         return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
 
-    async def send(message: dict) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 

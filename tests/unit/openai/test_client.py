@@ -87,7 +87,7 @@ def test_a_stream_is_valid_and_interleaves_its_choices(door, n):
                     reasons[choice.index] = choice.finish_reason
         assert texts == ["Hello wörld"] * n
         assert roles == dict.fromkeys(range(n), "assistant") and reasons == dict.fromkeys(range(n), "stop")
-        assert (usage.prompt_tokens, usage.completion_tokens) == (7, 4 * n)
+        assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (7, 4 * n)
         assert order != sorted(order) or n == 1
 
     run(door, scenario)

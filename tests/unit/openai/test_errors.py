@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import MutableMapping
+from typing import Any
 
 import httpx
 import pytest
@@ -141,8 +143,9 @@ def test_a_responses_input_has_its_own_name_too(door, stream, fail_at):
 
 
 class SlowDoor(FakeDoor):
-    async def tokenize(self, call_):
+    async def tokenize(self, call):
         await asyncio.Event().wait()
+        return await super().tokenize(call)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages/count_tokens", "/tokenize"])
@@ -153,12 +156,12 @@ async def test_a_client_that_leaves_is_no_error_of_the_server(caplog, path):
     body = json.dumps({"model": "org/demo", **text}).encode()
     request = {"type": "http.request", "body": body, "more_body": False}
     received = iter([request, {"type": "http.disconnect"}])
-    sent: list[dict] = []
+    sent: list[MutableMapping[str, Any]] = []
 
-    async def receive() -> dict:
+    async def receive() -> MutableMapping[str, Any]:
         return next(received)
 
-    async def send(message: dict) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         sent.append(message)
 
     async with asyncio.timeout(20):
@@ -223,4 +226,4 @@ def call_api(api: FastAPI, path: str):
 )
 def test_a_span_of_the_client_is_taken_if_it_is_one(door: FakeDoor, given, taken):
     call(door, "POST", CHAT, json=BODY, headers={"traceparent": given})
-    assert door.calls[0].trace_parent == (given if taken else "")
+    assert getattr(door.calls[0], "trace_parent", None) == (given if taken else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -75,7 +76,10 @@ def test_a_page_that_is_named_may_call(door, origins):
 @pytest.mark.parametrize("path", [SOUND, CHAT, "/v1/responses/resp_0/cancel", "/nothing"])
 def test_no_path_and_no_type_of_body_is_left_out(door, path):
     files = {"file": ("a.wav", b"1")}
-    for body in ({"data": {"model": "org/demo"}, "files": files}, {"json": BODY}, {"content": b"{}"}):
+    bodies: tuple[dict[str, Any], ...] = (
+        {"data": {"model": "org/demo"}, "files": files}, {"json": BODY}, {"content": b"{}"},
+    )  # fmt: skip
+    for body in bodies:
         assert call(door, "POST", path, headers={"origin": EVIL}, **body).status_code == 403
     assert call(door, "DELETE", "/v1/responses/resp_0", headers={"origin": EVIL}).status_code == 403
     assert not door.calls

@@ -295,6 +295,7 @@ def test_sampling_and_structure_mean_what_they_mean_in_a_chat_request():
         response_format={"type": "json_schema", "json_schema": schema_format}, **asked,
     )  # fmt: skip
     assert (ours.messages, ours.stop, ours.changes) == (chats.messages, chats.stop, chats.changes)
+    assert ours.structure is not None and chats.structure is not None
     assert (ours.num_logprobs, ours.structure.text) == (chats.num_logprobs, chats.structure.text)
     assert (ours.sampling[0].temperature, ours.sampling[0].top_p) == (0.5, 0.9)
     assert ours.structure.param == "text.format.schema" and ours.structure.is_strict

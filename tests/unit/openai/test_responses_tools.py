@@ -180,7 +180,7 @@ def test_tools_mean_what_they_mean_in_a_chat_request():
             reasoning_effort="low",
         )
         assert ours.options == chats.options and (ours.tools is None) == (choice == "none")
-        if ours.tools is not None:
+        if ours.tools is not None and chats.tools is not None:
             assert (ours.tools.must_call, ours.tools.is_parallel) == (chats.tools.must_call, False)
             names = [(each.name, each.parameters, each.is_strict) for each in ours.tools.functions]
             assert names == [(each.name, each.parameters, each.is_strict) for each in chats.tools.functions]

@@ -50,7 +50,8 @@ def test_a_choice_says_which_tools_may_and_must_be_called(door, fields, names, m
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_allowed_tools_are_as_if_there_were_no_others(door, path, mode):
-    tools, choice = BOTH, {"allowed_tools": {"mode": mode, "tools": [named("b")]}}
+    tools = BOTH
+    choice: dict[str, Any] = {"allowed_tools": {"mode": mode, "tools": [named("b")]}}
     asked: dict[str, Any] = {"messages": [HELLO]}
     if path == "/v1/responses":
         tools = [{"type": "function", **each["function"]} for each in BOTH]

@@ -26,7 +26,7 @@ from cluster.types.messages import (
     Tokens,
 )
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from cluster.types.transfer import Grant
+from cluster.types.transfer import Contract, Grant
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.flow.outputs import CallDecode, Deliver, Drained, Output, Placed, Send
@@ -49,7 +49,7 @@ REQUEST = GenerateRequest(
 
 
 def grant(lease_id: str) -> Grant:
-    return Grant(lease_id, b"", 0, 8, "", (0,), (0,), 1.0)
+    return Grant(lease_id, b"", 0, 8, Contract(0, "", 16, (), "raw", ""), (0,), (0,), 1.0)
 
 
 @dataclass
@@ -151,7 +151,7 @@ class ScriptedFlow:
 
     def token(
         self,
-        role: Role,
+        role: str,
         *token_ids: int,
         reason: FinishReason | None = None,
         name: str = "r",

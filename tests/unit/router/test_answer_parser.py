@@ -104,7 +104,9 @@ def test_arguments_stream_before_the_call_is_complete(name):
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml", "glm", "deepseek", "mistral_args"])
 def test_text_before_and_behind_calls_is_content(name):
     family = Family.load(name)
-    calls = XML.get(name) or answer_of(name)[0].partition(family.reasoning.end + family.reasoning.gap)[2]
+    reasoning = family.reasoning
+    assert reasoning is not None
+    calls = XML.get(name) or answer_of(name)[0].partition(reasoning.end + reasoning.gap)[2]
     behind = "" if name == "mistral_args" else "\nDone."
     content, _, found = read(parser_of(name), list(f" Well <b> [x].\n\n{calls}{behind}"))
     assert content == f"Well <b> [x].{behind}" and len(found) == (1 if name in XML else 2)
@@ -196,7 +198,8 @@ class Said:
 
 
 def said(text: str, size: int, end: FinishReason = FinishReason.STOP, **more: Any) -> list[TextDelta]:
-    answer = ParsedAnswer(Said(), parser_of("hermes", **more), shows_reasoning=False)
+    letters: Any = Said()
+    answer = ParsedAnswer(letters, parser_of("hermes", **more), shows_reasoning=False)
     deltas = []
     for start in range(0, len(text), size):
         is_last = start + size >= len(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -37,7 +38,7 @@ def test_busy_time_and_capacity_of_a_worker_and_of_its_encoder():
         Role.ENCODE: LoadReport(is_of_encoder=True, busy_s=2.5),
     }
     links = {"w2": Link(1e-4, 1.34e11), "": Link(1e-4, 1e10)}
-    peer = SimpleNamespace(member=member, loads=loads, assigned=PhasesAssigned((), 0), links=links)
+    peer: Any = SimpleNamespace(member=member, loads=loads, assigned=PhasesAssigned((), 0), links=links)
     found = lines(DoorMetrics("m", lambda: [peer], flow()))
     assert found['epdg_worker_busy_seconds_total{pool="whole",replica="w1"}'] == 7.5
     assert found['epdg_worker_busy_seconds_total{pool="encode",replica="w1"}'] == 2.5
@@ -79,7 +80,7 @@ def test_the_parts_of_an_ended_request_sum_to_its_latency():
 
 
 def test_a_replicas_busy_ratio_is_of_the_time_since_the_last_look():
-    clock = SimpleNamespace(now=lambda: clock.at, at=100.0)
+    clock: Any = SimpleNamespace(now=lambda: clock.at, at=100.0)
     gauges = WorkerGauges(num_blocks=8, clock=clock)
     told: dict[str, float] = {}
     for name in ("_busy", "_memory", "_running", "_waiting"):

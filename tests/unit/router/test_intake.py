@@ -7,6 +7,7 @@ import asyncio
 import base64
 import hashlib
 from itertools import accumulate
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,8 @@ async def test_equal_items_are_held_and_opened_once():
     made = Intake()
     media = await made.take_in(*[PICTURE, OTHER] * 32)
     assert len(media.contents) == 64 and made.surveyors.num_looks == 2
-    assert len({id(content.fetched.data) for content in media.contents}) == 2
+    contents: list[Any] = list(media.contents)
+    assert len({id(content.fetched.data) for content in contents}) == 2
     assert made.intake.num_held_bytes == len(PICTURE) + len(OTHER)
     media.release()
     media.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Any
 
 import pytest
 
@@ -73,8 +74,9 @@ def fetched(data: bytes) -> FetchedMedia:
     return FetchedMedia(data, hashlib.sha256(data).digest())
 
 
-def planner(*held: str, **processor) -> MediaPlanner:
-    return MediaPlanner(FakeProcessor(**processor), lambda name: name in held)
+def planner(*held: str, **options) -> MediaPlanner:
+    processor: Any = FakeProcessor(**options)
+    return MediaPlanner(processor, lambda name: name in held)
 
 
 def content_of(
@@ -216,7 +218,7 @@ def test_reduction_asks_the_processor_a_bounded_number_of_times_for_each_item():
 
     counts = []
     for num_items in (16, 64):
-        processor = Counting()
+        processor: Any = Counting()
         plans = MediaPlanner(processor, lambda _: False)
         looks = looks_at(plans, *((IMAGE, image(64 + 4 * idx, 64)) for idx in range(num_items)))
         processor.num_layouts = 0
@@ -293,7 +295,8 @@ def test_the_clients_own_bounds_stay_bounds():
     looks = looks_at(plans, (IMAGE, image(640, 640)), min_pixels=900, max_pixels=1024)
     reduced, (note,) = plans.reduce(looks, 40, MediaRules(), ReductionReason.BUDGET)
     assert rows(looks) == [64] and 30 <= rows(reduced)[0] <= 40
-    assert note.max_pixels < 1024 and reduced[0].options.min_pixels <= note.max_pixels
+    least = reduced[0].options.min_pixels
+    assert least is not None and note.max_pixels is not None and least <= note.max_pixels < 1024
 
 
 def test_pooled_items_are_cut_from_their_size_before_pooling():

@@ -31,11 +31,11 @@ from cluster.types.messages import (
     StartEncode,
 )
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from cluster.types.transfer import Grant
 from router.flow.media import MAX_ATTEMPTS, MediaFlow
 from router.flow.quarantine import Quarantine
 from router.flow.state import Attempt, ClientRequest, WorkerState
 from router.telemetry.timeline import RequestTimeline
+from tests.unit.router.scripted_flow import grant
 
 NOW = 7.0
 PROCESS = ProcessId("boot", 1, 2, 3)
@@ -57,10 +57,6 @@ REQUEST = GenerateRequest(
     (SamplingParams(),),
     StopParams(3),
 )
-
-
-def grant(lease_id: str) -> Grant:
-    return Grant(lease_id, b"", 0, 8, "", (0,), (0,), 1.0)
 
 
 class FakeCluster:
@@ -198,7 +194,7 @@ def test_of_equal_items_one_is_sent_and_another_only_if_prefill_grants_it_room_o
 def test_without_another_encoder_the_attempt_fails_once_by_name():
     stage = Stage(1)
     stage.lose(0)
-    assert "the encode worker was lost" in stage.error().message
+    assert "the encode worker was lost" in str(stage.error())
     assert stage.error() is None
 
 
@@ -213,7 +209,8 @@ def test_an_item_that_an_encoder_gives_up_goes_to_another_or_fails_as_it_said(er
     stage.alive.remove(stage.encoders[0])
     stage.fails(1, error)
     answer = stage.error()
-    assert type(answer) is type(error) and answer.retry_after_s == error.retry_after_s
+    assert answer is not None and type(answer) is type(error)
+    assert answer.retry_after_s == error.retry_after_s
 
 
 def test_bad_media_is_not_carried_from_encoder_to_encoder():
@@ -221,6 +218,7 @@ def test_bad_media_is_not_carried_from_encoder_to_encoder():
     stage.fails(0, MediaError("no picture"), item_idx=1)
     assert stage.started("e1") == []
     error = stage.error()
+    assert error is not None
     assert (error.message, error.param) == ("item 1 (image): no picture", "messages[1].content[0]")
 
 
@@ -239,7 +237,7 @@ def test_embeddings_that_did_not_arrive_are_sent_again_but_not_for_ever():
         stage.grant(0, f"lease{attempt}")
     assert stage.started("e0") == [0, 1, *[0] * (MAX_ATTEMPTS - 1)]
     stage.grant(0, "one too many")
-    assert "did not arrive" in stage.error().message
+    assert "did not arrive" in str(stage.error())
 
 
 def test_an_item_is_tried_at_so_many_encoders_and_no_more():
@@ -248,7 +246,7 @@ def test_an_item_is_tried_at_so_many_encoders_and_no_more():
         assert stage.error() is None
         stage.fails(encoder, UnavailableError("slow"))
         stage.alive.remove(stage.encoders[encoder])
-    assert "slow" in stage.error().message
+    assert "slow" in str(stage.error())
     assert stage.started(f"e{MAX_ATTEMPTS}") == []
 
 

@@ -21,8 +21,8 @@ from cluster.types.messages import (
     ReturnGrant,
     Tokens,
 )
-from cluster.types.transfer import Contract, Grant
 from router.members import MemberTable, Peer
+from tests.unit.router.scripted_flow import grant
 
 
 class Listener:
@@ -177,10 +177,6 @@ async def test_a_worker_that_the_listener_stumbles_over_is_dialled_again(workers
     await until(lambda: listener.num_joined == 2 and table.has(Phase.DECODE))
     assert listener.lost == ["d"]
     await table.aclose()
-
-
-def grant(lease_id: str) -> Grant:
-    return Grant(lease_id, b"", 0, 8, Contract(0, "", 16, (), "raw", ""), (0,), (0,), 1.0)
 
 
 @pytest.fixture

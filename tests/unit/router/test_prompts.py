@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -57,9 +58,13 @@ class FakeText:
         return list(token_ids)
 
 
+FAKE_TEXT: Any = FakeText()
+FAKE_PROCESSOR: Any = FakeProcessor()
+
+
 def builder(max_model_len: int = 1000, max_items: int = 4, max_tokens: int = 0, is_held=lambda _: False):
-    planner = MediaPlanner(FakeProcessor(), is_held)
-    return PromptBuilder(FakeText(), planner, MediaCaps(max_items, max_tokens), 16, max_model_len)
+    planner = MediaPlanner(FAKE_PROCESSOR, is_held)
+    return PromptBuilder(FAKE_TEXT, planner, MediaCaps(max_items, max_tokens), 16, max_model_len)
 
 
 def user(*parts: str | Modality) -> ChatMessage:
@@ -138,9 +143,9 @@ def test_rows_that_pooling_hides_are_refused_though_the_prompt_has_room():
     asked = call(user(IMAGE, "?"))
     media = msgspec.structs.replace(asked.media[0], options=MediaOptions(spatial_pooling=8))
     asked = msgspec.structs.replace(asked, media=(media,))
-    planner = MediaPlanner(FakeProcessor(), lambda _: False)
+    planner = MediaPlanner(FAKE_PROCESSOR, lambda _: False)
     for most, is_accepted in ((256, True), (255, False)):
-        built = PromptBuilder(FakeText(), planner, MediaCaps(4, 0, most, 1000), 16, 1000)
+        built = PromptBuilder(FAKE_TEXT, planner, MediaCaps(4, 0, most, 1000), 16, 1000)
         if is_accepted:
             (item,) = prepared(built, asked, BIG).items
             assert (item.geometry.num_tokens, item.num_call_rows) == (4, 256)

@@ -345,7 +345,8 @@ def test_the_requests_of_the_only_prefill_worker_move_to_decode_when_it_is_stopp
         door.wait(0.1)
         for moving in ("decode", "encode"):
             door.tell(moving, Pong())
-    assert door.attempt("r.1").is_local and started(door, "decode").prefills
+    asked = started(door, "decode")
+    assert door.attempt("r.1").is_local and isinstance(asked, StartDecode) and asked.prefills
     say(door, "decode", 5, reason=FinishReason.STOP)
     assert reader.token_ids == [5]
 

@@ -245,11 +245,13 @@ def test_the_time_that_a_request_waited_for_admission_counts_at_workers():
         if isinstance(m, StartPrefill)
     }
     assert waited == {"first": 0.0, "second": 0.0, "third": 3.0}
-    assert door.messages[Role.ENCODE][-1].waited_s == 3.0
+    encode = door.messages[Role.ENCODE][-1]
+    assert isinstance(encode, StartEncode) and encode.waited_s == 3.0
     door.wait(1.0)
     door.tell(Role.PREFILL, PrefillAdmitted("third"))
     door.fail(Role.PREFILL, name="third")
-    assert door.messages[Role.PREFILL][-1].request.waited_s == 4.0, "in a second attempt, too"
+    again = door.messages[Role.PREFILL][-1]
+    assert isinstance(again, StartPrefill) and again.request.waited_s == 4.0, "in a second attempt, too"
     door.audit()
 
 

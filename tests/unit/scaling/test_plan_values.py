@@ -58,7 +58,7 @@ def test_a_plan_becomes_a_configuration(counts):
 def test_an_example_takes_the_gpus_that_its_command_names(path: Path):
     command = re.search(r"python -m cluster.simulator plan (.*)", path.read_text())
     assert command
-    name, count = re.search(r"--gpus (\w+):(\d+)", command[1]).groups()
+    ((name, count),) = re.findall(r"--gpus (\w+):(\d+)", command[1])
     content = yaml.safe_load(path.read_text())["applications"][0]
     args = ClusterArgs.model_validate(content["args"])
     replicas = {each["name"]: each["num_replicas"] for each in content["deployments"]}

@@ -23,7 +23,7 @@ class Machine:
         self.budget = budget
         self.slowness = 1.0
         self.contexts = (0.0, 8000.0)
-        self.demands = (10_000,)
+        self.demands: tuple[int, ...] = (10_000,)
         self._noise, self._hiccup_ratio = noise, hiccup_ratio
         self._rng = random.Random(seed)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from cluster.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, compose
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.errors import ConfigError
 from cluster.serving.replicas import DRAIN_S, DecodeReplica, Replica
 from cluster.worker.process import STOP_TIMEOUT_S
@@ -29,9 +29,11 @@ class Service:
 async def test_a_replica_of_every_pool_drains_before_it_stops():
     for kind in (Replica, DecodeReplica):
         service = Service()
-        await kind.__del__(SimpleNamespace(_service=service))  # Serve's context is not here
+        replica: Any = SimpleNamespace(_service=service)  # Serve's context is not here
+        await kind.__del__(replica)
         assert service.asked == [("drain", DRAIN_S), ("stop",)]
-    await Replica.__del__(SimpleNamespace())  # its service could not be made
+    not_made: Any = SimpleNamespace()  # its service could not be made
+    await Replica.__del__(not_made)
 
 
 def test_a_drained_replica_has_time_left_to_stop():
@@ -39,7 +41,7 @@ def test_a_drained_replica_has_time_left_to_stop():
 
 
 def test_a_door_may_go_on_for_longer_than_a_request_lasts():
-    args = ClusterArgs(model=str(DEMO_MODEL), door={"request_timeout_s": 40.0})
+    args = ClusterArgs(model=str(DEMO_MODEL), door=DoorArgs(request_timeout_s=40.0))
     door: Any = compose(args, Hosts(frozenset(), frozenset()))._bound_deployment
     assert door._deployment_config.graceful_shutdown_timeout_s == 40.0 + DOOR_STOP_S
     for pool in door.init_args[3].values():

@@ -6,6 +6,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,8 @@ class ScriptedNode:
 
     def keep(self) -> int:
         """How often the GCS was started again."""
-        keep_gcs(self, self.is_stopping, lambda: self.now)
+        node: Any = self
+        keep_gcs(node, self.is_stopping, lambda: self.now)
         return self.num_starts
 
 
@@ -55,7 +57,8 @@ def test_without_a_raylet_the_driver_ends_with_the_first_lost_pool(tmp_path):
     config = tmp_path / "cluster.yaml"
     config.write_text(f"http_options: {{host: 127.0.0.1, port: {free_port()}}}\napplications: []\n")
     with pytest.raises(SystemExit, match="cannot be replaced"):
-        wait_for_raylet(ScriptedNode([]), config)
+        node: Any = ScriptedNode([])
+        wait_for_raylet(node, config)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
@@ -89,25 +90,26 @@ def test_a_missing_name_deploys_nothing(monkeypatch, name):
 
 def test_the_raylet_finds_the_ports_of_agents_that_have_not_started(tmp_path, monkeypatch):
     """In the files for which it waits, under Ray's names, and in the parameters of the agents' start."""
-    from ray import _raylet
+    import ray._raylet
 
-    node = SimpleNamespace(
+    raylet: Any = ray._raylet
+    node: Any = SimpleNamespace(
         _ray_params=SimpleNamespace(), get_session_dir_path=lambda: str(tmp_path), node_id="ab" * 28
     )
     started = []
     monkeypatch.setattr(Node, "start_raylet", lambda node, *memory: started.append(memory))
-    monkeypatch.setattr(ray, "init", lambda **options: Node.start_raylet(node, 1, 2))
+    monkeypatch.setattr(ray, "init", lambda **options: cast(Any, Node).start_raylet(node, 1, 2))
     ports = [28_001, 28_002, 28_003, 28_004]
     ray_internals.start_ray(ports)
     assert started == [(1, 2)]
     wanted = {
-        _raylet.METRICS_AGENT_PORT_NAME, _raylet.METRICS_EXPORT_PORT_NAME,
-        _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME, _raylet.RUNTIME_ENV_AGENT_PORT_NAME,
+        raylet.METRICS_AGENT_PORT_NAME, raylet.METRICS_EXPORT_PORT_NAME,
+        raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME, raylet.RUNTIME_ENV_AGENT_PORT_NAME,
     }  # fmt: skip
     assert wanted == set(ray_internals.AGENT_PORT_NAMES) == node._ray_params.__dict__.keys()
     assert sorted(node._ray_params.__dict__.values()) == ports
     for name, port in node._ray_params.__dict__.items():
-        assert _raylet.wait_for_persisted_port(str(tmp_path), node.node_id, name, timeout_ms=0) == port
+        assert raylet.wait_for_persisted_port(str(tmp_path), node.node_id, name, timeout_ms=0) == port
 
 
 def test_a_replica_that_would_listen_everywhere_does_not_start(monkeypatch):

@@ -58,6 +58,12 @@ def drawn(matcher: Matcher, seed: int, limit: int = 120) -> str | None:
     return text_of([each for each in token_ids if each != END])
 
 
+def grammar_of(name: str) -> CallGrammar:
+    grammar = form_of(name).grammar
+    assert grammar is not None
+    return grammar
+
+
 def fits(matcher: Matcher, text: str) -> bool:
     """Whether an answer may have this text, and end there."""
     found = matcher.copy()
@@ -74,7 +80,7 @@ def _ends(matcher: Matcher, token_ids: list[int]) -> bool:
 @pytest.mark.parametrize("name", WITH_FORMS)
 def test_what_must_be_a_call_is_read_as_one(name):
     form = form_of(name)
-    root = matcher_of(form.grammar.required(FUNCTIONS, Reasoning.NONE, is_parallel=True))
+    root = matcher_of(grammar_of(name).required(FUNCTIONS, Reasoning.NONE, is_parallel=True))
     said = [text for seed in range(4) if (text := drawn(root.copy(), seed)) is not None]
     assert said
     for text in said:
@@ -89,7 +95,7 @@ def test_what_must_be_a_call_is_read_as_one(name):
 
 
 def test_calls_come_behind_reasoning_and_as_many_as_are_allowed():
-    grammar = form_of("hermes").grammar
+    grammar = grammar_of("hermes")
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     one = matcher_of(grammar.required(FUNCTIONS, Reasoning.NONE, is_parallel=False))
     many = matcher_of(grammar.required(FUNCTIONS, Reasoning.MAY_COME, is_parallel=True))
@@ -103,7 +109,7 @@ def test_calls_come_behind_reasoning_and_as_many_as_are_allowed():
 
 
 def test_json_of_a_schema_may_come_in_place_of_calls():
-    grammar = form_of("hermes").grammar
+    grammar = grammar_of("hermes")
     schema = Structure(StructureKind.JSON_SCHEMA, json.dumps(CITY), "response_format", is_compact=True)
     either = matcher_of(grammar.required(FUNCTIONS, Reasoning.NONE, is_parallel=True, answer=schema))
     assert fits(either, '{"city":"Rome","days":2}') and not fits(either, '{"city":"Oslo","days":2}')
@@ -112,7 +118,7 @@ def test_json_of_a_schema_may_come_in_place_of_calls():
 
 
 def test_calls_within_text_have_valid_arguments():
-    grammar = form_of("hermes").grammar
+    grammar = grammar_of("hermes")
     call = '<tool_call>\n{{"name": "weather", "arguments": {{"city": "{}", "days": 2}}}}\n</tool_call>'
     free = matcher_of(grammar.triggered(FUNCTIONS, is_parallel=True))
     for text in (
@@ -134,8 +140,9 @@ def test_special_tokens_of_a_form_are_tokens_and_not_letters():
         form,
         ReasoningForm("<|audio_bos|>", "<|audio_eos|>"),
         {
-            text: demo_tokenizer().token_to_id(text)
+            text: token_id
             for text in ("<|vision_bos|>", "<|audio_bos|>", "<|audio_eos|>")
+            for token_id in ids_of(text)
         },
     )
     matcher = matcher_of(grammar.required(FUNCTIONS, Reasoning.MAY_COME, is_parallel=False))
@@ -149,7 +156,7 @@ def test_special_tokens_of_a_form_are_tokens_and_not_letters():
 def test_a_schema_that_cannot_be_held_is_refused_by_its_name():
     bad = HeldFunction("f", '{"type": "object", "minProperties": 5}', "tools[3].function.parameters")
     with pytest.raises(StructureError) as raised:
-        form_of("hermes").grammar.required([bad], Reasoning.NONE, is_parallel=True)
+        grammar_of("hermes").required([bad], Reasoning.NONE, is_parallel=True)
     assert raised.value.param == bad.param
 
 
@@ -159,6 +166,7 @@ def test_tags_of_a_form_that_are_tokens_of_the_model_are_those_tokens():
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
     vocabulary = Vocabulary(VocabularySource(tokenizer.to_str(), 1040, (END,)))
     form = AnswerSyntax(Family.load("hermes"), SimpleNamespace(**_added(tokenizer)))
+    assert form.grammar is not None
     for text in (
         form.grammar.required(FUNCTIONS, Reasoning.NONE, is_parallel=False),
         form.grammar.triggered(FUNCTIONS, is_parallel=False),

@@ -116,6 +116,7 @@ def forced_bytes(structure: Structure, vocabulary: Vocabulary) -> bytes:
 def test_forced_tokens_decode_to_the_wanted_bytes(form: str):
     tokenizer = FORMS[form]
     end = tokenizer.token_to_id(END)
+    assert end is not None
     vocabulary = Vocabulary(VocabularySource(tokenizer.to_str(), 512, (end,)))
     for text in TEXTS:
         assert forced_bytes(of_choices(text), vocabulary) == text.encode(), text
@@ -154,7 +155,9 @@ def test_a_model_that_names_no_end_token_gets_a_usual_one():
 
 def test_added_tokens_that_are_text_are_allowed_as_text():
     tokenizer = byte_level()
-    vocabulary = Vocabulary(VocabularySource(tokenizer.to_str(), 512, (tokenizer.token_to_id(END),)))
+    end = tokenizer.token_to_id(END)
+    assert end is not None
+    vocabulary = Vocabulary(VocabularySource(tokenizer.to_str(), 512, (end,)))
     matcher = Matcher(compile_structure(of_regex("(?s:.*)"), vocabulary), vocabulary)
     may_come = set(matcher.allowed().tolist())
     assert tokenizer.token_to_id("yes") in may_come and tokenizer.token_to_id("<tool_call>") not in may_come

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,7 +99,8 @@ def test_an_automaton_is_built_in_steps_in_proportion_to_its_strings(stops):
 
     automaton = Counting(stops)
     num_chars = sum(map(len, stops))
-    assert automaton.num_steps <= num_chars and automaton._edges.num_lookups <= 4 * num_chars
+    edges: Any = automaton._edges
+    assert automaton.num_steps <= num_chars and edges.num_lookups <= 4 * num_chars
 
 
 def test_only_the_possible_start_of_a_stop_string_is_held_back():

@@ -9,6 +9,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel
 from cluster.worker import codec_probe
 from cluster.worker.codec_probe import CodecError, check_codec, codec_error
+from kv_transfer.codecs.quantisation import CodecName
 from kv_transfer.codecs.wire_memory import Wire
 from tests.flow.tiny_models import TEXT_FAMILIES
 
@@ -18,7 +19,7 @@ def model() -> LanguageModel:
     return LanguageModel.from_model(TEXT_FAMILIES["llama"]().model, block_size=16)
 
 
-def probe(model: LanguageModel, codec: str) -> CodecError:
+def probe(model: LanguageModel, codec: CodecName) -> CodecError:
     kv = BlockMemory(model.kv_layout, 20)
     return codec_error(model, kv, Wire(kv, codec, 64))
 

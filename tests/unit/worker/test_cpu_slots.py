@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ from tests.fakes.clock import ManualClock
 DEADLINE_S = 120.0
 
 
-def make(folder, clock=None, num_slots=1, pause=None):
+def make(folder, clock=None, num_slots=1, pause=None) -> Any:
     return CpuSlots(clock or SystemClock(), folder, num_slots, pause or (lambda _: os.sched_yield()))
 
 

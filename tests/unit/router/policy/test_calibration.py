@@ -16,6 +16,7 @@ from router.policy.calibration import (
     Calibration,
     ConformalInterval,
     Factor,
+    Kind,
 )
 from tests.fakes.placement import cluster_of, media, text
 
@@ -74,10 +75,10 @@ def test_before_anything_was_seen_the_interval_is_as_wide_as_a_correction_can_be
 def test_statistics_are_of_the_last_predictions():
     calibration = Calibration()
     assert math.isnan(calibration.statistics().mape)
-    calibration.observe_ttft("text", 2.0, 1.0, 1.0, (0.9, 1.1))
+    calibration.observe_ttft(Kind.TEXT, 2.0, 1.0, 1.0, (0.9, 1.1))
     assert (calibration.statistics().mape, calibration.statistics().coverage) == (0.5, 0.0)
     for _ in range(ACCURACY_WINDOW):
-        calibration.observe_ttft("text", 1.0, 1.1, 1.0, (0.9, 1.1))
+        calibration.observe_ttft(Kind.TEXT, 1.0, 1.1, 1.0, (0.9, 1.1))
     statistics = calibration.statistics()
     assert statistics.mape == pytest.approx(0.1)
     assert (statistics.coverage, statistics.num_observed) == (1.0, ACCURACY_WINDOW + 1)

@@ -1,6 +1,7 @@
 """The placement of least cost."""
 
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,7 +39,7 @@ def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, num_
     )
     cluster = random_cluster(rng, sizes, codecs=("raw", "int8"))
     rows = [rng.choice([40, 400, 1000, 4000]) for _ in range(num_items)]
-    negative = {"num_negative_tokens": rng.choice([0, 16])}
+    negative: dict[str, Any] = {"num_negative_tokens": rng.choice([0, 16])}
     request = media(*rows, num_before=rng.choice([0, 16, 400]), **negative) if rows else text(400, **negative)
     for item in request.media:
         if rng.random() < 0.3:
