@@ -73,13 +73,13 @@ def load_worker(
         release(machine.device)
         args = worker_args(folder, machine, kv_cache_dtype=kv_cache_dtype)
         sizes = LanguageSizes(num_kv_blocks, args.whole.memory_share, 0, MAX_STEP_TOKENS, max_sequences)
-        return load_language(args, set_up(args, "bench-gpu"), Role.WHOLE, sizes)
+        return load_language(args, set_up(args, "bench-gpu", transport="in_process"), Role.WHOLE, sizes)
 
 
 def worker_args(model: str | Path, machine: DeviceSpeed, **fields: object) -> ClusterArgs:
-    """Of a cluster that is one worker, without a transport."""
+    """Of a cluster that is one worker."""
     return ClusterArgs.model_validate({
-        "model": str(model), "roles": ["whole"], "transport": "in_process", "block_size": BLOCK_SIZE,
+        "model": str(model), "roles": ["whole"], "block_size": BLOCK_SIZE,
         "device": machine.device.type, "dtype": str(machine.dtype).removeprefix("torch."),
         "weight_cache": {"max_bytes": 0}, **fields,
     })  # fmt: skip

@@ -48,7 +48,7 @@ class EngineAlone:
         limits = limits_of(Role.WHOLE, args)
         sizes = sizes_of(Role.WHOLE, args, limits, machine.device.type)
         sizes = dataclasses.replace(sizes, feature_bytes=0)
-        language = load_language(args, set_up(args, "bench-gpu"), Role.WHOLE, sizes)
+        language = load_language(args, set_up(args, "bench-gpu", transport="in_process"), Role.WHOLE, sizes)
         clock, network, model = SystemClock(), InProcessNetwork(), language.model
         # Agents of one process know memory of the CPU only, and nothing is transferred here.
         rows = BlockMemory(feature_layout(model.feature_width, 1, model.dtype), 1)

@@ -110,7 +110,8 @@ def load_half(
         )  # fmt: skip
     _check_finite(model, path)
     model = model.eval().requires_grad_(False)
-    if half is Half.LANGUAGE and num_ranks == 1 and model.device != torch.device(device):
+    # mapped weights, which only CPUs have, are not the model's parameters yet
+    if half is Half.LANGUAGE and num_ranks == 1 and mapped is None and model.device != torch.device(device):
         merge_inputs(model, torch.device(device))
     model.to(device)
     if mapped is not None:

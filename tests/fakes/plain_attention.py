@@ -16,7 +16,6 @@ from cluster.model.cuda import choice, paged_attention
 from cluster.model.cuda.paged_attention import Tiles
 from cluster.model.kv_format import LayerCache
 from tests.fakes.cuda_device import SimulatedCuda
-from tests.gpu.cases import dense
 
 DECODES = (((30, 1), (7, 1)), ((60, 1),))
 CHUNKS = (((0, 20), (0, 17)), ((20, 29),))
@@ -58,15 +57,26 @@ def _attended(
     seqs: Tensor, indices: Tensor, ends: Tensor, tables: Tensor, block_size: int,
 ) -> Tensor:  # fmt: skip
     key, value = (kind(*tensors) for tensors in held)
-    out = query.new_zeros(*query.shape[:2], value.row_shape[1])
-    for token, (seq, index, end) in enumerate(zip(*(x.tolist() for x in (seqs, indices, ends)), strict=True)):
-        if seq < 0:
-            continue
-        positions = torch.arange(max(0, index - (layer.sliding_window or end + 1) + 1), end)
-        slots = tables[seq].long()[positions // block_size] * block_size + positions % block_size
-        rows = (store.rows(slots, query.dtype) for store in (key, value))
-        out[token] = dense(replace(layer, sliding_window=None, sinks=sinks), query[token][None], *rows)[0]
-    return out
+    positions = torch.arange(int(ends.max()))
+    rows = seqs.clamp(min=0).long()
+    blocks = tables[rows][:, (positions // block_size).clamp(max=tables.shape[1] - 1)].long()
+    slots = (blocks * block_size + positions % block_size).flatten()
+    group = query.shape[1] // key.row_shape[0]
+    keys, values = (
+        store.rows(slots, query.dtype).unflatten(0, (len(seqs), -1)).float().repeat_interleave(group, 2)
+        for store in (key, value)
+    )
+    scores = torch.einsum("thd,tlhd->thl", query.float(), keys) * layer.scaling
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    first = indices + 1 - (layer.sliding_window or len(positions) + 1)
+    sees = (positions >= first[:, None]) & (positions < ends[:, None])
+    scores = scores.masked_fill(~sees[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[None, :, None].expand(len(seqs), -1, 1)], -1)
+    weights = scores.softmax(-1)[..., : len(positions)]
+    out = torch.einsum("thl,tlhd->thd", weights, values).to(query.dtype)
+    return out.masked_fill((seqs < 0)[:, None, None], 0)
 
 
 def _written(key: Tensor, value: Tensor, slots: Tensor, held: list[list[Tensor]], kind: type) -> None:
