@@ -59,16 +59,18 @@ async def test_answers_that_were_preempted_equal_generate(cases, expected):
     """Blocks for less than three conversations; everybody wants to run, and goes on after `generate`'s last
     token."""
     cases, expected = cases[:12], expected[:12]
-    args = with_decode(cluster_args(48), kv_blocks=11)
-    async with local_cluster(args) as cluster:
-        overcommit(cluster)
-        got = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
-        assert cluster.decodes[0]._engine.num_preempted > 0
     async with local_cluster(cluster_args(48)) as cluster:
         alone = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
         assert cluster.decodes[0]._engine.num_preempted == 0
-    assert got == alone
-    assert all(texts[0].startswith(answer.text) for texts, answer in zip(got, expected, strict=True))
+    assert all(texts[0].startswith(answer.text) for texts, answer in zip(alone, expected, strict=True))
+    async with local_cluster(with_decode(cluster_args(48), kv_blocks=11)) as cluster:
+        overcommit(cluster)
+        for _ in range(10):  # requests may come one after the other
+            got = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
+            assert got == alone
+            if cluster.decodes[0]._engine.num_preempted:
+                break
+        assert cluster.decodes[0]._engine.num_preempted > 0
 
 
 async def test_several_choices_equal_generate_and_each_other(cases, expected):
