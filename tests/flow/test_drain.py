@@ -16,6 +16,7 @@ from cluster.types.members import Role
 from router.door import Door
 from router.openai.app import build_api
 from router.policy.baselines import RoundRobinPolicy
+from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
 
@@ -40,7 +41,7 @@ CLUSTERS = {
 }
 
 
-@pytest.mark.parametrize("role", CLUSTERS)
+@pytest.mark.parametrize("role", often(CLUSTERS, [Role.ENCODE, Role.PREFILL, Role.DECODE]))
 async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, role):
     num_replicas, num_cases = CLUSTERS[role]
     cases, expected = zip(*media_cases[:num_cases], strict=True)

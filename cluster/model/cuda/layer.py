@@ -12,7 +12,8 @@ Letters: T tokens, N hidden width, W width of a rotary table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -44,8 +45,10 @@ from cluster.model.layers.parts import (
     MlpParts,
     is_rms_norm,
 )
-from cluster.model.layers.search import Compared, Settings, TextParts
+from cluster.model.layers.search import Compared, Replacement, Settings, TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
+
+logger = logging.getLogger(__name__)
 
 # Largest relative error (2-norm) of what a replacement adds to its input. Another form of a norm or a
 # rotation is off by a tenth and more. INT8 codes may differ by one where a product rounds otherwise.
@@ -223,13 +226,31 @@ class FusedTextModel:
         return self._head(hidden if is_all else hidden[wanted]).float()
 
 
+class Tried(Compared):
+    """A candidate that fails is none: a kernel that does not compile for this device must not keep a model
+    from being served."""
+
+    def replacement(
+        self, module: nn.Module, candidates: Iterable[Settings], build: Callable[[Settings], Replacement],
+        agrees: Callable[[Replacement, Settings], bool],
+    ) -> Replacement | None:  # fmt: skip
+        def succeeds(candidate: Replacement, settings: Settings) -> bool:
+            try:
+                return agrees(candidate, settings)
+            except Exception as error:  # compilers raise what they like; a device that broke raises it again
+                logger.warning("Triton kernels: %s fails: %s", settings, error)
+                return False
+
+        return super().replacement(module, candidates, build, succeeds)
+
+
 class CudaLayerKernels:
     """Implements `LayerKernels`."""
 
     name = "Triton kernels"
 
     def __init__(self, dtype: torch.dtype, attention: CudaAttention, *, is_timed: bool = True):
-        self.source = Compared()
+        self.source = Tried()
         self.is_timed = is_timed
         self.whole_tolerance = _TOLERANCE[dtype]
         self._attend = attention

@@ -23,6 +23,7 @@ from cluster.model.cuda.layer import CudaLayerKernels, FusedTextModel
 from cluster.model.cuda.merging import merge_inputs, merged
 from cluster.model.cuda.paged_attention import step_tensors
 from cluster.model.kv_format import kv_segments
+from cluster.model.language_parts import on_kernels, probed_parts
 from cluster.model.layers.parts import decoder_parts
 from cluster.model.layers.search import TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
@@ -33,6 +34,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attention_bias": True,
 }  # fmt: skip
+MODEL = hf.Qwen3ForCausalLM  # imported here, not while modules are replaced
 HEADS = Heads(4, 2, 16, 16, LayerAttention(0.25))
 PRODUCTS = {"mm", "addmm", "linear"}
 
@@ -61,7 +63,7 @@ class Fused:
 @pytest.fixture
 def fused() -> Iterator[Fused]:
     with SimulatedCuda() as device, strict_triton() as launches, torch.inference_mode():
-        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES)).eval()
+        model = MODEL(hf.Qwen3Config(**SIZES)).eval()
         merge_inputs(model, torch.device("cuda", 0))
         device.put(model)
         attention = CudaAttention(TorchAttention(), num_processors=132)
@@ -135,3 +137,16 @@ def test_layers_are_announced_as_they_are_written(fused: Fused) -> None:
 def test_a_step_that_wants_no_logits_gives_none(fused: Fused) -> None:
     wanted = torch.zeros(0, dtype=torch.int64, device="cuda")
     assert fused.logits(fused.batch([5], [9]), wanted).shape == (0, 40)
+
+
+def test_kernels_that_fail_leave_the_layers_to_their_modules(caplog) -> None:
+    """Here nothing can be launched: the tensors are on no GPU."""
+    parts = probed_parts(MODEL(hf.Qwen3Config(**SIZES)).eval(), 16, "auto")
+    merge_inputs(parts.model, torch.device("cpu"))
+    attention = CudaAttention(TorchAttention(), num_processors=132)
+    with strict_triton(), torch.inference_mode():
+        served = on_kernels(parts, CudaLayerKernels(torch.float32, attention, is_timed=False))
+    assert served.decoder is None
+    layers: Any = served.text.layers
+    assert {type(layer).__name__ for layer in layers} == {"Qwen3DecoderLayer"}
+    assert "fails: add_norm: residual is a Tensor" in caplog.text

@@ -35,6 +35,7 @@ from cluster.model.logprobs import PromptScores
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.recorded_attention import RecordedAttention
+from tests.fakes.slow_params import often
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase
 from tests.gpu.cases import check_recorded_steps
@@ -118,7 +119,7 @@ ANSWERS = ([9, 10, 11], [20, 4, 14], [0, 0, 0], TABLES[:3])
 TEXTS = ("gemma3_window", "gpt_oss_sinks_window", "gemma2_softcap_window")
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", often(TEXTS, TEXTS[:2]))
 def test_a_replayed_mixed_step_equals_the_unrecorded_one(name: str, device: SimulatedCuda) -> None:
     compared = Compared(language(device, TEXT_FAMILIES[name]().model))
     for chunks in mixed_steps():
@@ -154,9 +155,8 @@ def media_chunks(model: LanguageModel, case: TinyCase) -> list[SequenceChunk]:
     return chunks
 
 
-@pytest.mark.parametrize(
-    "name", ["gemma3", "qwen2_5_vl", "kimi_k25"]
-)  # two-way spans; three axes; read as zero
+# two-way spans; three axes; read as zero
+@pytest.mark.parametrize("name", often(["gemma3", "qwen2_5_vl", "kimi_k25"], ["gemma3", "qwen2_5_vl"]))
 def test_media_are_placed_before_the_replay(name: str, device: SimulatedCuda) -> None:
     case = MEDIA_FAMILIES[name]()
     model = language(device, case.model)
