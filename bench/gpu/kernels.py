@@ -26,7 +26,7 @@ from bench.tables import table
 OTHER = "other"
 OURS = {
     "attend": "attention", "merge": "attention", "plan": "attention", "add_norm": "norms",
-    "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation", "lookup": "copies",
+    "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation",
 }  # fmt: skip
 # The first that is found in a name, in this order: flash-attn's names hold "cutlass".
 PARTS = (

@@ -116,7 +116,7 @@ class AttentionBackend(Protocol):
 class ModelAttention(AttentionBackend, Protocol):
     """The attention of all layers of a model."""
 
-    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+    def can_capture(self, cache: LayerCache) -> bool:
         """Whether a step over such a cache, of answers or with prompts, launches only kernels whose shapes
         follow from the sizes of its tensors, so that a CUDA graph can record it. A step of a mix that reads
         `UnknownSizes` after all fails by name."""

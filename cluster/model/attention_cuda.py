@@ -32,7 +32,7 @@ class CudaAttention:
         self.library = library
         self._fallback, self._num_processors = fallback, num_processors
 
-    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+    def can_capture(self, cache: LayerCache) -> bool:
         return can_attend(cache)
 
     def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:

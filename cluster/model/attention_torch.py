@@ -36,7 +36,7 @@ class TorchAttention:
     def __init__(self) -> None:
         self._scratch: dict[str, Tensor] = {}
 
-    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+    def can_capture(self, cache: LayerCache) -> bool:
         return False
 
     def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:

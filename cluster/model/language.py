@@ -184,7 +184,7 @@ class LanguageModel:
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""
-        return self._backend.can_capture(self.block_size, layer_cache(kv, 0))
+        return self._backend.can_capture(layer_cache(kv, 0))
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:

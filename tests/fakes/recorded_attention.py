@@ -14,7 +14,7 @@ from cluster.model.kv_format import LayerCache
 class RecordedAttention:
     """Implements `ModelAttention`."""
 
-    def can_capture(self, block_size: int, cache: LayerCache) -> bool:
+    def can_capture(self, cache: LayerCache) -> bool:
         return True
 
     def score_bytes(self, num_heads: int, width: int, num_tokens: int, max_context: int) -> int:

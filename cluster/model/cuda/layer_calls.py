@@ -37,7 +37,6 @@ from cluster.model.kv_format import LayerCache
 
 _HEADS_PER_PROGRAM = 4
 _GATE_TILE = 1024
-_LOOKUP_TILE = 1024
 
 
 class NormForm(IntEnum):
@@ -220,25 +219,6 @@ def gate(shares: Tensor, activation: GateActivation, dtype: torch.dtype, out: Te
         WIDTH=width, TILE=tile, SHARES=num_shares, KIND=int(activation.kind),
         HAS_LIMIT=activation.limit is not None, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return out
-
-
-def lookup(
-    token_ids: Tensor, board: Tensor, embedding: Tensor, *, first_id: int = 0, out: Tensor | None = None
-) -> Tensor:
-    """Rows of `embedding` [V, N], contiguous, for token_ids [T] int32 or int64. An id below zero names a row
-    of `board` [B] int64, where the last step's tokens are: -1 the first. `embedding` holds the ids from
-    `first_id` on; an id outside (another rank's, or a placeholder) gives zeros. Returns [T, N] in the
-    embedding's dtype, bit by bit."""
-    from cluster.model.cuda import layer_kernels
-
-    num_ids, width = embedding.shape
-    if out is None:
-        out = embedding.new_empty(len(token_ids), width)
-    tile = min(_LOOKUP_TILE, power_of_two(width))
-    layer_kernels.lookup[(len(token_ids), -(-width // tile))](
-        token_ids, board, embedding, out, first_id, num_ids, WIDTH=width, TILE=tile
-    )
     return out
 
 

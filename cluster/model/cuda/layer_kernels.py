@@ -257,20 +257,3 @@ def gate(
         acted = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
     product = _rounded(acted, dtype) * _rounded(ups + offset, dtype)
     tl.store(out + token * WIDTH + columns, product.to(dtype), mask=mask)
-
-
-@triton.jit
-def lookup(
-    token_ids, board, embedding, out, first_id, num_ids, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Grid (T, cdiv(WIDTH, TILE))."""
-    token = tl.program_id(0).to(tl.int64)
-    token_id = tl.load(token_ids + token).to(tl.int64)
-    if token_id < 0:
-        token_id = tl.load(board + (-1 - token_id)).to(tl.int64)
-    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = columns < WIDTH
-    rows = token_id - first_id + tl.zeros([TILE], tl.int64)
-    is_here = mask & (rows >= 0) & (rows < num_ids)
-    values = tl.load(embedding + rows * WIDTH + columns, mask=is_here, other=0.0)
-    tl.store(out + token * WIDTH + columns, values, mask=mask)

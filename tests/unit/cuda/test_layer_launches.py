@@ -16,7 +16,7 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
-from cluster.model.cuda.layer_calls import GateActivation, Norm, Rope, add_norm, gate, lookup, rope_write
+from cluster.model.cuda.layer_calls import GateActivation, Norm, Rope, add_norm, gate, rope_write
 from cluster.model.cuda.paged_attention import (
     MAX_PLACES,
     MAX_SHARES,
@@ -252,17 +252,9 @@ def test_a_library_serves_neither_spans_nor_recorded_steps(launches: list[Launch
 def test_heads_that_are_too_wide_are_served_by_plain_torch(launches: list[Launch]) -> None:
     kv = memory("auto", width=320)
     subject = CudaAttention(TorchAttention(), 132)
-    assert not subject.can_capture(BLOCK_SIZE, layer_cache(kv, 0))
+    assert not subject.can_capture(layer_cache(kv, 0))
     batch = replace(batch_of(kv, [1, 1], [9, 40]), context_lens_tensor=torch.tensor([9, 40]).to("cuda"))
     assert attended(subject, batch).shape == (2, HEADS, 320)
     assert names(launches) == ["write_rows"]
     for kv_cache_dtype in ("auto", "int8"):
-        assert subject.can_capture(BLOCK_SIZE, layer_cache(memory(kv_cache_dtype), 0))
-
-
-def test_tokens_are_looked_up_in_one_launch(launches: list[Launch]) -> None:
-    ids = torch.zeros(5, dtype=torch.int32, device="cuda")
-    board = torch.zeros(2, dtype=torch.int64, device="cuda")
-    out = lookup(ids, board, torch.zeros(7, 1500, dtype=BF16, device="cuda"))
-    assert out.shape == (5, 1500)
-    assert [(each.kernel, each.grid) for each in launches] == [("lookup", (5, 2))]
+        assert subject.can_capture(layer_cache(memory(kv_cache_dtype), 0))

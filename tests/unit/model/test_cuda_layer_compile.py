@@ -26,11 +26,11 @@ KINDS = {
     "key_rows": "*bf16", "value_rows": "*bf16",
     "sinks": "*bf16", "out": "*bf16", "partial_out": "*fp32", "partial_stats": "*fp32",
     "residual": "*bf16", "shares": "*bf16", "post_weight": "*bf16", "pre_weight": "*bf16", "cos": "*bf16",
-    "sin": "*bf16", "query_weight": "*bf16", "key_weight": "*bf16", "embedding": "*bf16", "board": "*i64",
+    "sin": "*bf16", "query_weight": "*bf16", "key_weight": "*bf16",
     "scaling": "fp32", "softcap": "fp32", "scale": "fp32", "post_epsilon": "fp32", "pre_epsilon": "fp32",
     "query_epsilon": "fp32", "key_epsilon": "fp32", "limit": "fp32", "alpha": "fp32", "offset": "fp32",
     "window": "i32", "table_stride": "i32", "share_stride": "i32", "num_seqs": "i32", "capacity": "i32",
-    "first_id": "i32", "num_ids": "i32", "key_stride": "i32", "key_head_stride": "i32", "value_stride": "i32",
+    "key_stride": "i32", "key_head_stride": "i32", "value_stride": "i32",
     "value_head_stride": "i32",
 }  # fmt: skip
 ROPE = {
@@ -83,10 +83,9 @@ def check_compiles(
         ("write_rows", {**WRITE, "key_scales": None, "value_scales": None}, {}),
         ("write_rows", WRITE, {"key": "*i8", "value": "*i8"}),
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
-        ("lookup", {"WIDTH": 896, "TILE": 1024}, {}),
     ],
     ids=[
-        "add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "gate", "lookup"
+        "add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "gate"
     ],
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:

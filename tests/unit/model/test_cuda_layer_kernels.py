@@ -26,7 +26,6 @@ from cluster.model.cuda.layer_calls import (
     add,
     add_norm,
     gate,
-    lookup,
     rope_write,
     write_rows,
 )
@@ -290,11 +289,3 @@ def test_shares_of_a_product_are_summed_first() -> None:
     shares = torch.randn(2, 3, 40)
     gates, ups = shares.sum(0).split(20, -1)
     assert_close(gate(shares, GateActivation(), torch.float32), nn.functional.silu(gates) * ups)
-
-
-def test_tokens_are_looked_up_by_id_or_by_the_board() -> None:
-    embedding, board = torch.randn(6, 10), torch.tensor([4, 11])
-    ids = torch.tensor([10, -1, 15, -2, 9, 16], dtype=torch.int32)
-    out = lookup(ids, board, embedding, first_id=10)
-    expected = torch.stack([embedding[0], torch.zeros(10), embedding[5], embedding[1], *torch.zeros(2, 10)])
-    assert torch.equal(out, expected)
