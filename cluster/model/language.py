@@ -211,7 +211,7 @@ class LanguageModel:
         """embeds [T, hidden_size], which may be overwritten; wanted [n] → [n, vocab_size] logits of these
         tokens, in any dtype. `extra`: more arguments of the text model. `chunks`: those of the T tokens, if
         they may have scores."""
-        rows = wanted.to(self.device)
+        rows, position_ids = wanted.to(self.device), position_ids.to(self.device)
         if self._decoder is not None and not extra:
             logits = self._decoder.logits(
                 embeds[None], self._position_rule.with_axes(position_ids), batch, rows
