@@ -9,17 +9,17 @@ from router.api.absent import mount_absent
 from router.api.anthropic.render import error_body
 from router.api.anthropic.routes import MESSAGES_PATH, MessagesRoutes
 from router.api.audio import AudioRoutes
-from router.api.call_server import LEDGER, CallServer
 from router.api.chat.routes import ChatRoutes
 from router.api.models import ModelRoutes
 from router.api.protocol import DoorProtocol
 from router.api.responses.kept import KeptResponses
 from router.api.responses.routes import KeptRoutes, ResponsesRoutes
 from router.api.server import ServerRoutes, package_version
+from router.api.serving import LEDGER, CallServer
 from router.api.tokens import TokenRoutes
 from router.http.app import wire
 from router.http.bodies import BodyBudget
-from router.http.body_reader import BodyReader
+from router.http.body_parser import BodyReader
 from router.http.edge import HttpMetrics
 from router.http.errors import ErrorAnswers
 from router.http.limits import CLIENT_TIMEOUTS, ClientTimeouts

@@ -24,7 +24,6 @@ from starlette.responses import Response
 
 from cluster.errors import ClusterError, RequestError
 from router.api.body import RequestBody, validated
-from router.api.call_server import CallServer
 from router.api.chat import render
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
@@ -32,6 +31,7 @@ from router.api.context import CallContext
 from router.api.fields import Unit
 from router.api.names import naming
 from router.api.protocol import DoorProtocol, Generation
+from router.api.serving import CallServer
 from router.calls import ChatCall, TextDelta, Usage
 from router.http.errors import error_body
 from router.http.forms import parse_form
@@ -85,7 +85,7 @@ def transcription_call(
     instruction: str,
     context: CallContext,
 ) -> tuple[TranscriptionRequest, ChatCall]:
-    """`content_type`: the request's header. Raises RequestError."""
+    """Translates a form. `content_type`: the request's header. Raises RequestError."""
     form = parse_form(body, content_type)
     file = form.files.pop("file", None)
     if form.files:
@@ -132,7 +132,7 @@ def _content(request: TranscriptionRequest, data: bytes, instruction: str) -> li
 
 def _data_uri(data: bytes) -> str:
     uri = io.StringIO()
-    uri.write("data:application/octet-stream;base64,")  # the file's first bytes tell its type
+    uri.write("data:application/octet-stream;base64,")  # the file's first bytes say its type
     for begin in range(0, len(data), PIECE_BYTES):
         uri.write(base64.b64encode(data[begin : begin + PIECE_BYTES]).decode())
     return uri.getvalue()
@@ -231,7 +231,7 @@ class TranscriptFormat:
         return _event({"type": "epdg:ledger", "ledger": timelines})
 
     def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        """The last event has it already."""
+        """Writes nothing: the last event has the usage already."""
         return b""
 
     def name_of(self, param: str) -> str:
@@ -241,8 +241,8 @@ class TranscriptFormat:
         return b"data: %b\n\n" % error_body(error)
 
     def _details(self, answer: render.WholeChoice, usage: Usage) -> dict[str, Any]:
-        """One segment. Whisper's measures of it are the model's own, but for the probability that nothing was
-        said, which no model here gives."""
+        """Returns a transcript of one segment. Whisper's measures of it are the model's own, but for the
+        probability that nothing was said, which no model here gives."""
         text = answer.text.encode()
         logprobs = [each.drawn.logprob for each in answer.scores if each.drawn.logprob is not None]
         segment = {
@@ -281,7 +281,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _time(seconds: float, point: str = ".") -> str:
-    """As subtitles write it: 00:00:02.500."""
+    """Writes a time as subtitles have it: 00:00:02.500."""
     whole, milliseconds = divmod(round(seconds * 1000), 1000)
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}{point}{milliseconds:03}"
 

@@ -68,7 +68,7 @@ Request = TypeVar("Request", bound=RequestBody)
 
 
 def parse(model: type[Request], body: bytes) -> Request:
-    """A valid request. Raises RequestError or UnsupportedError; messages name fields, not values."""
+    """Returns a valid request. Raises RequestError or UnsupportedError; messages name fields, not values."""
     try:
         fields = _FIELDS.validate_json(body)
     except pydantic.ValidationError as error:
@@ -79,7 +79,7 @@ def parse(model: type[Request], body: bytes) -> Request:
 def validated(
     model: type[Request], fields: dict[str, Any], validate: Callable[[dict[str, Any]], Request]
 ) -> Request:
-    """As `parse`, of fields that are read already. `validate`: a method of the model."""
+    """Does as `parse` with fields that are read already. `validate`: a method of the model."""
     known = model.model_fields
     for name in list(fields):
         if name in known:
@@ -101,7 +101,7 @@ def validated(
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Equality that distinguishes False from 0."""
+    """Whether two values are equal; False is not 0."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
@@ -125,7 +125,7 @@ def _refusal(error: pydantic.ValidationError) -> RequestError:
 
 
 def _limit(details: Any) -> str:
-    """What a value or a list is bounded by; empty if it is something else that is wrong."""
+    """Returns what a value or a list is bounded by; empty if something else is wrong."""
     bounds = details.get("ctx", {})
     match details["type"]:
         case "less_than_equal":
@@ -146,7 +146,8 @@ _UNIONS = ("content", "source")  # fields of several shapes
 
 
 def _path(loc: tuple[str | int, ...]) -> str:
-    """`messages[0].content[1].image_url.url`, without the names that pydantic gives to a union's branches."""
+    """Writes a location as `messages[0].content[1].image_url.url`, without the names that pydantic gives to a
+    union's branches."""
     path = ""
     for i, step in enumerate(loc):
         if isinstance(step, int):

@@ -13,7 +13,7 @@ from router.http.limits import MAX_INT
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000  # of one
 MAX_ALL_STOP_CHARS = 2000  # the door builds their automaton on its event loop, in 1 µs for each
-MAX_LOGPROBS = 20  # tokens at one position, beside the one that was drawn
+MAX_LOGPROBS = 20  # tokens at one position, besides the one that was drawn
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256  # of one
@@ -27,7 +27,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 def _together(max_chars: int) -> Callable[[list[str]], list[str]]:
-    """A validator of texts that have so many characters together."""
+    """Returns a validator of texts that have at most so many characters together."""
 
     def check(texts: list[str]) -> list[str]:
         if sum(map(len, texts)) > max_chars:
@@ -65,7 +65,7 @@ class StrictModel(BaseModel):
 
 
 class SamplingFields(BaseModel):
-    """None: what the model's folder says, or the neutral value."""
+    """A field that is None has the value of the model's folder, or the neutral one."""
 
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Unit | None = None

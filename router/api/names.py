@@ -32,7 +32,7 @@ def naming(name_of: NameOf) -> Iterator[None]:
 
 
 def renamed(param: str, names: Mapping[str, str]) -> str:
-    """By the longest beginning of `param` that has another name."""
+    """Renames the longest beginning of `param` that has another name."""
     known = param
     while known:
         if known in names:
@@ -42,7 +42,8 @@ def renamed(param: str, names: Mapping[str, str]) -> str:
 
 
 def with_names(call: ChatCall, names: Mapping[str, str]) -> ChatCall:
-    """What is told later about its media, its structure and its tools has an endpoint's names, too."""
+    """Renames fields in a call, so that later errors about its media, structure and tools have the endpoint's
+    names, too."""
     structure, tools = call.structure, call.tools
     if structure is not None:
         structure = msgspec.structs.replace(structure, param=renamed(structure.param, names))

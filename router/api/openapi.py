@@ -95,7 +95,7 @@ _OTHER = Endpoint("", ())  # of a route that the table does not name: nothing is
 
 
 def document(api: FastAPI, door: DoorProtocol) -> bytes:
-    """Of the routes that `api` has."""
+    """Describes the routes that `api` has."""
     found = get_openapi(title=api.title, version=api.version, routes=api.routes)
     schemas = found.setdefault("components", {}).setdefault("schemas", {})
     schemas.clear()  # FastAPI's own error
@@ -142,12 +142,12 @@ def _body(
 
 
 def _add_untyped(model: type[RequestBody], schema: dict[str, Any]) -> None:
-    """The fields that `schema.parse` takes beside those of a model."""
+    """Adds the fields that `body.parse` takes besides those of a model."""
     for name in model.harmless:
         schema["properties"].setdefault(name, {"description": "has no effect"})
     for name, neutral in model.neutral.items():
-        told = {"description": "is not built", "enum": [None, *neutral]}
-        schema["properties"].setdefault(name, told)
+        described = {"description": "is not built", "enum": [None, *neutral]}
+        schema["properties"].setdefault(name, described)
 
 
 def _define(schemas: dict[str, Any], model: type[BaseModel]) -> None:

@@ -29,7 +29,7 @@ class TimelineProtocol(Protocol):
     """How long each stage of a prompt took; see `router.telemetry.timeline`."""
 
     def fields(self) -> dict[str, Any]:
-        """For the body of an answer."""
+        """Returns what the body of an answer has of it."""
         ...
 
     def header(self) -> str: ...
@@ -40,32 +40,33 @@ class Generation(Protocol):
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """With media placeholders expanded; the same for all choices of a prompt."""
+        """The prompt with media placeholders expanded; the same for all choices of a prompt."""
         ...
 
     @property
     def prompt_logprobs(self) -> Sequence[Sequence[RankedToken] | None]:
-        """At each position of the prompt its token and the most probable ones, if the client wants them;
+        """The prompt's tokens: at each position its own and the most probable ones, if the client wants them;
         None: not known. The same for all choices of a prompt; final with the first delta."""
         ...
 
     @property
     def media_notes(self) -> Sequence[MediaNote]:
-        """The same for all choices of a prompt."""
+        """What was changed in the media; the same for all choices of a prompt."""
         ...
 
     @property
     def usage(self) -> Usage:
-        """Always up to date; final after the last delta."""
+        """The usage so far; final after the last delta."""
         ...
 
     @property
     def timeline(self) -> TimelineProtocol:
-        """Shared by all choices of a prompt. Its time to first token is final with the first delta."""
+        """The timeline that all choices of a prompt share. Its time to first token is final with the first
+        delta."""
         ...
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
-        """May raise a ClusterError at any point; then the iteration has ended."""
+        """Yields deltas. May raise a ClusterError at any point; then the iteration has ended."""
         ...
 
     async def aclose(self) -> None:
@@ -83,11 +84,11 @@ class DoorProtocol(Protocol):
     translation_instruction: str  # "" without the endpoint
 
     async def chat(self, call: ChatCall) -> Sequence[Generation]:
-        """One generation per choice. Raises ClusterError."""
+        """Returns one generation per choice. Raises ClusterError."""
         ...
 
     async def complete(self, call: CompletionCall) -> Sequence[Generation]:
-        """Choices of the first prompt, then of the second, and so on. Raises ClusterError."""
+        """Returns the choices of the first prompt, then of the second, and so on. Raises ClusterError."""
         ...
 
     async def tokenize(self, call: TokenizeCall) -> Tokenized:
@@ -101,9 +102,10 @@ class DoorProtocol(Protocol):
         ...
 
     def pools(self) -> dict[str, Any]:
-        """For the page: every pool and worker, and what waits. Names workers only if `limits` says so."""
+        """Returns what the page shows: every pool and worker, and what waits. Names workers only if `limits`
+        says so."""
         ...
 
     def metrics(self) -> bytes:
-        """Prometheus text."""
+        """Returns Prometheus text."""
         ...

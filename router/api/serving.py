@@ -1,6 +1,6 @@
-"""Runs one call against the door: collects it into a body or merges its choices into a stream, and always
-closes every generation. Errors name fields as the endpoint does. Plain coroutines on the door's event loop;
-`call_server` owns HTTP."""
+"""Serves one call: reads it from a request, starts it at the door, and collects its choices into a body or
+merges them into a stream. Every generation is closed in the end. Errors name fields as the endpoint does.
+Runs on the door's event loop; large bodies are translated on a thread."""
 
 from __future__ import annotations
 
@@ -8,15 +8,28 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cluster.errors import ClusterError, InternalError
+from router.api.context import CallContext
 from router.api.names import naming
-from router.api.protocol import Generation
-from router.calls import TextDelta, Usage
+from router.api.protocol import DoorProtocol, Generation
+from router.calls import Call, TextDelta, Usage
+from router.http.body_parser import BodyReader
+from router.http.disconnect import until_disconnect
+from router.http.edge import permit_of, tenant_of, trace_parent_of
+from router.http.event_stream import EventStream
 
 log = logging.getLogger(__name__)
+# Header. In a request it asks for the timeline; in the answer it has the durations until the first token
+LEDGER = "x-epdg-ledger"
+Translated = TypeVar("Translated")
+AnyCall = TypeVar("AnyCall", bound=Call)
 Start = Callable[[], Awaitable[Sequence[Generation]]]  # of a call
+StartCall = Callable[[AnyCall], Awaitable[Sequence[Generation]]]
 _OF_WORKERS = ("placement", "alternatives")  # fields of a timeline
 
 
@@ -33,8 +46,8 @@ class AnswerFormat(Protocol):
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> Iterator[bytes]:
-        """In pieces, each of which takes a bounded time; one may be empty. `answers`: all deltas of each; the
-        last one has the finish reason."""
+        """Writes a whole answer in pieces, each of which takes a bounded time; one may be empty. `answers`:
+        all deltas of each; the last one has the finish reason."""
         ...
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes: ...
@@ -42,43 +55,96 @@ class AnswerFormat(Protocol):
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes: ...
 
     def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
-        """`delta`: the choice's last one."""
+        """Writes the events at a choice's end. `delta`: its last one."""
         ...
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes: ...
 
     def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        """`usages`: of all choices, `num_choices` of each prompt."""
+        """Writes the event with the usage. `usages`: those of all choices, `num_choices` of each prompt."""
         ...
 
     def error_event(self, error: ClusterError) -> bytes:
-        """The last event of a stream that fails after its first one."""
+        """Writes the last event of a stream that fails after its first one."""
         ...
 
     def name_of(self, param: str) -> str:
-        """A field of a chat request, as the endpoint names it."""
+        """Returns the endpoint's own name of a field of a chat request."""
         ...
 
 
 class TimelineReport:
     """Reports the timelines of a request whose client asked for them."""
 
-    def __init__(self, headers: MutableMapping[str, str], name: str, *, shows_workers: bool):
-        """`headers`: of the answer; `name` is set before the first byte. `shows_workers`: names workers."""
+    def __init__(self, headers: MutableMapping[str, str], *, shows_workers: bool):
+        """`headers`: of the answer; `LEDGER` is set before the first byte. `shows_workers`: names workers."""
         self._headers = headers
-        self._name = name
         self._hidden = () if shows_workers else _OF_WORKERS
 
     def begin(self, generation: Generation) -> None:
-        """The first token has come."""
-        self._headers.setdefault(self._name, generation.timeline.header())
+        """Is called when the first token has come."""
+        self._headers.setdefault(LEDGER, generation.timeline.header())
 
     def fields(self, generations: Sequence[Generation], num_choices: int) -> list[dict[str, Any]]:
-        """One per prompt."""
+        """Returns one timeline per prompt."""
         return [
             {name: value for name, value in generation.timeline.fields().items() if name not in self._hidden}
             for generation in generations[::num_choices]
         ]
+
+
+class CallServer:
+    def __init__(self, door: DoorProtocol, bodies: BodyReader):
+        self._door = door
+        self._bodies = bodies
+
+    async def read(
+        self,
+        request: Request,
+        translate: Callable[[bytes, CallContext], Translated],
+        *,
+        is_json: bool = True,
+    ) -> Translated:
+        """Returns what `translate`, which is pure, makes of the request's body. Raises what it raises, and
+        what `BodyReader.read` does."""
+        return await self._bodies.read(
+            request, lambda body: translate(body, self._context(request)), is_json=is_json
+        )
+
+    async def answer(
+        self, request: Request, call: AnyCall, start: StartCall[AnyCall], answer: AnswerFormat
+    ) -> Response:
+        headers: dict[str, str] = {}
+        if call.stream:
+            events = self.events(request, call, start, answer, headers)
+            return EventStream(events, headers, answer.error_event)
+        begin, report = _starting(request, call, start), self._report(request, headers)
+        body = await until_disconnect(request, whole(begin, answer, len(call.sampling), report))
+        return Response(body, headers=headers, media_type=answer.media_type)
+
+    def events(
+        self,
+        request: Request,
+        call: AnyCall,
+        start: StartCall[AnyCall],
+        answer: AnswerFormat,
+        headers: MutableMapping[str, str],
+    ) -> AsyncGenerator[bytes, None]:
+        """Yields the events of a call that is streamed. `headers`: those of the answer; they may grow until
+        the first event."""
+        begin, report = _starting(request, call, start), self._report(request, headers)
+        return stream(begin, answer, len(call.sampling), call.include_usage, report)
+
+    def _context(self, request: Request) -> CallContext:
+        door = self._door
+        return CallContext(
+            door.model_id, door.defaults, tenant_of(request), trace_parent_of(request), door.limits
+        )
+
+    def _report(self, request: Request, headers: MutableMapping[str, str]) -> TimelineReport | None:
+        if LEDGER not in request.headers:
+            return None
+        return TimelineReport(headers, shows_workers=self._door.limits.shows_workers)
 
 
 async def whole(
@@ -87,7 +153,7 @@ async def whole(
     num_choices: int,
     report: TimelineReport | None = None,
 ) -> bytes:
-    """The body of a response that is not streamed. With a `report` it contains the timelines, too."""
+    """Returns the body of a response that is not streamed. With a `report` it contains the timelines, too."""
     with naming(answer.name_of):
         generations = await start()
         try:
@@ -117,12 +183,12 @@ async def stream(
     include_usage: bool,
     report: TimelineReport | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events. The caller answers errors that are raised before the first event, and sends later
-    ones as events. With a `report`, the timelines are an event after the choices."""
+    """Yields server-sent events. The caller answers errors that are raised before the first event, and sends
+    later ones as events. With a `report`, the timelines are an event after the choices."""
     with naming(answer.name_of):
         generations = await start()
         started: set[int] = set()
-        has_told = False
+        has_begun = False
         try:
             async with contextlib.aclosing(_merged(generations)) as deltas:
                 async for index, delta in deltas:
@@ -135,8 +201,8 @@ async def stream(
                     if delta.finish_reason is not None:
                         events += answer.finish(index, delta, generation)
                     if events:
-                        if report is not None and not has_told:
-                            has_told = True
+                        if report is not None and not has_begun:
+                            has_begun = True
                             report.begin(generation)
                         yield events
             if report is not None:
@@ -148,8 +214,20 @@ async def stream(
             await close_all(generations)
 
 
+def _starting(request: Request, call: AnyCall, start: StartCall[AnyCall]) -> Start:
+    """Returns a start of the call whose tokens are the request's."""
+    permit = permit_of(request)
+
+    async def begin() -> Sequence[Generation]:
+        generations = await start(call)
+        permit.watch(generations, len(call.sampling))
+        return generations
+
+    return begin
+
+
 async def close_all(generations: Sequence[Generation]) -> None:
-    """Closes them also if this task is being cancelled, so that the pools stop working."""
+    """Closes generations, also if this task is being cancelled, so that the pools stop working."""
     await asyncio.shield(_close_all(generations))
 
 
@@ -172,7 +250,8 @@ async def _collect(generation: Generation) -> list[TextDelta]:
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Deltas of all choices as they come, each up to its finish reason. The first error ends all choices."""
+    """Yields deltas of all choices as they come, each up to its finish reason. The first error ends all
+    choices."""
     if len(generations) == 1:  # the usual case; it needs no queue and no task
         async for delta in generations[0]:
             yield 0, delta
@@ -211,7 +290,7 @@ async def _pump(
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:
-    """The error for the client: an expected one if there is one."""
+    """Returns the error for the client: an expected one if there is one."""
     leaves = list(_leaves(errors))
     return next((error for error in leaves if isinstance(error, ClusterError)), leaves[0])
 

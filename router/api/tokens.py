@@ -15,13 +15,13 @@ from starlette.responses import Response
 
 from cluster.errors import RequestError
 from router.api.body import RequestBody, parse
-from router.api.call_server import CallServer
 from router.api.chat.schema import ChatRequest, Messages
 from router.api.chat.tools import Tools, Variables
 from router.api.chat.translate import chat_call, check_model, check_prompt
 from router.api.context import CallContext
 from router.api.fields import TokenId
 from router.api.protocol import DoorProtocol
+from router.api.serving import CallServer
 from router.calls import TokenizeCall, Tokenized
 from router.http.disconnect import until_disconnect
 from router.http.errors import json_answer

@@ -7,8 +7,7 @@ rates         what a tenant has used of its limits
 pages         which web pages may call the server
 limits        what one request may ask for
 bodies        reads request bodies within limits
-body_reader   from a request's body to what its endpoint makes of it
-body_parser   parses large bodies on threads
+body_parser   from a request's body to what its endpoint makes of it
 forms         parses bodies of multipart/form-data
 pieces        writes large JSON piece by piece
 event_stream  an answer that is a stream of server-sent events

@@ -29,8 +29,8 @@ def wire(
     tells_request_id: bool,
     shown_headers: Sequence[str] = (),
 ) -> None:
-    """Call it when `api` has all its routes. `shown_headers`: of answers, which pages of other origins may
-    read. `tells_request_id`: answers have `x-request-id`; false: the server adds it."""
+    """Composes `api`, which has all its routes by then. `shown_headers`: headers of answers that pages of
+    other origins may read. `tells_request_id`: answers have `x-request-id`; false: the server adds it."""
     _answer_head(api)
     errors.mount(api)
     api.add_middleware(
@@ -53,8 +53,8 @@ def wire(
 
 
 def _answer_head(api: FastAPI) -> None:
-    """HEAD wherever GET is answered: the same status and headers; the server leaves out the body. FastAPI
-    adds no such routes, as Starlette does."""
+    """Answers HEAD wherever GET is answered, with the same status and headers; the server leaves out the
+    body. FastAPI adds no such routes, as Starlette does."""
     for route in list(api.routes):
         if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
             api.add_api_route(

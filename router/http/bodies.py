@@ -144,7 +144,7 @@ class _Scan:
         return b"".join(self._chunks)
 
     def _finds_media(self) -> bool:
-        """Called once: text before the first media item is bounded like a body without media."""
+        """Is called once: text before the first media item is bounded like a body without media."""
         start = self.body()
         return any(mark in start for mark in _MEDIA)
 
@@ -167,8 +167,8 @@ def check_json_type(request: Request) -> None:
 async def read_body(
     request: Request, limits: Limits, lease: BodyLease, timeout_s: float, *, is_json: bool = True
 ) -> bytes:
-    """The whole body. `is_json`: false for a form, whose file may be any bytes. Raises RequestError if it is
-    too large or slow, OverloadedError if there is no room."""
+    """Reads the whole body. `is_json`: false for a form, whose file may be any bytes. Raises RequestError if
+    it is too large or slow, OverloadedError if there is no room."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         check_size(int(declared[:20]), limits)

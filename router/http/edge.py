@@ -22,7 +22,8 @@ from router.http.bodies import BodyBudget, BodyLease
 from router.http.keys import Access, ForbiddenError, InvalidKeyError, KeyRing
 from router.http.rates import Permit, RateLimitError
 
-LAG_TICK_S = 0.1  # the longest delay that a tick may miss; each tick costs 60 us beside a model that computes
+# The longest delay that a tick may miss; each tick costs 60 us next to a model that computes
+LAG_TICK_S = 0.1
 _STATUSES = (200, 400, 429, 500, 503)  # that boards and operators look for
 _LAG_BUCKETS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _HELD = "epdg.held"
@@ -125,7 +126,7 @@ class _Sending:
         request_id: str | None,
         responses: Counter,
     ):
-        """`request_id`: for the answer's headers. `responses`: counts it by its status."""
+        """`request_id` goes into the answer's headers. `responses` counts the answer by its status."""
         self.has_started = False
         self._responses = responses
         self._request_id = request_id
@@ -152,7 +153,7 @@ class _Sending:
         self._timer.cancel()
 
     def _check(self, num_sent: int) -> None:
-        """One timer per response, none per event."""
+        """Ends a request whose client does not read. There is one timer per response, none per event."""
         if self._is_sending and self._num_sent == num_sent:
             self._deadline.reschedule(self._loop.time())
         else:
@@ -253,6 +254,6 @@ def trace_parent_of(request: Request) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    """The client's, if it is one that may stand in a log and in a header."""
+    """Returns the client's id if it may stand in a log and in a header, else a new one."""
     given = Headers(scope=scope).get(_ID_HEADER, "")
     return given if _VALID_ID.fullmatch(given) else str(uuid.uuid4())

@@ -1,5 +1,5 @@
 """Errors as answers: OpenAI's object or that of the endpoint, the status, and the headers that belong to it.
-Of a request an error's answer needs its path, its headers and its id. Runs on the door's event loop.
+The answer to an error depends on the request's path, headers and id. Runs on the door's event loop.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ErrorAnswers:
     """The exception handlers of an application."""
 
     def __init__(self, bodies: Mapping[str, ErrorBody]):
-        """`bodies`: of endpoints whose errors have a form of their own, by their path."""
+        """`bodies`: the forms of errors that differ from OpenAI's, by the path of their endpoints."""
         self._bodies = bodies
 
     def mount(self, api: FastAPI) -> None:

@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 
 def parse_form(body: bytes, content_type: str) -> Form:
-    """`content_type`: the request's header. Raises RequestError."""
+    """Parses a body. `content_type`: the request's header. Raises RequestError."""
     form = Form({}, {})
     for part in _parts(body, _boundary(content_type)):
         end = part.find(b"\r\n\r\n", 0, MAX_HEADER_BYTES)
@@ -86,11 +86,11 @@ def _boundary(content_type: str) -> bytes:
 
 
 def _parts(body: bytes, boundary: bytes) -> Iterator[bytes]:
-    """Each with its header. Raises RequestError."""
+    """Returns each part with its header. Raises RequestError."""
     delimiter = b"\r\n--" + boundary
     if body.startswith(delimiter[2:]):
         at = len(delimiter) - 2
-    elif (start := body.find(delimiter)) >= 0:  # behind a preamble, which has no meaning
+    elif (start := body.find(delimiter)) >= 0:  # after a preamble, which has no meaning
         at = start + len(delimiter)
     else:
         raise RequestError("the form does not contain its boundary")
@@ -108,7 +108,7 @@ def _parts(body: bytes, boundary: bytes) -> Iterator[bytes]:
 
 
 def _parameters(header: Message, field: str) -> _Parameters:
-    """Of a header field, by name. Raises RequestError."""
+    """Returns the parameters of a header field by name. Raises RequestError."""
     try:
         return {name.lower(): value for name, value in header.get_params((), field)}
     except ValueError as error:
@@ -116,8 +116,8 @@ def _parameters(header: Message, field: str) -> _Parameters:
 
 
 def _text(parameters: _Parameters, name: str) -> str:
-    """Empty if there is none. Raises RequestError for one that is not text in the character set that it
-    names."""
+    """Returns a parameter's text, empty if there is none. Raises RequestError for one that is not text in the
+    character set that it names."""
     try:
         return collapse_rfc2231_value(parameters.get(name, ""))
     except (LookupError, ValueError) as error:  # of any codec that Python has

@@ -89,7 +89,8 @@ class KeyRing:
     """The keys that are valid now."""
 
     def __init__(self, source: KeySource | None, own: Sequence[ApiKey], clock: Clock):
-        """`own`: keys of the environment, which no file takes away. Blocks. Raises ConfigError."""
+        """Reads the keys. `own`: keys of the environment, which no file takes away. Blocks. Raises
+        ConfigError."""
         self._source = source
         self._own = tuple(own)
         self._clock = clock
@@ -111,7 +112,7 @@ class KeyRing:
 
     @property
     def guards_api(self) -> bool:
-        """A file without any key guards it, too."""
+        """Whether the API needs a key. A file without any key guards it, too."""
         return self._source is not None or any(not key.admin for key in self._own)
 
     @property
@@ -232,25 +233,25 @@ class Access:
 
 
 def _look_at(source: KeySource, known: _Stamp | None) -> tuple[_Stamp, Sequence[ApiKey] | None]:
-    """Blocks. None: the list is as it was. The stamp is older than what is read, so a change between the two
-    is seen by the next look."""
+    """Reads the list of keys; None if it is as it was. Blocks. The stamp is older than what is read, so a
+    change between the two is seen by the next look."""
     stamp = source.stamp()
     return stamp, None if stamp == known else source.read()
 
 
 def _route_path(scope: Scope) -> str:
-    """As the router sees it: behind the prefix of the application."""
+    """Returns the path as the router sees it, without the prefix of the application."""
     path, root = scope["path"], scope.get("root_path", "")
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
 def _credentials(headers: Headers) -> str:
-    """As the Authorization header has them. Clients of Anthropic's API may send a key in a header of its
-    own."""
+    """Returns the credentials as the Authorization header has them. Clients of Anthropic's API may send a key
+    in a header of its own."""
     given = headers.get("authorization", "")
     return f"Bearer {key}" if not given and (key := headers.get("x-api-key")) else given
 
 
 def _digest_of(header: str) -> str:
-    """A key cannot be recovered from it."""
+    """Returns a digest from which a key cannot be recovered."""
     return hashlib.sha256(header.encode()).hexdigest()[:32] if header else ""

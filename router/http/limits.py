@@ -19,8 +19,8 @@ MIN_TEXT_BYTES = 256 << 10
 # 300 MiB
 MIN_MARKS = 1 << 18
 MIN_ESCAPES = 1 << 16
-# Log-probabilities of prompts are cheap to ask for and large to tell: 140 bytes each until they are written,
-# and 100 then. Enough for 64 prompts of 4,096 tokens with four each
+# Log-probabilities of prompts are cheap to ask for and large in an answer: 140 bytes each until they are
+# written, and 100 then. Enough for 64 prompts of 4,096 tokens with four each
 MIN_PROMPT_SCORES = 1 << 20
 
 
@@ -37,12 +37,12 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def max_text_chars(self) -> int:
-        """Of all texts of one prompt. A longer prompt certainly has too many tokens."""
+        """The characters of all texts of one prompt. A longer prompt certainly has too many tokens."""
         return self.max_model_len * min(self.max_token_chars, MAX_TOKEN_CHARS)
 
     @property
     def max_text_bytes(self) -> int:
-        """Of a body without media. A character takes up to six bytes in JSON."""
+        """The bytes of a body without media. A character takes up to six bytes in JSON."""
         return min(self.max_body_bytes, max(MIN_TEXT_BYTES, MAX_TOKEN_CHARS * self.max_model_len))
 
     @property
@@ -53,13 +53,13 @@ class Limits(msgspec.Struct, frozen=True):
 
     @property
     def max_escapes(self) -> int:
-        """Backslashes in a body, beside those that some clients write into base64. Text as `\\uXXXX` has one
-        per character."""
+        """Backslashes in a body, apart from those that some clients write into base64. Text as `\\uXXXX` has
+        one per character."""
         return max(MIN_ESCAPES, 8 * self.max_model_len)
 
     @property
     def max_prompt_scores(self) -> int:
-        """Log-probabilities that one answer tells of all its prompts. One prompt may always have them all."""
+        """Log-probabilities that one answer has of all its prompts. One prompt may always have them all."""
         return max(MIN_PROMPT_SCORES, 21 * self.max_model_len)
 
 

@@ -1,7 +1,7 @@
 """Which web pages may make the server do something where it asks for no API key.
 
 A browser sends some requests of any page to any address without asking it first: a form, or a body whose type
-is not told. And a page can make the name of its own address mean this server (DNS rebinding): to the browser
+is not named. And a page can make the name of its own address mean this server (DNS rebinding): to the browser
 the page then asks itself. So a request that a page makes needs to come from one of these:
 
 * a page of an origin that `door.access.cors_origins` names;

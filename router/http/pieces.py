@@ -25,7 +25,7 @@ class Many:
         self._of = of
 
     def parts(self) -> Iterator[Callable[[], bytes]]:
-        """Of the list, without its brackets: each is written when it is called."""
+        """Returns the parts of the list, without its brackets; each is written when it is called."""
         for begin in range(0, len(self._of), MAX_ITEMS):
             yield partial(self._part, begin)
 
@@ -35,7 +35,8 @@ class Many:
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """`value` may contain `Many`s, and iterators of values that become lists. A small value is one piece."""
+    """Writes `value`, which may contain `Many`s, and iterators of values that become lists. A small value is
+    one piece."""
     written: list[bytes] = []
     for _ in _write(value, written):
         yield b"".join(written)
@@ -48,7 +49,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def _write(value: Any, written: list[bytes]) -> Iterator[None]:
-    """Stops where a piece may end."""
+    """Appends the JSON of `value` to `written`, and stops where a piece may end."""
     if isinstance(value, dict) and value:
         for idx, (key, each) in enumerate(value.items()):
             written += (b"," if idx else b"{", _encode(key), b":")

@@ -1,6 +1,6 @@
 """What a tenant with limits has used of them at this door: requests and tokens a minute, requests at once.
 
-A request begins (`TenantUse.begin`), may tell its generations to its permit (`Permit.watch`), and ends with
+A request begins (`TenantUse.begin`), may name its generations to its permit (`Permit.watch`), and ends with
 the permit. Tokens are counted when a request ends and when another one of the tenant begins, so no token of a
 stream costs anything. Therefore a request that has begun always ends, and what it uses beyond the limit makes
 the next ones wait. Pure but for the clock; belongs to the door's event loop.
@@ -43,7 +43,7 @@ class Allowance:
         self._counted_at = now
 
     def wait_s(self, now: float) -> float:
-        """Until there is a unit."""
+        """Returns the time until there is a unit."""
         self.charge(0, now)
         missing = 1 - self._num_units
         return missing * MINUTE_S / self.per_minute if missing > _ROUNDING else 0.0
@@ -108,7 +108,7 @@ class TenantUse:
 
 
 class Permit:
-    """Of one request that may be answered; a context manager that ends with the request."""
+    """The right of one request to be answered; a context manager that ends with the request."""
 
     def __init__(self, tenant: str, use: TenantUse | None = None):
         """`use`: None if the request counts for no limit."""
@@ -118,12 +118,13 @@ class Permit:
         self._num_taken = 0
 
     def watch(self, generations: Sequence[HasUsage], num_choices: int) -> None:
-        """Their tokens are the request's. `num_choices`: of each prompt, which counts once."""
+        """Counts the tokens of `generations` as the request's. `num_choices`: the choices of each prompt,
+        which counts once."""
         if self._use is not None and self._use.counts_tokens:
             self._generations.append((generations, num_choices))
 
     def take_tokens(self) -> int:
-        """Tokens since the last call."""
+        """Returns the number of tokens since the last call."""
         num_tokens = 0
         for generations, num_choices in self._generations:
             usages = [generation.usage for generation in generations]

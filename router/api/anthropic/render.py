@@ -94,11 +94,11 @@ class MessageFormat:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
-        """An event of our own, for a client that asked for it."""
+        """Writes an event of our own, for a client that asked for it."""
         return _event("epdg:ledger", ledger=timelines)
 
     def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        """`message_delta` has it already."""
+        """Writes nothing: `message_delta` has the usage already."""
         return b""
 
     def name_of(self, param: str) -> str:
@@ -106,7 +106,7 @@ class MessageFormat:
 
     def _pushed(self, delta: TextDelta) -> Iterator[bytes]:
         pieces = list(delta.calls)
-        while pieces and not pieces[0].name:  # of the call that is open; text beside them comes behind it
+        while pieces and not pieces[0].name:  # of the call that is open; text of this delta comes after it
             yield self._grow(pieces.pop(0).arguments)
         for kind, text in (("thinking", delta.reasoning), ("text", delta.text)):
             if text:
@@ -132,7 +132,7 @@ class MessageFormat:
         return _event("content_block_delta", index=len(self._content) - 1, delta={"type": kind, name: text})
 
     def _closed(self) -> Iterator[bytes]:
-        """The end of the last block. The input of a call that was cut at `max_tokens`, or that is no object,
+        """Ends the last block. The input of a call that was cut at `max_tokens`, or that is no object,
         stays empty."""
         if not self._content:
             return
@@ -156,7 +156,7 @@ def _ending(delta: TextDelta) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Here the tokens of the prompt are apart from those that were cached."""
+    """Returns the usage, in which the tokens of the prompt are apart from those that were cached."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

@@ -11,9 +11,9 @@ from router.api.anthropic.render import MessageFormat
 from router.api.anthropic.schema import CountRequest, MessagesRequest
 from router.api.anthropic.translate import messages_call, messages_name
 from router.api.body import parse
-from router.api.call_server import CallServer
 from router.api.names import naming, new_id
 from router.api.protocol import DoorProtocol
+from router.api.serving import CallServer
 from router.calls import TokenizeCall
 from router.http.disconnect import until_disconnect
 from router.http.errors import json_answer

@@ -1,5 +1,5 @@
 """Request bodies of /v1/messages and /v1/messages/count_tokens. Fields are of the three kinds of
-`router.api.chat.schema`, with Anthropic's names. Pure values, made and dropped within one request.
+`router.api.body`, with Anthropic's names. Pure values, made and dropped within one request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a request body of /v1/messages to the chat endpoint's call. Pure except for the random seed.
+"""Translates a request body of /v1/messages to the chat endpoint's call. Pure except for the random seed.
 
-The way is over a `ChatRequest`, as that of /v1/responses. Whatever is wrong is named as this endpoint names
-it.
+A request becomes a `ChatRequest` first, as one of /v1/responses does. Errors name fields as this endpoint
+names them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def messages_call(request: CountRequest, context: CallContext) -> ChatCall:
-    """Of a `CountRequest` only what the prompt depends on. Raises RequestError."""
+    """Translates a request; a `CountRequest` has only what the prompt depends on. Raises RequestError."""
     names = dict(_NAMES)
     asked = {
         "model": request.model,
@@ -81,7 +81,7 @@ def messages_name(param: str) -> str:
 
 
 def _conversation(request: CountRequest, names: dict[str, str]) -> list[dict[str, Any]]:
-    """`names` gets the fields that the messages come from."""
+    """Returns the messages of a chat. `names` gets the fields that they come from."""
     found: list[tuple[dict[str, Any], str]] = []
     if request.system:
         found.append(({"role": "system", "content": _parts(request.system)}, "system"))
@@ -93,7 +93,7 @@ def _conversation(request: CountRequest, names: dict[str, str]) -> list[dict[str
 
 
 def _check_last(messages: Sequence[Message]) -> None:
-    """A template would begin a new answer behind the assistant's message."""
+    """Refuses an assistant's last message: a template would begin a new answer after it."""
     if messages[-1].role == "assistant":
         param = f"messages[{len(messages) - 1}]"
         raise UnsupportedError(
@@ -106,7 +106,7 @@ def _check_last(messages: Sequence[Message]) -> None:
 def _messages(
     message: Message, param: str, names: dict[str, str], begin: int
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Of one message of this endpoint: a tool's result is a message of its own in a chat."""
+    """Yields the messages that one message of this endpoint becomes: a tool's result is one of its own."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}, param
     elif message.role == "assistant":

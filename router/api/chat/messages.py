@@ -49,7 +49,7 @@ def messages_of(
     options: Mapping[Modality, MediaOptions],
     media: list[MediaSource],
 ) -> tuple[ChatMessage, ...]:
-    """Adds their media items to `media`."""
+    """Translates messages, and adds their media items to `media`."""
     names: dict[str, str] = {}  # of the tools that were called, by the call's id
     found = []
     for idx, message in enumerate(messages):
@@ -130,7 +130,7 @@ def _source(
 
 
 def negative_of(messages: Sequence[ChatMessage], text: str) -> tuple[ChatMessage, ...]:
-    """The same conversation without media and with its last user message replaced."""
+    """Returns the same conversation without media and with its last user message replaced."""
     bare = [msgspec.structs.replace(message, content=_text_of(message)) for message in messages]
     last = max((i for i, message in enumerate(bare) if message.role == "user"), default=len(bare) - 1)
     bare[last] = msgspec.structs.replace(bare[last], content=text)

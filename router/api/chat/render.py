@@ -1,7 +1,7 @@
 """Answers and stream events, as bytes. Pure.
 
-A stream's events differ only in index, text and finish reason, and in what a client has asked for beside
-them, so everything else is encoded once per stream.
+A stream's events differ only in index, text and finish reason, and in what a client has asked for
+besides, so everything else is encoded once per stream.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ResponseFormat(ABC):
     end = DONE
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
-    _tells_prompt_of_each: ClassVar[bool]  # in a whole answer: in every choice, or once
+    _repeats_prompt: ClassVar[bool]  # in a whole answer: in every choice, or once
 
     def __init__(self, response_id: str, created: int, model: str, call: Call):
         self._head = {"id": response_id, "created": created, "model": model}
@@ -90,12 +90,12 @@ class ResponseFormat(ABC):
         num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> Iterator[bytes]:
-        """`generations`: of these answers. `timelines`: the fields of the timelines, one per prompt, if the
-        client asked for them."""
+        """Writes a whole answer. `generations`: those of `answers`. `timelines`: the fields of the timelines,
+        one per prompt, if the client asked for them."""
         usage = usage_fields([generation.usage for generation in generations], num_choices)
         choices = map(self._choice, count(), answers, generations)
         whole = {**self._head, "object": self._kind, "choices": choices, "usage": usage}
-        if not self._tells_prompt_of_each:
+        if not self._repeats_prompt:
             whole |= self._prompt(generations[0])
         if notes := generations[0].media_notes:
             whole["media"] = notes
@@ -111,17 +111,17 @@ class ResponseFormat(ABC):
             "logprobs": self._logprobs(answer.scores) if self._has_logprobs else None,
             "finish_reason": answer.finish_reason,
             **({"token_ids": answer.token_ids} if self._has_token_ids else {}),
-            **(self._prompt(generation) if self._tells_prompt_of_each else {}),
+            **(self._prompt(generation) if self._repeats_prompt else {}),
         }
 
     def _prompt(self, generation: Generation) -> dict[str, Any]:
-        """What is told of a choice's prompt."""
-        told: dict[str, Any] = {}
+        """Returns what an answer says of a choice's prompt."""
+        fields: dict[str, Any] = {}
         if self._has_token_ids:
-            told["prompt_token_ids"] = generation.prompt_token_ids
+            fields["prompt_token_ids"] = generation.prompt_token_ids
         if self._has_prompt_logprobs:
-            told["prompt_logprobs"] = Many(_ranked, generation.prompt_logprobs)
-        return told
+            fields["prompt_logprobs"] = Many(_ranked, generation.prompt_logprobs)
+        return fields
 
     def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
         return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage_fields(usages, num_choices)))
@@ -131,7 +131,7 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
-        """The event before a choice's first text; empty if there is none. `has_notes`: it tells what has been
+        """The event before a choice's first text; empty if there is none. `has_notes`: it says what has been
         changed in the media."""
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
@@ -154,7 +154,7 @@ class ResponseFormat(ABC):
         """A field of a chat request, as the endpoint names it."""
 
     def _end(self, generation: Generation) -> bytes:
-        """Of an event that is about this choice."""
+        """Returns the last bytes of an event that is about this choice."""
         if not self._has_usage:
             return self._suffix
         return b',"usage":%b}\n\n' % _encode(usage_fields([generation.usage], 1))
@@ -177,7 +177,7 @@ class ChatFormat(ResponseFormat):
     """/v1/chat/completions."""
 
     _kind, _event_kind = "chat.completion", "chat.completion.chunk"
-    _tells_prompt_of_each = False
+    _repeats_prompt = False
     _nothing = b'"delta":{}'
 
     def name_of(self, param: str) -> str:
@@ -216,7 +216,7 @@ class CompletionFormat(ResponseFormat):
     """/v1/completions. It has no media, so there are no notes."""
 
     _kind = _event_kind = "text_completion"
-    _tells_prompt_of_each = True
+    _repeats_prompt = True
     _nothing = b'"text":""'
 
     def name_of(self, param: str) -> str:
@@ -236,8 +236,8 @@ class CompletionFormat(ResponseFormat):
         return {"text": answer.text}
 
     def _logprobs(self, scores: Sequence[TokenScores]) -> dict[str, Any]:
-        """The drawn token is among the most probable ones even if it is none of them. Of a prompt's first
-        token there is nothing."""
+        """The drawn token is among the most probable ones even if it is none of them. A prompt's first
+        token has none."""
         return {
             "tokens": Many(lambda each: _name(each.drawn), scores),
             "token_logprobs": Many(lambda each: _finite(each.drawn.logprob), scores),
@@ -251,7 +251,7 @@ def _whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
 
 
 def _call(piece: ToolCallDelta, *, is_event: bool) -> dict[str, Any]:
-    """Id, type and name are in a call's first event only."""
+    """Returns a call as OpenAI writes it. Its id, type and name are in its first event only."""
     index = {"index": piece.index} if is_event else {}
     if not piece.name:
         return {**index, "function": {"arguments": piece.arguments}}
@@ -260,17 +260,17 @@ def _call(piece: ToolCallDelta, *, is_event: bool) -> dict[str, Any]:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Clients know it by two names."""
+    """Returns reasoning under the two names by which clients know it."""
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def logprob_entry(scores: TokenScores) -> dict[str, Any]:
-    """As the chat endpoint writes it."""
+    """Returns log-probabilities as the chat endpoint writes them."""
     return {**_scored(scores.drawn), "top_logprobs": [_scored(other) for other in scores.top]}
 
 
 def _named_logprobs(scores: TokenScores) -> dict[str, float | None] | None:
-    """As the endpoint for completions writes it."""
+    """Returns log-probabilities as the endpoint for completions writes them."""
     if scores.drawn.logprob is None:
         return None
     return {_name(token): _finite(token.logprob) for token in (*scores.top, scores.drawn)}
@@ -282,7 +282,7 @@ def _scored(token: ScoredToken) -> dict[str, Any]:
 
 
 def _name(token: ScoredToken) -> str:
-    """As OpenAI writes it: a key for each token, also for a part of a character."""
+    """Names a token as OpenAI does: a key for each token, also for a part of a character."""
     try:
         return token.piece.decode()
     except UnicodeDecodeError:
@@ -290,7 +290,7 @@ def _name(token: ScoredToken) -> str:
 
 
 def _ranked(tokens: Sequence[RankedToken] | None) -> dict[str, Any] | None:
-    """At one position of a prompt, as vLLM writes it: by token id."""
+    """Returns the tokens at one position of a prompt as vLLM writes them: by token id."""
     if tokens is None:
         return None
     return {
@@ -304,7 +304,7 @@ def _ranked(tokens: Sequence[RankedToken] | None) -> dict[str, Any] | None:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """JSON has no infinity; OpenAI writes this for it."""
+    """Returns a number in place of infinity, which JSON has not; OpenAI writes the same one."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 

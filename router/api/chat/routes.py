@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.body import parse
-from router.api.call_server import CallServer
 from router.api.chat.render import ChatFormat, CompletionFormat
 from router.api.chat.schema import ChatRequest, CompletionRequest
 from router.api.chat.translate import chat_call, completion_call
 from router.api.names import new_id
 from router.api.protocol import DoorProtocol
+from router.api.serving import CallServer
 
 
 class ChatRoutes:

@@ -187,7 +187,7 @@ MANY = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
 def _prompt_kind(value: Any) -> str | None:
-    """By the first item: a long list of one kind is never tried as another."""
+    """Decides by the first item: a long list of one kind is never tried as another."""
     if isinstance(value, str):
         return "<text>"
     if not isinstance(value, list):

@@ -131,7 +131,7 @@ def _schema(
 
 
 def _compact(value: Any, param: str) -> str:
-    """As JSON, in the client's order: properties are generated in this order."""
+    """Writes JSON in the client's order: properties are generated in this order."""
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:

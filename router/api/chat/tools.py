@@ -104,13 +104,13 @@ class ToolFields(BaseModel):
 
 
 def tool_texts(request: ToolFields) -> list[str]:
-    """Each tool as JSON, whether or not the model sees it. Raises RequestError."""
+    """Writes each tool as JSON, whether or not the model sees it. Raises RequestError."""
     return [_json(_shown(tool), f"tools[{idx}]") for idx, tool in enumerate(request.tools or ())]
 
 
 def options_of(request: ToolFields, tools: Sequence[str]) -> ChatOptions:
-    """What the chat template gets. A model that must not call a tool does not see any. `tools`: all of the
-    request."""
+    """Returns what the chat template gets. A model that must not call a tool does not see any. `tools`: all
+    of the request."""
     variables, hints = request.chat_template_kwargs or {}, _effort(request.reasoning_effort)
     offered = {} if request.tool_choice == "none" else _offered(request)
     return ChatOptions(
@@ -122,7 +122,7 @@ def options_of(request: ToolFields, tools: Sequence[str]) -> ChatOptions:
 
 
 def _effort(effort: str | None) -> dict[str, Any]:
-    """What templates know: how much reasoning is wanted, or only whether some is."""
+    """Returns what templates know: how much reasoning is wanted, or only whether some is."""
     if effort is None:
         return {}
     if effort == "none":
@@ -177,7 +177,7 @@ def _function(function: _Function, param: str) -> ToolFunction:
 
 
 def _shown(tool: Tool) -> dict[str, Any]:
-    """What the model sees of it."""
+    """Returns what the model sees of a tool."""
     function = tool.function.model_dump(exclude={"strict"})
     return {
         "type": "function",
@@ -212,8 +212,9 @@ def _check_tools(tools: Sequence[Tool]) -> None:
 
 
 def call_in_history(call: InputToolCall) -> ToolCall:
-    """Templates get the arguments as an object. A call that was cut, or that a model wrote wrongly, stays in
-    its conversation: what is no object comes as one that has the text as it is."""
+    """Translates a call of the conversation. Templates get the arguments as an object. A call that was cut,
+    or that a model wrote wrongly, stays in its conversation: what is no object comes as one that has the text
+    as it is."""
     text = call.function.arguments or "{}"
     try:
         arguments = _object(text)
@@ -223,7 +224,7 @@ def call_in_history(call: InputToolCall) -> ToolCall:
 
 
 def _object(text: str) -> str:
-    """The same JSON without half surrogate pairs, which no tokenizer takes. Raises ValueError or
+    """Returns the same JSON without half surrogate pairs, which no tokenizer takes. Raises ValueError or
     RecursionError."""
     arguments = json.loads(text)
     if not isinstance(arguments, dict):

@@ -1,4 +1,5 @@
-"""From a request body to a frozen call, with every default filled in. Pure except for the random seed."""
+"""Translates a request body to a frozen call, with every default filled in. Pure except for the random
+seed."""
 
 from __future__ import annotations
 
@@ -188,7 +189,7 @@ def _check_ids(token_ids: Sequence[int], param: str, limits: Limits) -> None:
 
 
 def check_prompt(prompt: str | Sequence[int], param: str, limits: Limits) -> None:
-    """A text, or token ids."""
+    """Checks a text, or token ids. Raises RequestError."""
     if isinstance(prompt, str):
         return _check_text(len(prompt), param, limits)
     _check_ids(prompt, param, limits)
@@ -221,7 +222,8 @@ def _check_messages(messages: Sequence[InputMessage], options: ChatOptions, limi
 
 
 def _check_together(rules: ToolRules, structure: Structure | None, min_tokens: int) -> None:
-    """Calls of tools that are constrained are a structure themselves, in which there is room for JSON."""
+    """Raises RequestError for structures that exclude each other. Calls of tools that are constrained are a
+    structure themselves, in which there is room for JSON."""
     if structure is not None and structure.kind is not StructureKind.JSON_SCHEMA:
         raise RequestError(
             f"{structure.param} cannot be combined with tools, unless tool_choice is 'none'",
@@ -232,8 +234,8 @@ def _check_together(rules: ToolRules, structure: Structure | None, min_tokens: i
 
 
 def _salt(request: EndpointRequest, context: CallContext) -> str:
-    """Only KV and embeddings with an equal salt are reused: those of the same tenant, under the client's own
-    salt. Clients without credentials are one tenant."""
+    """Returns the salt. Only KV and embeddings with an equal salt are reused: those of the same tenant, under
+    the client's own salt. Clients without credentials are one tenant."""
     owner = "" if context.limits.shares_caches else context.tenant
     return f"{owner}/{request.cache_salt or ''}" if owner or request.cache_salt else ""
 
@@ -241,7 +243,8 @@ def _salt(request: EndpointRequest, context: CallContext) -> str:
 def _sampling(
     request: EndpointRequest, defaults: GenerationDefaults, limits: Limits
 ) -> tuple[SamplingParams, ...]:
-    """One value per choice. Choice 0 draws with the client's seed, the others with seeds derived from it."""
+    """Returns one value per choice. Choice 0 draws with the client's seed, the others with seeds derived from
+    it."""
     temperature = defaults.temperature if request.temperature is None else request.temperature
     top_p = defaults.top_p if request.top_p is None else request.top_p
     if top_p == 0:  # OpenAI accepts it; the smallest set of tokens is the most probable one

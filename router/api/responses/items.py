@@ -30,17 +30,17 @@ class OutputItems:
         return list(self._events(delta))
 
     def close(self, status: str) -> list[Event]:
-        """The end of the answer. `status`: of the last item. An answer without any has an empty message."""
+        """Ends the answer. `status`: that of the last item. An answer without any has an empty message."""
         events = [] if self._closed or self._open else list(self._begin(MessageOutput))
         return [*events, *self._end(status)]
 
     def fields(self, open_status: str) -> list[dict[str, Any]]:
-        """Of all items."""
+        """Returns the fields of all items."""
         return [*self._closed, *([] if self._open is None else [self._open.fields(open_status)])]
 
     def _events(self, delta: TextDelta) -> Iterator[Event]:
         pieces = list(delta.calls)
-        while pieces and not pieces[0].name:  # of the call that is open; text beside them comes behind it
+        while pieces and not pieces[0].name:  # of the call that is open; text of this delta comes after it
             yield from self._grown(CallOutput, pieces.pop(0).arguments)
         if delta.reasoning:
             yield from self._grown(ReasoningOutput, delta.reasoning)
@@ -99,14 +99,14 @@ class OutputItem(ABC):
 
     @abstractmethod
     def fields(self, status: str) -> dict[str, Any]:
-        """As it stands in a response."""
+        """Returns the item as it stands in a response."""
 
     def _whole(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {"output_index": self.place["output_index"], "item": fields}
 
 
 class PartedOutput(OutputItem):
-    """Its text is one part of its content."""
+    """An item whose text is one part of its content."""
 
     def __init__(self, base: str, index: int, call: ToolCallDelta | None):
         super().__init__(base, index, call)
@@ -127,7 +127,8 @@ class PartedOutput(OutputItem):
 
 
 class MessageOutput(PartedOutput):
-    """Log-probabilities are written as they come: several events and the response repeat them."""
+    """A message of the answer. Log-probabilities are written as they come: several events and the response
+    repeat them."""
 
     prefix, stem = "msg", "response.output_text"
 

@@ -7,7 +7,7 @@ forgets them in time.
 
 Every byte counts before it is kept. A tenant holds at most as many as stay free, as with request bodies, so
 its answers never push out another's. If it has no room left, its own oldest answers that have ended and are
-not being read are forgotten; if there are none, the response fails and tells so in a last event without
+not being read are forgotten; if there are none, the response fails and says so in a last event without
 output, for which there has been room since it began.
 
 Belongs to the door's event loop. Another door knows nothing of them, so a cluster with several has none.
@@ -29,7 +29,7 @@ from router.http.errors import public_error
 
 log = logging.getLogger(__name__)
 MAX_BYTES = 64 << 20  # of all events and answers that are kept
-MAX_READERS = 32  # of one tenant at once, beside those that began the response
+MAX_READERS = 32  # of one tenant at once, besides those that began the response
 PIECE_BYTES = 64 << 10  # that a reader gets at once
 RETRY_AFTER_S = 5.0
 _EVENT_END = b"\n\n"
@@ -60,14 +60,14 @@ class KeptResponse:
         self._put(events)
 
     def begin(self, events: AsyncGenerator[bytes, None], held: contextlib.ExitStack) -> asyncio.Task[None]:
-        """`held`: is closed when the answer has ended."""
+        """Starts the response's task. `held` is closed when the answer has ended."""
         self._task = asyncio.create_task(self._collect(events))
         self._task.add_done_callback(lambda task: self._end(task, held))  # also if it never ran
         return self._task
 
     async def read(self, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """Events behind number `after`, until the last one. Raises ResponseNotFoundError if the response is
-        forgotten meanwhile."""
+        """Yields events after number `after`, until the last one. Raises ResponseNotFoundError if the
+        response is forgotten meanwhile."""
         idx, begin = after + 1, 0  # the next event, and how much of it is out
         self.num_readers += 1
         try:
@@ -88,7 +88,7 @@ class KeptResponse:
             self.num_readers -= 1
 
     async def cancel(self) -> None:
-        """Without effect on an answer that has ended."""
+        """Ends the response. Has no effect on an answer that has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -111,8 +111,8 @@ class KeptResponse:
                 log.error("response %s failed unexpectedly", self.answer.response_id, exc_info=error)
             if self.answer.num_events > len(self._events):
                 self.answer.drop_output(len(self._events))  # there was no room for the last ones
-            told = public_error(error)
-            self._conclude(lambda: self.answer.error_event(told))
+            known = public_error(error)
+            self._conclude(lambda: self.answer.error_event(known))
 
     def _end(self, task: asyncio.Task[None], held: contextlib.ExitStack) -> None:
         held.close()
@@ -143,7 +143,7 @@ class KeptResponse:
         news.set()
 
     def _piece(self, idx: int, begin: int) -> tuple[bytes, int, int]:
-        """From byte `begin` of event `idx` on, and where the next one begins."""
+        """Returns the bytes from byte `begin` of event `idx` on, and where the next piece begins."""
         parts: list[bytes] = []
         num_left = PIECE_BYTES
         while num_left and idx < len(self._events):
@@ -158,7 +158,7 @@ class KeptResponse:
 
 class KeptResponses:
     def __init__(self, keep_s: float, max_bytes: int = MAX_BYTES):
-        """`keep_s`: from the end of an answer on."""
+        """`keep_s`: seconds from the end of an answer on."""
         self._keep_s = keep_s
         self._max_bytes = max_bytes
         self._room = BodyBudget(max_bytes)  # they share as bodies do
@@ -170,7 +170,7 @@ class KeptResponses:
         return self._room.num_held
 
     def add(self, answer: ResponsesFormat, tenant: str) -> KeptResponse:
-        """To be begun. Raises OverloadedError."""
+        """Returns a response that is to be begun. Raises OverloadedError."""
         kept = KeptResponse(answer, tenant, self._take)
         self._kept[answer.response_id] = kept
         return kept
@@ -199,7 +199,8 @@ class KeptResponses:
         await kept.cancel()
 
     async def read(self, kept: KeptResponse, after: int = -1) -> AsyncGenerator[bytes, None]:
-        """As `KeptResponse.read`, for a client that has come back. Raises OverloadedError at first."""
+        """Reads as `KeptResponse.read` does, for a client that has come back. Raises OverloadedError at
+        first."""
         with self.reader(kept.tenant):
             async with contextlib.aclosing(kept.read(after)) as pieces:
                 async for piece in pieces:

@@ -4,7 +4,7 @@ A `ResponsesFormat` belongs to one response and counts its events. The order of 
 `response.created`, `response.in_progress`, the events of each item (`items`), then `response.completed`, or
 `response.incomplete` if the answer was cut at its longest. An error after the first event is
 `response.failed`. As with the other endpoints nothing is sent before the first token, so that an error until
-then is an HTTP error. A background response is told at once, as `queued`, and an error is always
+then is an HTTP error. A background response is reported at once, as `queued`, and an error is always
 `response.failed`.
 """
 
@@ -68,24 +68,24 @@ class ResponsesFormat:
         return self._events(events[self.is_background :])
 
     def queued(self) -> bytes:
-        """The first events of a background response."""
-        told = {"response": self._response("queued", None)}
-        return self._events([("response.created", told), ("response.queued", told)])
+        """Writes the first events of a background response."""
+        begun = {"response": self._response("queued", None)}
+        return self._events([("response.created", begun), ("response.queued", begun)])
 
     def now(self) -> bytes:
-        """The response as it is, ended or not."""
+        """Writes the response as it is, ended or not."""
         begun = "queued" if self._last is None else "in_progress"
         return self.whole or _encode(self._response(begun, self._last))
 
     def cancel(self) -> bytes:
-        """Without an event, and without effect on an answer that has ended."""
+        """Ends the answer without an event. Has no effect on an answer that has ended."""
         if self.whole is None:
             self._items.close("incomplete")
             self._end(self._response("cancelled", self._last))
         return b""
 
     def drop_output(self, num_events: int) -> None:
-        """There is no room for what comes behind the first `num_events` events: how the answer ended, if it
+        """Drops what comes after the first `num_events` events, for lack of room: how the answer ended, if it
         has, and the output."""
         self.whole = None
         self._items = OutputItems(self.response_id)
@@ -101,24 +101,25 @@ class ResponsesFormat:
         return self._events([*events, (f"response.{status}", {"response": whole})])
 
     def error_event(self, error: ClusterError) -> bytes:
-        """The last event of a stream that fails after its first one."""
+        """Writes the last event of a stream that fails after its first one."""
         whole = self._response("failed", self._last)
         whole["error"] = {"code": _error_code(error), "message": error.message}
         return self._events([("response.failed", {"response": self._end(whole)})])
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
-        """An event of our own, behind the last one of OpenAI's, for a client that asked for it."""
+        """Writes an event of our own, after the last one of OpenAI's, for a client that asked for it."""
         return self._events([("epdg:ledger", {"ledger": timelines})])
 
     def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        """The last event has it already."""
+        """Writes nothing: the last event has the usage already."""
         return b""
 
     def name_of(self, param: str) -> str:
         return responses_name(param)
 
     def _end(self, whole: dict[str, Any]) -> msgspec.Raw:
-        """A response may be kept long after its generation, which has the prompt and its media."""
+        """Ends the answer, and lets go of its generation: a response may be kept long after the prompt and
+        its media."""
         self.whole, self._last = _encode(whole), None
         self._items = OutputItems(self.response_id)
         return msgspec.Raw(self.whole)
@@ -147,8 +148,8 @@ class ResponsesFormat:
 
 
 def _fields(response_id: str, created: int, request: ResponsesRequest, call: ChatCall) -> dict[str, Any]:
-    """What is the same in all response objects of a stream. Clients expect every field of a request, with the
-    value that was used."""
+    """Returns what is the same in all response objects of a stream. Clients expect every field of a request,
+    with the value that was used."""
     wanted = None if request.text is None else request.text.format
     text = {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)
     choice = request.tool_choice
@@ -182,7 +183,7 @@ def _fields(response_id: str, created: int, request: ResponsesRequest, call: Cha
 
 
 def _status(reason: str | None) -> str:
-    """Of a response, and of its last item."""
+    """Returns the status of a response and of its last item."""
     return "incomplete" if reason == "length" else "completed"
 
 
@@ -201,7 +202,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _error_code(error: ClusterError) -> str:
-    """OpenAI's types know no others that fit."""
+    """Returns one of OpenAI's codes; their types know no others that fit."""
     if isinstance(error, RequestError):
         return "invalid_prompt"
     return "rate_limit_exceeded" if isinstance(error, OverloadedError) else "server_error"

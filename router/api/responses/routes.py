@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ClusterError, RequestError
 from router.api.body import parse
-from router.api.call_server import CallServer
 from router.api.context import CallContext
 from router.api.names import new_id
 from router.api.protocol import DoorProtocol
@@ -23,6 +22,7 @@ from router.api.responses.kept import PIECE_BYTES, KeptResponse, KeptResponses
 from router.api.responses.render import ResponsesFormat
 from router.api.responses.schema import ResponsesRequest
 from router.api.responses.translate import responses_call
+from router.api.serving import CallServer
 from router.calls import ChatCall
 from router.http.edge import take_held, tenant_of
 from router.http.errors import error_body, json_answer
@@ -53,7 +53,8 @@ class ResponsesRoutes:
 
 
 def _translated(body: bytes, context: CallContext) -> tuple[ChatCall, ResponsesFormat]:
-    """Parsed values are many times as large as the body, so they do not live as long as the answer."""
+    """Translates a body. Parsed values are many times as large as it, so they do not live as long as the
+    answer."""
     asked = parse(ResponsesRequest, body)
     call = responses_call(asked, context)
     return call, ResponsesFormat(new_id("resp_"), int(time.time()), asked, call)
@@ -118,5 +119,5 @@ class _Body(Response):
 
 
 def _error_event(error: ClusterError) -> bytes:
-    """Of a reader; the response itself may be well."""
+    """Writes an error of a reader; the response itself may be well."""
     return b"event: error\ndata: %b\n\n" % error_body(error)

@@ -1,4 +1,4 @@
-"""Request bodies of /v1/responses. Fields are of the three kinds of `router.api.chat.schema`, with OpenAI's
+"""Request bodies of /v1/responses. Fields are of the three kinds of `router.api.body`, with OpenAI's
 names for this endpoint. Pure values, made and dropped within one request.
 """
 
@@ -70,7 +70,7 @@ class InputFile(StrictModel):
 
     type: Literal["input_file"]
     file_id: None = None
-    file_data: str | None = None  # a data URI; or base64, if the file's name tells its type
+    file_data: str | None = None  # a data URI; or base64, if the file's name says its type
     file_url: str | None = None
     filename: Annotated[str, Field(max_length=1000)] | None = None
     detail: Literal["auto", "low", "high"] | None = None

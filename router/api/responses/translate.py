@@ -1,7 +1,7 @@
-"""From a request body of /v1/responses to the chat endpoint's call. Pure except for the random seed.
+"""Translates a request body of /v1/responses to the chat endpoint's call. Pure except for the random seed.
 
-The way is over a `ChatRequest`, so both endpoints have one meaning. Whatever is wrong is named as this
-endpoint names it: `messages[2].content[0]` becomes `input[1].content[0]`.
+A request becomes a `ChatRequest` first, so both endpoints have one meaning. Errors name fields as this
+endpoint names them: `messages[2].content[0]` becomes `input[1].content[0]`.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _media(kind: str, url: str, detail: str | None = None) -> dict[str, Any]:
 
 
 def _file(part: InputFile, param: str) -> dict[str, Any]:
-    """An image, a sound or a video, by its declared type, else by its name."""
+    """Returns an image, a sound or a video, by its declared type, else by its name."""
     if (part.file_data is None) == (part.file_url is None):
         raise RequestError(f"{param}: send either file_data or file_url", param=param)
     ending = _ENDING.search(part.filename or (part.file_url or "").split("?")[0])
