@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 
 from cluster.errors import ClusterError, InternalError, RequestError
 from router.http.bodies import BodyTimeoutError, BodyTooLargeError, MediaTypeError
@@ -119,5 +119,6 @@ class ErrorAnswers:
 
 def _methods(request: Request) -> set[str]:
     """The methods of all routes to the request's path."""
-    found = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return {method for route in found for method in getattr(route, "methods", None) or ()}
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in found for method in route.methods or ()}

@@ -55,7 +55,7 @@ class StructureFields(BaseModel):
     guided_grammar: StructureText | None = None
 
 
-def structure_of(request: StructureFields) -> Structure | None:
+def structure_of(request: StructureFields, min_tokens: int | None = None) -> Structure | None:
     """Raises RequestError if the fields contradict each other, or say something that is too long."""
     wanted = [*_of_format(request), *_of_vllm(request)]
     if len(wanted) > 1:
@@ -63,7 +63,7 @@ def structure_of(request: StructureFields) -> Structure | None:
         raise RequestError(f"{names} ask for two structures; send one", param=wanted[1].param)
     if not wanted:
         return None
-    if getattr(request, "min_tokens", None):
+    if min_tokens:
         raise RequestError("min_tokens cannot be combined with a structure", param="min_tokens")
     (structure,) = wanted
     param = structure.param

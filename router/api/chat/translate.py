@@ -113,7 +113,7 @@ def _common(request: EndpointRequest, limits: Limits) -> CommonFields:
         stream=bool(request.stream),
         include_usage=bool(options.include_usage),
         usage_in_events=bool(options.include_usage and options.continuous_usage_stats),
-        structure=structure_of(request),
+        structure=structure_of(request, request.min_tokens),
         changes=_changes(request, limits),
         bad_words=tuple(request.bad_words or ()),
         skips_special=request.skip_special_tokens is not False,
@@ -169,10 +169,11 @@ def _check(request: EndpointRequest, context: CallContext) -> None:
         raise RequestError(f"priority: this server accepts values {allowed}", param="priority")
     _check_ids(request.stop_token_ids or (), "stop_token_ids", limits)
     _check_text(len(request.negative_prompt or ""), "negative_prompt", limits)
-    counts = {
-        name: getattr(request, name, None) for name in ("max_tokens", "max_completion_tokens", "min_tokens")
-    }
-    for name, count in counts.items():
+    for name, count in (
+        ("max_tokens", request.max_tokens),
+        ("max_completion_tokens", request.max_completion_tokens),
+        ("min_tokens", request.min_tokens),
+    ):
         if count is not None and count > limits.max_model_len:
             raise too_many_tokens(count, limits.max_model_len, param=name)
 
