@@ -175,8 +175,6 @@ class TranscriptFormat:
     """The transcript in the form that the client wants. A stream has `transcript.text.delta` for each piece,
     then `transcript.text.done` with the whole text."""
 
-    end = render.DONE
-
     def __init__(self, request: TranscriptionRequest):
         self._request = request
         self._pieces: list[str] = []
@@ -186,7 +184,6 @@ class TranscriptFormat:
         self,
         answers: Sequence[Sequence[TextDelta]],
         generations: Sequence[Generation],
-        num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> Iterator[bytes]:
         yield self._body(render.WholeChoice.of(answers[0]), generations[0], timelines)
@@ -230,9 +227,8 @@ class TranscriptFormat:
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
         return _event({"type": "epdg:ledger", "ledger": timelines})
 
-    def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        """Writes nothing: the last event has the usage already."""
-        return b""
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        return render.DONE
 
     def name_of(self, param: str) -> str:
         return transcription_name(param)

@@ -17,7 +17,7 @@ from cluster.errors import ClusterError, InternalError
 from router.api.context import CallContext
 from router.api.names import naming
 from router.api.protocol import DoorProtocol, Generation
-from router.calls import Call, TextDelta, Usage
+from router.calls import Call, TextDelta
 from router.http.body_parser import BodyReader
 from router.http.disconnect import until_disconnect
 from router.http.edge import permit_of, tenant_of, trace_parent_of
@@ -37,13 +37,11 @@ class AnswerFormat(Protocol):
     """An endpoint's bodies and events, as `chat.render` and `responses.render` write them."""
 
     media_type: str  # of a body
-    end: bytes  # the last event of a stream that has not failed
 
     def body(
         self,
         answers: Sequence[Sequence[TextDelta]],
         generations: Sequence[Generation],
-        num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> Iterator[bytes]:
         """Writes a whole answer in pieces, each of which takes a bounded time; one may be empty. `answers`:
@@ -60,8 +58,8 @@ class AnswerFormat(Protocol):
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes: ...
 
-    def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        """Writes the event with the usage. `usages`: those of all choices, `num_choices` of each prompt."""
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        """Writes the last events of a stream that has not failed; may be empty."""
         ...
 
     def error_event(self, error: ClusterError) -> bytes:
@@ -76,20 +74,22 @@ class AnswerFormat(Protocol):
 class TimelineReport:
     """Reports the timelines of a request whose client asked for them."""
 
-    def __init__(self, headers: MutableMapping[str, str], *, shows_workers: bool):
-        """`headers`: of the answer; `LEDGER` is set before the first byte. `shows_workers`: names workers."""
+    def __init__(self, headers: MutableMapping[str, str], num_choices: int, *, shows_workers: bool):
+        """`headers`: of the answer; `LEDGER` is set before the first byte. `num_choices`: the choices of each
+        prompt. `shows_workers`: names workers."""
         self._headers = headers
+        self._num_choices = num_choices
         self._hidden = () if shows_workers else _OF_WORKERS
 
     def begin(self, generation: Generation) -> None:
         """Is called when the first token has come."""
         self._headers.setdefault(LEDGER, generation.timeline.header())
 
-    def fields(self, generations: Sequence[Generation], num_choices: int) -> list[dict[str, Any]]:
+    def fields(self, generations: Sequence[Generation]) -> list[dict[str, Any]]:
         """Returns one timeline per prompt."""
         return [
             {name: value for name, value in generation.timeline.fields().items() if name not in self._hidden}
-            for generation in generations[::num_choices]
+            for generation in generations[:: self._num_choices]
         ]
 
 
@@ -118,8 +118,8 @@ class CallServer:
         if call.stream:
             events = self.events(request, call, start, answer, headers)
             return EventStream(events, headers, answer.error_event)
-        begin, report = _starting(request, call, start), self._report(request, headers)
-        body = await until_disconnect(request, whole(begin, answer, len(call.sampling), report))
+        begin, report = _starting(request, call, start), self._report(request, call, headers)
+        body = await until_disconnect(request, whole(begin, answer, report))
         return Response(body, headers=headers, media_type=answer.media_type)
 
     def events(
@@ -132,8 +132,8 @@ class CallServer:
     ) -> AsyncGenerator[bytes, None]:
         """Yields the events of a call that is streamed. `headers`: those of the answer; they may grow until
         the first event."""
-        begin, report = _starting(request, call, start), self._report(request, headers)
-        return stream(begin, answer, len(call.sampling), call.include_usage, report)
+        begin, report = _starting(request, call, start), self._report(request, call, headers)
+        return stream(begin, answer, report)
 
     def _context(self, request: Request) -> CallContext:
         door = self._door
@@ -141,16 +141,17 @@ class CallServer:
             door.model_id, door.defaults, tenant_of(request), trace_parent_of(request), door.limits
         )
 
-    def _report(self, request: Request, headers: MutableMapping[str, str]) -> TimelineReport | None:
+    def _report(
+        self, request: Request, call: Call, headers: MutableMapping[str, str]
+    ) -> TimelineReport | None:
         if LEDGER not in request.headers:
             return None
-        return TimelineReport(headers, shows_workers=self._door.limits.shows_workers)
+        return TimelineReport(headers, len(call.sampling), shows_workers=self._door.limits.shows_workers)
 
 
 async def whole(
     start: Start,
     answer: AnswerFormat,
-    num_choices: int,
     report: TimelineReport | None = None,
 ) -> bytes:
     """Returns the body of a response that is not streamed. With a `report` it contains the timelines, too."""
@@ -166,10 +167,10 @@ async def whole(
         timelines = []
         if report is not None:
             report.begin(generations[0])
-            timelines = report.fields(generations, num_choices)
+            timelines = report.fields(generations)
         answers = [task.result() for task in tasks]
         written: list[bytes] = []
-        for piece in answer.body(answers, generations, num_choices, timelines):
+        for piece in answer.body(answers, generations, timelines):
             if written:
                 await asyncio.sleep(0)  # other requests go on
             written.append(piece)
@@ -179,8 +180,6 @@ async def whole(
 async def stream(
     start: Start,
     answer: AnswerFormat,
-    num_choices: int,
-    include_usage: bool,
     report: TimelineReport | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Yields server-sent events. The caller answers errors that are raised before the first event, and sends
@@ -206,10 +205,8 @@ async def stream(
                             report.begin(generation)
                         yield events
             if report is not None:
-                yield answer.timelines(report.fields(generations, num_choices))
-            if include_usage:
-                yield answer.usage([generation.usage for generation in generations], num_choices)
-            yield answer.end
+                yield answer.timelines(report.fields(generations))
+            yield answer.end(generations)
         finally:
             await close_all(generations)
 

@@ -22,7 +22,7 @@ from router.api.context import CallContext
 from router.api.fields import TokenId
 from router.api.protocol import DoorProtocol
 from router.api.serving import CallServer
-from router.calls import TokenizeCall, Tokenized
+from router.calls import TokenizeCall
 from router.http.disconnect import until_disconnect
 from router.http.errors import json_answer
 
@@ -56,13 +56,19 @@ class TokenRoutes:
             request, lambda body, context: tokenize_call(parse(TokenizeRequest, body), context)
         )
         found = await until_disconnect(request, self._door.tokenize(call))
-        return json_answer(tokenized(found, self._door.limits.max_model_len))
+        fields = {
+            "count": len(found.token_ids),
+            "max_model_len": self._door.limits.max_model_len,
+            "tokens": found.token_ids,
+            "token_strs": found.names,
+        }
+        return json_answer(msgspec.json.encode(fields))
 
     async def detokenize(self, request: Request) -> Response:
         token_ids = await self._calls.read(
             request, lambda body, context: ids_to_detokenize(parse(DetokenizeRequest, body), context)
         )
-        return json_answer(detokenized(await self._door.detokenize(token_ids)))
+        return json_answer(msgspec.json.encode({"prompt": await self._door.detokenize(token_ids)}))
 
 
 def tokenize_call(request: TokenizeRequest, context: CallContext) -> TokenizeCall:
@@ -92,18 +98,3 @@ def ids_to_detokenize(request: DetokenizeRequest, context: CallContext) -> list[
     check_model(request.model, context.model_id)
     check_prompt(request.tokens, "tokens", context.limits)
     return request.tokens
-
-
-def tokenized(found: Tokenized, max_model_len: int) -> bytes:
-    return msgspec.json.encode(
-        {
-            "count": len(found.token_ids),
-            "max_model_len": max_model_len,
-            "tokens": found.token_ids,
-            "token_strs": found.names,
-        }
-    )
-
-
-def detokenized(text: str) -> bytes:
-    return msgspec.json.encode({"prompt": text})

@@ -47,7 +47,6 @@ def error_body(error: ClusterError, request_id: str | None = None) -> bytes:
 
 class MessageFormat:
     media_type = "application/json"
-    end = b""  # `message_stop` is the last event
 
     def __init__(self, message_id: str, model: str):
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
@@ -58,7 +57,6 @@ class MessageFormat:
         self,
         answers: Sequence[Sequence[TextDelta]],
         generations: Sequence[Generation],
-        num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> Iterator[bytes]:
         (deltas,), (generation,) = answers, generations
@@ -97,9 +95,8 @@ class MessageFormat:
         """Writes an event of our own, for a client that asked for it."""
         return _event("epdg:ledger", ledger=timelines)
 
-    def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        """Writes nothing: `message_delta` has the usage already."""
-        return b""
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        return b""  # `message_stop` is the last event
 
     def name_of(self, param: str) -> str:
         return messages_name(param)

@@ -70,7 +70,6 @@ class ResponseFormat(ABC):
     """The JSON of one response. The events of a stream differ only in their choice."""
 
     media_type = "application/json"
-    end = DONE
     _kind: ClassVar[str]  # of a whole answer
     _event_kind: ClassVar[str]
     _repeats_prompt: ClassVar[bool]  # in a whole answer: in every choice, or once
@@ -78,6 +77,8 @@ class ResponseFormat(ABC):
     def __init__(self, response_id: str, created: int, model: str, call: Call):
         self._head = {"id": response_id, "created": created, "model": model}
         self._prefix, self._suffix = _frame(self._head, self._event_kind, call.include_usage)
+        self._num_choices = len(call.sampling)
+        self._include_usage = call.include_usage
         self._has_logprobs = call.num_logprobs is not None
         self._has_token_ids = call.returns_token_ids
         self._has_prompt_logprobs = call.num_prompt_logprobs is not None
@@ -87,14 +88,12 @@ class ResponseFormat(ABC):
         self,
         answers: Sequence[Sequence[TextDelta]],
         generations: Sequence[Generation],
-        num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> Iterator[bytes]:
         """Writes a whole answer. `generations`: those of `answers`. `timelines`: the fields of the timelines,
         one per prompt, if the client asked for them."""
-        usage = usage_fields([generation.usage for generation in generations], num_choices)
         choices = map(self._choice, count(), answers, generations)
-        whole = {**self._head, "object": self._kind, "choices": choices, "usage": usage}
+        whole = {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(generations)}
         if not self._repeats_prompt:
             whole |= self._prompt(generations[0])
         if notes := generations[0].media_notes:
@@ -102,6 +101,9 @@ class ResponseFormat(ABC):
         if timelines:
             whole["ledger"] = timelines
         return json_pieces(whole)
+
+    def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        return usage_fields([generation.usage for generation in generations], self._num_choices)
 
     def _choice(self, index: int, deltas: Sequence[TextDelta], generation: Generation) -> dict[str, Any]:
         answer = WholeChoice.of(deltas)
@@ -123,8 +125,10 @@ class ResponseFormat(ABC):
             fields["prompt_logprobs"] = Many(_ranked, generation.prompt_logprobs)
         return fields
 
-    def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        return b'%b[],"usage":%b}\n\n' % (self._prefix, _encode(usage_fields(usages, num_choices)))
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return b'%b[],"usage":%b}\n\n%b' % (self._prefix, _encode(self._usage(generations)), DONE)
 
     def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
         return b'%b[],"ledger":%b%b' % (self._prefix, _encode(timelines), self._suffix)
@@ -138,12 +142,12 @@ class ResponseFormat(ABC):
         logprobs = json_bytes(self._logprobs(delta.scores)) if delta.scores else b"null"
         token_ids = b',"token_ids":%b' % _encode(delta.token_ids) if self._has_token_ids else b""
         return b'%b[{"index":%d,%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
-            self._prefix, index, self._piece(delta), logprobs, token_ids, self._end(generation),
+            self._prefix, index, self._piece(delta), logprobs, token_ids, self._tail(generation),
         )  # fmt: skip
 
     def finish(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         return b'%b[{"index":%d,%b,"logprobs":null,"finish_reason":"%b"}]%b' % (
-            self._prefix, index, self._nothing, str(delta.finish_reason).encode(), self._end(generation),
+            self._prefix, index, self._nothing, str(delta.finish_reason).encode(), self._tail(generation),
         )  # fmt: skip
 
     def error_event(self, error: ClusterError) -> bytes:
@@ -153,7 +157,7 @@ class ResponseFormat(ABC):
     def name_of(self, param: str) -> str:
         """A field of a chat request, as the endpoint names it."""
 
-    def _end(self, generation: Generation) -> bytes:
+    def _tail(self, generation: Generation) -> bytes:
         """Returns the last bytes of an event that is about this choice."""
         if not self._has_usage:
             return self._suffix
@@ -191,7 +195,7 @@ class ChatFormat(ResponseFormat):
             delta += b',"media":%b' % _encode(generation.media_notes)
         if self._has_token_ids:
             delta += b',"prompt_token_ids":%b' % _encode(generation.prompt_token_ids)
-        return b'%b[{"index":%d,%b%b' % (self._prefix, index, delta, self._end(generation))
+        return b'%b[{"index":%d,%b%b' % (self._prefix, index, delta, self._tail(generation))
 
     def _piece(self, delta: TextDelta) -> bytes:
         if not (delta.reasoning or delta.calls):
@@ -226,7 +230,7 @@ class CompletionFormat(ResponseFormat):
         if not self._has_token_ids:
             return b""
         return b'%b[{"index":%d,"text":"","logprobs":null,"finish_reason":null,"prompt_token_ids":%b}]%b' % (
-            self._prefix, index, _encode(generation.prompt_token_ids), self._end(generation),
+            self._prefix, index, _encode(generation.prompt_token_ids), self._tail(generation),
         )  # fmt: skip
 
     def _piece(self, delta: TextDelta) -> bytes:

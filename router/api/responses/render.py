@@ -31,7 +31,6 @@ _encode = msgspec.json.Encoder().encode
 
 class ResponsesFormat:
     media_type = "application/json"
-    end = DONE
 
     def __init__(self, response_id: str, created: int, request: ResponsesRequest, call: ChatCall):
         self.response_id = response_id
@@ -46,7 +45,6 @@ class ResponsesFormat:
         self,
         answers: Sequence[Sequence[TextDelta]],
         generations: Sequence[Generation],
-        num_choices: int,
         timelines: Sequence[dict[str, Any]] = (),
     ) -> Iterator[bytes]:
         (deltas,) = answers
@@ -110,9 +108,8 @@ class ResponsesFormat:
         """Writes an event of our own, after the last one of OpenAI's, for a client that asked for it."""
         return self._events([("epdg:ledger", {"ledger": timelines})])
 
-    def usage(self, usages: Sequence[Usage], num_choices: int) -> bytes:
-        """Writes nothing: the last event has the usage already."""
-        return b""
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        return DONE
 
     def name_of(self, param: str) -> str:
         return responses_name(param)

@@ -53,7 +53,7 @@ class Store(KeptResponses):
             return await door.chat(made)
 
         async def events() -> AsyncGenerator[bytes, None]:
-            async with contextlib.aclosing(stream(begin, answer, 1, include_usage=False)) as pieces:
+            async with contextlib.aclosing(stream(begin, answer)) as pieces:
                 async for piece in pieces:
                     yield piece
                     await asyncio.sleep(0)

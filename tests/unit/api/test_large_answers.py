@@ -140,14 +140,12 @@ def message_format() -> AnswerFormat:
     return MessageFormat("msg_1", "m")
 
 
-async def answered(
-    answer: AnswerFormat, generations: Sequence[Told], num_choices: int, work: Work
-) -> dict[str, Any]:
+async def answered(answer: AnswerFormat, generations: Sequence[Told], work: Work) -> dict[str, Any]:
     async def start() -> Any:
         return generations
 
     watching = asyncio.ensure_future(work.watch())
-    body = await whole(start, answer, num_choices)
+    body = await whole(start, answer)
     await asyncio.sleep(0)  # it sees the last work, too
     watching.cancel()
     return json.loads(body)
@@ -163,7 +161,7 @@ def deltas_of(work: Work) -> list[Any]:
 async def test_the_loop_goes_on_while_log_probabilities_are_written(make: Callable[[], AnswerFormat]):
     work = Work()
     num_choices = 1 if make is responses_format else 4
-    body = await answered(make(), [Told(deltas_of(work)) for _ in range(num_choices)], num_choices, work)
+    body = await answered(make(), [Told(deltas_of(work)) for _ in range(num_choices)], work)
     assert str(body).count(f"t{NUM_TOKENS - 1}x{NUM_TOP - 1}") == num_choices
     assert work.num_made >= num_choices * NUM_TOKENS
     assert work.most_at_once <= 4 * MAX_ITEMS
@@ -176,7 +174,7 @@ async def test_the_loop_goes_on_while_log_probabilities_of_prompts_are_written(m
     ranked = [None, *(tuple(RankedToken(idx, -1.0, idx, str(idx)) for idx in range(4)) for _ in range(999))]
     counted = [each and tuple(map(work.counted, each)) for each in ranked]
     generations = [Told([TextDelta("a", 1, "stop")], counted) for _ in range(num_prompts)]
-    body = await answered(make(), generations, 1, work)
+    body = await answered(make(), generations, work)
     told = [body] if make is chat_format else body["choices"]
     assert [len(each["prompt_logprobs"]) for each in told] == [1000] * num_prompts
     assert told[0]["prompt_logprobs"][5]["2"] == {"logprob": -1.0, "rank": 2, "decoded_token": "2"}
@@ -188,7 +186,7 @@ async def test_the_loop_goes_on_while_log_probabilities_of_prompts_are_written(m
 async def test_the_loop_goes_on_while_many_deltas_become_one_answer(make):
     work = Work()
     deltas = [work.counted(TextDelta(f"{idx} ", 1)) for idx in range(NUM_TOKENS)]
-    body = await answered(make(), [Told([*deltas, TextDelta("", 0, "stop")])], 1, work)
+    body = await answered(make(), [Told([*deltas, TextDelta("", 0, "stop")])], work)
     content = body["content"] if make is message_format else body["output"][0]["content"]
     assert content[0]["text"] == "".join(f"{idx} " for idx in range(NUM_TOKENS))
     assert work.num_made >= NUM_TOKENS and work.most_at_once <= 4 * MAX_ITEMS
@@ -295,4 +293,4 @@ async def test_a_small_answer_is_one_piece():
     call = chat_call(ChatRequest.model_validate({"model": "org/demo", **fields}), CONTEXT)
     generations = await FakeDoor().chat(call)
     deltas = [[delta async for delta in generation] for generation in generations]
-    assert len(list(ChatFormat("id", 1, "m", call).body(deltas, generations, 1))) == 1
+    assert len(list(ChatFormat("id", 1, "m", call).body(deltas, generations))) == 1
