@@ -148,6 +148,10 @@ class GraphedModel:
     def records_mixed(self) -> bool:
         return bool(self._sizes.mixed)
 
+    @property
+    def recorded_tokens(self) -> int:
+        return self._sizes.mixed[-1].num_tokens if self._sizes.mixed else 0
+
     @torch.inference_mode()
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
