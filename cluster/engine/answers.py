@@ -75,7 +75,7 @@ class Answers:
             free_blocks_behind_window(choice, self._held.blocks, self._window)
         self._held.admission.remove(request.request_id)
         self._held.computing.discard(request.request_id)
-        request.began_at = self._clock.now()
+        request.begin_answer(self._clock.now())
         if not request.live_choices:
             return self._lifecycle.end(request)
         request.move(LanguagePhase.RUNNING)
@@ -102,7 +102,7 @@ class Answers:
             new = tuple(choice.token_ids[first_new:])
             for sequence in choice.sequences:
                 sequence.extend(new)
-                sequence.num_computed_tokens += len(new)
+                sequence.computed(len(new))
                 register_computed(sequence, self._held.blocks)
             self._held.counts.count_context(choice)
             told = logprobs[: len(new)]

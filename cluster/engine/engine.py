@@ -35,7 +35,7 @@ from cluster.engine.features import FeatureStore, ItemKey
 from cluster.engine.forward import StepForward
 from cluster.engine.idle_check import IdleCheck
 from cluster.engine.intake import Intake
-from cluster.engine.kv_input import KvInput, take_over
+from cluster.engine.kv_input import KvInput
 from cluster.engine.kv_output import KvOutput, send_computed
 from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.limits import StepLimits
@@ -210,7 +210,7 @@ class LanguageEngine:
         """A transfer of KV has closed at the instant `at`. Called once for each of them."""
         if isinstance(event, LateWrite):
             self._lifecycle.fail_holders(event.block_ids)
-        elif (request := self._kv_output.by_lease.pop(event.lease_id, None)) is not None:
+        elif (request := self._kv_output.pop_closed(event.lease_id)) is not None:
             self._blame.run(request.request_id, self._lifecycle.on_sent, request, event)
         elif (request := self._kv_input.pop_closed(event.lease_id)) is not None:
             self._blame.run(request.request_id, self._on_arrived, request, event)
@@ -236,7 +236,7 @@ class LanguageEngine:
             num_queued_units=self._counts.num_sequences if generates else self._lifecycle.num_missing_tokens,
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + features.num_used_blocks,
             num_open_leases=self._kv_input.num_open_leases
-            + len(self._kv_output.by_lease)
+            + self._kv_output.num_open_leases
             + features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
             totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
@@ -280,12 +280,10 @@ class LanguageEngine:
 
     def _advance_prompt(self, work: PromptWork, result: WorkResult) -> None:
         request, sequence = work.request, work.sequence
-        sequence.num_computed_tokens += work.num_tokens
-        sequence.prompt_logprobs += result.prompt_logprobs
+        sequence.computed(work.num_tokens, result.logits, result.prompt_logprobs)
         self._lifecycle.count_missing(request)
         register_computed(sequence, self._blocks)
         if sequence.is_complete:
-            sequence.last_logits = result.logits
             self.planner.remove(sequence)
         else:
             self.planner.has_computed(sequence)
@@ -307,8 +305,7 @@ class LanguageEngine:
                 self._blame.run(request.request_id, self._on_prompt, request, first)
         for request in complete:
             if request not in undrawn:  # the sender of the KV has drawn the tokens, and told them
-                for sequence in request.sequences:
-                    sequence.last_logits = None  # the row would keep the logits of a whole step
+                request.drop_logits()
                 self._blame.run(request.request_id, self._answers.begin, request)
 
     def _on_prompt(self, request: LanguageRequest, first: FirstTokens) -> None:
@@ -317,15 +314,14 @@ class LanguageEngine:
         for event in events:
             if request.sends or not request.choices[event.choice_idx].is_done:
                 self._outbox.token(request.door, event)
-        for sequence in request.sequences:
-            sequence.last_logits, sequence.prompt_logprobs = None, []
+        request.drop_logits()
         if not request.sends:
-            request.first_tokens = first.token_ids
+            request.drawn(first.token_ids)
             return self._answers.begin(request)
         self._computing.discard(request.request_id)
         request.move(LanguagePhase.SENDING)
         if any(event.finish_reason is None for event in events):
-            request.first_tokens = first.token_ids
+            request.drawn(first.token_ids)
             self._send_computed(request)
         # Otherwise the door's Cancel ends the request. If the lease were aborted here, decode's failure could
         # overtake these tokens.
@@ -335,7 +331,7 @@ class LanguageEngine:
         if request.is_closing:
             self._lifecycle.end(request)
         elif isinstance(event, Completed):
-            take_over(request, msgspec.msgpack.decode(event.payload, type=KvReady))
+            request.arrived(msgspec.msgpack.decode(event.payload, type=KvReady))
             for sequence in request.sequences:
                 register_computed(sequence, self._blocks)
             if request.is_complete:
@@ -359,7 +355,7 @@ class LanguageEngine:
         find them ready."""
         request = self._requests.get(request_id)
         if request is not None and request.sequences:
-            request.main.items_ready.add(item_idx)
+            request.main.items_arrived([item_idx])
             self.planner.has_more_ready(request.main)
             if request.phase is LanguagePhase.COMPUTING and not request.is_complete:
                 self._intake.note_waiting(request, at)

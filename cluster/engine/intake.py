@@ -18,7 +18,8 @@ from cluster.clock import Clock
 from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
-from cluster.engine.state import LanguagePhase, LanguageRequest, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguagePhase, LanguageRequest
 from cluster.engine.tables import try_allocate_prompts, uncut_spans
 from cluster.engine.timing import Part, Stopwatch
 from cluster.errors import ClusterError, InternalError, RequestError
@@ -65,7 +66,7 @@ class Intake:
             codec="raw" if sends else message.codec,
         )
         self._held.requests.add(request)
-        self._held.counts.num_sequences += request.num_sequences
+        self._held.counts.start(request)
         self._blame.run(request.request_id, self._enqueue, request)
 
     def admit(self) -> None:
@@ -109,17 +110,14 @@ class Intake:
         self._check_role(request)
         block_size = self._held.blocks.block_size
         for i, prompt in enumerate(request.request.prompts):
-            sequence = TokenSequence(f"{request.request_id}/{i}", prompt)
-            if request.computes:
-                sequence.positions = self._model.positions(prompt)
-                sequence.position_delta = sequence.positions.delta
-            if request.codec == "raw":
-                sequence.hashes = BlockHashes(prompt, block_size)
-            request.sequences.append(sequence)
+            positions = self._model.positions(prompt) if request.computes else None
+            delta = 0 if positions is None else positions.delta
+            hashes = BlockHashes(prompt, block_size) if request.codec == "raw" else None
+            request.add_prompt(TokenSequence(f"{request.request_id}/{i}", prompt, positions, delta, hashes))
         request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
         if request.needs_embeddings:
             num_items = len(request.request.prompt.media)
-            request.main.items_ready = self._held.features.ready_items(request.request_id, num_items)
+            request.main.items_arrived(self._held.features.ready_items(request.request_id, num_items))
         self._lifecycle.count_missing(request)
         self._check_size(request)
         self._held.requests.deadlines.add(request.request_id, request.timeout_s)
@@ -208,11 +206,8 @@ class Intake:
             held.admission.admit(ticket, num_blocks)
         else:
             held.arrivals.remove(ticket.request_id)
-        if request.sends:
-            request.num_sending_blocks = num_blocks
-            held.counts.num_sending_blocks += num_blocks
-        request.is_admitted = True
-        held.counts.num_admitted += request.num_sequences
+        request.admit(num_blocks if request.sends else 0)
+        held.counts.admit(request)
         if not request.computes:
             self._grant(request)
             return True

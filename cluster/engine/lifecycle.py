@@ -78,9 +78,9 @@ class Lifecycle:
         self._count(request, request.num_missing_tokens)
 
     def _count(self, request: LanguageRequest, num_missing: int) -> None:
-        self.num_missing_tokens += num_missing - request.num_counted_tokens
-        self.num_prompts += (num_missing > 0) - (request.num_counted_tokens > 0)
-        request.num_counted_tokens = num_missing
+        num_before = request.count_missing(num_missing)
+        self.num_missing_tokens += num_missing - num_before
+        self.num_prompts += (num_missing > 0) - (num_before > 0)
 
     def cancel(self, request_id: str, choice_idx: int | None) -> None:
         """Ends a request, or one choice of it. Unknown requests and requests that have ended are ignored."""
@@ -182,7 +182,7 @@ class Lifecycle:
             self._held.blocks.free(sequence.block_table)
         self._held.blocks.free(request.copy_blocks)
         self._count(request, 0)
-        self._held.counts.num_sending_blocks -= request.num_sending_blocks
+        self._held.counts.end(request)
         self._held.admission.remove(request.request_id)
         self._held.arrivals.remove(request.request_id)
         self._held.requests.remove(request.request_id)
@@ -196,11 +196,9 @@ class Lifecycle:
         """Frees what the choice holds. A choice that has ended is ignored."""
         if choice.is_done:
             return
-        choice.is_done = True
         self._held.counts.end_choice(request, choice)
-        for sequence in choice.sequences:
+        for sequence in choice.end():
             self._held.blocks.free(sequence.blocks)
-        choice.sequences = []
         self._held.runner.forget(choice)
 
     def _release_features(self, request: LanguageRequest) -> None:

@@ -121,7 +121,7 @@ class ChainRunner:
         for request in requests:
             if request.request.guidance is None:
                 for choice in request.live_choices:
-                    choice.drafts = self._guesses(choice)
+                    choice.propose(self._guesses(choice))
 
     def forget(self, choice: AnswerChoice) -> None:
         pass
@@ -188,7 +188,8 @@ class ChainRunner:
                 self._write(sequence.block_table, position, last)
             lasts_of.append(lasts)
         drawn = [draw(lasts, choice.sampling.seed) for lasts in zip(*lasts_of, strict=True)]
-        tokens, choice.drafts = accept(choice.drafts, drawn), []
+        tokens = accept(choice.drafts, drawn)
+        choice.drop_drafts()
         return tokens
 
     def _first_tokens(self, requests: Sequence[LanguageRequest]) -> list[FirstTokens]:

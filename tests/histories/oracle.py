@@ -197,7 +197,7 @@ def _check_idle_language(name: str, language: SimulatedLanguage) -> None:
     assert language.pool.num_referenced == 0, "KV blocks are held"
     _check_empty(name, engine, "_computing")
     assert not engine._requests, "requests are left"
-    _check_empty(name, engine._kv_output, "_offered", "by_lease")
+    _check_empty(name, engine._kv_output, "_offered", "_by_lease")
     _check_empty(name, engine._kv_input, "_by_lease")
     _check_empty(name, engine._answers, "running")
     language.feature_pool.check_integrity()

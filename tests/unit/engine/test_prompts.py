@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from cluster.engine.state import TokenSequence
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.timing import Part
 from cluster.scheduling.budget import StepBudget
 from cluster.types.media import MediaGeometry, Modality, PlacedMedia
@@ -179,11 +179,11 @@ def test_of_two_items_whose_rows_alternate_the_missing_one_stops_the_prompt_at_i
     sound = PlacedMedia(Modality.AUDIO, "sound", ((4, 2), (8, 1)), MediaGeometry(3))
     sequence = TokenSequence("r/0", Prompt(tuple(range(10)), (clip, sound)))
     assert sequence.num_ready_tokens == 2
-    sequence.items_ready.add(0)
+    sequence.items_arrived([0])
     assert sequence.num_ready_tokens == 4
-    sequence.num_computed_tokens = 6
+    sequence.computed(6)
     assert sequence.num_ready_tokens == 8
-    sequence.items_ready.add(1)
+    sequence.items_arrived([1])
     assert sequence.num_ready_tokens == 10
 
 
