@@ -50,14 +50,17 @@ class Answers:
 
     def _may_draw(self, request: LanguageRequest) -> bool:
         """False also if the request has failed."""
-        return self._blame.run(request.request_id, self._held.runner.may_draw, request) or False
+        with self._blame.of(request.request_id):
+            return self._held.runner.may_draw(request)
+        return False
 
     def with_blocks(self, batch: Sequence[LanguageRequest]) -> list[LanguageRequest]:
         """Those that have blocks for this step's tokens and drafts. Newer requests may be preempted for
         them."""
         self._blame.together(batch, self._propose, _id_of, self._probe)
         for request in batch:
-            self._blame.run(request.request_id, self._make_room, request)
+            with self._blame.of(request.request_id):
+                self._make_room(request)
         return [request for request in batch if request.request_id in self._held.requests]
 
     def begin(self, request: LanguageRequest) -> None:

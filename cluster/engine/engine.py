@@ -163,7 +163,8 @@ class LanguageEngine:
 
     def step(self) -> float | None:
         for request_id in self._requests.deadlines.expired():
-            self._blame.run(request_id, self._lifecycle.expire, request_id)
+            with self._blame.of(request_id):
+                self._lifecycle.expire(request_id)
         self._intake.admit()
         answers = self._answers.next(self._limits.max_sequences)
         prompts, is_long = self.planner.next_step(self._prompts_limit_s if answers else math.inf)
@@ -193,12 +194,14 @@ class LanguageEngine:
 
     def take_targets(self) -> None:
         for request, error in self._kv_output.take(self._requests):
-            self._blame.run(request.request_id, self._on_target, request, error)
+            with self._blame.of(request.request_id):
+                self._on_target(request, error)
 
     def cancel(self, request_id: str, choice_idx: int | None = None) -> None:
         """Frees a request, or one choice of it, in any state. Unknown requests and requests that have ended
         are ignored."""
-        self._blame.run(request_id, self._lifecycle.cancel, request_id, choice_idx)
+        with self._blame.of(request_id):
+            self._lifecycle.cancel(request_id, choice_idx)
 
     def drop_door(self, door: DoorId) -> None:
         # Newest first: otherwise the shared embeddings of a cancelled request would be granted to the next
@@ -211,9 +214,11 @@ class LanguageEngine:
         if isinstance(event, LateWrite):
             self._lifecycle.fail_holders(event.block_ids)
         elif (request := self._kv_output.pop_closed(event.lease_id)) is not None:
-            self._blame.run(request.request_id, self._lifecycle.on_sent, request, event)
+            with self._blame.of(request.request_id):
+                self._lifecycle.on_sent(request, event)
         elif (request := self._kv_input.pop_closed(event.lease_id)) is not None:
-            self._blame.run(request.request_id, self._on_arrived, request, event)
+            with self._blame.of(request.request_id):
+                self._on_arrived(request, event)
 
     def on_features(self, event: LeaseEvent | LateWrite, at: float) -> None:
         """A lease on the feature memory has closed at the instant `at`. Called once for each of them."""
@@ -225,7 +230,8 @@ class LanguageEngine:
     def on_items(self, items: Sequence[ItemKey], at: float) -> None:
         """The embeddings of these items are here since the instant `at`."""
         for request_id, item_idx in items:
-            self._blame.run(request_id, self._on_item, request_id, item_idx, at)
+            with self._blame.of(request_id):
+                self._on_item(request_id, item_idx, at)
 
     def load(self) -> LoadReport:
         generates = self._limits.max_sequences > 0
@@ -272,10 +278,11 @@ class LanguageEngine:
             done = self._forward.run(answers, prompts) if answers or prompts else []
         self._forward.learn([work for work, _ in done], is_long)
         for work, result in done:
-            if isinstance(work, AnswerWork):
-                self._blame.run(work.request.request_id, self._answers.advance, work.request, result)
-            elif work.request.request_id in self._computing:
-                self._blame.run(work.request.request_id, self._advance_prompt, work, result)
+            with self._blame.of(work.request.request_id):
+                if isinstance(work, AnswerWork):
+                    self._answers.advance(work.request, result)
+                elif work.request.request_id in self._computing:
+                    self._advance_prompt(work, result)
         self._end_prompts([request for request in requests if request.request_id in self._computing])
 
     def _advance_prompt(self, work: PromptWork, result: WorkResult) -> None:
@@ -302,11 +309,13 @@ class LanguageEngine:
         if undrawn:
             draw = self._runner.first_tokens
             for request, first in self._blame.together(undrawn, draw, _id_of, self._forward.probe):
-                self._blame.run(request.request_id, self._on_prompt, request, first)
+                with self._blame.of(request.request_id):
+                    self._on_prompt(request, first)
         for request in complete:
             if request not in undrawn:  # the sender of the KV has drawn the tokens, and told them
                 request.drop_logits()
-                self._blame.run(request.request_id, self._answers.begin, request)
+                with self._blame.of(request.request_id):
+                    self._answers.begin(request)
 
     def _on_prompt(self, request: LanguageRequest, first: FirstTokens) -> None:
         """The prompts are computed, and the first tokens are drawn: they go out at once."""

@@ -67,15 +67,19 @@ class Intake:
         )
         self._held.requests.add(request)
         self._held.counts.start(request)
-        self._blame.run(request.request_id, self._enqueue, request)
+        with self._blame.of(request.request_id):
+            self._enqueue(request)
 
     def admit(self) -> None:
         """Blocks for the next requests."""
-        while any(
-            self._blame.run(ticket.request_id, self._try_admit, ticket) is not False
-            for ticket in heads(self._held.admission, self._held.arrivals, self._may_send)
-        ):
+        while any(map(self._is_served, heads(self._held.admission, self._held.arrivals, self._may_send))):
             pass
+
+    def _is_served(self, ticket: Ticket) -> bool:
+        """Whether the request waits for blocks no more: it has them, or has failed."""
+        with self._blame.of(ticket.request_id):
+            return self._try_admit(ticket)
+        return True
 
     def _may_send(self, request_id: str) -> bool:
         """Whether the request may hold blocks beside those of prompts that are sent to other workers. If this
@@ -135,11 +139,9 @@ class Intake:
             return
         if error is not None:
             return self._blame.take(request_id, error)
-        self._blame.run(request_id, self._constrain, request)
-
-    def _constrain(self, request: LanguageRequest) -> None:
-        self._held.runner.constrain(request)
-        self._load(request)
+        with self._blame.of(request_id):
+            self._held.runner.constrain(request)
+            self._load(request)
 
     def _load(self, request: LanguageRequest) -> None:
         """A prefix from the second tier, if there is one; then the request waits for blocks."""
@@ -155,7 +157,8 @@ class Intake:
     def _queue_loaded(self, request_id: str) -> None:
         """Requests that have ended meanwhile are ignored."""
         if (request := self._held.requests.live(request_id)) is not None:
-            self._blame.run(request_id, self._queue, request)
+            with self._blame.of(request_id):
+                self._queue(request)
 
     def _queue(self, request: LanguageRequest) -> None:
         ticket = self._prompt_ticket(request)

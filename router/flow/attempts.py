@@ -16,8 +16,8 @@ is passed in, outputs are appended to a list.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 from cluster.errors import (
     ClusterError,
@@ -26,6 +26,7 @@ from cluster.errors import (
     from_info,
     to_known,
 )
+from cluster.isolation import Isolated
 from cluster.types.members import Phase
 from cluster.types.messages import (
     AnyMessage,
@@ -142,7 +143,8 @@ class Attempts:
         for idx, client_idx in enumerate(choice_idxs):
             choice = client.choices[client_idx]
             choice.attempt, choice.idx = attempt, idx
-        self.guard(attempt, self._send_first, attempt, view, decision, now)
+        with self.isolated(attempt):
+            self._send_first(attempt, view, decision, now)
         self.advance(attempt, now)
 
     def close(self, attempt: Attempt, choice_idx: int, now: float) -> None:
@@ -170,25 +172,29 @@ class Attempts:
             raise barred_request()
 
     def on_tokens(self, attempt: Attempt, worker: WorkerState, event: TokenEvent, now: float) -> None:
-        self.guard(attempt, self._on_tokens, attempt, worker, event, now)
+        with self.isolated(attempt):
+            self._on_tokens(attempt, worker, event, now)
         if event.finish_reason is not None or worker is not attempt.decode or attempt.has_failed:
             self.advance(attempt, now)
 
     def on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
-        self.guard(attempt, self._on_message, attempt, worker, message, now)
+        with self.isolated(attempt):
+            self._on_message(attempt, worker, message, now)
         self.advance(attempt, now)
 
     def on_lost(self, worker: WorkerState, now: float) -> None:
         """The worker is gone."""
         for attempt in list(self._attempts.values()):
-            self.guard(attempt, self._on_lost, attempt, worker, now)
+            with self.isolated(attempt):
+                self._on_lost(attempt, worker, now)
             self.advance(attempt, now)
 
     def on_silent(self, worker: WorkerState, now: float) -> None:
         """The worker has made no progress for long: what it has goes to workers that do. It may continue
         later: what it sends then is about attempts that have landed, and what it writes is fenced."""
         for attempt in list(self._attempts.values()):
-            self.guard(attempt, self._on_silent, attempt, worker, now)
+            with self.isolated(attempt):
+                self._on_silent(attempt, worker, now)
             self.advance(attempt, now)
 
     def end(self, attempt: Attempt, error: Exception, now: float, *blamed: WorkerState) -> None:
@@ -231,12 +237,9 @@ class Attempts:
         for choice_idx in range(len(attempt.choices)):
             self._deliver(attempt, choice_idx, error)
 
-    def guard(self, attempt: Attempt, function: Callable[..., None], *args: Any) -> None:
-        """Call the function; an exception fails this attempt."""
-        try:
-            function(*args)
-        except Exception as error:
-            self.fail(attempt, self.known(error))
+    def isolated(self, attempt: Attempt) -> Isolated:
+        """The block acts for this attempt: an exception fails it. `advance` follows."""
+        return Isolated(lambda error: self.fail(attempt, self.known(error)))
 
     def next_encoder(self, attempt: Attempt, item_idx: int, last: WorkerState, now: float) -> WorkerState:
         return self._workers[self._placer.next_encoder(attempt, item_idx, last.replica_id, now)]
@@ -368,8 +371,10 @@ class Attempts:
         attempt.has_landed = True
         if self.quarantine and not attempt.has_failed and attempt.is_read:
             self.quarantine.survived(attempt.content)
-        logged(self._media.on_landed, attempt, now)
-        logged(self._placer.landed, attempt)
+        with logged():
+            self._media.on_landed(attempt, now)
+        with logged():
+            self._placer.landed(attempt)
         ended = [attempt.prompt_worker, attempt.decode] if attempt.is_over_at_decode else []
         encoding = [attempt.media[item_idx].encoder for item_idx in attempt.unencoded]
         for worker in attempt.workers:
@@ -383,9 +388,6 @@ class Attempts:
             self._outputs.append(Drained(worker.replica_id))
 
 
-def logged(function: Callable[..., None], *args: Any) -> None:
-    """Call the function; an exception concerns no request that goes on, and is logged."""
-    try:
-        function(*args)
-    except Exception:
-        logger.exception("an error in this door")
+def logged() -> Isolated:
+    """An exception of the block concerns no request that goes on, and is logged."""
+    return Isolated(lambda error: logger.error("an error in this door", exc_info=error))

@@ -18,7 +18,6 @@ encoder can help it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from cluster.errors import (
@@ -29,6 +28,7 @@ from cluster.errors import (
     UnavailableError,
     from_info,
 )
+from cluster.isolation import Isolated
 from cluster.media.settings import item_name
 from cluster.types.messages import (
     AnyMessage,
@@ -65,8 +65,8 @@ class MediaOwner(Protocol):
 
     def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None: ...
 
-    def guard(self, attempt: Attempt, function: Callable[..., None], *args: object) -> None:
-        """Call the function; an exception ends this attempt."""
+    def isolated(self, attempt: Attempt) -> Isolated:
+        """An exception of the block ends this attempt."""
         ...
 
     def next_encoder(self, attempt: Attempt, item_idx: int, last: WorkerState, now: float) -> WorkerState:
@@ -250,7 +250,8 @@ class MediaFlow:
                 state.is_held = False
             elif state.encoder is encoder and self._may_go(other, idx, now):
                 state.is_held = False
-                self._owner.guard(other, self._send, other, idx)
+                with self._owner.isolated(other):
+                    self._send(other, idx)
             else:
                 self._held.append((other, idx))
 
@@ -258,9 +259,12 @@ class MediaFlow:
         """At once, or as soon as the item may go to its encoder."""
         state = attempt.media[item_idx]
         may_go = self._may_go(attempt, item_idx, now)
-        if state.is_held == may_go:
-            state.is_held = not may_go
-            self._held.remove((attempt, item_idx)) if may_go else self._held.append((attempt, item_idx))
+        if may_go and state.is_held:
+            state.is_held = False
+            self._held.remove((attempt, item_idx))
+        elif not may_go and not state.is_held:
+            state.is_held = True
+            self._held.append((attempt, item_idx))
         if may_go:
             self._send(attempt, item_idx)
 

@@ -30,7 +30,6 @@ from cluster.types.messages import (
     AnyMessage,
     DecodeGranted,
     FeatureGranted,
-    LoadReport,
     Ping,
     Stalled,
     TokenEvent,
@@ -142,15 +141,13 @@ class RequestFlow:
 
     def on_send_failed(self, request_id: str, error: Exception, now: float) -> None:
         """A message of this attempt could not be sent."""
-        attempt = self._attempts.get(request_id)
-        if attempt is not None:
+        if (attempt := self._attempts.get(request_id)) is not None:
             self._attempts.end(attempt, error, now)
         self._settle(now)
 
     def on_call_failed(self, request_id: str, error: BaseException, now: float) -> None:
         """Ray Serve's call to the decode replica has ended with an error."""
-        attempt = self._attempts.get(request_id)
-        if attempt is not None:
+        if (attempt := self._attempts.get(request_id)) is not None:
             refused = UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0)
             self._attempts.end(attempt, refused, now, attempt.decode)
         self._settle(now)
@@ -194,7 +191,8 @@ class RequestFlow:
         if worker is None:
             return
         worker.is_listed = is_listed
-        logged(self._cluster.set_listed, replica_id, is_listed)
+        with logged():
+            self._cluster.set_listed(replica_id, is_listed)
         self._attempts.check_drained(worker)
         if is_listed:
             self._place_unplaced(now)
@@ -207,7 +205,9 @@ class RequestFlow:
         self._watch.heard(worker, now)
         if isinstance(message, Tokens):
             if message.load is not None:
-                logged(self._on_load, worker, message.load, now)
+                with logged():
+                    self._cluster.reported(replica_id, message.load, now)
+                    self._admission.load_changed()
             for event in message.events:
                 attempt = self._attempts.get(event.request_id)
                 if attempt is not None:
@@ -217,7 +217,8 @@ class RequestFlow:
             if attempt is not None:
                 self._attempts.on_message(attempt, worker, message, now)
             else:
-                logged(self._on_worker_message, worker, message, now)
+                with logged():
+                    self._on_worker_message(worker, message, now)
         self._settle(now)
 
     def on_lost(self, replica_id: str, now: float) -> None:
@@ -227,13 +228,10 @@ class RequestFlow:
             return
         worker.is_lost = True
         self._watch.remove(worker)
-        logged(self._cluster.remove, replica_id)
+        with logged():
+            self._cluster.remove(replica_id)
         self._attempts.on_lost(worker, now)
         self._settle(now)
-
-    def _on_load(self, worker: WorkerState, load: LoadReport, now: float) -> None:
-        self._cluster.reported(worker.replica_id, load, now)
-        self._admission.load_changed()
 
     def _report(self) -> None:
         self._admission.report(self._placer.capacity(), self._placer.reported())
@@ -242,9 +240,8 @@ class RequestFlow:
         """About no attempt that runs here."""
         if isinstance(message, Stalled):
             self._watch.told(worker, bool(message.threads), now)
-        elif isinstance(
-            message, DecodeGranted | FeatureGranted
-        ):  # it has landed: no writer was given the grant
+        elif isinstance(message, DecodeGranted | FeatureGranted):
+            # It has landed: no writer was given the grant.
             self._attempts.return_grant(worker, message.grant)
         else:
             self._placer.on_message(worker.replica_id, message)
@@ -314,7 +311,8 @@ class RequestFlow:
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""
         if self._admission.takes_load(now):
-            logged(self._report)
+            with logged():
+                self._report()
         while settled := self._admission.settle(now):
             for request_id, error in settled:
                 client = self._clients[request_id]
@@ -330,7 +328,8 @@ class RequestFlow:
         self._clients.pop(client.request_id, None)
         self._waiting.pop(client.request_id, None)
         self._unplaced.forget(client)
-        logged(self._admission.leave, client.request_id)
+        with logged():
+            self._admission.leave(client.request_id)
 
     def _forget_if_over(self, client: ClientRequest) -> None:
         if not any(choice.is_live for choice in client.choices):

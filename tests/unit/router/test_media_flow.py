@@ -4,6 +4,7 @@ back."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -121,8 +122,9 @@ class Stage:
         attempt.has_failed = True
         self.errors.append(error)
 
-    def guard(self, attempt, function, *args):
-        function(*args)
+    @contextmanager
+    def isolated(self, attempt):
+        yield
 
     def next_encoder(self, attempt, item_idx, last, now):
         others = [encoder for encoder in self.alive if encoder is not last]
