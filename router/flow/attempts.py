@@ -41,6 +41,7 @@ from cluster.types.messages import (
     GrantPassed,
     Preempted,
     PrefillAdmitted,
+    RequestMessage,
     ReturnGrant,
     StartDecode,
     StartPrefill,
@@ -177,7 +178,8 @@ class Attempts:
         if event.finish_reason is not None or worker is not attempt.decode or attempt.has_failed:
             self.advance(attempt, now)
 
-    def on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
+    def on_message(self, worker: WorkerState, message: RequestMessage, now: float) -> None:
+        attempt = self._attempts[message.request_id]
         with self.isolated(attempt):
             self._on_message(attempt, worker, message, now)
         self.advance(attempt, now)
@@ -280,7 +282,7 @@ class Attempts:
         for each in ready:
             self._deliver(attempt, event.choice_idx, each)
 
-    def _on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
+    def _on_message(self, attempt: Attempt, worker: WorkerState, message: RequestMessage, now: float) -> None:
         if isinstance(message, PrefillAdmitted):
             attempt.has_memory = True
             self._start_decode(attempt)

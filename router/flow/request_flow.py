@@ -31,6 +31,7 @@ from cluster.types.messages import (
     DecodeGranted,
     FeatureGranted,
     Ping,
+    RequestMessage,
     Stalled,
     TokenEvent,
     Tokens,
@@ -212,13 +213,11 @@ class RequestFlow:
                 attempt = self._attempts.get(event.request_id)
                 if attempt is not None:
                     self._attempts.on_tokens(attempt, worker, event, now)
+        elif isinstance(message, RequestMessage) and message.request_id in self._attempts:
+            self._attempts.on_message(worker, message, now)
         else:
-            attempt = self._attempts.get(getattr(message, "request_id", ""))
-            if attempt is not None:
-                self._attempts.on_message(attempt, worker, message, now)
-            else:
-                with logged():
-                    self._on_worker_message(worker, message, now)
+            with logged():
+                self._on_worker_message(worker, message, now)
         self._settle(now)
 
     def on_lost(self, replica_id: str, now: float) -> None:
