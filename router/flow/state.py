@@ -149,6 +149,19 @@ class ClientRequest:
     def has_first_token(self) -> bool:
         return any(choice.has_first_token for choice in self.choices)
 
+    def takes(self, choice_idx: int, event: TokenEvent | ClusterError) -> bool:
+        """Whether a choice's reader gets this event: it reads, and has not been sent the end."""
+        choice = self.choices[choice_idx]
+        if not choice.is_open or choice.is_over:
+            return False
+        if isinstance(event, ClusterError):
+            choice.is_over = True
+        else:
+            choice.has_first_token = True
+            choice.is_over = event.finish_reason is not None
+            self.num_tokens += len(event.token_ids)
+        return True
+
     def waited_s(self, now: float) -> float:
         """Since the client asked. Workers order requests by it, wherever the time has passed."""
         return now - self.timeline.arrived_at
@@ -256,6 +269,10 @@ class Attempt:
         if worker is self.decode:
             return not self.is_over_at_decode
         return worker is self.prompt_worker and not (self.has_decode_spoken and self.has_first_token)
+
+    def fail(self, failure: ClusterError | None = None, blamed: Sequence[WorkerState] = ()) -> None:
+        """`failure`: another attempt may go on with what is left."""
+        self.has_failed, self.failure, self.blamed = True, failure, blamed
 
     def move_item(self, item_idx: int, encoder: WorkerState) -> None:
         """From now on this encoder is asked for the item."""
