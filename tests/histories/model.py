@@ -164,7 +164,7 @@ class ChainRunner:
         rows = torch.cat(self._features.rows(key, row, row + count)).flatten().tolist()
         foreign = [row + i for i, value in enumerate(rows) if value != row_value(media_hash, row + i)]
         if foreign:
-            block_ids = self._features._items[key].block_ids
+            block_ids = self._features._copies[key].block_ids
             blocks = sorted({block_ids[each // BLOCK_SIZE] for each in foreign})
             self._on_foreign(self._features._memory, key[0], blocks)
         return rows
