@@ -105,10 +105,9 @@ class Attempts:
         )
         self._attempts[request.request_id] = attempt
         for worker in attempt.workers:
-            worker.num_requests += 1
+            worker.add_request()
         for idx, client_idx in enumerate(choice_idxs):
-            choice = client.choices[client_idx]
-            choice.attempt, choice.idx = attempt, idx
+            client.choices[client_idx].go_on_in(attempt, idx)
         with self._context.isolated(attempt):
             self._send_first(attempt, view, decision, now)
         self.advance(attempt, now)
@@ -234,7 +233,7 @@ class Attempts:
         self._context.pass_on(attempt, attempt.decode, attempt.prompt_worker, target)
 
     def _item_done(self, attempt: Attempt, item_idx: int) -> None:
-        attempt.unencoded.discard(item_idx)
+        attempt.item_arrived(item_idx)
         if not attempt.unencoded:
             self._admission.encoded(attempt.client.request_id)
 
@@ -293,7 +292,7 @@ class Attempts:
         ended = [attempt.prompt_worker, attempt.decode] if attempt.is_over_at_decode else []
         encoding = [attempt.media[item_idx].encoder for item_idx in attempt.unencoded]
         for worker in attempt.workers:
-            worker.num_requests -= 1
+            worker.drop_request()
             if (worker not in ended or worker in encoding) and not worker.is_lost:
                 self._context.put(Send(worker.replica_id, Cancel(attempt.request_id)))
             self.check_drained(worker)

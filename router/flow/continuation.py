@@ -86,7 +86,7 @@ class Continuation:
         request_id = f"{client.request_id}.{client.num_attempts}"
         token_ids = tuple(attempt.choices[choice_idxs[0]].token_ids)
         client_idxs = [attempt.choice_idxs[idx] for idx in choice_idxs]
-        client.num_attempts += 1
+        client.count_attempt()
         try:
             rest = attempt.request.resumed(request_id, choice_idxs, token_ids, 0.0)
         except Exception as error:  # it concerns these choices alone
@@ -129,7 +129,7 @@ class Continuation:
             self._attempts.close_unread(client, choice_idxs, now)
         except UnavailableError as error:
             for idx in choice_idxs:
-                client.choices[idx].attempt = None
+                client.choices[idx].go_on_in(None)
             self.unplaced.add(Unplaced(client, rest, choice_idxs, error))
         except Exception as error:  # it concerns these choices alone
             self._context.fail_choices(client, choice_idxs, error)

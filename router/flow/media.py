@@ -268,6 +268,6 @@ class MediaFlow:
             self._start_again(attempt, item_idx, now)
 
     def _start_again(self, attempt: Attempt, item_idx: int, now: float) -> None:
-        attempt.unencoded.add(item_idx)  # again, if an encoder that was lost had sent it
+        attempt.item_missing(item_idx)
         self._cluster.item_moved(attempt.request_id, item_idx, attempt.media[item_idx].encoder.replica_id)
         self._start(attempt, item_idx, now)

@@ -298,7 +298,7 @@ class RequestFlow:
         view = replace(view, waited_s=request.waited_s)
         decision = decision or self._placer.decide(view, now)
         self._watch.begin(now)
-        client.num_attempts = 1
+        client.count_attempt()
         self._attempts.start(client, request, range(len(client.choices)), view, decision, now)
         self._set_first_deadline(client)
         self._attempts.close_unread(client, range(len(client.choices)), now)
