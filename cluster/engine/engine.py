@@ -125,17 +125,13 @@ class LanguageEngine:
         self._kv_input = KvInput(transfer_engine, blocks, allows_recompute)
         self._kv_output = KvOutput(transfer_engine, budget, model.kv_layout)
         self._loader = None if tier is None else PrefixLoader(tier, blocks, budget)
-        admission, arrivals = PromptAdmission(policy, blocks.num_blocks), WaitingQueue(policy)
-        held = EngineState(
-            self._requests, blocks, admission, arrivals, self._counts, self._computing, runner, features,
-            self._kv_input, self._kv_output, self._loader, constraints,
-        )  # fmt: skip
-        self._lifecycle = Lifecycle(held, outbox, self._unschedule, on_ended)
+        state = self._shared_state(policy, constraints)
+        self._lifecycle = Lifecycle(state, outbox, self._unschedule, on_ended)
         self._blame = Blame(self._lifecycle.fail_named)
-        self._intake = Intake(model, held, limits, self.planner, self._lifecycle, self._blame, outbox, clock)
-        self._forward = StepForward(model, held, self.planner, self.fit, self._blame, cpu_slots)
+        self._intake = Intake(model, state, limits, self.planner, self._lifecycle, self._blame, outbox, clock)
+        self._forward = StepForward(model, state, self.planner, self.fit, self._blame, cpu_slots)
         self._answers = Answers(
-            held, self._lifecycle, self._blame, self._forward.probe, outbox, clock, model.sliding_window
+            state, self._lifecycle, self._blame, self._forward.probe, outbox, clock, model.sliding_window
         )
         self._speed = self._speed_reporter()
         self._idle_check = IdleCheck(blocks, clock)
@@ -143,6 +139,22 @@ class LanguageEngine:
             blocks.watch()
             cache = self._loader or blocks
             outbox.greet_with(lambda: BlocksChanged(cache.content(), ()))
+
+    def _shared_state(self, policy: SchedulingPolicy, constraints: Constraints | None) -> EngineState:
+        return EngineState(
+            requests=self._requests,
+            blocks=self._blocks,
+            admission=PromptAdmission(policy, self._blocks.num_blocks),
+            arrivals=WaitingQueue(policy),
+            counts=self._counts,
+            computing=self._computing,
+            runner=self._runner,
+            features=self._features,
+            kv_input=self._kv_input,
+            kv_output=self._kv_output,
+            loader=self._loader,
+            constraints=constraints,
+        )
 
     def _speed_reporter(self) -> SpeedReporter:
         transfer_engine, limits = self._transfer_engine, self._limits
