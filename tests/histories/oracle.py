@@ -195,6 +195,7 @@ def _check_idle_language(name: str, language: SimulatedLanguage) -> None:
     engine = language._engine
     language.pool.check_integrity()
     assert language.pool.num_referenced == 0, "KV blocks are held"
+    assert engine.load().num_pool_faults == 0, "KV blocks were held by no request"
     _check_empty(name, engine, "_computing")
     assert not engine._requests, "requests are left"
     _check_empty(name, engine._kv_output, "_offered", "_by_lease")
