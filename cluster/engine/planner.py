@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.chunks import Chunk, ChunkScheduler, Span
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
@@ -25,6 +26,7 @@ class PromptPlanner:
         self.budget = budget
         self._chunks = ChunkScheduler(policy)
         self._sequences: dict[str, tuple[LanguageRequest, TokenSequence]] = {}  # by sequence id
+        self._num_at_start: dict[str, int] = {}  # tokens that were missing in `add`
         self._cpu_slots = cpu_slots
         self._num_layers = num_layers
         self._long_step_s = 0.0  # how long a step of long prompts may last
@@ -34,7 +36,7 @@ class PromptPlanner:
         self, request: LanguageRequest, sequence: TokenSequence, ticket: Ticket, spans: Sequence[Span]
     ) -> None:
         """The sequence has its blocks. `spans` are computed in one piece."""
-        sequence.num_missing_at_start = sequence.num_missing_tokens
+        self._num_at_start[sequence.sequence_id] = sequence.num_missing_tokens
         self._sequences[sequence.sequence_id] = (request, sequence)
         self._chunks.add(ticket, sequence.num_prompt_tokens, spans)
         self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
@@ -44,6 +46,7 @@ class PromptPlanner:
         """Sequences that are not in work are ignored."""
         self._chunks.remove(sequence.sequence_id)
         self._sequences.pop(sequence.sequence_id, None)
+        self._num_at_start.pop(sequence.sequence_id, None)
 
     def has_more_ready(self, sequence: TokenSequence) -> None:
         """Embeddings have come. Sequences that are not in work are ignored."""
@@ -79,7 +82,8 @@ class PromptPlanner:
             chosen = self._sequences_of(chunks)
         if not chunks:
             return [], False
-        is_long = all(sequence.num_missing_at_start > self.budget.max_step_tokens for sequence in chosen)
+        largest = self.budget.max_step_tokens
+        is_long = all(self._num_at_start[sequence.sequence_id] > largest for sequence in chosen)
         if is_long:
             is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in chosen)
             long_s = 0.0 if is_first else self._long_step_s

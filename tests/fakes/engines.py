@@ -339,7 +339,7 @@ class Rig:
         def plan_end(request: Any, *_: Any) -> None:
             cut = max(num_blocks, -(-request.main.prompt.media_end // BLOCK_SIZE)) * BLOCK_SIZE
             if cut < request.main.num_prompt_tokens:
-                request.main.first_recomputed = cut
+                request.main.leave_to_receiver(cut)
 
         with patch.object(kv_output, "plan_end", plan_end):
             yield

@@ -243,15 +243,15 @@ class SimulatedLanguage(LanguageWorker):
 
     def is_short_of_room(self, lease_id: str) -> bool:
         """While this lease on room for embeddings is open, something waits for room."""
-        copy = self._features._by_lease.get(lease_id)
+        copy = self._features._rooms._by_lease.get(lease_id)
         if copy is None:
             return False
-        return bool(self._features._queued) or self.feature_pool.num_free < len(copy.block_ids)
+        return bool(self._features._rooms._queued) or self.feature_pool.num_free < len(copy.block_ids)
 
     def rows_of(self, request_id: str) -> set[int]:
         """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
         not among them: it may have been given to the request since the word of the late writer came."""
-        items = [copy for (name, _), copy in self._features._items.items() if name == request_id]
+        items = [copy for (name, _), copy in self._features._copies.items() if name == request_id]
         here = [copy for copy in items if copy.phase is MediaPhase.STAGED]
         return {block_id for copy in here for block_id in copy.block_ids}
 

@@ -8,7 +8,7 @@ from typing import Any
 from pytest import approx
 
 from cluster.engine.planner import PromptPlanner
-from cluster.engine.state import TokenSequence
+from cluster.engine.sequence import TokenSequence
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.types.media import MediaGeometry, Modality, PlacedMedia
@@ -31,7 +31,7 @@ def make_planner(max_tokens: int) -> PromptPlanner:
 def add(planner: PromptPlanner, name: str, arrived_at: float, is_ready: bool = False) -> None:
     item = PlacedMedia(Modality.IMAGE, name, ((NUM_TEXT, NUM_ROWS),), MediaGeometry(NUM_ROWS))
     sequence = TokenSequence(name, Prompt(tuple(range(NUM_TOKENS)), (item,)))
-    sequence.items_ready = {0} if is_ready else set()
+    sequence.items_arrived([0] if is_ready else [])
     request: Any = SimpleNamespace(sequences=[sequence])
     planner.add(request, sequence, Ticket(name, arrived_at, NUM_TOKENS, is_text=False), ())
 
