@@ -13,8 +13,8 @@ A replay repeats the recorded launches at the recorded addresses. Therefore:
 * attention must not read the sizes of a step on the host (`ModelAttention.can_capture`).
 
 All graphs share one pool of memory, so only one of them may run at a time. Mixed steps above
-`MIXED_TOKENS` are not recorded: there the device takes longer than the host. What cannot be recorded runs
-unrecorded, with equal results; the log says why.
+`MIXED_TOKENS` are not recorded: the engine cuts prompts so that few steps are larger
+(`StepModel.recorded_tokens`). What cannot be recorded runs unrecorded, with equal results; the log says why.
 """
 
 from __future__ import annotations
