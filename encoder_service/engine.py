@@ -59,6 +59,7 @@ MAX_RETRY_AFTER_S = 60.0
 class EncoderEngine:
     def __init__(
         self,
+        *,
         runner: EncoderRunner,
         cache: EmbeddingCache,
         transfer_engine: TransferEngine,
@@ -379,8 +380,7 @@ class EncoderEngine:
     def _detach(self, delivery: Delivery) -> None:
         """Removes the delivery from its item. The last delivery takes the item out of work, unless a thread
         is preparing it."""
-        item = self._items.get(delivery.media_hash)
-        if item is None or delivery not in item.deliveries:
+        if (item := self._items.get(delivery.media_hash)) is None or delivery not in item.deliveries:
             return
         item.deliveries.remove(delivery)
         if item.deliveries:

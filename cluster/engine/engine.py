@@ -87,6 +87,7 @@ LARGE_CONTEXT = 8192  # tokens that a sequence of a large step sees
 class LanguageEngine:
     def __init__(
         self,
+        *,
         model: LanguageModel,
         runner: LanguageRunner,
         blocks: BlockPool,
@@ -97,7 +98,6 @@ class LanguageEngine:
         limits: StepLimits,
         cpu_slots: CpuSlots,
         features: FeatureStore,
-        *,
         tier: KvTier | None = None,
         constraints: Constraints | None = None,
         allows_recompute: bool = False,

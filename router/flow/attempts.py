@@ -91,17 +91,17 @@ class Attempts:
         """Raises KeyError if a worker of the decision is not connected, and has then started nothing."""
         placement = decision.placement
         attempt = Attempt(
-            client,
-            request,
-            choice_idxs,
-            [self._context.workers[replica_id] for replica_id in placement.encoders],
-            self._context.workers[placement.prefill],
-            self._context.workers[placement.decode],
-            placement.codec,
-            self._placer.returning(client.items),
-            content_of(client.request, client.hashes, view.block_size),
-            now,
-            self._placer.cached_items(view, placement.prefill),
+            client=client,
+            request=request,
+            choice_idxs=choice_idxs,
+            encoders=[self._context.workers[replica_id] for replica_id in placement.encoders],
+            prompt_worker=self._context.workers[placement.prefill],
+            decode=self._context.workers[placement.decode],
+            codec=placement.codec,
+            returning=self._placer.returning(client.items),
+            content=content_of(client.request, client.hashes, view.block_size),
+            started_at=now,
+            cached=self._placer.cached_items(view, placement.prefill),
         )
         self._attempts[request.request_id] = attempt
         for worker in attempt.workers:

@@ -190,6 +190,7 @@ class Attempt:
 
     def __init__(
         self,
+        *,
         client: ClientRequest,
         request: GenerateRequest,
         choice_idxs: Sequence[int],

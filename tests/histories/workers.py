@@ -180,8 +180,8 @@ class SimulatedEncoder(Encoder):
         runner: Any = ChainEncoder(partial(worker.compute, seat.name))
         self.executor: Any = SimulatedExecutor(worker.host, worker.process, "prepare")
         self.engine = EncoderEngine(
-            runner, self.cache, process.feature_transfer_engine, seat.outbox, worker.clock, self.executor,
-            worker.host.sizes.encoder_limits, POLICY, seat.cpu_slots, own_prompts,
+            runner=runner, cache=self.cache, transfer_engine=process.feature_transfer_engine, outbox=seat.outbox, clock=worker.clock, executor=self.executor,
+            limits=worker.host.sizes.encoder_limits, policy=POLICY, cpu_slots=seat.cpu_slots, own_prompts=own_prompts,
         )  # fmt: skip
         seat.attach(self.engine)
         self.engine.attach(seat.loop)
@@ -223,8 +223,8 @@ class SimulatedLanguage(LanguageWorker):
         )
         limits = StepLimits(sizes.step_tokens, sizes.max_sequences if role.decodes else 0, target_s=1.0)
         self._engine = LanguageEngine(
-            model, runner, self.pool, process.kv_transfer_engine, process.seat.outbox, worker.clock, POLICY,
-            limits, process.seat.cpu_slots, self._features, tier=self._tier, allows_recompute=True,
+            model=model, runner=runner, blocks=self.pool, transfer_engine=process.kv_transfer_engine, outbox=process.seat.outbox, clock=worker.clock, policy=POLICY,
+            limits=limits, cpu_slots=process.seat.cpu_slots, features=self._features, tier=self._tier, allows_recompute=True,
             on_ended=worker.ended.append,
         )  # fmt: skip
         self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
@@ -298,13 +298,15 @@ class SimulatedWorker:
 
     def member(self, overcommit: int = 1) -> Member:
         return Member(
-            self.replica_id,
-            self.role,
-            self.replica_id,
-            "model",
-            "layout",
-            self.host.sizes.cache_blocks if self.language is None else self.host.sizes.kv_blocks * overcommit,
-            ("image", "video", "audio") if self.role.encodes else (),
+            replica_id=self.replica_id,
+            role=self.role,
+            address=self.replica_id,
+            model="model",
+            layout="layout",
+            num_blocks=self.host.sizes.cache_blocks
+            if self.language is None
+            else self.host.sizes.kv_blocks * overcommit,
+            modalities=("image", "video", "audio") if self.role.encodes else (),
             block_bytes=KV_LAYOUT.block_bytes,
             processes=(self.process_id,),
             row_bytes=8 if self.role.encodes else 0,

@@ -82,7 +82,11 @@ class StagePlacer:
 
 
 def worker(name: str, role: Role) -> WorkerState:
-    return WorkerState(Member(name, role, "", "", "", 8, processes=(PROCESS,)))
+    return WorkerState(
+        Member(
+            replica_id=name, role=role, address="", model="", layout="", num_blocks=8, processes=(PROCESS,)
+        )
+    )
 
 
 class Stage:
@@ -105,7 +109,16 @@ class Stage:
         client = ClientRequest(REQUEST, items, (), RequestTimeline(0.0))
         encoders = [self.encoders[0]] * len(items)
         attempt = Attempt(
-            client, REQUEST, (0,), encoders, self.prefill, self.decode, "raw", frozenset(), None, 0.0
+            client=client,
+            request=REQUEST,
+            choice_idxs=(0,),
+            encoders=encoders,
+            prompt_worker=self.prefill,
+            decode=self.decode,
+            codec="raw",
+            returning=frozenset(),
+            content=None,
+            started_at=0.0,
         )
         self.media.start(attempt, NOW)
         return attempt
