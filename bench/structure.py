@@ -47,9 +47,10 @@ from bench.schemas import Schema, schemas
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
 from decode_service.service import LanguageService
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from router.door import Door
-from router.openai.schema import ChatRequest
-from router.openai.translate import CallContext, chat_call
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 PROMPT = "Describe a thing as JSON."

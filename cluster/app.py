@@ -52,7 +52,7 @@ SERVICES = {
     Role.WHOLE: "cluster.whole:WholeService",
 }
 DOOR = "router.door:Door"
-API = "router.openai.app:build_api"
+API = "router.api.app:build_api"
 
 # The engines admit and refuse requests. Serve's default of 5 would queue requests that the engines do not
 # see.

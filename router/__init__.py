@@ -1,6 +1,7 @@
 """The door: OpenAI's HTTP API, and the decision which workers serve a request.
 
-openai       HTTP in and out
+http         what any HTTP API needs: edge, keys, limits, bodies, errors, event streams
+api          the endpoints: request bodies to calls, deltas to answers
 prompts      text and media become a prompt
 admission    which requests start now, which wait, which are refused
 policy       pure: where a request goes, by predicted time to first token

@@ -1,7 +1,7 @@
 """What a client asks for and what it gets back, apart from HTTP: the types that the API, the door and the
 prompt builder share.
 
-Pure frozen values. The API makes a call from a request body (`router.openai.translate`), valid by
+Pure frozen values. The API makes a call from a request body (`router.api.chat.translate`), valid by
 construction and with every default filled in. The door answers with deltas, usage and notes.
 """
 
@@ -72,23 +72,28 @@ class ToolRules(msgspec.Struct, frozen=True):
         return self.must_call or any(function.is_strict for function in self.functions)
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both endpoints have."""
+class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of both endpoints that need nothing but the request."""
 
-    sampling: tuple[SamplingParams, ...]  # one per choice; choice i of every prompt draws with sampling[i]
     structure: Structure | None = None  # the form of each answer
-    stop: StopRules
     changes: LogitChanges | None = None  # without bad words
     bad_words: tuple[str, ...] = ()
-    num_logprobs: int | None = None  # as in `GenerateRequest`
-    num_prompt_logprobs: int | None = None  # the same, of a prompt's tokens, apart from the answer's
+    num_prompt_logprobs: int | None = None  # as `num_logprobs`, of a prompt's tokens
     skips_special: bool = True  # special tokens have no text
     returns_token_ids: bool = False  # of the prompt and of the answer
-    guidance: GuidanceRules | None = None
     priority: int = 0
     stream: bool = False
     include_usage: bool = False  # streams only: a last chunk with the usage
     usage_in_events: bool = False  # … and the usage so far in each chunk
+
+
+class Call(CommonFields, frozen=True, kw_only=True):
+    """The fields that both endpoints have."""
+
+    sampling: tuple[SamplingParams, ...]  # one per choice; choice i of every prompt draws with sampling[i]
+    stop: StopRules
+    num_logprobs: int | None = None  # as in `GenerateRequest`
+    guidance: GuidanceRules | None = None
     tenant: str = ""  # is charged for the request, and may use the files that were fetched for it
     cache_salt: str = ""  # tenant and client's salt: only KV and embeddings under the same salt are reused
     trace_parent: str = ""  # the client's span

@@ -45,9 +45,9 @@ from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.flow.state import WorkerState
 from router.generation import Choice
+from router.http.keys import Access
+from router.http.limits import Limits
 from router.members import Peer
-from router.openai.keys import Access
-from router.openai.limits import Limits
 from router.overlong import too_long_answer
 from router.page.pools import pool_fields
 from router.parsing.formats import AnswerFormats, needs_structure

@@ -17,9 +17,10 @@ from cluster.engine.state import PromptWork
 from decode_service.service import DecodeService
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from router.door import Door
-from router.openai.schema import ChatRequest
-from router.openai.translate import CallContext, chat_call
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
 SETTINGS = {"model": str(MODEL), "model_id": "demo", "dtype": "float32"}

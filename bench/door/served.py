@@ -14,8 +14,8 @@ import uvicorn
 from bench.equality import MODEL
 from cluster.config.settings import ClusterArgs
 from cluster.types.members import Member
+from router.api.app import build_api
 from router.door import Door
-from router.openai.app import build_api
 
 
 async def _call_decode(replica_id: str, request_id: str) -> None:

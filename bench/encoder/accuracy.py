@@ -42,8 +42,9 @@ from cluster.types.media import Modality
 from deploy.demo_model.training.evaluate import MAX_NEW_TOKENS, Sample, draw_samples
 from deploy.demo_model.training.speech import WordBank
 from encoder_service.runner import EncoderRunner, Piece
-from router.openai.schema import ChatRequest
-from router.openai.translate import CallContext, chat_call
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.media import Content, MediaPlanner
 

@@ -44,8 +44,8 @@ from decode_service.service import DecodeService
 from encoder_service.runner import EncoderRunner, Piece
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService
+from router.api.app import build_api
 from router.door import Door
-from router.openai.app import build_api
 
 ENCODE_S = 0.2
 IMAGE_SIDE = 64

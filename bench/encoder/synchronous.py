@@ -37,8 +37,8 @@ from cluster.types.members import Phase
 from cluster.types.messages import FinishReason, TokenEvent
 from cluster.types.request import GenerateRequest
 from encoder_service.runner import EncoderRunner, Piece, Prepared
+from router.api.app import build_api
 from router.door import Door
-from router.openai.app import build_api
 from router.telemetry.timeline import RequestTimeline
 
 

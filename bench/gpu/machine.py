@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,20 @@ def median_s(work: Callable[[], object], device: torch.device, repeats: int) -> 
         if attempt >= 2:
             times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def replayed_s(calls: Sequence[Callable[[], object]], device: torch.device) -> float:
+    """Seconds of one of these calls, on a GPU from a graph of all of them, so that none waits for the
+    host."""
+    if device.type != "cuda":
+        return median_s(lambda: [call() for call in calls], device, 3) / len(calls)
+    with torch.inference_mode():
+        calls[0]()  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    return median_s(graph.replay, device, 10) / len(calls)
 
 
 def wait(device: torch.device) -> None:

@@ -36,6 +36,16 @@ class ModelShape:
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Outputs and width of each product of a decode step."""
+        queries, rows = self.heads * self.head_width, (self.heads + 2 * self.kv_heads) * self.head_width
+        return {
+            "q, k, v": (rows, self.hidden), "out": (self.hidden, queries),
+            "gate, up": (2 * self.intermediate, self.hidden), "down": (self.hidden, self.intermediate),
+            "head": (self.vocab, self.hidden),
+        }  # fmt: skip
+
+    @property
     def num_weights(self) -> int:
         """How many weights a decode step reads: layers and output head, not the embedding table."""
         return self.layer_weights + self.hidden * self.vocab

@@ -5,22 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from bench.gpu import served
-from bench.gpu.machine import DeviceSpeed, measure_machine, nominal_bytes_per_s
+from bench.gpu.kernels import kernels_of
+from bench.gpu.machine import DeviceSpeed, measure_machine, median_s, nominal_bytes_per_s, replayed_s
 from bench.gpu.models import SHAPES, write_checkpoint
 from bench.gpu.offline import OFFLINE_RUN, offline_requests
 from bench.gpu.served import Measurements
 from bench.gpu.steps import StepSizes, StepTiming, attention_step, model_steps
 from bench.gpu.throughput import EngineAlone
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.cuda.layer_calls import product
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from kv_transfer.agents.transport_probe import probe_transport
 from kv_transfer.codecs.checksum import BlockSums
@@ -31,6 +33,7 @@ SAID_LINES = 40  # of what pytest says
 BATCHES, CONTEXT = (1, 8, 32, 64, 128, 256), 2048
 REHEARSED = StepSizes((1, 2), 32, chunk=24, beside=2, prompt=48)
 CASES = ((1, 8192), (16, 2048), (64, 8192))  # of attention: answers, and tokens that each of them sees
+_CACHE_BYTES = 200e6  # more than any cache holds
 FORMATS: tuple[tuple[KvCacheDtype, int], ...] = (("int8", 16), ("auto", 16), ("auto", 256))
 
 
@@ -99,31 +102,70 @@ def throughput_engine(rehearse: bool) -> Measurements:
 
 
 def wire(rehearse: bool) -> Measurements:
-    """Codecs, against a copy that reads and writes as many bytes, and checksums, of 7B's KV."""
+    """Codecs and checksums of 7B's KV. gb_per_s: as a worker measures them for a prompt of 2,048 tokens, and
+    checksums of as much, until the host knows that they are done. device_gb_per_s: what the device's kernels
+    need of it. of_copy: against a copy that reads and writes as many bytes."""
     speed = _speed(rehearse)
     layout = MemoryLayout(kv_segments([(4, 128)] * (4 if rehearse else 56), 16, speed.dtype))
-    kv = BlockMemory(layout, 64, speed.device)
+    kv = BlockMemory(layout, 128, speed.device)
     for segment in kv.segments:
         segment.normal_()
+    num_bytes, groups = kv.buffer.numel(), [range(4 * i, 4 * i + 4) for i in range(kv.num_blocks // 4)]
     for codec in CODECS:
-        wire = Wire(kv, codec, 1024)
-        for what, coding in (("codes", wire.encoding), ("decodes", wire.decoding)):
+        wire = Wire(kv, codec, kv.num_blocks * 16)
+        layers = range(wire.codec.num_layers)
+
+        def encode(wire: Wire = wire, layers: range = layers) -> None:
+            wire.encode(groups, range(len(groups)), layers)
+            wire.begin()
+
+        def decode(wire: Wire = wire) -> None:
+            wire.decode(range(len(groups)), groups)
+            wire.begin()
+
+        for what, coding, work in (("codes", wire.encoding, encode), ("decodes", wire.decoding, decode)):
             rate = 1 / coding.s_per_byte
             of_copy = rate * (1 + wire.ratio) / speed.bytes_per_s
-            yield {"what": f"{codec} {what}", "gb_per_s": rate / 1e9, "of_copy": of_copy}
-    took_s = min(_summed_in(kv) for _ in range(5))
-    yield {"what": "checksum", "gb_per_s": kv.buffer.numel() / 1e9 / took_s}
-
-
-def _summed_in(kv: BlockMemory) -> float:
-    """Seconds, until the host has the sum."""
+            on_device = _device_rate(work, num_bytes, speed)
+            yield {"what": f"{codec} {what}", "gb_per_s": rate / 1e9, "of_copy": of_copy, **on_device}
     sums = BlockSums(kv)
-    start = time.perf_counter()
-    found = sums.of(range(kv.num_blocks))
-    sums.begin()
-    kv.synchronize()
-    found.value()
-    return time.perf_counter() - start
+
+    def sum_all() -> None:
+        found = sums.of(range(kv.num_blocks))
+        sums.begin()
+        kv.synchronize()
+        found.value()
+
+    rate = num_bytes / 1e9 / median_s(sum_all, speed.device, 5)
+    yield {"what": "checksum", "gb_per_s": rate, **_device_rate(sum_all, num_bytes, speed)}
+
+
+def _device_rate(work: Callable[[], None], num_bytes: int, speed: DeviceSpeed) -> dict[str, float]:
+    """By the profiler. Nothing on the CPU, whose native code it does not see."""
+    if speed.device.type != "cuda":
+        return {}
+    return {"device_gb_per_s": num_bytes / 1e3 / kernels_of(work, speed.device).busy_us}
+
+
+def products(rehearse: bool) -> Measurements:
+    """Matrices of decode steps, times few tokens, from graphs and by turns on several copies, so that none is
+    read from the cache. us: by the kernel that serves; torch_us: by cuBLAS."""
+    speed, sizes = _speed(rehearse), ((1, 16) if rehearse else (1, 4, 16))
+    for name in ("tiny",) if rehearse else ("0.5b", "7b"):
+        for matrix, (num_outputs, width) in SHAPES[name].matrices.items():
+            num_bytes = num_outputs * width * speed.dtype.itemsize
+            weights = [
+                torch.randn(num_outputs, width, device=speed.device, dtype=speed.dtype)
+                for _ in range(min(24, 2 + int(_CACHE_BYTES // num_bytes)))
+            ]
+            for num_tokens in sizes:
+                x = torch.randn(num_tokens, width, device=speed.device, dtype=speed.dtype)
+                ours = replayed_s([partial(product, x, weight, None) for weight in weights], speed.device)
+                theirs = replayed_s([partial(F.linear, x, weight) for weight in weights], speed.device)
+                yield {
+                    "what": f"{name} {matrix}, {num_tokens} tokens", "us": 1e6 * ours,
+                    "torch_us": 1e6 * theirs, "gb_per_s": num_bytes / 1e9 / ours,
+                }  # fmt: skip
 
 
 def transfer(rehearse: bool) -> Measurements:
@@ -174,5 +216,6 @@ MORE: dict[str, Part] = {
     "steps-0.5b": Part(180, partial(steps, ("0.5b",), ("auto", "int8"), BATCHES)),
     "steps-7b": Part(240, partial(steps, ("7b",), ("auto", "int8"), BATCHES)),
     "attention": Part(90, partial(attention, CASES, FORMATS)),
+    "products": Part(60, products),
 }
 PARTS = RUN | MORE

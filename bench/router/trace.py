@@ -30,9 +30,11 @@ from cluster.config.settings import ClusterArgs
 from cluster.types.curves import ServiceCurves
 from cluster.types.members import Phase, Role
 from encoder_service.service import MAX_BATCH_ROWS
+from router.api.body import parse
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from router.door import Door
-from router.openai.schema import ChatRequest, parse
-from router.openai.translate import CallContext, chat_call
 from router.prompts.builder import PreparedPrompt
 from router.telemetry.timeline import RequestTimeline
 

@@ -86,6 +86,14 @@ class LanguageRunner:
                 self._speculator.forget(choice.request_id)
             raise
 
+    def room_for_prompts(self, answers: Sequence[LanguageRequest]) -> int | None:
+        """Tokens of prompts that a recorded step holds next to these answers and their drafts. None: no step
+        with prompts is recorded."""
+        held = self._steps.recorded_tokens
+        num_rows = sum(len(choice.sequences) for request in answers for choice in request.live_choices)
+        num_drafts = 0 if self._speculator is None else self._speculator.max_draft_tokens
+        return held - num_rows * (1 + num_drafts) if held else None
+
     @torch.inference_mode()
     def run(self, works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:
         """Computes the KV of every answer's last token and drafts, and of the next tokens of prompts; draws

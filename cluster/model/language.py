@@ -112,6 +112,10 @@ class LanguageModel:
         """Positions of every prompt token, from ids and media geometries. CPU only; any thread."""
         return self._position_rule.of_prompt(self._base, prompt)
 
+    @property
+    def recorded_tokens(self) -> int:
+        return 0
+
     @torch.inference_mode()
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
@@ -211,7 +215,7 @@ class LanguageModel:
         """embeds [T, hidden_size], which may be overwritten; wanted [n] → [n, vocab_size] logits of these
         tokens, in any dtype. `extra`: more arguments of the text model. `chunks`: those of the T tokens, if
         they may have scores."""
-        rows = wanted.to(self.device)
+        rows, position_ids = wanted.to(self.device), position_ids.to(self.device)
         if self._decoder is not None and not extra:
             logits = self._decoder.logits(
                 embeds[None], self._position_rule.with_axes(position_ids), batch, rows

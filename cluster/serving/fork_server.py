@@ -60,7 +60,7 @@ IMPORTS = (
     "pydantic", "fastapi", "uvicorn", "uvloop", "watchfiles",
     "opentelemetry.trace", "opentelemetry.sdk.metrics", "opentelemetry.exporter.prometheus",
     "torch", "transformers",
-    "router.door", "router.openai.app",
+    "router.door", "router.api.app",
     "torch._dynamo", "cluster.model", "transformers.modeling_utils",
     "prefill_service.service", "decode_service.service", "encoder_service.service", "cluster.whole",
 )  # fmt: skip

@@ -25,8 +25,11 @@ from kv_transfer.codecs.codec import Codec, CodingJob
 from kv_transfer.codecs.pending import Batch, Pending, when_computed
 from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName
 
-MEASURED_GROUPS, MEASURED_ROUNDS = 8, 3
-LOOK_EVERY = 4096  # coded groups of a layer between two measurements of the error
+# A prompt of 2,048 tokens: what a call costs on the host of a GPU counts as it does for such a prompt.
+MEASURED_GROUPS, MEASURED_ROUNDS = 32, 3
+# Coded groups of a layer between two measurements of the error, each of which is a millisecond of launches on
+# a GPU.
+LOOK_EVERY = 1 << 15
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""The text of a region with calls, while it grows, to pieces of calls for the client. Pure; one object per
-region.
+"""Parses the text of a region with calls, while it grows, to pieces of calls for the client. Pure; one object
+per region.
 
 A region becomes calls when it is complete, by the parser that its field of the response template names.
 Before that, JSON that is not complete yet is completed and parsed in the same way: what is certain of the
@@ -36,8 +36,8 @@ class CallRegion:
         new_id: Callable[[], str],
         cast: Callable[[Any], Any],
     ):
-        """`first_index`: of the region's first call among those of the answer. `cast`: arguments that the
-        format writes as text to what the schema says."""
+        """`first_index`: the place of the region's first call among those of the answer. `cast` turns
+        arguments that the format writes as text into what the schema says."""
         self._field = field
         self._first_index = first_index
         self._new_id = new_id
@@ -56,7 +56,7 @@ class CallRegion:
         self._num_chars += len(text)
 
     def progress(self, captures: dict[str, str]) -> tuple[ToolCallDelta, ...]:
-        """What is new and certain. `captures`: named groups of the pattern that opened the region."""
+        """Returns what is new and certain. `captures`: named groups of the pattern that opened the region."""
         if self._field.content != "json" or self._num_chars < self._parse_from:
             return ()
         self._parse_from = self._num_chars * (GROWTH + 1) // GROWTH
@@ -69,7 +69,8 @@ class CallRegion:
         return tuple(self._pieces(calls[: len(named)], is_complete=False))
 
     def close(self, captures: dict[str, str], *, is_cut: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """Text that is no call, and the rest of the calls. `is_cut`: the answer was cut within the region."""
+        """Returns text that is no call, and the rest of the calls. `is_cut`: the answer was cut within the
+        region."""
         body = self._body()
         try:
             calls = self._calls(body, captures)
@@ -86,7 +87,7 @@ class CallRegion:
         return self._texts[0]
 
     def _calls(self, body: str, captures: dict[str, str]) -> list[tuple[str, Any]]:
-        """Names and arguments. Raises one of `_UNPARSABLE`."""
+        """Returns names and arguments. Raises one of `_UNPARSABLE`."""
         from transformers.utils.chat_parsing.content_parsers import process_field
 
         value = process_field(body, self._field, captures)
@@ -114,12 +115,13 @@ class CallRegion:
 
 
 def _completed(body: str, *, has_strings: bool) -> str:
-    """JSON of what is there. `has_strings`: with the beginning of a string that is not complete."""
+    """Writes the JSON of what is there. `has_strings`: with the beginning of a string that is not
+    complete."""
     return json.dumps(from_json(body, allow_partial="trailing-strings" if has_strings else "on"))
 
 
 def _certain(arguments: Any, *, is_complete: bool) -> str:
-    """The JSON of these arguments, or what it begins with for certain."""
+    """Writes the JSON of these arguments, or what it begins with for certain."""
     if not is_complete and not isinstance(arguments, dict):
         return ""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)

@@ -1,5 +1,5 @@
-"""Which parser and which structure a chat gets: by the model's own way to write calls, and by what the
-request asks for. Made once per door; thread-safe."""
+"""Decides which parser and which structure a chat gets: by the model's own way to write calls, and by what
+the request asks for. Made once per door; thread-safe."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from router.calls import ChatCall, CompletionCall, ToolFunction, ToolRules
 from router.parsing.parser import AnswerParser, ParsedAnswer, is_in_reasoning
 
 MAX_SCHEMA_CHARS = 200_000  # of all functions that are held
-PREFIX_TOKENS = 128  # at the end of a prompt: more than templates write behind the last message
+PREFIX_TOKENS = 128  # at the end of a prompt: more than templates write after the last message
 
 
 class AnswerFormats:
     def __init__(self, text: TextProcessor, family: str = ""):
-        """`family`: the operator's choice; empty: none. Raises ConfigError."""
+        """`family`: the operator's choice; empty if there is none. Raises ConfigError."""
         self._text = text
         self._own = text.answer_format(family)
         self._generic = text.generic_format()
 
     def check(self, call: ChatCall) -> None:
-        """Before any work is done. Raises RequestError for tools and variables that this model does not
-        take."""
+        """Checks a call before any work is done. Raises RequestError for tools and variables that this model
+        does not take."""
         self._text.template.check(call.options)
         rules = call.tools
         if rules is None or rules.must_call:
@@ -54,8 +54,9 @@ class AnswerFormats:
             )
 
     def held(self, call: ChatCall) -> list[HeldFunction]:
-        """What is held of the arguments of each function. Each is checked alone, so that an error names the
-        one that it is about. Empty: the calls are not constrained. Blocks. Raises StructureError."""
+        """Returns what is held of the arguments of each function. Each is checked alone, so that an error
+        names the one that it is about. Empty: the calls are not constrained. Blocks. Raises
+        StructureError."""
         rules, form = call.tools, self._format(call)
         if rules is None or form is None or form.grammar is None or not needs_structure(call):
             return []
@@ -65,7 +66,8 @@ class AnswerFormats:
         return held
 
     def structure(self, call: ChatCall, held: Sequence[HeldFunction], prompt: Sequence[int]) -> Structure:
-        """Of the whole answer. `held`: what the check has left of `held`. Blocks. Raises StructureError."""
+        """Returns the structure of the whole answer. `held`: what the check has left of `held`. Blocks.
+        Raises StructureError."""
         rules, form = call.tools, self._format(call)
         if rules is None or form is None or form.grammar is None:
             raise AssertionError("calls that are not constrained")
@@ -89,12 +91,12 @@ class AnswerFormats:
         return ParsedAnswer(text, parser, shows_reasoning=call.shows_reasoning)
 
     def shown_ids(self, call: ChatCall | CompletionCall) -> frozenset[int]:
-        """Special tokens that the parser must see."""
+        """Returns the special tokens that the parser must see."""
         form = self._format(call)
         return frozenset() if form is None else form.shown_ids
 
     def _format(self, call: ChatCall | CompletionCall) -> AnswerSyntax | None:
-        """None: the answer is text as it is."""
+        """Returns the format of an answer; None if the answer is text as it is."""
         if isinstance(call, CompletionCall):
             return None
         if call.tools is None:  # an answer under a structure has no room for reasoning
@@ -136,8 +138,8 @@ def needs_structure(call: ChatCall) -> bool:
 
 
 def _held(function: ToolFunction, rules: ToolRules) -> HeldFunction:
-    """Beside strict functions, others only get an object. What must be called and is not strict may have any
-    schema."""
+    """Returns what is held of one function. Next to strict functions, others only get an object. What must be
+    called and is not strict may have any schema."""
     is_held = function.is_strict or rules.must_call
     schema = {"type": "object"} | (json.loads(function.parameters) if is_held else {})
     return HeldFunction(

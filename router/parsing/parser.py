@@ -1,5 +1,5 @@
-"""The text of one answer to content, reasoning and calls, as it comes. transformers' `ResponseParser` finds
-the regions; text that may still become the beginning of one waits. One object per choice, on the door's
+"""Parses the text of one answer to content, reasoning and calls, as it comes. transformers' `ResponseParser`
+finds the regions; text that may still become the beginning of one waits. One object per choice, on the door's
 event loop.
 
 White space at the beginning and at the end of content and of reasoning is dropped, and that before a call.
@@ -68,7 +68,7 @@ class AnswerParser:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is wanted."""
+        """Whether nothing more is wanted."""
         return self._num_calls > 0 and not self._is_parallel
 
     def push(self, text: str) -> Parts:
@@ -82,7 +82,7 @@ class AnswerParser:
         return parts
 
     def finish(self, *, is_cut: bool) -> Parts:
-        """The end of the answer. `is_cut`: the model would have gone on."""
+        """Ends the answer. `is_cut`: the model would have gone on."""
         if self.is_over:
             return Parts()
         self._is_cut = is_cut and not self._has_end_of_calls()
@@ -202,7 +202,7 @@ class _Trimmed:
         return out
 
     def drop_space(self) -> None:
-        """The text goes on behind something else."""
+        """Drops white space: the text goes on after something else."""
         self._held = []
 
 

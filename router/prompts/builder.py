@@ -67,7 +67,7 @@ class PromptBuilder:
         self._max_model_len = max_model_len
 
     def check_count(self, call: ChatCall) -> None:
-        """Before anything is fetched. Raises RequestError."""
+        """Checks the number of items before anything is fetched. Raises RequestError."""
         if len(call.media) > self._caps.max_items:
             raise RequestError(
                 f"the request has {len(call.media)} media items; at most {self._caps.max_items} are accepted",
@@ -77,8 +77,8 @@ class PromptBuilder:
     def chat(
         self, call: ChatCall, contents: Sequence[Content | MediaError], share: float = 1.0
     ) -> PreparedPrompt:
-        """`contents`: of each of the call's items, in order. `share`: the share of its tokens that new media
-        keeps, because encoders are overloaded.
+        """Builds the prompt of a chat. `contents`: those of the call's items, in order. `share`: the share of
+        its tokens that new media keeps, because encoders are overloaded.
 
         Raises RequestError and its subclasses. Blocks: lays out, tokenises."""
         rules = call.media_rules
@@ -120,7 +120,7 @@ class PromptBuilder:
         earlier: Collection[int],
         options: ChatOptions,
     ) -> tuple[Prompt, tuple[MediaItem, ...]]:
-        """The prompt and the item of each of its media. `earlier`: items of an earlier turn."""
+        """Returns the prompt and the item of each of its media. `earlier`: items of an earlier turn."""
         items = [self._media.items(each, tenant) for each in measured]
         laid_out = [
             LaidOutMedia(each.layout, tuple(item.media_hash for item in own))
@@ -136,7 +136,7 @@ class PromptBuilder:
         )
 
     def _media_room(self, call: ChatCall, prompt: Prompt, measured: Sequence[MeasuredItem]) -> int:
-        """Embedding rows that all items together may have."""
+        """Returns the embedding rows that all items together may have."""
         least = 1 if call.media_rules.is_exact else min(MIN_ANSWER_TOKENS, self._max_model_len // 4)
         num_text_tokens = len(prompt.token_ids) - sum(each.num_tokens for each in measured)
         room = self._max_model_len - num_text_tokens - (call.stop.max_tokens or least)
@@ -174,7 +174,7 @@ class PromptBuilder:
 
 
 def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) -> tuple[ChatMessage, ...]:
-    """The conversation without some of its media items, given by their order."""
+    """Returns the conversation without some of its media items, given by their order."""
     item_idx = -1
     kept: list[ChatMessage] = []
     for message in messages:
@@ -191,7 +191,8 @@ def without_items(messages: Sequence[ChatMessage], left_out: Collection[int]) ->
 
 
 def items_of_earlier_turns(messages: Sequence[ChatMessage]) -> set[int]:
-    """Media items before an answer of the assistant. Later requests of the conversation repeat them."""
+    """Returns the media items before an answer of the assistant. Later requests of the conversation repeat
+    them."""
     found: set[int] = set()
     num_items = 0
     for message in messages:

@@ -91,7 +91,8 @@ class RequestMedia:
     _by_digest: dict[bytes, FetchedMedia] = field(default_factory=dict)
 
     def keep(self, media: FetchedMedia, param: str) -> FetchedMedia:
-        """The one content that is kept for these bytes. Raises MediaTooLargeError and OverloadedError."""
+        """Returns the one content that is kept for these bytes. Raises MediaTooLargeError and
+        OverloadedError."""
         known = self._by_digest.get(media.digest)
         if known is not None:
             return known
@@ -133,8 +134,8 @@ class MediaIntake:
         return self._bytes.total
 
     async def take_in(self, call: ChatCall) -> RequestMedia:
-        """Raises ClusterError; then nothing is held. With `omits_bad`, an item that cannot be used is an
-        error among the contents."""
+        """Reads and opens a call's media. Raises ClusterError; then nothing is held. With `omits_bad`, an
+        item that cannot be used is an error among the contents."""
         media = RequestMedia(self._bytes, call.tenant, read_at=self._clock.now())
         try:
             if self._settings is None:

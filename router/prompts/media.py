@@ -83,7 +83,8 @@ class MediaPlanner:
     def measure(
         self, sources: Sequence[MediaSource], contents: Sequence[Content | MediaError], rules: MediaRules
     ) -> tuple[list[MeasuredItem], list[MediaNote]]:
-        """Raises MediaError and UnsupportedError. With `omits_bad`, an unusable item becomes a note."""
+        """Lays out the items. Raises MediaError and UnsupportedError. With `omits_bad`, an unusable item
+        becomes a note."""
         measured: list[MeasuredItem] = []
         notes: list[MediaNote] = []
         for item_idx, (source, content) in enumerate(zip(sources, contents, strict=True)):
@@ -102,7 +103,8 @@ class MediaPlanner:
     def reduce(
         self, measured: Sequence[MeasuredItem], max_tokens: int, rules: MediaRules, reason: ReductionReason
     ) -> tuple[list[MeasuredItem], list[MediaNote]]:
-        """The same items in at most `max_tokens`. Raises ContextLengthError if impossible or not allowed."""
+        """Returns the same items in at most `max_tokens`. Raises ContextLengthError if impossible or not
+        allowed."""
         total = sum(item.num_tokens for item in measured)
         sizes = [self._encoded_size(item) for item in measured]
         reductions = None
@@ -145,14 +147,14 @@ class MediaPlanner:
         return [by_idx.get(item.item_idx, item) for item in measured], notes
 
     def audio_s(self, measured: Sequence[MeasuredItem]) -> float:
-        """Seconds of sound in all items, clips with their sound tracks included."""
+        """Returns the seconds of sound in all items, clips with their sound tracks included."""
         if self._processor is None:
             return 0.0
         num_samples = sum((item.sound or item.probe).num_samples for item in measured)
         return num_samples / self._processor.settings.sampling_rate
 
     def items(self, item: MeasuredItem, tenant: str) -> list[MediaItem]:
-        """The encoders' items: one, or two for a clip with its sound track."""
+        """Returns the encoders' items: one, or two for a clip with its sound track."""
         names = self._names(item, tenant)
         return [
             MediaItem(
@@ -209,7 +211,7 @@ class MediaPlanner:
         return MeasuredItem(item_idx, modality, content, options, known, sound, layout, encoded, param)
 
     def _encoded_size(self, item: MeasuredItem) -> MediaProbe:
-        """The item in the size that the model sees, where reductions start. The file's size usually
+        """Returns the item in the size that the model sees, where reductions start. The file's size usually
         differs."""
         if item.encoded.grid_thw is None:
             return item.probe
@@ -218,13 +220,14 @@ class MediaPlanner:
         return msgspec.structs.replace(item.probe, width=width * side, height=height * side)
 
     def _keep_frame_size(self, size: MediaProbe, reduction: Reduction) -> Reduction:
-        """If a model bounds the pixels of whole clips, frames must not grow when other frames are removed."""
+        """Keeps the size of frames: if a model bounds the pixels of whole clips, they must not grow when
+        other frames are removed."""
         if reduction.max_frames is None or not self.processor(size.modality).bounds_whole_clips:
             return reduction
         return replace(reduction, max_pixels=reduction.max_pixels or size.width * size.height)
 
     def _num_tokens_after(self, item: MeasuredItem, reduction: Reduction) -> int:
-        """The item's tokens after a reduction, without opening the file again."""
+        """Returns the item's tokens after a reduction, without opening the file again."""
         known = item.probe
         if reduction.max_frames is not None:
             num_frames = min(reduction.max_frames, known.num_frames)
@@ -266,7 +269,7 @@ def _rows(layout: MediaLayout) -> int:
 
 
 def _first_beyond(limit: int, measured: Sequence[MeasuredItem], sizes: Sequence[int]) -> str:
-    """The place of the first item with which the sum of the sizes is above the limit."""
+    """Returns the place of the first item with which the sum of the sizes is above the limit."""
     sums = zip(measured, accumulate(sizes), strict=True)
     return next((item.param for item, total in sums if total > limit), measured[-1].param)
 
@@ -276,7 +279,7 @@ def _unpooled(options: MediaOptions) -> MediaOptions:
 
 
 def _options_of(item: MeasuredItem, kind: Modality) -> MediaOptions:
-    """A clip's sound track does not depend on the frames that are chosen."""
+    """Returns an item's options. A clip's sound track does not depend on the frames that are chosen."""
     return item.options if kind is item.modality else MediaOptions()
 
 

@@ -1,4 +1,5 @@
-"""How much each media item is reduced if all items together need more tokens than there is room for. Pure.
+"""Decides how much each media item is reduced if all items together need more tokens than there is room for.
+Pure.
 
 First frames, then resolution:
 
@@ -42,8 +43,8 @@ Measure = Callable[[int, Reduction], int]
 
 
 def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list[Reduction] | None:
-    """One reduction per item, so that all items together have at most `max_tokens` embedding rows. None if
-    that is impossible. `probes`: in the sizes that the model sees."""
+    """Returns one reduction per item, so that all items together have at most `max_tokens` embedding rows.
+    None if that is impossible. `probes`: in the sizes that the model sees."""
 
     def total(reductions: Sequence[Reduction]) -> int:
         return sum(measure(idx, reduction) for idx, reduction in enumerate(reductions))
@@ -71,8 +72,8 @@ def fit(probes: Sequence[MediaProbe], max_tokens: int, measure: Measure) -> list
 
 
 def load_share(num_queued_rows: float, max_queued_rows: int) -> float:
-    """The share of its tokens that new media keeps while so many embedding rows wait at the least loaded
-    encoder. It falls with the length of the queue, to a quarter at least."""
+    """Returns the share of its tokens that new media keeps while so many embedding rows wait at the least
+    loaded encoder. It falls with the length of the queue, to a quarter at least."""
     if max_queued_rows == 0 or num_queued_rows <= max_queued_rows:
         return 1.0
     return max(0.25, max_queued_rows / num_queued_rows)
@@ -91,7 +92,7 @@ def _pixels(probe: MediaProbe, share: float) -> int | None:
 
 
 def _largest(fits: Callable[[float], bool], low: float) -> float:
-    """The largest share in [low, 1] that fits, to the precision of `NUM_HALVINGS`. `low` fits."""
+    """Returns the largest share in [low, 1] that fits, to the precision of `NUM_HALVINGS`. `low` fits."""
     high = 1.0
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

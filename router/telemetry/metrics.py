@@ -31,8 +31,8 @@ _LENGTH_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
 )  # fmt: skip
 _LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-_REASONS = ("stop", "length", "tool_calls", "cancelled")  # beside names of errors
-# Of a request that has ended; the names are vLLM's behind the prefix
+_REASONS = ("stop", "length", "tool_calls", "cancelled")  # besides names of errors
+# Histograms of a request that has ended; the names are vLLM's after the prefix
 _ENDED = (
     ("e2e_request_latency_seconds", "Arrival at the door until the end of the answer", _LATENCY_BUCKETS_S),
     ("request_queue_time_seconds", "Waiting at the door for admission", _LATENCY_BUCKETS_S),
@@ -108,15 +108,15 @@ class DoorMetrics:
         self._finished.labels(self._model_id, reason).inc()
 
     def observe_timeline(self, timeline: RequestTimeline) -> None:
-        """The first token of a request is out."""
+        """Is called when the first token of a request is out."""
         for stage, seconds in timeline.stages().items():
             self._stage_s.labels(self._model_id, stage).observe(seconds)
         if timeline.predicted_ttft_s is not None:
             self.predicted_ttft_s.observe(timeline.predicted_ttft_s)
 
     def observe_ended(self, timeline: RequestTimeline, now: float, num_prompt: int, num_tokens: int) -> None:
-        """A request that got a first token has ended, however. `num_tokens`: of the choice that keeps the
-        timeline."""
+        """Is called when a request that got a first token has ended, however. `num_tokens`: those of the
+        choice that keeps the timeline."""
         if timeline.first_token_at is None:
             return
         for name, value in (
@@ -130,7 +130,8 @@ class DoorMetrics:
             self._ended[name].observe(value)
 
     def first_tokens(self) -> dict[float, float]:
-        """How many came within so many seconds, by the bounds of the buckets; the last one is infinite."""
+        """Returns how many first tokens came within so many seconds, by the bounds of the buckets; the last
+        one is infinite."""
         (metric,) = self.ttft_s.collect()
         return {float(each.labels["le"]): each.value for each in metric.samples if "le" in each.labels}
 

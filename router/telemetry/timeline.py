@@ -24,7 +24,8 @@ from router.policy import Decision, Placement
 
 
 class RequestTimeline:
-    """Of one request. Instants are seconds of the door's clock; each `…_at` is set at its event."""
+    """The timeline of one request. Instants are seconds of the door's clock; each `…_at` is set at its
+    event."""
 
     def __init__(self, arrived_at: float, trace_parent: str = ""):
         """`trace_parent`: the client's span (W3C Trace Context), if it sent one."""
@@ -45,13 +46,15 @@ class RequestTimeline:
         self.admitted_at = self.started_at = prepared_at
 
     def placed(self, admitted_at: float, decision: Decision) -> None:
-        """If there are several attempts, the first one's instants and the last one's decision count."""
+        """Notes a placement. If there are several attempts, the first one's instants and the last one's
+        decision count."""
         if self.decision is None:
             self.admitted_at = self.started_at = admitted_at
         self.decision = decision
 
     def started(self, started_at: float) -> None:
-        """The first messages are on their way to the workers. May be repeated: the first counts."""
+        """Is called when the first messages are on their way to the workers. May be repeated: the first call
+        counts."""
         if not self._is_started:
             self.started_at = started_at
             self._is_started = True
@@ -61,8 +64,8 @@ class RequestTimeline:
         self._items[item_idx] = timing, cached
 
     def token(self, at: float, timing: PrefillTiming | None, step_s: float) -> bool:
-        """Tokens of one choice are ready for the client. Returns whether they are the first ones, with which
-        `stages` is complete."""
+        """Is called when tokens of one choice are ready for the client. Returns whether they are the first
+        ones, with which `stages` is complete."""
         if self.first_token_at is None:
             self.first_token_at = at
             self.prefill = timing or PrefillTiming()
@@ -85,7 +88,7 @@ class RequestTimeline:
         return self.started_at - self.arrived_at + self.decision.prediction.ttft_s
 
     def stages(self) -> dict[str, float]:
-        """Seconds by stage, in order. After the first token they sum to `ttft_s`."""
+        """Returns seconds by stage, in order. After the first token they sum to `ttft_s`."""
         work = self.prefill
         spent_s = work.blocks_s + work.media_s + work.queued_s + work.computing_s
         waited = _split_wait(work.media_s, self._last_item())
@@ -105,7 +108,7 @@ class RequestTimeline:
         }
 
     def tail(self) -> dict[str, float]:
-        """Stages from the first token to the second; empty before the second."""
+        """Returns the stages from the first token to the second; empty before the second."""
         if self.first_token_at is None or self.second_token_at is None:
             return {}
         gap_s = self.second_token_at - self.first_token_at
@@ -113,7 +116,7 @@ class RequestTimeline:
         return {"kv_transfer": gap_s - step_s, "first_step": step_s}
 
     def fields(self) -> dict[str, Any]:
-        """The fields of an answer, in milliseconds."""
+        """Returns the fields of an answer, in milliseconds."""
         fields: dict[str, Any] = {
             "ttft_ms": _ms(self.ttft_s or 0.0),
             "actual_ms": {name: _ms(seconds) for name, seconds in (self.stages() | self.tail()).items()},
@@ -125,14 +128,15 @@ class RequestTimeline:
         return fields
 
     def header(self) -> str:
-        """The stages until the first token as a Server-Timing header (W3C): durations in milliseconds."""
+        """Writes the stages until the first token as a Server-Timing header (W3C): durations in
+        milliseconds."""
         parts = [f"ttft;dur={_ms(self.ttft_s or 0.0)}"]
         if self.decision is not None:
             parts.append(f"predicted;dur={_ms(self.predicted_ttft_s or 0.0)}")
         return ", ".join(parts + [f"{name};dur={_ms(seconds)}" for name, seconds in self.stages().items()])
 
     def timings(self, num_items: int) -> list[EncodeTiming | None]:
-        """Per media item; None: no encoder encoded it for this request."""
+        """The timing of each media item; None if no encoder encoded it for this request."""
         found = (self._items.get(item_idx) for item_idx in range(num_items))
         return [None if known is None or known[1] else known[0] for known in found]
 
@@ -155,8 +159,8 @@ class RequestTimeline:
 
 
 def _split_wait(media_s: float, last: EncodeTiming | None) -> tuple[float, float, float]:
-    """(queue, encode, transfer) of the wait for embeddings: it ended with the last item's transfer, before
-    that the item was encoded, and before that it was queued."""
+    """Splits the wait for embeddings into (queue, encode, transfer): it ended with the last item's transfer,
+    before that the item was encoded, and before that it was queued."""
     if last is None:
         return media_s, 0.0, 0.0
     transfer_s = min(media_s, last.target_s + last.sending_s)
@@ -165,7 +169,8 @@ def _split_wait(media_s: float, last: EncodeTiming | None) -> tuple[float, float
 
 
 def _decision_fields(decision: Decision, elapsed_s: float) -> dict[str, Any]:
-    """`elapsed_s`: from arrival to placement. The reported times to first token contain it."""
+    """Returns the decision's fields. `elapsed_s`: the time from arrival to placement. The reported times to
+    first token contain it."""
     prediction = decision.prediction
     return {
         "placement": _placement_fields(decision.placement),

@@ -33,7 +33,7 @@ ANSWERED = ("stop", "length", "cancelled")  # outcomes that are not errors
 
 class Tracing:
     def __init__(self, model_id: str, clock: Clock, processor: SpanProcessor):
-        """`clock`: the one of the timelines."""
+        """`clock`: that of the timelines."""
         self._model_id = model_id
         self._clock = clock
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: "epdg-door"}))
@@ -41,8 +41,8 @@ class Tracing:
         self._tracer = self._provider.get_tracer("epdg")
 
     def ended(self, timeline: RequestTimeline, outcome: str, usage: Usage) -> None:
-        """A request has ended. `outcome`: a finish reason or the name of an error. With several choices,
-        `outcome` and `usage` are the first one's."""
+        """Is called when a request has ended. `outcome`: a finish reason or the name of an error. With
+        several choices, `outcome` and `usage` are the first one's."""
         now, wall_s = self._clock.now(), time.time()
 
         def at(instant: float) -> int:
@@ -100,6 +100,7 @@ class Tracing:
 
 
 def tracing_to(endpoint: str, model_id: str, clock: Clock) -> Tracing:
-    """`endpoint`: of a collector, for example http://localhost:4318/v1/traces."""
+    """Returns tracing to a collector. `endpoint`: its address, for example
+    http://localhost:4318/v1/traces."""
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=SEND_TIMEOUT_S)
     return Tracing(model_id, clock, BatchSpanProcessor(exporter))

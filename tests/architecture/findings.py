@@ -87,7 +87,7 @@ ALLOWED = {
 }
 ALLOWED_IN = {
     ("launch", "cluster/serving"): "processes are launched",
-    ("ledger", "router/openai"): "the HTTP field and header, which clients know",
+    ("ledger", "router/api"): "the HTTP field and header, which clients know",
     ("flight", "cluster/media"): "single flight: calls that share one execution",
     ("flights", "cluster/media"): "the same",
     ("turns", "cluster/media"): "quarter turns of a picture",

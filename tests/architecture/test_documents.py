@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from cluster.config.settings import ClusterArgs
-from router.openai.edge import HttpMetrics
+from router.http.edge import HttpMetrics
 from router.telemetry.metrics import DoorMetrics
 from tests.architecture.sources import (
     DOCUMENTS,

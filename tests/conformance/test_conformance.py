@@ -17,12 +17,12 @@ import httpx
 import jsonschema
 import pytest
 
-from router.openai.app import build_api
+from router.api.app import build_api
 from tests.conformance import schemas
+from tests.fakes.http_server import serving_api
 from tests.flow.local_cluster import HANG_S, local_cluster
 from tests.flow.test_law import cluster_args
 from tests.flow.test_tools import with_tools
-from tests.unit.openai.conftest import serving_api
 
 CHAT = {"messages": [{"role": "user", "content": "What do you see?"}]}
 OPENAI_2 = Path(sys.prefix) / "openai-2"  # made by `make`; next to it, site-packages holds version 3

@@ -1,7 +1,7 @@
 """schemathesis asks the API what its own `/openapi.json` allows and forbids: no answer may be a server's
 error or of another form than the document says, and nothing that the document forbids may be accepted.
 
-In every run the endpoints of conversations are asked the document's examples alone: `tests/unit/openai/
+In every run the endpoints of conversations are asked the document's examples alone: `tests/unit/api/
 test_extremes.py` holds each of their fields against the document. Their 5,500 requests about limits are
 slow."""
 
@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.conformance.own_document import LIMITS, ask
-from tests.unit.openai.conftest import serving
-from tests.unit.openai.fake_door import FakeDoor
+from tests.fakes.fake_door import FakeDoor
+from tests.fakes.http_server import serving
 
 CONVERSATIONS = "^/v1/(chat/completions|completions|responses|messages.*)$"
 

@@ -64,6 +64,9 @@ class ScriptedRunner:
     def forget(self, choice: AnswerChoice) -> None:
         pass
 
+    def room_for_prompts(self, answers: Sequence[LanguageRequest]) -> None:
+        """No step is recorded."""
+
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
         pass
 

@@ -28,9 +28,10 @@ from decode_service.service import DecodeService, LanguageService
 from encoder_service.service import EncoderService
 from kv_transfer.agents.factory import Transport
 from prefill_service.service import PrefillService
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from router.door import Door
-from router.openai.schema import ChatRequest
-from router.openai.translate import CallContext, chat_call
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0

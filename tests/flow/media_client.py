@@ -15,7 +15,7 @@ from bench.workload import Answer, Case, data_uri, png_bytes
 from cluster.config.settings import MediaArgs
 from deploy.demo_model.training import data
 from deploy.demo_model.training.media import mp4_bytes
-from router.openai.app import build_api
+from router.api.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import MAX_TOKENS, cluster_args
 

@@ -12,8 +12,9 @@ import pytest
 from bench.workload import make_cases
 from cluster.errors import ClusterError, MediaError, UnavailableError
 from cluster.text.defaults import GenerationDefaults
-from router.openai.schema import ChatRequest
-from router.openai.translate import CallContext, chat_call
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from tests.fakes.progress import Progress
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import local_cluster

@@ -13,8 +13,8 @@ import pytest
 
 from bench.workload import Case, Reference, make_cases
 from cluster.types.members import Role
+from router.api.app import build_api
 from router.door import Door
-from router.openai.app import build_api
 from router.policy.baselines import RoundRobinPolicy
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, local_cluster

@@ -25,10 +25,11 @@ from cluster.media.probe import probe
 from cluster.media.processor import MediaProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import GenerateRequest, StopParams
+from router.api.app import build_api
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from router.door import Door
-from router.openai.app import build_api
-from router.openai.schema import ChatRequest
-from router.openai.translate import CallContext, chat_call
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.local_prefill import let_prefill_locally
 from tests.fakes.slow_params import often

@@ -13,12 +13,12 @@ import pytest
 from bench.fuzz.corpus import seeds
 from bench.fuzz.mutator import KINDS, Mutator
 from cluster.errors import RequestError
-from router.openai.app import build_api
-from router.openai.schema import HARMLESS, NEUTRAL
+from router.api.app import build_api
+from router.api.body import HARMLESS, NEUTRAL
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import local_cluster
 from tests.flow.test_law import cluster_args
-from tests.unit.openai.extremes import ENDPOINTS, EXTREMES, accepted, fields, request
+from tests.unit.api.extremes import ENDPOINTS, EXTREMES, accepted, fields, request
 
 NUM_CASES = 240
 STRIDE = 3  # every how many of a field's accepted extremes, from the first, are sent in every run

@@ -21,8 +21,9 @@ from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
-from router.openai.schema import ChatRequest
-from router.openai.translate import CallContext, chat_call
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family

@@ -22,9 +22,10 @@ from decode_service.service import DecodeService
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.sender import Sender
-from router.openai.app import build_api
-from router.openai.schema import ChatRequest
-from router.openai.translate import CallContext, chat_call
+from router.api.app import build_api
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.context import CallContext
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
 from tests.fakes.slow_memory import SlowMemory

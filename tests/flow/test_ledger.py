@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from bench.workload import make_case
 from cluster.config.settings import ClusterArgs
-from router.openai.app import build_api
+from router.api.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
 

@@ -25,7 +25,7 @@ from cluster.types.messages import (
     StartPrefill,
     Tokens,
 )  # fmt: skip
-from router.openai.app import build_api
+from router.api.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import ask, cluster_args
 

@@ -16,7 +16,7 @@ import pytest
 
 from bench.workload import Case, Reference, data_uri, make_case, png_bytes
 from cluster.types.media import MediaItem
-from router.openai.app import build_api
+from router.api.app import build_api
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, cluster_args

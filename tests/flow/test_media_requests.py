@@ -19,7 +19,7 @@ from bench.media_files import image, scenes, video_of
 from bench.workload import data_uri, make_case, png_bytes, wav_bytes
 from deploy.demo_model.training import data
 from deploy.demo_model.training.media import decode_mp4, mp4_bytes
-from router.openai.app import build_api
+from router.api.app import build_api
 from tests.contract.fetch_host import MediaHost, Request, answer, redirect
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, LocalCluster

@@ -16,7 +16,7 @@ from bench.workload import KINDS, Case, Reference, make_cases
 from cluster.ids import new_request_id
 from cluster.types.messages import TokenEvent
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
-from router.openai.app import build_api
+from router.api.app import build_api
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args

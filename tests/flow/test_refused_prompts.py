@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import ContextLengthError, RequestError
+from router.api.chat.schema import CompletionRequest
+from router.api.chat.translate import completion_call
+from router.api.context import CallContext
 from router.calls import CompletionCall
 from router.door import Door
-from router.openai.schema import CompletionRequest
-from router.openai.translate import CallContext, completion_call
 from tests.flow.test_law import cluster_args
 
 HANG_S = 60.0

@@ -17,7 +17,7 @@ import transformers as hf
 from bench.workload import KINDS, Reference, make_cases
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, LogitChanges, Prompt, SamplingParams, StopParams
-from router.openai.app import build_api
+from router.api.app import build_api
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args

@@ -14,7 +14,7 @@ import pytest
 
 from bench.schemas import schemas
 from cluster.structure import masks
-from router.openai.app import build_api
+from router.api.app import build_api
 from tests.fakes.structures import check_valid
 from tests.fakes.workers import ManualExecutor
 from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit

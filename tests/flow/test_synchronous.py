@@ -12,7 +12,7 @@ import torch
 
 from bench.encoder.synchronous import SynchronousDoor, SynchronousEngine
 from bench.workload import KINDS, Reference, make_cases
-from router.openai.app import build_api
+from router.api.app import build_api
 from tests.flow.test_law import cluster_args
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"

@@ -15,8 +15,8 @@ from cluster.types.members import ProcessId
 from cluster.worker.process import WorkerProcess
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.lease.processes import process_id
+from router.api.app import build_api
 from router.generation import Choice
-from router.openai.app import build_api
 from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_cancel import call_for

@@ -126,6 +126,9 @@ class ChainRunner:
     def forget(self, choice: AnswerChoice) -> None:
         pass
 
+    def room_for_prompts(self, answers: Sequence[LanguageRequest]) -> None:
+        """No step is recorded."""
+
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
         pass
 

@@ -19,9 +19,9 @@ from bench.chromium import ANSWER, BINARY, HANG_S, answer, ask, page
 from cluster.config.environment import read_environment
 from cluster.config.settings import AccessArgs
 from cluster.errors import OverloadedError
-from router.openai.app import build_api
-from router.openai.keys import Access
-from tests.unit.openai.fake_door import FakeDoor
+from router.api.app import build_api
+from router.http.keys import Access
+from tests.fakes.fake_door import FakeDoor
 
 pytestmark = [
     pytest.mark.slow,

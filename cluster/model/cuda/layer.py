@@ -1,11 +1,11 @@
-"""Decoder layers by our Triton kernels and cuBLAS's products: the kernels of a GPU, as the search in
-`cluster.model.layers` knows them. A layer that is fused whole is ten launches (`layer_calls` lists them); of
-another layer the half that is recognised is fused, and the other runs by its modules.
+"""Decoder layers by our Triton kernels and products, cuBLAS's where there are many tokens: the kernels of a
+GPU, as the search in `cluster.model.layers` knows them. A layer that is fused whole is ten launches
+(`layer_calls` lists them); of another layer the half that is recognised is fused, and the other runs by its
+modules.
 
 A layer's last product is added by the launch that norms for the next one, so layers pass on a residual, which
 they change in place, and what is still to be added to it (`Addition`). Runs on the engine's thread; enqueues
-on the current stream and reads nothing on the host, so that a step may be recorded. Unmeasured: never run on
-a GPU.
+on the current stream and reads nothing on the host, so that a step may be recorded.
 
 Letters: T tokens, N hidden width, W width of a rotary table.
 """
@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
@@ -33,6 +32,7 @@ from cluster.model.cuda.layer_calls import (
     add,
     add_norm,
     gate,
+    product,
     rope_write,
 )
 from cluster.model.cuda.merging import merged
@@ -89,8 +89,8 @@ class Product:
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, N] → shares [1, T, M]."""
-        return F.linear(x, self.weight, self.bias)[None]
+        """[T, N] → shares [S, T, M]."""
+        return product(x, self.weight, self.bias)
 
 
 def product_of(linears: Sequence[nn.Linear]) -> Product | None:
@@ -208,7 +208,7 @@ class FusedTextModel:
 
     kernels_s = None
 
-    def __init__(self, rotary: nn.Module, layers: Sequence[FusedLayer], norm: Norm, head: nn.Module):
+    def __init__(self, rotary: nn.Module, layers: Sequence[FusedLayer], norm: Norm, head: nn.Linear):
         self._rotary, self._layers, self._norm, self._head = rotary, layers, norm, head
         has_types = hasattr(rotary, "layer_types")  # then it gives a table for each
         self._types = [layer.layer_type if has_types else None for layer in layers]
@@ -222,8 +222,9 @@ class FusedTextModel:
         for layer, kind in zip(self._layers, self._types, strict=True):
             pending = layer.run(x, pending, tables[kind], (batch, None), {})
         hidden = normed(x, pending, self._norm)
-        is_all = batch.is_decode and len(wanted) == len(x)
-        return self._head(hidden if is_all else hidden[wanted]).float()
+        if not (batch.is_decode and len(wanted) == len(x)):
+            hidden = hidden[wanted]
+        return product(hidden, self._head.weight, self._head.bias, is_whole=True)[0].float()
 
 
 class Tried(Compared):
@@ -283,12 +284,12 @@ class CudaLayerKernels:
 
     def whole(self, parts: TextParts) -> FusedTextModel | None:
         layers = [layer for layer in parts.layers if isinstance(layer, FusedLayer)]
-        norm = norm_of(parts.norm) if is_rms_norm(parts.norm) else None
-        if norm is None or len(layers) < len(parts.layers):
+        norm, head = norm_of(parts.norm) if is_rms_norm(parts.norm) else None, parts.head
+        if norm is None or len(layers) < len(parts.layers) or not isinstance(head, nn.Linear):
             return None
         if not all(layer.has_fused_attention for layer in layers):
             return None
-        return FusedTextModel(parts.rotary, layers, norm, parts.head)
+        return FusedTextModel(parts.rotary, layers, norm, head)
 
     def _attention(self, parts: DecoderParts, settings: Settings) -> FusedAttention:
         inner, heads = cast(AttentionParts, parts.attention.inner), Heads.from_json(settings["heads"])

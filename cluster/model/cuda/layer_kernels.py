@@ -1,6 +1,5 @@
-"""Triton kernels of a decoder layer between its matrix products. Importing them needs triton; `layer_calls`
-launches them and says what they compute. Tried in Triton's interpreter and compiled for sm_80, sm_90 and
-sm_100 (Triton 3.9); unmeasured, never run on a GPU.
+"""Triton kernels of a decoder layer: of what lies between its matrix products, and of products with few
+tokens. Importing them needs triton; `layer_calls` launches them and says what they compute.
 
 Each kernel reads the last product as SHARES partial results [SHARES, T, width], sums them in order in float32
 and rounds the sum to the model's dtype: a product that is cut along its inner dimension needs no launch of
@@ -129,16 +128,27 @@ def _rotated(
 
 
 @triton.jit
+def _heads_of(
+    shares, heads, num_heads, share_stride,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, SHARES: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """As `_rotated` returns them, but neither normed nor rotated."""
+    columns = tl.arange(0, PAD)
+    mask = (heads < num_heads)[:, None] & (columns < WIDTH)[None, :]
+    return _summed(shares, heads[:, None] * WIDTH + columns[None, :], mask, share_stride, SHARES, dtype)
+
+
+@triton.jit
 def _write(
     rows, store, scales, slot, heads,
-    KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """rows [HEADS, PAD] float32, rounded to the model's dtype and zero from WIDTH on, to one slot. Codes and
     scales are those of `kv_format.quantize`."""
     columns = tl.arange(0, PAD)
-    is_head = heads < KV_HEADS
+    is_head = heads < NUM_HEADS
     mask = is_head[:, None] & (columns < WIDTH)[None, :]
-    targets = slot * KV_HEADS + heads
+    targets = slot * NUM_HEADS + heads
     if scales is not None:
         run: tl.constexpr = SCALE_RUN if PAD > SCALE_RUN else PAD
         runs: tl.constexpr = PAD // run
@@ -153,6 +163,18 @@ def _write(
         scale_mask = is_head[:, None] & (numbers < num_runs)[None, :]
         tl.store(scales + targets[:, None] * num_runs + numbers[None, :], scale, mask=scale_mask)
     tl.store(store + targets[:, None] * WIDTH + columns[None, :], rows.to(store.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _copy(
+    source, store, scales, slot, heads, head_stride,
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, PAD)
+    mask = (heads < NUM_HEADS)[:, None] & (columns < WIDTH)[None, :]
+    offsets = heads[:, None].to(tl.int64) * head_stride + columns[None, :]
+    rows = tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32)
+    _write(rows, store, scales, slot, heads, NUM_HEADS, WIDTH, PAD, HEADS)
 
 
 @triton.jit
@@ -177,30 +199,27 @@ def rope_write(
     members = tl.arange(0, HEADS)
     if tile < query_tiles:
         heads = tile * HEADS + members
-        rows = _rotated(
+        queries = _rotated(
             shares, cos, sin, query_weight, heads, QUERY_HEADS, share_stride, query_epsilon,
             K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
         )  # fmt: skip
-        columns = tl.arange(0, K_PAD)
-        targets = (token * QUERY_HEADS + heads)[:, None] * K_WIDTH + columns[None, :]
-        mask = (heads < QUERY_HEADS)[:, None] & (columns < K_WIDTH)[None, :]
-        tl.store(query + targets, rows.to(dtype), mask=mask)
+        _write(queries, query, None, token, heads, QUERY_HEADS, K_WIDTH, K_PAD, HEADS)
     elif tile < query_tiles + kv_tiles:
         heads = (tile - query_tiles) * HEADS + members
-        rows = _rotated(
+        keys = _rotated(
             shares + QUERY_HEADS * K_WIDTH, cos, sin, key_weight, heads, KV_HEADS, share_stride, key_epsilon,
             K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
         )  # fmt: skip
         slot = tl.load(slots + token).to(tl.int64)
-        _write(rows, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
+        _write(keys, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
     else:
         heads = (tile - query_tiles - kv_tiles) * HEADS + members
-        columns = tl.arange(0, V_PAD)
-        mask = (heads < KV_HEADS)[:, None] & (columns < V_WIDTH)[None, :]
-        offsets = (QUERY_HEADS + KV_HEADS) * K_WIDTH + heads[:, None] * V_WIDTH + columns[None, :]
-        rows = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
+        values = _heads_of(
+            shares + (QUERY_HEADS + KV_HEADS) * K_WIDTH, heads, KV_HEADS, share_stride,
+            V_WIDTH, V_PAD, SHARES, dtype,
+        )  # fmt: skip
         slot = tl.load(slots + token).to(tl.int64)
-        _write(rows, value, value_scales, slot, heads, KV_HEADS, V_WIDTH, V_PAD, HEADS)
+        _write(values, value, value_scales, slot, heads, KV_HEADS, V_WIDTH, V_PAD, HEADS)
 
 
 @triton.jit
@@ -218,18 +237,16 @@ def write_rows(
     members = tl.arange(0, HEADS)
     if tile < tiles:
         heads = tile * HEADS + members
-        columns = tl.arange(0, K_PAD)
-        mask = (heads < KV_HEADS)[:, None] & (columns < K_WIDTH)[None, :]
-        offsets = token * key_stride + heads[:, None].to(tl.int64) * key_head_stride + columns[None, :]
-        rows = tl.load(key_rows + offsets, mask=mask, other=0.0).to(tl.float32)
-        _write(rows, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
+        _copy(
+            key_rows + token * key_stride, key, key_scales, slot, heads, key_head_stride,
+            KV_HEADS, K_WIDTH, K_PAD, HEADS,
+        )  # fmt: skip
     else:
         heads = (tile - tiles) * HEADS + members
-        columns = tl.arange(0, V_PAD)
-        mask = (heads < KV_HEADS)[:, None] & (columns < V_WIDTH)[None, :]
-        offsets = token * value_stride + heads[:, None].to(tl.int64) * value_head_stride + columns[None, :]
-        rows = tl.load(value_rows + offsets, mask=mask, other=0.0).to(tl.float32)
-        _write(rows, value, value_scales, slot, heads, KV_HEADS, V_WIDTH, V_PAD, HEADS)
+        _copy(
+            value_rows + token * value_stride, value, value_scales, slot, heads, value_head_stride,
+            KV_HEADS, V_WIDTH, V_PAD, HEADS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -257,3 +274,58 @@ def gate(
         acted = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
     product = _rounded(acted, dtype) * _rounded(ups + offset, dtype)
     tl.store(out + token * WIDTH + columns, product.to(dtype), mask=mask)
+
+
+@triton.jit
+def product_row(
+    x, weight, bias, out, num_outputs, width, share_width, TILE: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """Grid (cdiv(num_outputs, TILE), shares). x [width], weight [num_outputs, width]: one row, without the
+    matrix unit, which would idle: the weights are read once and that is all that takes time. A program sums
+    share_width columns, a multiple of STEP."""
+    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    share = tl.program_id(1)
+    is_output = outputs < num_outputs
+    end = tl.minimum((share + 1) * share_width, width)
+    rows = weight + outputs.to(tl.int64)[:, None] * width
+    products = tl.zeros([TILE, STEP], tl.float32)
+    for first in range(share * share_width, end, STEP):
+        columns = first + tl.arange(0, STEP)
+        inside = columns < end
+        mask = is_output[:, None] & inside[None, :]
+        factors = tl.load(rows + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        products += factors * tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sums = tl.sum(products, 1)
+    if bias is not None:
+        sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)
+    tl.store(out + share * num_outputs + outputs, sums.to(out.dtype.element_ty), mask=is_output)
+
+
+@triton.jit
+def product_rows(
+    x, weight, bias, out, num_tokens, num_outputs, width, share_width,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(num_outputs, TILE), shares). x [num_tokens, width], at most ROWS tokens; the rest as in
+    `product_row`. A row's sums are in an order of their own."""
+    outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tokens = tl.arange(0, ROWS)
+    share = tl.program_id(1)
+    is_output, is_token = outputs < num_outputs, tokens < num_tokens
+    end = tl.minimum((share + 1) * share_width, width)
+    rows = weight + outputs.to(tl.int64)[:, None] * width
+    sums = tl.zeros([ROWS, TILE], tl.float32)
+    for first in range(share * share_width, end, STEP):
+        columns = first + tl.arange(0, STEP)
+        inside = columns < end
+        factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside[None, :], other=0.0)
+        own = tl.load(
+            x + tokens[:, None] * width + columns[None, :],
+            mask=is_token[:, None] & inside[None, :],
+            other=0.0,
+        )
+        sums = tl.dot(own, tl.trans(factors), sums)
+    if bias is not None:
+        sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)[None, :]
+    places = (share * num_tokens + tokens)[:, None] * num_outputs + outputs[None, :]
+    tl.store(out + places, sums.to(out.dtype.element_ty), mask=is_token[:, None] & is_output[None, :])

@@ -9,7 +9,7 @@ Grids and scratch follow from the sizes T and B of the step's tensors alone, nev
 can be recorded in a CUDA graph; a token of no sequence and a sequence without new tokens are padding. A step
 whose sizes are on the host gets scratch for its own partial results only. Nothing synchronises. Scratch is
 allocated by each call (from the graph's pool, if one is recorded), so nothing is owned. Needs triton, which
-the first call imports; enqueues on the current stream. Unmeasured: never run on a GPU.
+the first call imports; enqueues on the current stream.
 
 A row's bits depend on its own sequence: its tokens of this step, its context and the window. float32 products
 are exact ones (`ieee`); in 16 bits, scores and sums are float32 and probabilities are rounded before they
@@ -39,12 +39,9 @@ _ITEMS_PER_PROGRAM = 128
 _SEQS_PER_PASS = 64
 _SMALLEST_TILE = 16  # rows that matrix units take
 _MERGED_HEADS = 4  # that a program of `merge` joins, in steps whose tokens have one share as a rule
-# Shared memory that a program of prompts needs to load two tiles of keys and values ahead. Ampere's A100,
-# Hopper and Blackwell in data centres have it.
-_LARGE_SHARED_BYTES = 160_000
-# Stages of Triton's loop. The block ids, keys and values, and products take turns: of three stages each is
-# one, so keys and values are loaded when those before have been used; of five two are loaded ahead.
-_SHALLOW, _DEEP = 3, 5
+# Stages of Triton's loop, as an H100 measured them: with two, another program of the multiprocessor computes
+# while one waits for its keys and values, and a deeper pipeline takes its registers.
+_STAGES, _EXACT_STAGES = 2, 3
 _NO_WINDOW = 1 << 30
 # Of the scales of float16 values: probability times scale may be below float16's normal range. No scale is
 # above 516, so no product with the factor is above its range.
@@ -60,9 +57,9 @@ class Tiles:
     prompt_tile: int  # the same for others
     row_keys: int  # keys of an inner step
     prompt_keys: int
+    row_warps: int
     prompt_warps: int
-    row_stages: int
-    prompt_stages: int
+    stages: int
     row_programs: int  # of a multiprocessor at once; more would begin when the first have ended
     prompt_programs: int
     key_run: tuple[int, int]  # channels that are worked on at once, and how often
@@ -129,43 +126,32 @@ def step_tensors(batch: PagedBatch) -> StepTensors:
 
 
 def tiles_for(num_heads: int, cache: LayerCache, dtype: torch.dtype) -> Tiles:
-    """dtype: of the queries. Sizes are chosen by what the compiler needs for them (registers, shared memory),
-    not measured."""
-    key, key_scales = tensors_of(cache.key)
+    """dtype: of the queries. An H100 measured the sizes for heads of 64 and 128 channels in bfloat16; what
+    the compiler needs for them (registers, shared memory) chose the others."""
+    _, key_scales = tensors_of(cache.key)
     (kv_heads, key_width), (_, value_width) = cache.key.row_shape, cache.value.row_shape
     is_quantised, is_exact = key_scales is not None, dtype == torch.float32
-    return _tiles(num_heads // kv_heads, key_width, value_width, is_quantised, is_exact, key.device)
+    return _tiles(num_heads // kv_heads, key_width, value_width, is_quantised, is_exact)
 
 
 @cached
-def _tiles(
-    group: int, key_width: int, value_width: int, is_quantised: bool, is_exact: bool, device: torch.device
-) -> Tiles:
-    is_wide = max(key_width, value_width) > 128
-    is_narrow = max(key_width, value_width) <= 64
+def _tiles(group: int, key_width: int, value_width: int, is_quantised: bool, is_exact: bool) -> Tiles:
+    is_wide, is_narrow = max(key_width, value_width) > 128, max(key_width, value_width) <= 64
     prompt_tile = _SMALLEST_TILE if is_exact else 64 if is_wide else 128
-    has_room = is_quantised or is_narrow or _shared_bytes(device) >= _LARGE_SHARED_BYTES
     return Tiles(
         group,
         row_tile=max(_SMALLEST_TILE, power_of_two(group)),
         prompt_tile=max(prompt_tile, power_of_two(group)),
         row_keys=32 if is_exact or is_wide else 64,
-        prompt_keys=32 if is_exact or is_wide else 64,
+        prompt_keys=32 if is_exact or is_wide else 128 if is_narrow else 64,
+        row_warps=2 if is_quantised and not is_exact else 4,
         prompt_warps=4 if is_exact else 8,
-        row_stages=_DEEP,
-        prompt_stages=_DEEP if has_room and not is_exact else _SHALLOW,
-        row_programs=3 if is_narrow and not is_quantised else 2,
-        prompt_programs=2 if is_exact else 1,
+        stages=_EXACT_STAGES if is_exact else _STAGES,
+        row_programs=2 if is_exact or is_wide else 4,
+        prompt_programs=2 if is_exact or is_narrow else 1,
         key_run=_run(key_width, is_quantised),
         value_run=_run(value_width, is_quantised),
     )
-
-
-def _shared_bytes(device: torch.device) -> int:
-    """That one program may have."""
-    if device.type != "cuda":
-        return 0  # Triton's interpreter
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def plan(step: StepTensors, tiles: Tiles, window: int | None, num_places: int | None = None) -> AttentionPlan:
@@ -208,15 +194,10 @@ def attend(
     partial_out = query.new_empty((plan.num_places, num_heads, value_width), dtype=torch.float32)
     partial_stats = query.new_empty((plan.num_places, num_heads, 2), dtype=torch.float32)
     factor = _HALF_FACTOR if value_scales is not None and query.dtype == torch.float16 else 1.0
-    lists = [(tiles.row_tile, tiles.row_keys, 4, tiles.row_stages, tiles.row_programs)]
+    lists = [(tiles.row_tile, tiles.row_keys, tiles.row_warps, tiles.row_programs)]
     if not step.is_decode:
-        lists.append(
-            (
-                tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, tiles.prompt_stages,
-                tiles.prompt_programs,
-            )
-        )  # fmt: skip
-    for number, (rows, keys, warps, stages, per_processor) in enumerate(lists):
+        lists.append((tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, tiles.prompt_programs))
+    for number, (rows, keys, warps, per_processor) in enumerate(lists):
         wanted = -(-num_processors * per_processor // kv_heads)
         attention_kernels.attend[(min(wanted, plan.items.shape[1]), kv_heads)](
             query, key, _words(key_scales), value, _words(value_scales), step.tables, step.indices, step.ends,
@@ -226,7 +207,7 @@ def attend(
             K_WIDTH=key_width, K_RUN=tiles.key_run[0], K_RUNS=tiles.key_run[1],
             V_WIDTH=value_width, V_RUN=tiles.value_run[0], V_RUNS=tiles.value_run[1],
             TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor, num_warps=warps,
-            num_stages=stages,
+            num_stages=tiles.stages,
         )  # fmt: skip
     merged = 1 if step.is_decode else _MERGED_HEADS
     attention_kernels.merge[(num_tokens, -(-num_heads // merged))](

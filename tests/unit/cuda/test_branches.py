@@ -27,7 +27,6 @@ REHEARSED = {  # test file: places
     """,
     "test_layer_launches.py": """
         cluster/model/cuda/paged_attention.py:step_tensors
-        cluster/model/cuda/paged_attention.py:_shared_bytes
     """,
     "test_recorded_steps.py": """
         cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded

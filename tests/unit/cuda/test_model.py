@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model import attention_torch
+from cluster.model.attention import PagedBatch
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda import paged_attention
 from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda, recording_of
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.language_parts import probed_parts
 from cluster.model.sampling import sample
 from cluster.types.media import MediaOptions
 from cluster.types.request import SamplingParams
@@ -61,6 +64,28 @@ def computed(model: LanguageModel, where: str, decode_by=None) -> list[Tensor]:
 def check_equal(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+class PlacesOfDecoder:
+    """Implements `WholeDecoder`: notes where its arguments lie."""
+
+    kernels_s = None
+
+    def __init__(self) -> None:
+        self.places: set[str] = set()
+
+    def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:
+        self.places |= {each.device.type for each in (embeds, positions, wanted, batch.slots)}
+        return torch.zeros(len(wanted), 2, device="cuda")
+
+
+def test_layers_that_are_fused_whole_get_all_of_a_step_on_the_device(device: SimulatedCuda) -> None:
+    """Unrecorded steps, too: chunks of prompts and answers."""
+    hf_model = TEXT_FAMILIES["llama"]().model.eval()
+    decoder = PlacesOfDecoder()
+    model = LanguageModel(replace(probed_parts(device.put(hf_model), 16, "auto"), decoder=decoder))
+    computed(model, "cuda")
+    assert decoder.places == {"cuda"}
 
 
 # experts; ids that are read as token 0; layers with unlike numbers of heads. Windows: the next test

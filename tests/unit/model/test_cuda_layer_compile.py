@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
-from cluster.model.cuda import attention_kernels, layer_kernels, paged_attention  # noqa: E402
+from cluster.model.cuda import attention_kernels, layer_kernels  # noqa: E402
 from cluster.model.cuda.paged_attention import tiles_for  # noqa: E402
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache  # noqa: E402
 
@@ -30,7 +30,8 @@ KINDS = {
     "scaling": "fp32", "softcap": "fp32", "scale": "fp32", "post_epsilon": "fp32", "pre_epsilon": "fp32",
     "query_epsilon": "fp32", "key_epsilon": "fp32", "limit": "fp32", "alpha": "fp32", "offset": "fp32",
     "window": "i32", "table_stride": "i32", "share_stride": "i32", "num_seqs": "i32", "capacity": "i32",
-    "key_stride": "i32", "key_head_stride": "i32", "value_stride": "i32",
+    "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "num_tokens": "i32", "num_outputs": "i32", "width": "i32",
+    "share_width": "i32", "key_stride": "i32", "key_head_stride": "i32", "value_stride": "i32",
     "value_head_stride": "i32",
 }  # fmt: skip
 ROPE = {
@@ -39,13 +40,13 @@ ROPE = {
 }  # fmt: skip
 
 
-SMALL_SHARED, LARGE_SHARED = 99 << 10, 163 << 10  # bytes of a program: of every GPU since Ampere, of A100's
+SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
 
 
 def check_compiles(
     module, name: str, constants: dict[str, Any], kinds: dict[str, str], capability: int,
-    shared: int = SMALL_SHARED, **options,
+    **options,
 ):  # fmt: skip
     kernel = getattr(module, name)
     kinds = dict.fromkeys(kernel.arg_names, "*i32") | KINDS | kinds  # those without a kind are int32 lists
@@ -54,7 +55,7 @@ def check_compiles(
     attributes = {(i,): aligned for i, arg in enumerate(kernel.arg_names) if signature[arg].startswith("*")}
     source = ASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert made.metadata.shared <= shared
+    assert made.metadata.shared <= SMALL_SHARED
     assert f".target sm_{capability}" in made.asm["ptx"]
 
 
@@ -79,13 +80,19 @@ def check_compiles(
             {},
         ),
         ("rope_write", {**ROPE, "key_scales": None, "value_scales": None}, {}),
-        ("rope_write", {**ROPE, "ROTATION": 1, "TABLE": 2}, {"key": "*i8", "value": "*i8"}),
+        (
+            "rope_write", {**ROPE, "K_WIDTH": 192, "K_PAD": 256, "ROTATION": 1, "TABLE": 2},
+            {"key": "*i8", "value": "*i8"},
+        ),
         ("write_rows", {**WRITE, "key_scales": None, "value_scales": None}, {}),
-        ("write_rows", WRITE, {"key": "*i8", "value": "*i8"}),
+        ("write_rows", {**WRITE, "K_WIDTH": 192, "K_PAD": 256}, {"key": "*i8", "value": "*i8"}),
+        ("product_row", {"TILE": 2, "STEP": 1024}, {"out": "*fp32"}),
+        ("product_rows", {"ROWS": 16, "TILE": 64, "STEP": 128, "bias": None}, {}),
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
     ],
     ids=[
-        "add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "gate"
+        "add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "product_row",
+        "product_rows", "gate",
     ],
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:
@@ -102,9 +109,7 @@ def test_the_plan_and_the_merge_compile(capability: int) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("is_prompt", "shared"), [(False, SMALL_SHARED), (True, SMALL_SHARED), (True, LARGE_SHARED)]
-)
+@pytest.mark.parametrize("is_prompt", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "width", "dtype", "kv_cache_dtype"),
     [
@@ -117,11 +122,8 @@ def test_the_plan_and_the_merge_compile(capability: int) -> None:
     ],
 )
 def test_attention_compiles(
-    heads: int, kv_heads: int, width: int, dtype, kv_cache_dtype: KvCacheDtype, is_prompt, shared: int,
-    capability: int, monkeypatch,
+    heads: int, kv_heads: int, width: int, dtype, kv_cache_dtype: KvCacheDtype, is_prompt, capability: int
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(paged_attention, "_shared_bytes", lambda device: shared)
-    paged_attention._tiles.cache_clear()
     segments = kv_segments([(kv_heads, width)] * 2, 16, dtype, kv_cache_dtype)
     cache = layer_cache(BlockMemory(MemoryLayout(segments), 1), 0)
     tiles = tiles_for(heads, cache, dtype)
@@ -138,9 +140,8 @@ def test_attention_compiles(
         kinds |= {"key": "*i8", "value": "*i8", "key_scales": "*i32", "value_scales": "*i32"}
     else:
         constants |= {"key_scales": None, "value_scales": None}
-    warps = tiles.prompt_warps if is_prompt else 4
+    warps = tiles.prompt_warps if is_prompt else tiles.row_warps
     check_compiles(
-        attention_kernels, "attend", constants, kinds, capability, shared, num_warps=warps,
-        num_stages=tiles.prompt_stages if is_prompt else tiles.row_stages,
+        attention_kernels, "attend", constants, kinds, capability, num_warps=warps,
+        num_stages=tiles.stages,
     )  # fmt: skip
-    paged_attention._tiles.cache_clear()

@@ -26,6 +26,7 @@ from cluster.model.cuda.layer_calls import (
     add,
     add_norm,
     gate,
+    product,
     rope_write,
     write_rows,
 )
@@ -289,3 +290,22 @@ def test_shares_of_a_product_are_summed_first() -> None:
     shares = torch.randn(2, 3, 40)
     gates, ups = shares.sum(0).split(20, -1)
     assert_close(gate(shares, GateActivation(), torch.float32), nn.functional.silu(gates) * ups)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_outputs", "width"), [(70, 96), (300, 2500), (2100, 5000)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 17])
+def test_a_product_of_few_tokens_is_that_of_torch(num_tokens: int, num_outputs, width, has_bias) -> None:
+    """Alone or as one of several, cut along its inner dimension or not."""
+    x, weight = torch.randn(num_tokens, width), torch.randn(num_outputs, width) * width**-0.5
+    bias = torch.randn(num_outputs).half() if has_bias else None
+    expected = nn.functional.linear(
+        x.half().float(), weight.half().float(), None if bias is None else bias.float()
+    )
+    for is_whole in (False, True):
+        shares = product(x.half(), weight.half(), bias, is_whole=is_whole)
+        is_cut = num_tokens <= 16 and width > 2048 and not is_whole
+        assert shares.shape[1:] == (num_tokens, num_outputs) and (len(shares) > 1) == is_cut
+        assert shares.dtype == (torch.float32 if is_cut else torch.float16)
+        found = shares.float().sum(0)
+        assert float((found - expected).norm() / expected.norm()) < (1e-5 if is_cut else 1e-3)

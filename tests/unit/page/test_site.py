@@ -15,12 +15,12 @@ import pytest
 from cluster.rpc import SentLog
 from cluster.types.members import Member, Role
 from cluster.types.messages import EncodeTotals, LoadReport, SentTotals
+from router.api.app import build_api
 from router.flow.state import WorkerState
 from router.members import Peer
-from router.openai.app import build_api
 from router.page.pools import pool_fields
 from router.page.site import POLICY, STATIC, TYPES, is_public, read_static
-from tests.unit.openai.fake_door import FakeDoor
+from tests.fakes.fake_door import FakeDoor
 
 NAMES = sorted(path.name for path in STATIC.iterdir())
 ADDRESS = re.compile(r"(?:https?:)?//[\w.-]+\.\w+|\bwss?:")

@@ -13,7 +13,7 @@ from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from router.admission.answers import AdmissionRefusal, Admitted, Capacity, Queued, RefusalReason
 from router.admission.fair_queue import AdmissionTicket
 from router.admission.queue import PLANNED_SHARE, SPEED_WINDOW_S, AdmissionQueue
-from router.openai.render import error_body
+from router.http.errors import error_body
 
 PAGE = Path(__file__).parents[3] / "docs" / "admission.md"
 TEXTS = (

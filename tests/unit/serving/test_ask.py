@@ -15,9 +15,9 @@ from cluster.serving import command
 from cluster.serving.welcome import DEFAULT_URL, EXAMPLES, welcome
 from cluster.types.media import Modality
 from router.calls import ChatCall
-from router.openai.keys import Access
-from tests.unit.openai.conftest import serving
-from tests.unit.openai.fake_door import FakeDoor
+from router.http.keys import Access
+from tests.fakes.fake_door import FakeDoor
+from tests.fakes.http_server import serving
 
 FOLDER = Path("/tmp/epdg-x")
 

@@ -1,0 +1,111 @@
+"""What the API needs of the door. The fake in `tests/fakes/fake_door.py` implements it, too.
+
+One call, in order: `chat` or `complete` → for every generation: iterate to its finish reason → `usage` →
+`aclose`. `aclose` is always called, also after the end, after an error and when the client is gone; it may be
+repeated. If the client disconnects while `chat` or `complete` is waiting, the awaiting task is cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
+
+from cluster.text.defaults import GenerationDefaults
+from router.calls import (
+    ChatCall,
+    CompletionCall,
+    MediaNote,
+    RankedToken,
+    TextDelta,
+    TokenizeCall,
+    Tokenized,
+    Usage,
+)
+from router.http.keys import Access
+from router.http.limits import Limits
+
+
+class TimelineProtocol(Protocol):
+    """How long each stage of a prompt took; see `router.telemetry.timeline`."""
+
+    def fields(self) -> dict[str, Any]:
+        """Returns what the body of an answer has of it."""
+        ...
+
+    def header(self) -> str: ...
+
+
+class Generation(Protocol):
+    """One choice."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt with media placeholders expanded; the same for all choices of a prompt."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> Sequence[Sequence[RankedToken] | None]:
+        """The prompt's tokens: at each position its own and the most probable ones, if the client wants them;
+        None: not known. The same for all choices of a prompt; final with the first delta."""
+        ...
+
+    @property
+    def media_notes(self) -> Sequence[MediaNote]:
+        """What was changed in the media; the same for all choices of a prompt."""
+        ...
+
+    @property
+    def usage(self) -> Usage:
+        """The usage so far; final after the last delta."""
+        ...
+
+    @property
+    def timeline(self) -> TimelineProtocol:
+        """The timeline that all choices of a prompt share. Its time to first token is final with the first
+        delta."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        """Yields deltas. May raise a ClusterError at any point; then the iteration has ended."""
+        ...
+
+    async def aclose(self) -> None:
+        """Cancels the choice in every pool if it still runs."""
+        ...
+
+
+class DoorProtocol(Protocol):
+    model_id: str
+    created: int  # unix seconds
+    defaults: GenerationDefaults  # for fields that a request leaves out
+    limits: Limits  # for all other fields
+    access: Access
+    transcription_instruction: str  # what the model is asked to do with a sound
+    translation_instruction: str  # "" without the endpoint
+
+    async def chat(self, call: ChatCall) -> Sequence[Generation]:
+        """Returns one generation per choice. Raises ClusterError."""
+        ...
+
+    async def complete(self, call: CompletionCall) -> Sequence[Generation]:
+        """Returns the choices of the first prompt, then of the second, and so on. Raises ClusterError."""
+        ...
+
+    async def tokenize(self, call: TokenizeCall) -> Tokenized:
+        """Raises ClusterError."""
+        ...
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+
+    def is_ready(self) -> bool:
+        """Whether every pool that the model needs has a member."""
+        ...
+
+    def pools(self) -> dict[str, Any]:
+        """Returns what the page shows: every pool and worker, and what waits. Names workers only if `limits`
+        says so."""
+        ...
+
+    def metrics(self) -> bytes:
+        """Returns Prometheus text."""
+        ...
