@@ -113,12 +113,17 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_whole: bool = 
     Up to `PRODUCT_ROWS` tokens in 16 bits are multiplied by our kernels, which read small matrices at up to
     twice the rate of cuBLAS, and large ones 3 to 10 % faster (an H100, `bench.gpu`): few rows fill the device
     only if the inner dimension is cut. Everything else is torch's."""
-    num_tokens, width = x.shape
-    if x.dtype not in _HALVES or not 0 < num_tokens <= PRODUCT_ROWS:
+    if x.dtype not in _HALVES or not 0 < len(x) <= PRODUCT_ROWS:
         return F.linear(x, weight, bias)[None]
+    return product_of_few(x, weight, bias, is_whole=is_whole)
+
+
+def product_of_few(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_whole: bool = False) -> Tensor:
+    """`product` by our kernels: at most 64 tokens, in 16 bits. Above `PRODUCT_ROWS` unmeasured (`bench.gpu`,
+    part products)."""
     from cluster.model.cuda import layer_kernels
 
-    num_outputs = len(weight)
+    (num_tokens, width), num_outputs = x.shape, len(weight)
     tile, step = (_ROW_TILE, _ROW_STEP) if num_tokens == 1 else (_TILE, _STEP)
     tiles = -(-num_outputs // tile)
     share_width = width if is_whole else _share_width(num_tokens, num_outputs, width)
@@ -133,8 +138,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_whole: bool = 
         )  # fmt: skip
     else:
         layer_kernels.product_rows[(tiles, shares)](
-            x, weight, bias, out, num_tokens, num_outputs, width, share_width, ROWS=PRODUCT_ROWS, TILE=tile,
-            STEP=step, num_warps=4, num_stages=3,
+            x, weight, bias, out, num_tokens, num_outputs, width, share_width,
+            ROWS=max(PRODUCT_ROWS, power_of_two(num_tokens)), TILE=tile, STEP=step, num_warps=4, num_stages=3,
         )  # fmt: skip
     return out
 

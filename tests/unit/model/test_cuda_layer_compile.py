@@ -88,11 +88,12 @@ def check_compiles(
         ("write_rows", {**WRITE, "K_WIDTH": 192, "K_PAD": 256}, {"key": "*i8", "value": "*i8"}),
         ("product_row", {"TILE": 2, "STEP": 1024}, {"out": "*fp32"}),
         ("product_rows", {"ROWS": 16, "TILE": 64, "STEP": 128, "bias": None}, {}),
+        ("product_rows", {"ROWS": 64, "TILE": 64, "STEP": 128}, {"out": "*fp32"}),
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
     ],
     ids=[
         "add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "product_row",
-        "product_rows", "gate",
+        "product_rows", "product_rows 64", "gate",
     ],
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:

@@ -27,6 +27,7 @@ from cluster.model.cuda.layer_calls import (
     add_norm,
     gate,
     product,
+    product_of_few,
     rope_write,
     write_rows,
 )
@@ -309,3 +310,11 @@ def test_a_product_of_few_tokens_is_that_of_torch(num_tokens: int, num_outputs, 
         assert shares.dtype == (torch.float32 if is_cut else torch.float16)
         found = shares.float().sum(0)
         assert float((found - expected).norm() / expected.norm()) < (1e-5 if is_cut else 1e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 64])
+def test_our_product_takes_more_tokens_than_it_serves(num_tokens: int) -> None:
+    x, weight = torch.randn(num_tokens, 300).half(), (torch.randn(150, 300) * 300**-0.5).half()
+    found = product_of_few(x, weight, None).float().sum(0)
+    expected = nn.functional.linear(x.float(), weight.float())
+    assert float((found - expected).norm() / expected.norm()) < 1e-3
