@@ -24,7 +24,7 @@ MIN_POINTS = 8
 
 @dataclass(frozen=True)
 class Trend:
-    """Of one series, without its warm-up."""
+    """The trend of one series, without its warm-up."""
 
     median: float
     slope: float  # per unit of time

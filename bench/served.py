@@ -122,7 +122,7 @@ def read_stream(url: str, body: bytes, arrivals: list[float]) -> None:
 
 
 def measure(url: str, pids: list[int], args: argparse.Namespace) -> Run:
-    """From the first tokens of all streams until one of them is almost over."""
+    """Measures from the first tokens of all streams until one of them is almost over."""
     messages = [{"role": "user", "content": "Tell a long story."}]
     fields = {"max_tokens": args.tokens, "temperature": 0, "stream": True, "ignore_eos": True}
     body = json.dumps({"model": args.model, "messages": messages, **fields}).encode()

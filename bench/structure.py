@@ -163,7 +163,8 @@ async def ask_url(
 
 
 def wanted(schema: Schema, with_blanks: bool = False) -> dict[str, Any]:
-    """Without blanks more answers end before they are cut: neither model was trained to write JSON."""
+    """The fields that ask for the schema. Without blanks more answers end before they are cut: neither model
+    was trained to write JSON."""
     if not with_blanks:
         return {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
     named = {"name": "thing", "strict": True, "schema": schema}

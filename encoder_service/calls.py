@@ -36,7 +36,7 @@ class CallPart:
 
 
 class CallPlanner:
-    """Used on the engine's thread. Changes nothing."""
+    """Chooses the parts of each call. Used on the engine's thread only. Changes nothing."""
 
     def __init__(
         self, limits: EncoderLimits, budget: CallBudget, policy: SchedulingPolicy, cache: EmbeddingCache
@@ -55,7 +55,7 @@ class CallPlanner:
             yield by_hash[candidate.media_hash]
 
     def part_of(self, item: EncodeItem, prepared: Prepared) -> CallPart:
-        """As much of the item as one call may compute."""
+        """The part of the item that one call may compute."""
         num_rows, num_units = item.num_call_rows, prepared.num_units
         num_bytes = num_rows * self._limits.row_bytes + prepared.num_bytes
         options = item.item.options

@@ -235,7 +235,7 @@ class EncoderEngine:
             self._preparation.reorder(ticket)
 
     def _prepare(self, item: MediaItem, is_wanted: IsWanted) -> Prepared:
-        """On a thread of the pool."""
+        """Prepares an item. Runs on a thread of the pool."""
         assert self._loop is not None
         began_at = self._clock.now()
         prepared = self._runner.prepare(item, is_wanted)
@@ -244,7 +244,7 @@ class EncoderEngine:
         return prepared
 
     def _on_prepared(self, media_hash: str, result: Prepared | BaseException) -> None:
-        """On a thread of the pool."""
+        """Passes the result of a preparation to the loop. Runs on a thread of the pool."""
         assert self._loop is not None
         self._loop.call(self._prepared, media_hash, result, self._clock.now())
 

@@ -110,7 +110,7 @@ class Encoder:
         self._seat, self._clock = seat, process.clock
 
     def on_message(self, door: DoorId, message: AnyMessage) -> None:
-        """Event loop."""
+        """Handles one message of a door. Called on the event loop."""
         call = self._seat.loop.call
         match message:
             case StartEncode():

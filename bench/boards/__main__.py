@@ -100,7 +100,7 @@ async def run(cluster: LocalCluster) -> dict[str, bytes]:
 
 
 def pages(client: httpx.Client, names: Mapping[str, Any], span: Span) -> dict[str, str]:
-    """Of the boards with these names, by name, as HTML."""
+    """The boards with these names, by name, as HTML."""
     model = client.get("/api/v1/label/model_name/values").json()["data"][0]
     found = {}
     for name, board in names.items():

@@ -101,7 +101,7 @@ VIDEO_SETTINGS: Mapping[str, Setting] = {
 
 
 def settings_of(modality: Modality) -> Mapping[str, Setting]:
-    """By name; "plain" is the first."""
+    """The settings by name; "plain" is the first."""
     return {**SETTINGS, **(VIDEO_SETTINGS if modality is Modality.VIDEO else {})}
 
 

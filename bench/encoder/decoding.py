@@ -99,7 +99,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def all_items() -> dict[str, list[MediaItem]]:
-    """By kind; every file is another one."""
+    """The items by kind; every file is another one."""
     make = {
         "JPEG 224²": (Modality.IMAGE, partial(photo, 224)),
         "JPEG 1024²": (Modality.IMAGE, partial(photo, 1024)),

@@ -139,7 +139,7 @@ def _middle(found: Iterable[dict[str, float]], name: str) -> float:
 
 
 def _repetitions(records: Sequence[Record]) -> dict[int, dict[str, float]]:
-    """Of one system: means of each pair of bursts."""
+    """The repetitions of one system: means of each pair of bursts."""
     pairs: dict[int, dict[str, Record]] = {}
     for record in records:
         pairs.setdefault(record["repetition"], {})[record["burst"]] = record
@@ -160,7 +160,7 @@ def _repetitions(records: Sequence[Record]) -> dict[int, dict[str, float]]:
 
 
 def _ttfts(record: Record) -> dict[str, list[float]]:
-    """By kind of request."""
+    """Times to first token, by kind of request."""
     found: dict[str, list[float]] = {}
     for kind, ttft_s in zip(record["kinds"], record["ttfts_s"], strict=True):
         found.setdefault(kind, []).append(ttft_s)

@@ -151,7 +151,8 @@ def vllm_command(setup: Setup, name: str, model: str) -> list[str]:
 
 
 def vllm_environment(setup: Setup, name: str) -> dict[str, str]:
-    """Without the binding vllm leaves a core unused; without the preloaded libraries it is slower."""
+    """The environment of vllm. Without the binding it leaves a core unused; without the preloaded libraries
+    it is slower."""
     scripts = setup.peers[name].parent
     libraries = [scripts.parent / "lib" / file for file in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     return {

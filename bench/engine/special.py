@@ -175,7 +175,7 @@ def _timed(server: RunningServer, dialogues: Sequence[Dialogue]) -> tuple[list[T
 def tax_values(
     alone: Sequence[TimedAnswer], alone_s: float, both: Sequence[TimedAnswer], both_s: float
 ) -> dict[str, float]:
-    """From the records and wall times of the text load alone and with images."""
+    """What images cost a text load, from the records and wall times of the load alone and with images."""
     texts = [record for record in both if record.kind == "text"]
     rate_alone = sum(record.num_tokens for record in alone) / alone_s
     rate_both = sum(record.num_tokens for record in texts) / both_s

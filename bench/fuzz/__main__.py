@@ -127,7 +127,7 @@ def control(url: str, model_id: str) -> str:
 
 
 def latencies(beside: Beside) -> dict[str, dict[str, float]]:
-    """Of the stream beside the cases, in milliseconds, over all phases of a name."""
+    """The latencies of the stream that runs during the cases, in milliseconds, over all phases of a name."""
     report = {}
     for name in ("quiet", "valid", "fuzz"):
         gaps_s = [gap_s for phase, some in beside.gaps_s.items() if phase.startswith(name) for gap_s in some]

@@ -77,7 +77,7 @@ def load_worker(
 
 
 def worker_args(model: str | Path, machine: DeviceSpeed, **fields: object) -> ClusterArgs:
-    """Of a cluster that is one worker."""
+    """The arguments of a cluster that is one worker."""
     return ClusterArgs.model_validate({
         "model": str(model), "roles": ["whole"], "block_size": BLOCK_SIZE,
         "device": machine.device.type, "dtype": str(machine.dtype).removeprefix("torch."),
@@ -155,7 +155,7 @@ class WorkerSteps:
         return max(products_s, weights_s) + kv_bytes / machine.bytes_per_s
 
     def _tables(self, lengths: Sequence[int]) -> list[list[int]]:
-        """So many tokens each."""
+        """The block tables of sequences with so many tokens each."""
         tables, first = [], 0
         for length in lengths:
             end = first + blocks_of(length)

@@ -170,7 +170,7 @@ NUM_SEEDS = 5
 
 
 def all_cases(num_seeds: int = NUM_SEEDS, first_seed: int = 0) -> list[Case]:
-    """Those that take longest first."""
+    """The cases, those that take longest first."""
     seeds = range(first_seed, first_seed + num_seeds)
     cases: list[Case] = [
         SplitCase(workload, split.name, slo, seed)

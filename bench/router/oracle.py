@@ -274,7 +274,7 @@ def _calls(
 
 
 def _play(prefill: SimLanguage, plan: _PrefillSchedule) -> dict[str, float]:
-    """When each prompt's last step ends; a prompt that is never ready is left out."""
+    """The instants at which each prompt's last step ends; a prompt that is never ready is left out."""
     done_at: dict[str, float] = {}
     events = deque(sorted(plan.events))
     chunks, computed = plan.chunks, plan.computed

@@ -44,13 +44,13 @@ def measure(recording: Recording, blocks: Sequence[Block]) -> Overheads:
 
 
 def links_of(curves: ServiceCurves, more_s: float = 0.0) -> dict[str, Link]:
-    """With the one to any other worker; so much later each."""
+    """The links of a worker, with the one to any other worker; so much later each."""
     links = {"": NO_LINK} | curves.links
     return {name: Link(link.latency_s + more_s, link.bytes_per_s) for name, link in links.items()}
 
 
 def _prefill_part(recording: Recording, block: Block, each: Recorded) -> Iterator[float]:
-    """Of a text whose prefill worker had nothing else to do."""
+    """The part of a text whose prefill worker had nothing else to do."""
     curve = _emulated(recording, each.prefill).prefill
     others = [other for other in block.requests if other is not each and other.prefill == each.prefill]
     is_alone = not any(

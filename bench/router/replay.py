@@ -60,7 +60,7 @@ class Replayed:
         return self.block.repetition > 0
 
     def fields(self) -> dict[str, Any]:
-        """As a line of JSON."""
+        """The fields as a line of JSON."""
         return {
             "type": "replayed",
             "phase": self.block.phase,
@@ -176,7 +176,7 @@ def known_from(block: Block, before: Block | None) -> Block:
 def _make_simulation(
     recording: Recording, overheads: Overheads, seed: int | None, policies: Sequence[str], follows: bool
 ) -> Simulation:
-    """With a door for each policy."""
+    """Makes a simulation with a door for each policy."""
     followed = AsRecorded(recording.blocks)
     makers = [maker(policy) for policy in policies]
     return Simulation(

@@ -51,19 +51,19 @@ SERVICES = {
 
 
 class Slowdown(msgspec.Struct, frozen=True):
-    """To a worker: from now on every call takes so many times as long."""
+    """A message to a worker: from now on every call takes so many times as long."""
 
     factor: float
 
 
 class Run(msgspec.Struct, frozen=True):
-    """To a decode worker: Serve's call."""
+    """A message to a decode worker: Serve's call."""
 
     request_id: str
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """From a decode worker: its answer."""
+    """A message of a decode worker: its answer."""
 
     request_id: str
     error: str = ""
@@ -74,7 +74,7 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """From a worker, the last that it sends."""
+    """The last message that a worker sends."""
 
     wanted_s: float  # of all emulated calls
     taken_s: float  # that they took
@@ -193,7 +193,7 @@ class Cluster:
         return {peer.member.replica_id: await _curves_of(peer.member.address) for peer in peers}
 
     def slow_down(self, factors: Mapping[str, float]) -> None:
-        """By replica id; a worker that is not named is as fast as it was made."""
+        """Slows workers down by replica id; a worker that is not named is as fast as it was made."""
         for replica_id, worker in self.workers.items():
             worker.slow_down(factors.get(replica_id, 1.0))
 

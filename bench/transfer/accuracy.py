@@ -108,7 +108,7 @@ class PlacedPrompt:
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """Of one batch and one codec."""
+    """The outcome of one batch and one codec."""
 
     answers: list[list[int]]  # greedy, with the end token
     is_right: list[bool]
@@ -176,7 +176,7 @@ def _earlier_turns(rng: random.Random) -> list[Turn]:
 
 
 def decoded_media(sample: Sample) -> list[tuple[Modality, np.ndarray]]:
-    """In the order of the message."""
+    """The media in the order of the message."""
     return [
         *((Modality.IMAGE, np.array(image)) for image in sample.images),
         *((Modality.VIDEO, frames) for frames in sample.videos),

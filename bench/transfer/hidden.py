@@ -84,7 +84,7 @@ class EmulatedLink:
 
 @dataclass
 class RequestTimes:
-    """Of one request, as perf_counter reads; tokens at the door."""
+    """The times of one request, as perf_counter reads; tokens at the door."""
 
     started_at: float = 0.0
     prefilled_at: float = 0.0

@@ -196,7 +196,8 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """In transformers' order of preference. Empty for a checkpoint in a format without headers."""
+    """The weight files of a checkpoint, in transformers' order of preference. Empty for a checkpoint in a
+    format without headers."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -231,7 +232,7 @@ def _read_headers(file: Path) -> dict[str, Header]:
 
 
 def _num_parameters(headers: Mapping[str, Header], quantisation: Quantisation | None) -> int:
-    """As the plain model has them: without scales, and both weights that share a byte."""
+    """The parameters as the plain model has them: without scales, and both weights that share a byte."""
     count = sum(math.prod(header.shape) for header in headers.values())
     if quantisation is not None:
         for quantised, scales in quantisation.scales.items():

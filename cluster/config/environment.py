@@ -72,7 +72,8 @@ def python_path(first: Path) -> str:
 
 
 def bare_environment(**overrides: str) -> dict[str, str]:
-    """As `child_environment`, for a process that must not know secrets: only what a program is found by."""
+    """The same as `child_environment`, for a process that must not know secrets: only what a program is found
+    by."""
     kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
     return {**{name: os.environ[name] for name in kept if name in os.environ}, **overrides}
 

@@ -200,7 +200,7 @@ def _older_export(folder: Path) -> _Declaration | None:
 def _of_part(
     headers: Mapping[str, Header], config: Mapping[str, Any], part_key: str | None
 ) -> Mapping[str, Header]:
-    """Without the tensors of parts that are not served."""
+    """The headers without the tensors of parts that are not served."""
     if part_key is None:
         return headers
     others = (key.removesuffix("_config") for key in config if key.endswith("_config") and key != part_key)

@@ -137,7 +137,7 @@ class KvCacheArgs(_Args):
 
 
 class FetchArgs(_Args):
-    """From which URLs the door reads media; cluster/media/fetch/policy.py says how hosts are written."""
+    """The URLs from which the door reads media; cluster/media/fetch/policy.py says how hosts are written."""
 
     allowed_hosts: tuple[str, ...] = ()  # empty: any public host
     denied_hosts: tuple[str, ...] = ()

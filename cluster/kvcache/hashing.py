@@ -61,7 +61,8 @@ class BlockHashes:
         del self._tail[: num_blocks * self.block_size]
 
     def fork(self) -> BlockHashes:
-        """Of a sequence that has the same tokens so far and continues on its own: another choice."""
+        """The hashes of a sequence that has the same tokens so far and continues on its own: another
+        choice."""
         other = copy(self)
         other.hashes, other._tail = self.hashes[:], self._tail[:]
         return other

@@ -49,8 +49,8 @@ def _check(own: VideoSampling, options: MediaOptions) -> None:
 
 
 def uniform(num_frames: int, source_fps: float, sampling: VideoSampling) -> list[int]:
-    """As transformers' `sample_frames`. If that would take no frame: the available frames of one temporal
-    patch."""
+    """The frames that transformers' `sample_frames` takes. If that would take no frame: the available frames
+    of one temporal patch."""
     wanted = min(
         max(num_frames / source_fps * sampling.fps, sampling.min_frames), sampling.max_frames, num_frames
     )

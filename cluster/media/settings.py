@@ -66,7 +66,7 @@ class MediaSettings(msgspec.Struct, frozen=True):
 
     @property
     def max_result_bytes(self) -> int:
-        """Of the array or the survey of one item."""
+        """The largest array or survey of one item, in bytes."""
         num_pixels = max(self.limits.max_pixels, self.limits.max_video_pixels)
         return max(3 * num_pixels, 4 * self.audio_cap(), MAX_SURVEY_BYTES)
 

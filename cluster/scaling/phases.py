@@ -16,8 +16,8 @@ Phases = frozenset[Phase]
 def divide(
     wants: Mapping[Phase, float], replica_ids: Sequence[str], current: Mapping[str, Phases]
 ) -> dict[str, Phases]:
-    """Of each replica the phases that it shall do. `wants`: workers that each phase of the pool needs.
-    `current`: what they do now. Nothing changes as long as each phase has the workers that it needs."""
+    """The phases that each replica shall do. `wants`: workers that each phase of the pool needs. `current`:
+    what they do now. Nothing changes as long as each phase has the workers that it needs."""
     phases = sorted(wants)
     if len(replica_ids) < len(phases):
         return {replica_id: frozenset(phases) for replica_id in replica_ids}

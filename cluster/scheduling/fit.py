@@ -33,8 +33,8 @@ FIT_ORDER = (1, 2, 0)  # what cannot be separated is attributed to the units, wh
 
 
 class StepFit:
-    """Used on one engine's thread. Durations in seconds. The owner defines what a unit is, and what a unit
-    sees."""
+    """Fits how long steps last. Used on one engine's thread only. Durations in seconds. The owner defines
+    what a unit is, and what a unit sees."""
 
     def __init__(self, large_units: int, large_context: int):
         """Units and context of a large step. Both are divided by these values, so that the sweeps

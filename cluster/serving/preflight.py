@@ -205,7 +205,7 @@ def _item_bytes(args: ClusterArgs, machine: Machine) -> int:
 
 
 def _weight_bytes(args: ClusterArgs, weights: Weights, machine: Machine) -> int:
-    """Of the whole checkpoint, as workers hold it."""
+    """The bytes of the whole checkpoint, as workers hold it."""
     return weights.num_parameters * (1 if args.weight_dtype == "int8" else _item_bytes(args, machine))
 
 

@@ -148,7 +148,7 @@ def _report(stats: Mapping[str, float], target_ttft_s: float) -> DoorReport:
 
 
 class _ScalingGauges:
-    """Of the controller's process, through Ray's own exporter."""
+    """Gauges of the controller's process, through Ray's own exporter."""
 
     def __init__(self) -> None:
         self._target = metrics.Gauge(

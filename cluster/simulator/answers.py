@@ -120,7 +120,7 @@ class SimAnswers:
         self._at = now
 
     def replan(self) -> None:
-        """When something happens next, if nothing comes: an answer ends, or memory does."""
+        """Plans the call for when something happens next, if nothing comes: an answer ends, or memory does."""
         self._version += 1
         if self._is_paused or not self.running:
             return

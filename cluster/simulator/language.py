@@ -87,7 +87,7 @@ class SimLanguage:
         self.num_preempted = 0
 
     def budget(self) -> StepBudget:
-        """As at the start of a real one: it learns how long steps last, up to the largest one."""
+        """The budget of a real engine at its start: it learns how long steps last, up to the largest one."""
         curves, size = self.spec.curves, self.block_size
         budget = StepBudget(self.spec.step_target_s, size, max(curves.max_step_units, size))
         while curves.prefill is not None and size < 2 * budget.max_step_tokens:
@@ -98,19 +98,20 @@ class SimLanguage:
 
     @property
     def max_step_tokens(self) -> int:
-        """Of prompts in the next step, if its tokens see as much context as those of the last one."""
+        """How many tokens of prompts the next step may have, if its tokens see as much context as those of
+        the last one."""
         return self.planner.budget.max_tokens(self.context, self.answers.prompts_limit_s)
 
     def true_step_s(self, chunks: Chunks = (), num_more: int = 0, more_context: float = 0) -> float:
-        """Of the next step, with these prompts and so many answers and tokens of their context more, without
-        noise."""
+        """How long the next step lasts without noise, with these prompts, and so many more answers and tokens
+        of context."""
         context, num_answers = self.answers.context_tokens + more_context, len(self.answers) + num_more
         return self.slowdown * step_s(self.spec.curves, self.spec.max_batch, chunks, num_answers, context)
 
     # Messages of doors, embeddings and KV
 
     def receive(self, attempt: SimAttempt, message: AnyMessage) -> None:
-        """From the attempt's door."""
+        """Handles a message of the attempt's door."""
         held = self.held.get(attempt.request_id)
         if self.is_dead:
             return
@@ -155,7 +156,7 @@ class SimLanguage:
             self._answer(held)
 
     def _go_on(self) -> None:
-        """At the end of the running step: requests enter, prompts are computed."""
+        """Goes on at the end of the running step: requests enter, prompts are computed."""
         if self.batch or self._step_ends_at > self._loop.now:
             return
         self._step_ends_at = self.answers.step_ends_at()
@@ -379,7 +380,7 @@ class SimLanguage:
         return Tokens((TokenEvent(held.attempt.request_id, ONE_TOKEN * num_new, finish_reason),))
 
     def report(self) -> None:
-        """To all doors."""
+        """Sends a report to all doors."""
         generates, num_in_work = self.spec.role.decodes, len(self.answers) + self._num_prompts
         load = LoadReport(
             num_running=num_in_work,

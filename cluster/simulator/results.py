@@ -26,8 +26,8 @@ class Slo:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the requests that arrived after the warm-up. Times in seconds, of those that finished; rates per
-    second of arrivals' time.
+    """Figures of the requests that arrived after the warm-up. Times in seconds, of those that finished; rates
+    per second of arrivals' time.
 
     arrivals_s       from the first arrival to the last
     growth_s         by how much the time to first token grew in that time, if it grew all the time as between
@@ -116,7 +116,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def fields(summary: Summary) -> dict[str, float]:
-    """For a record; rounded to what means something."""
+    """The fields of a record; rounded to what means something."""
     return {name: float(f"{value:.5g}") for name, value in asdict(summary).items()}
 
 

@@ -55,7 +55,7 @@ class ScaledPools:
             simulation.loop.after(scaler.settings.period_s, self._tick, scaler)
 
     def device_seconds(self) -> float:
-        """Of all replicas, until now."""
+        """The device seconds of all replicas, until now."""
         now = self._simulation.loop.now
         return self.device_s + sum(now - at for at in self._started_at.values())
 

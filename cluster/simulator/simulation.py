@@ -210,5 +210,5 @@ def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
 
 
 def slowed(curve: Curve, factor: float, more_s: float = 0.0) -> Curve:
-    """So many times longer, and then so much for each call."""
+    """The curve whose calls take so many times longer, and then so much more each."""
     return Curve(factor * curve.fixed_s + more_s, factor * curve.per_unit_s, factor * curve.per_pair_s)

@@ -77,7 +77,7 @@ class Workload:
     burstiness: float = 1.0
 
     def requests(self, rate: float, num_requests: int, seed: int) -> Iterator[SimRequest]:
-        """In order of arrival, `rate` a second on average."""
+        """The requests in order of arrival, `rate` a second on average."""
         gaps, content = Random(f"gaps {seed}"), Random(f"content {seed}")
         now, shape = 0.0, 1 / self.burstiness
         for number, draft in enumerate(islice(self.drafts(content), num_requests)):
@@ -109,7 +109,7 @@ def heavy_tailed(rng: Random, median: float, sigma: float, minimum: int, maximum
 
 
 def images(first: int, count: int, num_rows: int, start: int) -> tuple[Item, ...]:
-    """So many one behind the other, from the token `start` on; their hashes count from `first`."""
+    """So many images one after the other, from the token `start` on; their hashes count from `first`."""
     return tuple(
         Item(f"image-{first + i}", Modality.IMAGE, num_rows, start + i * num_rows) for i in range(count)
     )

@@ -85,7 +85,7 @@ def check(order: Order, vocabulary: Vocabulary) -> Checked:
 
 
 def _compile_and_exit(order: Order, vocabulary: Vocabulary, writing: int, forked_by: int) -> None:
-    """In the fork, which ends here whatever happens."""
+    """Compiles in the fork, which ends here whatever happens."""
     try:
         os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -74,7 +74,8 @@ class Constraints:
         self._starts.pop(request_id, None)
 
     def constraint(self, request: GenerateRequest, generated: Sequence[int]) -> Matcher | None:
-        """Of a choice that has these tokens, those of earlier attempts first. None: it has no structure."""
+        """The matcher of a choice that has these tokens, those of earlier attempts first. None: it has no
+        structure."""
         start = self._starts.get(request.request_id)
         if start is None:
             return None

@@ -19,7 +19,8 @@ MAX_IN_STEPS_S = 0.25  # of all that was slow and that steps had to wait for: to
 
 
 class Effort:
-    """Of one request, all its choices together. A method is called by one thread at a time."""
+    """Time spent on the structures of one request, all its choices together. A method is called by one thread
+    at a time."""
 
     def __init__(self, timer: Callable[[], float] = time.thread_time):
         self.timer = timer

@@ -83,7 +83,7 @@ class MaskFiller:
         return True
 
     def start(self, wanted: Wanted, num_words: int) -> None:
-        """For each matcher, 1 + the number of its drafts masks are filled. The drafts are legal. Does not
+        """Starts to fill 1 + the number of its drafts masks for each matcher. The drafts are legal. Does not
         wait."""
         if self._step is not None:  # the step before has failed
             self._leave(self._step)

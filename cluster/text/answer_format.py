@@ -101,7 +101,7 @@ class AnswerSyntax:
 
     @cached_property
     def loaded(self) -> ResponseTemplate:
-        """As transformers reads it: patterns, and how the text of a call is parsed."""
+        """The syntax as transformers reads it: patterns, and how the text of a call is parsed."""
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         return load_response_template(self._template)
@@ -145,8 +145,8 @@ class AnswerSyntax:
 
 
 def _bare(pattern: str) -> str:
-    """Without the white space around it, which the parser of an answer drops: looking for it at each place of
-    a long run takes time in proportion to the square of its length."""
+    """The text without the white space around it, which the parser of an answer drops: looking for it at each
+    place of a long run takes time in proportion to the square of its length."""
     return pattern.removeprefix(r"\s*").removesuffix(r"\s*")
 
 

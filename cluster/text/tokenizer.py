@@ -121,12 +121,13 @@ class TextProcessor:
         return list(token_ids)
 
     def tokens(self, text: str, adds_special: bool) -> list[int]:
-        """Of any text; special tokens in it count. `adds_special`: with those that the tokenizer adds."""
+        """The token ids of any text; special tokens in it count. `adds_special`: with those that the
+        tokenizer adds."""
         with self._encoding:
             return self._tokenizer.encode(text, add_special_tokens=adds_special)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """As the vocabulary writes them; empty for ids that it does not have."""
+        """The tokens as the vocabulary writes them; empty for ids that it does not have."""
         return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def text(self, token_ids: Sequence[int]) -> str:

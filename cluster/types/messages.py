@@ -183,8 +183,8 @@ class EncodeTarget(ChannelMessage, frozen=True):
 
 
 class EncoderLost(ChannelMessage, frozen=True):
-    """To the worker that computes the prompt: the encoder that had this grant for one item is lost. The
-    worker answers with another grant."""
+    """A message to the worker that computes the prompt: the encoder that had this grant for one item is lost.
+    The worker answers with another grant."""
 
     request_id: str
     item_idx: int
@@ -192,16 +192,16 @@ class EncoderLost(ChannelMessage, frozen=True):
 
 
 class GrantPassed(ChannelMessage, frozen=True):
-    """To the owner of a grant: the processes that received it. When all of them have ended, nothing can write
-    any more."""
+    """A message to the owner of a grant: the processes that received it. When all of them have ended, nothing
+    can write any more."""
 
     lease_id: str
     processes: tuple[ProcessId, ...]
 
 
 class ReturnGrant(ChannelMessage, frozen=True):
-    """To the owner of a grant that reached the door after the request had ended. The owner may reuse the
-    blocks at once: only the door passes grants on, so no writer ever had this one."""
+    """A message to the owner of a grant that reached the door after the request had ended. The owner may
+    reuse the blocks at once: only the door passes grants on, so no writer ever had this one."""
 
     lease_id: str
 
@@ -302,7 +302,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Of a decode worker since its start."""
+    """Totals of a decode worker since its start."""
 
     num_preempted: int = 0  # requests that lost their blocks
     num_drafted: int = 0  # tokens that speculation guessed
@@ -310,7 +310,7 @@ class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncodeTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Of an encode worker since its start."""
+    """Totals of an encode worker since its start."""
 
     num_encoded: int = 0  # items that went through the encoder
     num_cached: int = 0  # requested items that were in the cache already

@@ -43,14 +43,15 @@ class Prompt(msgspec.Struct, frozen=True):
     num_generated: int = 0  # tokens at the end that an earlier attempt generated
 
     def text_indices(self, start: int, end: int) -> list[int]:
-        """Of the tokens [start, end) that are text."""
+        """The indices of the tokens [start, end) that are text."""
         ranges = [(offset, offset + length) for item in self.media for offset, length in item.ranges]
         shown = {i for first, last in ranges for i in range(max(start, first), min(end, last))}
         return [i for i in range(start, end) if i not in shown]
 
     @property
     def media_end(self) -> int:
-        """Behind the last token of any item; 0: there is none. Tokens from here on need no embeddings."""
+        """The index after the last token of any item; 0: there is none. Tokens from here on need no
+        embeddings."""
         return max((item.end for item in self.media), default=0)
 
     @property

@@ -124,7 +124,7 @@ class BlockSums:
     for between two calls of `begin` are one launch on a GPU."""
 
     def __init__(self, memory: BlockMemory):
-        """On a GPU it waits until the kernel is compiled."""
+        """Waits, on a GPU, until the kernel is compiled."""
         self._memory = memory
         self._batch = Batch(memory, self._run)
         self.begin = self._batch.begin

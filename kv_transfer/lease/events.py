@@ -37,8 +37,8 @@ LeaseEvent = Completed | Aborted | Expired
 
 @dataclass(frozen=True)
 class LateWrite:
-    """Not the end of a lease: a lease that was taken back has been written to later. What reads these blocks
-    must fail."""
+    """A lease that was taken back has been written to later. This is not the end of a lease. What reads these
+    blocks must fail."""
 
     lease_id: str
     block_ids: tuple[int, ...]

@@ -145,7 +145,8 @@ class GroupTransferEngine:
 
     @property
     def sent(self) -> SentTotals:
-        """By all ranks; of the others, when they last ended a lease. The errors of the codec are rank 0's."""
+        """What all ranks have sent; of the others, when they last ended a lease. The errors of the codec are
+        rank 0's."""
         own, others = self._transfer_engine.sent, [link.sent for link in self._links]
         return msgspec.structs.replace(
             own,
@@ -157,7 +158,7 @@ class GroupTransferEngine:
 
     @property
     def received(self) -> ReceivedTotals:
-        """By all ranks; of the others, when they last ended a lease."""
+        """What all ranks have received; of the others, when they last ended a lease."""
         totals = [self._transfer_engine.received, *(link.received for link in self._links)]
         return ReceivedTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
 

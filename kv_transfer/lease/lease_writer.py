@@ -49,7 +49,7 @@ MAX_DESCRIPTORS = 1 << 16
 
 @dataclass
 class SentBytes:
-    """By all leases of a sender."""
+    """The bytes that all leases of a sender have sent."""
 
     raw: int = 0
     coded: int = 0  # as they travelled
@@ -189,7 +189,7 @@ class LeaseWriter:
     def _post(
         self, peer: str, memory: BlockMemory, write: BlockWrite, base_address: int, num_blocks: int
     ) -> int:
-        """From one memory to the owner's memory of the same layout, as writes of a bounded number of
+        """Posts from one memory to the owner's memory of the same layout, as writes of a bounded number of
         descriptors. Blocks that are successive on both sides share one, whatever the order of their ids: a
         pool gives blocks that were used out in falling runs. Returns the number of bytes."""
         local, remote = merged(

@@ -18,7 +18,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_id(pid: int) -> ProcessId | None:
-    """Of a process in this one's pid namespace. None: this system does not tell."""
+    """The identity of a process in this one's pid namespace. None: this system does not tell."""
     started_at = _started_at(pid)
     return None if started_at is None else ProcessId(*_here(), pid, started_at)
 

@@ -278,7 +278,7 @@ class Receiver:
             self._close(lease, Aborted(lease_id, reason))
 
     def _close(self, lease: _Lease, event: LeaseEvent) -> None:
-        """Under the lock."""
+        """Ends the lease with this event. Called under the lock."""
         del self._leases[lease.lease_id]
         self._incoming.free_wire(lease.grant)
         if isinstance(event, Completed):
@@ -302,7 +302,7 @@ class Receiver:
             self._settle(lease)
 
     def _on_word(self, lease: _Lease, envelope: Envelope, peer: str) -> None:
-        """Under the lock."""
+        """Takes in a writer's notification. Called under the lock."""
         if lease.settling is not None:  # its writer has said its last word
             self.num_ignored += 1
         elif envelope.digest != lease.digest:

@@ -89,7 +89,7 @@ class Sender:
 
     @property
     def sent(self) -> SentTotals:
-        """Since the start."""
+        """What was sent since the start."""
         totals = SentTotals(self._sent.raw, self._sent.coded)
         if self.wire is None:
             return totals
@@ -97,7 +97,7 @@ class Sender:
 
     @property
     def links(self) -> dict[str, Link]:
-        """To every agent whose speed has been measured. Any thread."""
+        """The link to every agent whose speed has been measured. Any thread."""
         return self._links.measured
 
     def open(self, received: ReceivedGrant) -> Outgoing:

@@ -107,12 +107,12 @@ class TransferEngine:
 
     @property
     def sent(self) -> SentTotals:
-        """Since the engine was made."""
+        """What was sent since the engine was made."""
         return SentTotals() if self._sender is None else self._sender.sent
 
     @property
     def received(self) -> ReceivedTotals:
-        """Since the engine was made."""
+        """What was received since the engine was made."""
         return ReceivedTotals() if self._receiver is None else self._receiver.totals
 
     @property
@@ -122,7 +122,7 @@ class TransferEngine:
 
     @property
     def codecs(self) -> dict[str, CodecSpeed]:
-        """In which KV can be sent or received here, besides raw."""
+        """The codecs, besides raw, in which KV can be sent or received here."""
         if self._sender is not None and (wire := self._sender.wire) is not None:
             return {wire.codec.name: wire.encoding}
         if self._receiver is not None and (wire := self._receiver.wire) is not None:
