@@ -20,7 +20,7 @@ class EncoderLimits:
     max_batch_rows: int  # embedding rows in one call, before pooling
     max_piece_rows: int  # items of more rows are encoded piece by piece, if their family allows it
     max_call_bytes: int  # estimated bytes of a call, at most
-    row_bytes: int  # estimated bytes of a call for one row, beside its input
+    row_bytes: int  # estimated bytes of a call for one row, besides its input
     max_prepared_bytes: int  # preprocessed media ahead of the device
     max_queued_rows: int  # not yet encoded; beyond that, new items are refused
     num_prepare_threads: int

@@ -79,9 +79,8 @@ class Fuzz:
 
     async def _judged(self, number: int, kinds: tuple[str, ...]) -> None:
         case, reply = await self.one(number, kinds)
-        is_broken = (
-            not reply.status and case.kind != "wire"
-        )  # a server may disconnect a client that does not speak HTTP
+        # a server may disconnect a client that does not speak HTTP
+        is_broken = not reply.status and case.kind != "wire"
         outcome = "overload" if reply.is_overload else str(reply.status or reply.error)
         self.statuses[f"{case.kind} {outcome}"] += 1
         if is_broken or (reply.status >= 500 and not reply.is_overload):

@@ -270,9 +270,8 @@ async def _stop_all(workers: list[Worker]) -> None:
 
 def _work(spec: WorkerSpec, args: ClusterArgs, folder: str, pipe: Connection) -> None:
     """The worker's process. A folder of its own: its steps take no turns with the others'."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the terminal sends it to all; the end of the pipe ends this one
+    # the terminal sends it to all; the end of the pipe ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["EPDG_SOCKET_DIR"] = folder
     from bench.router.devices import Device, run_on
 

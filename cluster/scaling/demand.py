@@ -8,7 +8,7 @@
                       * requests that arrive in a second · worker-seconds that a request has lately taken
 
 All phases are computed from what arrives at the doors. A phase that is too slow therefore does not hide the
-needs of the phases behind it, which it keeps from getting work.
+needs of the later phases, which it keeps from getting work.
 """
 
 from __future__ import annotations

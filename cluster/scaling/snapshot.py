@@ -29,7 +29,7 @@ class DoorReport:
 
     queued_encode_s, queued_prefill_s  work in the workers' queues
     used_blocks_ratio                  the sum, over workers that decode, of the part of its KV blocks in use
-    answers_s                          the same sum of how much longer a step is for the answers that run there
+    answers_s                          the same sum of how much longer a step is for the answers there
     step_s                             of such a worker's step without them, on average
     """
 

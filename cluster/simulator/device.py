@@ -33,9 +33,8 @@ class Device:
         self._loop = loop
         self._waiting: deque[Stage] = deque()
         self._is_busy = False
-        self.language: SimLanguage | None = (
-            None  # its answers go on inside an encoder's calls, a step in each
-        )
+        # its answers go on inside an encoder's calls, a step in each
+        self.language: SimLanguage | None = None
         self.busy_s = 0.0
         self.running: Stage | None = None
         self.free_at = 0.0  # when the call that runs ends

@@ -85,9 +85,9 @@ class SimDoor:
             self._run(self.flow.on_message, replica_id, message)
 
     def join(self, spec: WorkerSpec) -> None:
-        """A worker has started; it tells how fast it is."""
+        """A worker has started; it reports how fast it is."""
         self._run(self.flow.on_joined, member(spec, self._simulation.model))
-        self.receive(spec.replica_id, Measured(spec.told or spec.curves))
+        self.receive(spec.replica_id, Measured(spec.reported or spec.curves))
         if spec.encoder is not None:
             self.receive(spec.replica_id, Measured(spec.encoder, is_of_encoder=True))
 

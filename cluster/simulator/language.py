@@ -1,6 +1,6 @@
 """A simulated language worker, of any role: the engine's own objects say which prompts get memory
 (`PromptAdmission`, `WaitingQueue`) and which of their tokens run in a step (`PromptPlanner`, with the step
-times that it learns, and with `prompt_pause_s` beside answers), in the engine's own records
+times that it learns, and with `prompt_pause_s` with answers), in the engine's own records
 (`LanguageRequest`). Durations follow from curves; answers progress without an event for each step
 (`SimAnswers`). Blocks of prompts are kept for reuse, those of answers are not.
 
@@ -311,7 +311,7 @@ class SimLanguage:
 
     def ride(self, call_s: float) -> float:
         """An encoder's call of so many seconds begins on this worker's device. Returns how long it lasts with
-        a step of the answers in it, behind the step that runs."""
+        a step of the answers in it, after the step that runs."""
         rest_s = self.answers.step_ends_at() - self._loop.now
         self.answers.pause()
         if self.is_dead or not self.answers.running:
@@ -374,7 +374,7 @@ class SimLanguage:
                 self._tell(held, self._tokens(held, num_generated))
 
     def _tokens(self, held: Held, num_generated: int, finish_reason: FinishReason | None = None) -> Tokens:
-        """The tokens that the door has not been told, of `num_generated`, the first one included."""
+        """The tokens that the door has not received, of `num_generated`, the first one included."""
         num_new = num_generated - 1 - held.num_told
         held.num_told += num_new
         return Tokens((TokenEvent(held.attempt.request_id, ONE_TOKEN * num_new, finish_reason),))

@@ -33,7 +33,7 @@ class Summary:
     growth_s         by how much the time to first token grew in that time, if it grew all the time as between
                      the last two thirds of the requests
     mape, coverage   of the policy's predictions of the time to first token: mean absolute percentage error,
-                     and the share inside the interval that was told
+                     and the share inside the predicted interval
     """
 
     num_requests: int
@@ -95,7 +95,7 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
 
 def keeps(summary: Summary, slo: Slo) -> bool:
     """Whether enough requests are within the limits, every request finished, and the queue does not grow: a
-    run is short beside a loose limit, and a queue that grows all the time would be within it until the
+    run is short against a loose limit, and a queue that grows all the time would be within it until the
     end."""
     # With a part e more load than the cluster can serve, waits grow by e * arrivals_s. But the number of
     # Poisson arrivals varies by sqrt(n), so by chance n of them are 1 / sqrt(n) more load than their rate

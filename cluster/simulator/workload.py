@@ -16,7 +16,7 @@ from random import Random
 from cluster.simulator.hardware import BLOCK_SIZE
 from cluster.types.media import Modality
 
-TAIL_TOKENS = 16  # of the question and the template's end, behind the media
+TAIL_TOKENS = 16  # of the question and the template's end, after the media
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def block_keys(draft: Draft, number: int) -> list[bytes]:
     """One for each full block: of the stream while the block lies in what is shared, else of the request
     alone."""
     num_blocks, num_shared = draft.num_prompt_tokens // BLOCK_SIZE, draft.num_shared_tokens // BLOCK_SIZE
-    shared, own = (draft.stream << 20), (1 << 63) | (number << 20)
-    return [((shared if i < num_shared else own) | i).to_bytes(8, "big") for i in range(num_blocks)]
+    shared, unique = (draft.stream << 20), (1 << 63) | (number << 20)
+    return [((shared if i < num_shared else unique) | i).to_bytes(8, "big") for i in range(num_blocks)]
 
 
 def heavy_tailed(rng: Random, median: float, sigma: float, minimum: int, maximum: int) -> int:
@@ -141,7 +141,7 @@ def fixed_text(num_tokens: int, num_output: int) -> Drafts:
 
 
 def image_prompts(count: int, text_tokens: int, num_rows: int = 400, num_output: int = 150) -> Drafts:
-    """vLLM's set-up for encoder disaggregation: new images of 640 × 640, 400 rows each, behind the text."""
+    """vLLM's set-up for encoder disaggregation: new images of 640 × 640, 400 rows each, after the text."""
 
     def drafts(rng: Random) -> Iterator[Draft]:
         number = 0

@@ -151,8 +151,8 @@ class TextProcessor:
         return AnswerSyntax(Family.load(GENERIC), self._tokenizer, can_reason=can_reason)
 
     def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that write these words, at the beginning of a text and behind a space. As in
-        vLLM: behind a space only if that is another sequence of the same length."""
+        """The token sequences that write these words, at the beginning of a text and after a space. As in
+        vLLM: after a space only if that is another sequence of the same length."""
         found: dict[tuple[int, ...], None] = {}
         with self._encoding:
             for word in words:
@@ -227,7 +227,7 @@ def _unmarked(pattern: str) -> re.Pattern[str]:
 
 
 def _added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before and behind any text."""
+    """The ids that the tokenizer puts before and after any text."""
     bare, whole = tokenizer.encode("x", add_special_tokens=False), tokenizer.encode("x")
     start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[:start], whole[start + len(bare) :]
@@ -259,6 +259,6 @@ def _placed(
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        own = type(backend).from_str(backend.to_str())
-        return lambda token_ids: own.decode(token_ids, skip_special_tokens=False)
+        private = type(backend).from_str(backend.to_str())
+        return lambda token_ids: private.decode(token_ids, skip_special_tokens=False)
     return lambda token_ids: tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)

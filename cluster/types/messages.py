@@ -35,7 +35,7 @@ When something fails:
     door → any  Cancel; may come in every state, may repeat, needs no answer. The worker frees what it holds.
                 If it held the request, it answers with a `Tokens` entry of finish reason "cancelled"
     a door dials again after its connection broke: each `Hello` names the last message about a grant that was
-                read, so those behind it are lost (`cluster.rpc.sent_log`). The worker takes its lost grants
+                read, so those after it are lost (`cluster.rpc.sent_log`). The worker takes its lost grants
                 back; for a lost DecodeTarget or EncodeTarget the door returns the grant to its owner; a lost
                 GrantPassed or ReturnGrant is sent again
     door → any  Goodbye, before it closes the connection itself: as `Hello`, for a door that does not dial

@@ -68,7 +68,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Guidance(msgspec.Struct, frozen=True):
-    """Classifier-free guidance (Ho and Salimans 2022). Beside every choice runs a negative sequence: the same
+    """Classifier-free guidance (Ho and Salimans 2022). With every choice runs a negative sequence: the same
     generated tokens under a negative prompt. The tokens of the choice are pushed away from what the negative
     sequence makes likely."""
 
@@ -118,7 +118,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Tokens are drawn from the logits as they are, and nothing else is told of them."""
+        """Tokens are drawn from the logits as they are, and nothing else is reported of them."""
         return (
             self.guidance is None
             and self.changes is None

@@ -1,4 +1,4 @@
-"""A wire memory beside a KV memory, on either side of a lease: room for KV that travels coded.
+"""A wire memory next to a KV memory, on either side of a lease: room for KV that travels coded.
 
     owner   grants a wire block for each whole group of 64 tokens, together with the KV blocks
     writer  codes a group into a wire block of its own, writes that block to the owner's and keeps it until

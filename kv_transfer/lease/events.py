@@ -49,14 +49,14 @@ class LateWrite:
 
 @dataclass(frozen=True)
 class Finished:
-    """All bytes are in the owner's memory, and the owner was told."""
+    """All bytes are in the owner's memory, and the owner was notified."""
 
     lease_id: str
 
 
 @dataclass(frozen=True)
 class SendAborted:
-    """The caller's abort is complete: nothing is in flight, and the owner was told, if it lives."""
+    """The caller's abort is complete: nothing is in flight, and the owner was notified, if it lives."""
 
     lease_id: str
     reason: str

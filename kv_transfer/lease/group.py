@@ -64,14 +64,13 @@ class RankLink:
     def __init__(self, connection: Connection):
         self._connection = connection
         self._lock = threading.Lock()  # several threads send
-        self._answers: queue.SimpleQueue[RankReady | Granted | None] = (
-            queue.SimpleQueue()
-        )  # None: the pipe has ended
+        # None: the pipe has ended
+        self._answers: queue.SimpleQueue[RankReady | Granted | None] = queue.SimpleQueue()
         self.sent = SentTotals()  # of that rank, when its last event came
         self.received = ReceivedTotals()  # likewise
 
     def order(self, order: Order) -> None:
-        """Never raises: the end of the pipe tells that the rank is gone."""
+        """Never raises: the end of the pipe shows that the rank is gone."""
         with self._lock, suppress(OSError):
             self._connection.send(order)
 

@@ -1,4 +1,4 @@
-"""The writer's half of leases: takes up grants, writes blocks into the owners' memories and tells the owners.
+"""The writer's half of leases: takes up grants, writes blocks into the owners' memories, notifies the owners.
 
 In call order:
 
@@ -144,7 +144,7 @@ class Sender:
                 gathered.begin()
 
     def fail_all(self, error: TransferError) -> list[SendEvent]:
-        """The agent is closed: every open lease ends here, and its owner is not told."""
+        """The agent is closed: every open lease ends here, and its owner is not notified."""
         writers = self._writers()
         for writer in writers:
             self._close(writer)

@@ -175,10 +175,10 @@ class TransferEngine:
             has_moved = self._step_in()
             if self._sender is not None:
                 for event in self._sender.poll():
-                    self._step_in()  # what the owner was told leaves now: only this drives the transport
+                    self._step_in()  # what the owner gets leaves now: only this drives the transport
                     self._deliver([event])
             self._is_failing = False
-        except Exception as error:  # the thread's edge: the owner is told, the thread lives on
+        except Exception as error:  # the thread's edge: the owner is notified, the thread lives on
             if not self._is_failing:
                 logger.exception("a transfer step failed")
                 self._deliver([TransferEngineFailed(error)])
