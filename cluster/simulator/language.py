@@ -98,8 +98,7 @@ class SimLanguage:
 
     @property
     def max_step_tokens(self) -> int:
-        """How many tokens of prompts the next step may have, if its tokens see as much context as those of
-        the last one."""
+        """The most prompt tokens of the next step, if they see as much context as those of the last one."""
         return self.planner.budget.max_tokens(self.context, self.answers.prompts_limit_s)
 
     def true_step_s(self, chunks: Chunks = (), num_more: int = 0, more_context: float = 0) -> float:
