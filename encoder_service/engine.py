@@ -59,6 +59,7 @@ MAX_RETRY_AFTER_S = 60.0
 class EncoderEngine:
     def __init__(
         self,
+        *,
         runner: EncoderRunner,
         cache: EmbeddingCache,
         transfer_engine: TransferEngine,
@@ -125,19 +126,19 @@ class EncoderEngine:
         earlier = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
         if earlier is not None:
             self._deliveries.end(earlier, "requested again")
-        refuse = partial(self._fail_start, door, message)
-        Blame(refuse).run(message.item.media_hash, self._start, door, message, came_at)
+        with Blame(partial(self._fail_start, door, message)).of(message.item.media_hash):
+            self._start(door, message, came_at)
         if earlier is not None:
             self._detach(earlier)  # only now: an item that the new delivery wants has stayed in work
 
     def set_target(self, request_id: str, item_idx: int, target: ReceivedGrant | None) -> None:
         """Prefill has made room; None: in this process. If the delivery has ended, the grant is returned at
         once. If it is still to come, it finds the room."""
-        delivery = self._deliveries.get(delivery_key(request_id, item_idx))
-        if delivery is None:
+        if (delivery := self._deliveries.get(delivery_key(request_id, item_idx))) is None:
             return target and self._deliveries.return_grant(target, "the request has ended")
         delivery.target = target
-        self._blame_delivery.run(delivery.key, self._serve, delivery)
+        with self._blame_delivery.of(delivery.key):
+            self._serve(delivery)
 
     def cancel(self, request_id: str, item_idx: int | None = None) -> None:
         """Ends what a request wanted here, or one item of it. An item that no delivery wants any more is not
@@ -152,9 +153,9 @@ class EncoderEngine:
 
     def on_transfer(self, event: SendEvent, at: float) -> None:
         """A push has ended at the instant `at`. Called once for each push."""
-        delivery = self._deliveries.sent_by(event.lease_id)
-        if delivery is not None:  # None: a grant that was returned unused
-            self._blame_delivery.run(delivery.key, self._deliveries.on_transfer, event, at)
+        if (delivery := self._deliveries.sent_by(event.lease_id)) is not None:  # else a grant returned unused
+            with self._blame_delivery.of(delivery.key):
+                self._deliveries.on_transfer(event, at)
 
     def load(self) -> LoadReport:
         return LoadReport(
@@ -174,8 +175,7 @@ class EncoderEngine:
 
     def _start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
         item = message.item
-        error = self._refusal(message)
-        if error is not None:
+        if (error := self._refusal(message)) is not None:
             self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
             self._cache.note(item.media_hash)  # the door expected the rows here
             return
@@ -263,18 +263,22 @@ class EncoderEngine:
 
     def _select(self) -> list[CallPart]:
         """The next encoder call. Room in the cache is reserved for its items."""
-        run, part_of = self._blame_item.run, self._planner.part_of
         ready = [(item, item.prepared) for item in self._items.values() if item.prepared is not None]
-        parts = [run(item.media_hash, part_of, item, prepared) for item, prepared in ready]
-        chosen = self._planner.choose(call for call in parts if call is not None)
-        return [call for call in chosen if run(call.item.media_hash, self._reserve_room, call)]
+        parts, batch = [], []
+        for item, prepared in ready:
+            with self._blame_item.of(item.media_hash):
+                parts.append(self._planner.part_of(item, prepared))
+        for call in self._planner.choose(parts):
+            with self._blame_item.of(call.item.media_hash):
+                self._reserve_room(call)
+                batch.append(call)
+        return batch
 
-    def _reserve_room(self, call: CallPart) -> bool:
+    def _reserve_room(self, call: CallPart) -> None:
         if call.item.phase is MediaPhase.READY:
             has_room = self._cache.try_reserve(call.item.media_hash, call.item.num_rows)
             assert has_room, "the scheduler gave room that is not there"
             call.item.move(MediaPhase.ENCODING)
-        return True
 
     def _encode(self, batch: Sequence[CallPart]) -> None:
         """One encoder call."""
@@ -290,12 +294,12 @@ class EncoderEngine:
         except Exception as error:  # the model's code may raise anything on unusual input
             if is_device_lost(error):
                 raise
-            self._on_failed_call(batch, error)
-            return
+            return self._on_failed_call(batch, error)
         num_rows = sum(call.candidate.num_rows for call in batch)
         self.fits.encode[modality].observe(num_rows, 0.0, self._cpu_slots.ran_s)
         for call, rows in done:
-            self._blame_item.run(call.item.media_hash, self._store, call, rows)
+            with self._blame_item.of(call.item.media_hash):
+                self._store(call, rows)
 
     def _on_failed_call(self, batch: Sequence[CallPart], error: Exception) -> None:
         """The items stay in work, and the next step tries less at once. An item that cannot be tried with
@@ -331,11 +335,11 @@ class EncoderEngine:
             self._remove(item, MediaPhase.CACHED)
             self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
-                self._blame_delivery.run(delivery.key, self._deliveries.send, delivery)
+                with self._blame_delivery.of(delivery.key):
+                    self._deliveries.send(delivery)
 
     def _tell_doors(self, load: LoadReport | None = None) -> None:
-        changes = self._cache.take_changes(self._items)
-        if changes is not None:
+        if (changes := self._cache.take_changes(self._items)) is not None:
             self._outbox.broadcast(changes)
         self._speed.report()
         self._outbox.flush(load)
@@ -345,19 +349,17 @@ class EncoderEngine:
         self._totals = msgspec.structs.replace(self._totals, **changes)
 
     def _fail_start(self, door: DoorId, message: StartEncode, _: str, error: ClusterError) -> None:
-        delivery = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
-        if delivery is not None:
+        key = delivery_key(message.request_id, message.item_idx)
+        if (delivery := self._deliveries.get(key)) is not None:
             return self._fail(delivery, error)
         self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
 
     def _fail_named_item(self, media_hash: str, error: ClusterError) -> None:
-        item = self._items.get(media_hash)
-        if item is not None:
+        if (item := self._items.get(media_hash)) is not None:
             self._fail_item(item, error)
 
     def _fail_named(self, key: str, error: ClusterError) -> None:
-        delivery = self._deliveries.get(key)
-        if delivery is not None:
+        if (delivery := self._deliveries.get(key)) is not None:
             self._fail(delivery, error)
 
     def _fail_item(self, item: EncodeItem, error: ClusterError) -> None:
@@ -378,8 +380,7 @@ class EncoderEngine:
     def _detach(self, delivery: Delivery) -> None:
         """Removes the delivery from its item. The last delivery takes the item out of work, unless a thread
         is preparing it."""
-        item = self._items.get(delivery.media_hash)
-        if item is None or delivery not in item.deliveries:
+        if (item := self._items.get(delivery.media_hash)) is None or delivery not in item.deliveries:
             return
         item.deliveries.remove(delivery)
         if item.deliveries:

@@ -92,16 +92,16 @@ class Encoder:
         self.executor = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
         runner = EncoderRunner(self.model, self._processor, self._decoders)
         self.engine = EncoderEngine(
-            runner,
-            EmbeddingCache(self.memory, BlockPool(self.memory.num_blocks, self._args.block_size)),
-            process.feature_transfer_engine,
-            seat.outbox,
-            process.clock,
-            self.executor,
-            self._limits,
-            SchedulingPolicy(**self._args.scheduling.model_dump()),
-            seat.cpu_slots,
-            own_prompts,
+            runner=runner,
+            cache=EmbeddingCache(self.memory, BlockPool(self.memory.num_blocks, self._args.block_size)),
+            transfer_engine=process.feature_transfer_engine,
+            outbox=seat.outbox,
+            clock=process.clock,
+            executor=self.executor,
+            limits=self._limits,
+            policy=SchedulingPolicy(**self._args.scheduling.model_dump()),
+            cpu_slots=seat.cpu_slots,
+            own_prompts=own_prompts,
         )
         warm_up(runner, self.model.modalities, self.engine.fits, seat.cpu_slots, process.clock)
         self.model.on_block(seat.cpu_slots.yield_between_layers)

@@ -43,7 +43,14 @@ class StubWorker:
 
     async def start(self) -> Member:
         await self._server.start()
-        return Member("stub", Role.LANGUAGE, self._server.address, "", "", 1 << 20)
+        return Member(
+            replica_id="stub",
+            role=Role.LANGUAGE,
+            address=self._server.address,
+            model="",
+            layout="",
+            num_blocks=1 << 20,
+        )
 
     async def aclose(self) -> None:
         await self._server.aclose()

@@ -65,7 +65,16 @@ class EngineAlone:
         self._outbox.add_door(DOOR)
         policy = SchedulingPolicy(**args.scheduling.model_dump())
         self._engine = LanguageEngine(
-            model, runner, blocks, kv, self._outbox, clock, policy, limits, self._slots, store
+            model=model,
+            runner=runner,
+            blocks=blocks,
+            transfer_engine=kv,
+            outbox=self._outbox,
+            clock=clock,
+            policy=policy,
+            limits=limits,
+            cpu_slots=self._slots,
+            features=store,
         )
         warm_up_answers(
             runner, blocks, self._engine.fit, self._slots, limits.max_sequences, model.max_model_len

@@ -109,6 +109,10 @@ class _Steps:
         self._device.take(curve.seconds(num_sequences, sum(context_lens) / num_sequences))
         return torch.zeros(num_sequences, self._vocab_size)
 
+    @property
+    def recorded_tokens(self) -> int:
+        return self._steps.recorded_tokens
+
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         self._steps.copy_blocks(sources, targets, kv)
 

@@ -23,7 +23,7 @@ _id_of = attrgetter("request_id")
 class Answers:
     def __init__(
         self,
-        held: EngineState,
+        state: EngineState,
         lifecycle: Lifecycle,
         blame: Blame,
         probe: Callable[[], None],
@@ -34,7 +34,7 @@ class Answers:
         """`probe`: see `Blame.together`. `window`: no layer of the model sees more tokens than that, the
         newest included."""
         self.running: deque[LanguageRequest] = deque()
-        self._held = held
+        self._state = state
         self._lifecycle = lifecycle
         self._blame = blame
         self._probe = probe
@@ -50,15 +50,18 @@ class Answers:
 
     def _may_draw(self, request: LanguageRequest) -> bool:
         """False also if the request has failed."""
-        return self._blame.run(request.request_id, self._held.runner.may_draw, request) or False
+        with self._blame.of(request.request_id):
+            return self._state.runner.may_draw(request)
+        return False
 
     def with_blocks(self, batch: Sequence[LanguageRequest]) -> list[LanguageRequest]:
         """Those that have blocks for this step's tokens and drafts. Newer requests may be preempted for
         them."""
         self._blame.together(batch, self._propose, _id_of, self._probe)
         for request in batch:
-            self._blame.run(request.request_id, self._make_room, request)
-        return [request for request in batch if request.request_id in self._held.requests]
+            with self._blame.of(request.request_id):
+                self._make_room(request)
+        return [request for request in batch if request.request_id in self._state.requests]
 
     def begin(self, request: LanguageRequest) -> None:
         """The KV of the prompts is complete, and the door knows the first tokens. A choice that ends with its
@@ -66,21 +69,21 @@ class Answers:
         for choice, token_id in zip(request.choices, request.first_tokens, strict=True):
             if not choice.is_done and choice.append(token_id) is not None:
                 self._lifecycle.end_choice(request, choice)
-        sources, targets = share_prompts(request, self._held.blocks)
+        sources, targets = share_prompts(request, self._state.blocks)
         if sources:
-            self._held.runner.copy_blocks(sources, targets)
+            self._state.runner.copy_blocks(sources, targets)
         for choice in request.live_choices:
             for sequence in choice.sequences:
                 sequence.extend(choice.token_ids[-1:])
-            free_blocks_behind_window(choice, self._held.blocks, self._window)
-        self._held.admission.remove(request.request_id)
-        self._held.computing.discard(request.request_id)
-        request.began_at = self._clock.now()
+            free_blocks_behind_window(choice, self._state.blocks, self._window)
+        self._state.admission.remove(request.request_id)
+        self._state.computing.discard(request.request_id)
+        request.begin_answer(self._clock.now())
         if not request.live_choices:
             return self._lifecycle.end(request)
         request.move(LanguagePhase.RUNNING)
         self.running.append(request)
-        self._held.counts.run(request)
+        self._state.counts.run(request)
 
     def advance(self, request: LanguageRequest, result: WorkResult) -> None:
         """A step has drawn these tokens, per live choice. None for a choice that has to be drawn again: see
@@ -102,25 +105,25 @@ class Answers:
             new = tuple(choice.token_ids[first_new:])
             for sequence in choice.sequences:
                 sequence.extend(new)
-                sequence.num_computed_tokens += len(new)
-                register_computed(sequence, self._held.blocks)
-            self._held.counts.count_context(choice)
+                sequence.computed(len(new))
+                register_computed(sequence, self._state.blocks)
+            self._state.counts.count_context(choice)
             told = logprobs[: len(new)]
             event = TokenEvent(
                 request.request_id, new, finish_reason, choice_idx=choice.idx, step_s=step_s, logprobs=told
             )
             self._outbox.token(request.door, event)
             if finish_reason is None:
-                free_blocks_behind_window(choice, self._held.blocks, self._window)
+                free_blocks_behind_window(choice, self._state.blocks, self._window)
             else:
                 self._lifecycle.end_choice(request, choice)
         if not request.live_choices:
             self._lifecycle.close(request, "complete")
 
     def _propose(self, batch: Sequence[LanguageRequest]) -> Sequence[LanguageRequest]:
-        self._held.runner.propose(batch)
+        self._state.runner.propose(batch)
         return batch
 
     def _make_room(self, request: LanguageRequest) -> None:
-        while request.request_id in self._held.requests and not try_grow(request, self._held.blocks):
+        while request.request_id in self._state.requests and not try_grow(request, self._state.blocks):
             self._lifecycle.preempt(choose_victim(self.running))

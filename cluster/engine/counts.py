@@ -20,6 +20,19 @@ class SequenceCounts:
     num_context_tokens: int = 0  # tokens whose KV the running sequences read
     num_sending_blocks: int = 0  # of prompts that are computed for other workers
 
+    def start(self, request: LanguageRequest) -> None:
+        """The request has entered the engine."""
+        self.num_sequences += request.num_sequences
+
+    def admit(self, request: LanguageRequest) -> None:
+        """The request has its blocks from now on."""
+        self.num_admitted += request.num_sequences
+        self.num_sending_blocks += request.num_sending_blocks
+
+    def end(self, request: LanguageRequest) -> None:
+        """The request leaves the engine; its choices have ended."""
+        self.num_sending_blocks -= request.num_sending_blocks
+
     @property
     def mean_context(self) -> float:
         return self.num_context_tokens / self.num_running
@@ -32,8 +45,7 @@ class SequenceCounts:
 
     def count_context(self, choice: AnswerChoice) -> None:
         """The choice's tokens have changed."""
-        self.num_context_tokens += choice.num_context_tokens - choice.num_counted_tokens
-        choice.num_counted_tokens = choice.num_context_tokens
+        self.num_context_tokens += choice.count_context()
 
     def end_choice(self, request: LanguageRequest, choice: AnswerChoice) -> None:
         """The choice has ended. Its sequences are still listed."""

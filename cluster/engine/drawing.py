@@ -146,7 +146,9 @@ class Drawer:
     def _state_of(self, request: LanguageRequest, choice: AnswerChoice) -> DrawState:
         if choice.draw_state is None:
             generated = choice.token_ids[request.request.prompt.num_asked :]
-            choice.draw_state = DrawState(request.request, generated, self._masks)
+            state = DrawState(request.request, generated, self._masks)
+            choice.draw_with(state)
+            return state
         return choice.draw_state
 
     def _first_state(self, request: LanguageRequest) -> DrawState:

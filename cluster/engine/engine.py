@@ -35,7 +35,7 @@ from cluster.engine.features import FeatureStore, ItemKey
 from cluster.engine.forward import StepForward
 from cluster.engine.idle_check import IdleCheck
 from cluster.engine.intake import Intake
-from cluster.engine.kv_input import KvInput, take_over
+from cluster.engine.kv_input import KvInput
 from cluster.engine.kv_output import KvOutput, send_computed
 from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.limits import StepLimits
@@ -87,6 +87,7 @@ LARGE_CONTEXT = 8192  # tokens that a sequence of a large step sees
 class LanguageEngine:
     def __init__(
         self,
+        *,
         model: LanguageModel,
         runner: LanguageRunner,
         blocks: BlockPool,
@@ -97,7 +98,6 @@ class LanguageEngine:
         limits: StepLimits,
         cpu_slots: CpuSlots,
         features: FeatureStore,
-        *,
         tier: KvTier | None = None,
         constraints: Constraints | None = None,
         allows_recompute: bool = False,
@@ -125,17 +125,13 @@ class LanguageEngine:
         self._kv_input = KvInput(transfer_engine, blocks, allows_recompute)
         self._kv_output = KvOutput(transfer_engine, budget, model.kv_layout)
         self._loader = None if tier is None else PrefixLoader(tier, blocks, budget)
-        admission, arrivals = PromptAdmission(policy, blocks.num_blocks), WaitingQueue(policy)
-        held = EngineState(
-            self._requests, blocks, admission, arrivals, self._counts, self._computing, runner, features,
-            self._kv_input, self._kv_output, self._loader, constraints,
-        )  # fmt: skip
-        self._lifecycle = Lifecycle(held, outbox, self._unschedule, on_ended)
+        state = self._shared_state(policy, constraints)
+        self._lifecycle = Lifecycle(state, outbox, self._unschedule, on_ended)
         self._blame = Blame(self._lifecycle.fail_named)
-        self._intake = Intake(model, held, limits, self.planner, self._lifecycle, self._blame, outbox, clock)
-        self._forward = StepForward(model, held, self.planner, self.fit, self._blame, cpu_slots)
+        self._intake = Intake(model, state, limits, self.planner, self._lifecycle, self._blame, outbox, clock)
+        self._forward = StepForward(model, state, self.planner, self.fit, self._blame, cpu_slots)
         self._answers = Answers(
-            held, self._lifecycle, self._blame, self._forward.probe, outbox, clock, model.sliding_window
+            state, self._lifecycle, self._blame, self._forward.probe, outbox, clock, model.sliding_window
         )
         self._speed = self._speed_reporter()
         self._idle_check = IdleCheck(blocks, clock)
@@ -143,6 +139,22 @@ class LanguageEngine:
             blocks.watch()
             cache = self._loader or blocks
             outbox.greet_with(lambda: BlocksChanged(cache.content(), ()))
+
+    def _shared_state(self, policy: SchedulingPolicy, constraints: Constraints | None) -> EngineState:
+        return EngineState(
+            requests=self._requests,
+            blocks=self._blocks,
+            admission=PromptAdmission(policy, self._blocks.num_blocks),
+            arrivals=WaitingQueue(policy),
+            counts=self._counts,
+            computing=self._computing,
+            runner=self._runner,
+            features=self._features,
+            kv_input=self._kv_input,
+            kv_output=self._kv_output,
+            loader=self._loader,
+            constraints=constraints,
+        )
 
     def _speed_reporter(self) -> SpeedReporter:
         transfer_engine, limits = self._transfer_engine, self._limits
@@ -163,10 +175,13 @@ class LanguageEngine:
 
     def step(self) -> float | None:
         for request_id in self._requests.deadlines.expired():
-            self._blame.run(request_id, self._lifecycle.expire, request_id)
+            with self._blame.of(request_id):
+                self._lifecycle.expire(request_id)
         self._intake.admit()
         answers = self._answers.next(self._limits.max_sequences)
-        prompts, is_long = self.planner.next_step(self._prompts_limit_s if answers else math.inf)
+        prompts, is_long = self.planner.next_step(
+            self._prompts_limit_s if answers else math.inf, self._runner.room_for_prompts(answers)
+        )
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
         if not answers and not prompts:
@@ -193,12 +208,14 @@ class LanguageEngine:
 
     def take_targets(self) -> None:
         for request, error in self._kv_output.take(self._requests):
-            self._blame.run(request.request_id, self._on_target, request, error)
+            with self._blame.of(request.request_id):
+                self._on_target(request, error)
 
     def cancel(self, request_id: str, choice_idx: int | None = None) -> None:
         """Frees a request, or one choice of it, in any state. Unknown requests and requests that have ended
         are ignored."""
-        self._blame.run(request_id, self._lifecycle.cancel, request_id, choice_idx)
+        with self._blame.of(request_id):
+            self._lifecycle.cancel(request_id, choice_idx)
 
     def drop_door(self, door: DoorId) -> None:
         # Newest first: otherwise the shared embeddings of a cancelled request would be granted to the next
@@ -210,10 +227,12 @@ class LanguageEngine:
         """A transfer of KV has closed at the instant `at`. Called once for each of them."""
         if isinstance(event, LateWrite):
             self._lifecycle.fail_holders(event.block_ids)
-        elif (request := self._kv_output.by_lease.pop(event.lease_id, None)) is not None:
-            self._blame.run(request.request_id, self._lifecycle.on_sent, request, event)
+        elif (request := self._kv_output.pop_closed(event.lease_id)) is not None:
+            with self._blame.of(request.request_id):
+                self._lifecycle.on_sent(request, event)
         elif (request := self._kv_input.pop_closed(event.lease_id)) is not None:
-            self._blame.run(request.request_id, self._on_arrived, request, event)
+            with self._blame.of(request.request_id):
+                self._on_arrived(request, event)
 
     def on_features(self, event: LeaseEvent | LateWrite, at: float) -> None:
         """A lease on the feature memory has closed at the instant `at`. Called once for each of them."""
@@ -225,7 +244,8 @@ class LanguageEngine:
     def on_items(self, items: Sequence[ItemKey], at: float) -> None:
         """The embeddings of these items are here since the instant `at`."""
         for request_id, item_idx in items:
-            self._blame.run(request_id, self._on_item, request_id, item_idx, at)
+            with self._blame.of(request_id):
+                self._on_item(request_id, item_idx, at)
 
     def load(self) -> LoadReport:
         generates = self._limits.max_sequences > 0
@@ -236,7 +256,7 @@ class LanguageEngine:
             num_queued_units=self._counts.num_sequences if generates else self._lifecycle.num_missing_tokens,
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + features.num_used_blocks,
             num_open_leases=self._kv_input.num_open_leases
-            + len(self._kv_output.by_lease)
+            + self._kv_output.num_open_leases
             + features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
             totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
@@ -272,20 +292,19 @@ class LanguageEngine:
             done = self._forward.run(answers, prompts) if answers or prompts else []
         self._forward.learn([work for work, _ in done], is_long)
         for work, result in done:
-            if isinstance(work, AnswerWork):
-                self._blame.run(work.request.request_id, self._answers.advance, work.request, result)
-            elif work.request.request_id in self._computing:
-                self._blame.run(work.request.request_id, self._advance_prompt, work, result)
+            with self._blame.of(work.request.request_id):
+                if isinstance(work, AnswerWork):
+                    self._answers.advance(work.request, result)
+                elif work.request.request_id in self._computing:
+                    self._advance_prompt(work, result)
         self._end_prompts([request for request in requests if request.request_id in self._computing])
 
     def _advance_prompt(self, work: PromptWork, result: WorkResult) -> None:
         request, sequence = work.request, work.sequence
-        sequence.num_computed_tokens += work.num_tokens
-        sequence.prompt_logprobs += result.prompt_logprobs
+        sequence.computed(work.num_tokens, result.logits, result.prompt_logprobs)
         self._lifecycle.count_missing(request)
         register_computed(sequence, self._blocks)
         if sequence.is_complete:
-            sequence.last_logits = result.logits
             self.planner.remove(sequence)
         else:
             self.planner.has_computed(sequence)
@@ -304,12 +323,13 @@ class LanguageEngine:
         if undrawn:
             draw = self._runner.first_tokens
             for request, first in self._blame.together(undrawn, draw, _id_of, self._forward.probe):
-                self._blame.run(request.request_id, self._on_prompt, request, first)
+                with self._blame.of(request.request_id):
+                    self._on_prompt(request, first)
         for request in complete:
             if request not in undrawn:  # the sender of the KV has drawn the tokens, and told them
-                for sequence in request.sequences:
-                    sequence.last_logits = None  # the row would keep the logits of a whole step
-                self._blame.run(request.request_id, self._answers.begin, request)
+                request.drop_logits()
+                with self._blame.of(request.request_id):
+                    self._answers.begin(request)
 
     def _on_prompt(self, request: LanguageRequest, first: FirstTokens) -> None:
         """The prompts are computed, and the first tokens are drawn: they go out at once."""
@@ -317,15 +337,14 @@ class LanguageEngine:
         for event in events:
             if request.sends or not request.choices[event.choice_idx].is_done:
                 self._outbox.token(request.door, event)
-        for sequence in request.sequences:
-            sequence.last_logits, sequence.prompt_logprobs = None, []
+        request.drop_logits()
         if not request.sends:
-            request.first_tokens = first.token_ids
+            request.drawn(first.token_ids)
             return self._answers.begin(request)
         self._computing.discard(request.request_id)
         request.move(LanguagePhase.SENDING)
         if any(event.finish_reason is None for event in events):
-            request.first_tokens = first.token_ids
+            request.drawn(first.token_ids)
             self._send_computed(request)
         # Otherwise the door's Cancel ends the request. If the lease were aborted here, decode's failure could
         # overtake these tokens.
@@ -335,7 +354,7 @@ class LanguageEngine:
         if request.is_closing:
             self._lifecycle.end(request)
         elif isinstance(event, Completed):
-            take_over(request, msgspec.msgpack.decode(event.payload, type=KvReady))
+            request.arrived(msgspec.msgpack.decode(event.payload, type=KvReady))
             for sequence in request.sequences:
                 register_computed(sequence, self._blocks)
             if request.is_complete:
@@ -359,7 +378,7 @@ class LanguageEngine:
         find them ready."""
         request = self._requests.get(request_id)
         if request is not None and request.sequences:
-            request.main.items_ready.add(item_idx)
+            request.main.items_arrived([item_idx])
             self.planner.has_more_ready(request.main)
             if request.phase is LanguagePhase.COMPUTING and not request.is_complete:
                 self._intake.note_waiting(request, at)

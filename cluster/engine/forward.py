@@ -24,7 +24,7 @@ class StepForward:
     def __init__(
         self,
         model: LanguageModel,
-        held: EngineState,
+        state: EngineState,
         planner: PromptPlanner,
         fit: StepFit,
         blame: Blame,
@@ -32,7 +32,7 @@ class StepForward:
     ):
         """`fit`: of steps that only generate answers, by their sequences and the tokens that these see."""
         self._model = model
-        self._held = held
+        self._state = state
         self._planner = planner
         self._fit = fit
         self._blame = blame
@@ -52,20 +52,20 @@ class StepForward:
         prompts = [work for work in works if isinstance(work, PromptWork)]
         step_s, num_sequences = self._cpu_slots.ran_s, sum(work.request.num_sequences for work in answers)
         if answers and not prompts:
-            self._fit.observe(num_sequences, self._held.counts.mean_context, step_s)
+            self._fit.observe(num_sequences, self._state.counts.mean_context, step_s)
         if prompts:
             if answers:
-                context = self._held.counts.mean_context
+                context = self._state.counts.mean_context
                 step_s -= self._fit.predicted_s(num_sequences, context) - self._fit.predicted_s(0, context)
             self._planner.observe(prompts, is_long, max(0.0, step_s))
 
     def probe(self) -> None:
         """Raises if the device is broken: computes one token that belongs to no request. Without a free
         block, the device counts as working."""
-        block = self._held.blocks.try_allocate(1)
+        block = self._state.blocks.try_allocate(1)
         if block is not None:
-            self._held.runner.warm_up_prompt(1, block)
-            self._held.blocks.free(block)
+            self._state.runner.warm_up_prompt(1, block)
+            self._state.blocks.free(block)
 
     def _compute(self, works: Sequence[Work]) -> list[WorkResult]:
         """After each layer, its KV is posted to the worker that wants it, and the CPU slot may be yielded."""
@@ -74,11 +74,11 @@ class StepForward:
         in_step = {work.request.request_id: work.request for work in sent}
 
         def on_layer(layer_idx: int, ready: Ready) -> None:
-            self._held.kv_output.take_early(in_step)
+            self._state.kv_output.take_early(in_step)
             push.on_layer(layer_idx, ready)
             self._cpu_slots.yield_between_layers()
 
-        results = self._held.runner.run(works, on_layer)
+        results = self._state.runner.run(works, on_layer)
         push.close()
         return results
 

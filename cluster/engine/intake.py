@@ -18,7 +18,8 @@ from cluster.clock import Clock
 from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
-from cluster.engine.state import LanguagePhase, LanguageRequest, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguagePhase, LanguageRequest
 from cluster.engine.tables import try_allocate_prompts, uncut_spans
 from cluster.engine.timing import Part, Stopwatch
 from cluster.errors import ClusterError, InternalError, RequestError
@@ -35,7 +36,7 @@ class Intake:
     def __init__(
         self,
         model: LanguageModel,
-        held: EngineState,
+        state: EngineState,
         limits: StepLimits,
         planner: PromptPlanner,
         lifecycle: Lifecycle,
@@ -44,7 +45,7 @@ class Intake:
         clock: Clock,
     ):
         self._model = model
-        self._held = held
+        self._state = state
         self._limits = limits
         self._planner = planner
         self._lifecycle = lifecycle
@@ -64,36 +65,40 @@ class Intake:
             sends=sends,
             codec="raw" if sends else message.codec,
         )
-        self._held.requests.add(request)
-        self._held.counts.num_sequences += request.num_sequences
-        self._blame.run(request.request_id, self._enqueue, request)
+        self._state.requests.add(request)
+        self._state.counts.start(request)
+        with self._blame.of(request.request_id):
+            self._enqueue(request)
 
     def admit(self) -> None:
         """Blocks for the next requests."""
-        while any(
-            self._blame.run(ticket.request_id, self._try_admit, ticket) is not False
-            for ticket in heads(self._held.admission, self._held.arrivals, self._may_send)
-        ):
+        while any(map(self._is_served, heads(self._state.admission, self._state.arrivals, self._may_send))):
             pass
+
+    def _is_served(self, ticket: Ticket) -> bool:
+        """Whether the request waits for blocks no more: it has them, or has failed."""
+        with self._blame.of(ticket.request_id):
+            return self._try_admit(ticket)
+        return True
 
     def _may_send(self, request_id: str) -> bool:
         """Whether the request may hold blocks beside those of prompts that are sent to other workers. If this
         worker generates answers, these have no more than half of its blocks, unless there is only one: two
         workers that send each other prompts would otherwise wait for each other."""
-        request, held = self._held.requests[request_id], self._held.counts.num_sending_blocks
-        if not request.sends or self._limits.max_sequences == 0 or held == 0:
+        request, num_held = self._state.requests[request_id], self._state.counts.num_sending_blocks
+        if not request.sends or self._limits.max_sequences == 0 or num_held == 0:
             return True
-        return held + self._num_blocks(request) <= self._held.blocks.num_blocks // 2
+        return num_held + self._num_blocks(request) <= self._state.blocks.num_blocks // 2
 
     def compute(self, request: LanguageRequest) -> None:
         """The prompts of the request are computed from now on, as far as they are not here."""
         request.move(LanguagePhase.COMPUTING)
-        self._held.computing.add(request.request_id)
+        self._state.computing.add(request.request_id)
         self._lifecycle.release_merged(request)  # room of items that are cached: the next item may need it
         self._lifecycle.count_missing(request)
         for item_idx, item in enumerate(request.main.prompt.media):
             if item.end > request.main.num_computed_tokens:
-                self._held.features.want((request.request_id, item_idx))
+                self._state.features.want((request.request_id, item_idx))
         for sequence in request.sequences:
             if not sequence.is_complete:
                 ticket = self._ticket(request, sequence.sequence_id, sequence.num_missing_tokens)
@@ -107,45 +112,40 @@ class Intake:
 
     def _enqueue(self, request: LanguageRequest) -> None:
         self._check_role(request)
-        block_size = self._held.blocks.block_size
+        block_size = self._state.blocks.block_size
         for i, prompt in enumerate(request.request.prompts):
-            sequence = TokenSequence(f"{request.request_id}/{i}", prompt)
-            if request.computes:
-                sequence.positions = self._model.positions(prompt)
-                sequence.position_delta = sequence.positions.delta
-            if request.codec == "raw":
-                sequence.hashes = BlockHashes(prompt, block_size)
-            request.sequences.append(sequence)
+            positions = self._model.positions(prompt) if request.computes else None
+            delta = 0 if positions is None else positions.delta
+            hashes = BlockHashes(prompt, block_size) if request.codec == "raw" else None
+            request.add_prompt(TokenSequence(f"{request.request_id}/{i}", prompt, positions, delta, hashes))
         request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
         if request.needs_embeddings:
             num_items = len(request.request.prompt.media)
-            request.main.items_ready = self._held.features.ready_items(request.request_id, num_items)
+            request.main.items_arrived(self._state.features.ready_items(request.request_id, num_items))
         self._lifecycle.count_missing(request)
         self._check_size(request)
-        self._held.requests.deadlines.add(request.request_id, request.timeout_s)
+        self._state.requests.deadlines.add(request.request_id, request.timeout_s)
         if request.computes:
-            self._held.admission.keep_place(self._prompt_ticket(request), self._num_blocks(request))
+            self._state.admission.keep_place(self._prompt_ticket(request), self._num_blocks(request))
         if (structure := request.request.structure) is None:
             return self._load(request)
-        if self._held.constraints is None:
+        if self._state.constraints is None:
             raise InternalError("this worker holds no structures")
-        self._held.constraints.prepare(request.request, structure, self._on_structure)
+        self._state.constraints.prepare(request.request, structure, self._on_structure)
 
     def _on_structure(self, request_id: str, error: ClusterError | None) -> None:
         """The grammar of the request is here. Requests that have ended meanwhile are ignored."""
-        if (request := self._held.requests.live(request_id)) is None:
+        if (request := self._state.requests.live(request_id)) is None:
             return
         if error is not None:
             return self._blame.take(request_id, error)
-        self._blame.run(request_id, self._constrain, request)
-
-    def _constrain(self, request: LanguageRequest) -> None:
-        self._held.runner.constrain(request)
-        self._load(request)
+        with self._blame.of(request_id):
+            self._state.runner.constrain(request)
+            self._load(request)
 
     def _load(self, request: LanguageRequest) -> None:
         """A prefix from the second tier, if there is one; then the request waits for blocks."""
-        loader, num_spare = self._held.loader, self._held.counts.num_admitted
+        loader, num_spare = self._state.loader, self._state.counts.num_admitted
         if (
             loader is None
             or not request.computes
@@ -156,15 +156,16 @@ class Intake:
 
     def _queue_loaded(self, request_id: str) -> None:
         """Requests that have ended meanwhile are ignored."""
-        if (request := self._held.requests.live(request_id)) is not None:
-            self._blame.run(request_id, self._queue, request)
+        if (request := self._state.requests.live(request_id)) is not None:
+            with self._blame.of(request_id):
+                self._queue(request)
 
     def _queue(self, request: LanguageRequest) -> None:
         ticket = self._prompt_ticket(request)
         if request.computes:
-            self._held.admission.push(ticket, self._num_blocks(request))
+            self._state.admission.push(ticket, self._num_blocks(request))
         else:
-            self._held.arrivals.push(ticket)
+            self._state.arrivals.push(ticket)
 
     def _check_role(self, request: LanguageRequest) -> None:
         """Doors know what a worker can do."""
@@ -174,7 +175,7 @@ class Intake:
             raise InternalError("this worker generates no answers")
 
     def _check_size(self, request: LanguageRequest) -> None:
-        asked, blocks = request.request, self._held.blocks
+        asked, blocks = request.request, self._state.blocks
         size, window = blocks.block_size, self._model.sliding_window
         capacity = blocks.num_blocks * size
         if request.sends and asked.num_prompt_blocks(size) > blocks.num_blocks:
@@ -187,7 +188,7 @@ class Intake:
             )
 
     def _num_blocks(self, request: LanguageRequest) -> int:
-        return request.request.num_prompt_blocks(self._held.blocks.block_size)
+        return request.request.num_prompt_blocks(self._state.blocks.block_size)
 
     def _prompt_ticket(self, request: LanguageRequest) -> Ticket:
         return self._ticket(request, request.request_id, request.num_prompt_tokens)
@@ -197,22 +198,19 @@ class Intake:
         return Ticket(name, request.arrived_at, num_tokens, is_text, request.priority)
 
     def _try_admit(self, ticket: Ticket) -> bool:
-        held, request = self._held, self._held.requests[ticket.request_id]
+        state, request = self._state, self._state.requests[ticket.request_id]
         num_blocks = self._num_blocks(request)
-        if not (self._may_send(request.request_id) and held.admission.has_share(ticket, num_blocks)):
+        if not (self._may_send(request.request_id) and state.admission.has_share(ticket, num_blocks)):
             return False
         spans = tuple(uncut_spans(self._model, sequence.prompt) for sequence in request.sequences)
-        if not try_allocate_prompts(request, held.blocks, held.counts.num_admitted, spans):
+        if not try_allocate_prompts(request, state.blocks, state.counts.num_admitted, spans):
             return False
         if request.computes:
-            held.admission.admit(ticket, num_blocks)
+            state.admission.admit(ticket, num_blocks)
         else:
-            held.arrivals.remove(ticket.request_id)
-        if request.sends:
-            request.num_sending_blocks = num_blocks
-            held.counts.num_sending_blocks += num_blocks
-        request.is_admitted = True
-        held.counts.num_admitted += request.num_sequences
+            state.arrivals.remove(ticket.request_id)
+        request.admit(num_blocks if request.sends else 0)
+        state.counts.admit(request)
         if not request.computes:
             self._grant(request)
             return True
@@ -222,6 +220,6 @@ class Intake:
         return True
 
     def _grant(self, request: LanguageRequest) -> None:
-        grant = self._held.kv_input.grant(request, self._planner.token_s)
+        grant = self._state.kv_input.grant(request, self._planner.token_s)
         request.move(LanguagePhase.ARRIVING)
         self._outbox.send(request.door, DecodeGranted(request.request_id, grant))

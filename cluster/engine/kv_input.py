@@ -11,7 +11,6 @@ import msgspec
 from cluster.engine.state import LanguageRequest
 from cluster.ids import new_lease_id
 from cluster.kvcache.blocks import BlockPool
-from cluster.types.notices import KvReady
 from cluster.types.transfer import Grant, ReceivedTotals
 from kv_transfer.lease.transfer import BlockTransfer
 
@@ -48,7 +47,7 @@ class KvInput:
         grant = self._transfer_engine.grant(
             lease_id, granted, generations, request.timeout_s, lengths, firsts if any(firsts) else ()
         )
-        request.lease_id = lease_id
+        request.lease_blocks(lease_id)
         self._by_lease[lease_id] = request
         return msgspec.structs.replace(grant, token_s=token_s) if self._allows_recompute else grant
 
@@ -63,13 +62,3 @@ class KvInput:
             return False
         self._transfer_engine.cancel(request.lease_id)
         return True
-
-
-def take_over(request: LanguageRequest, ready: KvReady) -> None:
-    """All KV that travels is here."""
-    request.first_tokens = ready.first_tokens
-    for sequence, delta in zip(request.sequences, ready.position_deltas, strict=True):
-        sequence.position_delta = delta
-        sequence.num_computed_tokens = sequence.num_prompt_tokens
-    if ready.first_recomputed is not None:
-        request.main.num_computed_tokens = max(ready.first_recomputed, request.main.num_cached_tokens)

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.engine.state import LanguagePhase, LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguagePhase, LanguageRequest, PromptWork
 from cluster.errors import InternalError
 from cluster.kvcache.memory import MemoryLayout
 from cluster.scheduling.budget import StepBudget
@@ -50,7 +51,15 @@ class KvOutput:
         self._budget = budget
         self._layout = layout
         self._offered: deque[tuple[str, ReceivedGrant]] = deque()
-        self.by_lease: dict[str, LanguageRequest] = {}  # requests whose transfer has not ended
+        self._by_lease: dict[str, LanguageRequest] = {}  # requests whose transfer has not ended
+
+    @property
+    def num_open_leases(self) -> int:
+        return len(self._by_lease)
+
+    def pop_closed(self, lease_id: str) -> LanguageRequest | None:
+        """The request whose transfer has ended. None: the lease is of no request here."""
+        return self._by_lease.pop(lease_id, None)
 
     def offer(self, request_id: str, received: ReceivedGrant) -> None:
         self._offered.append((request_id, received))
@@ -90,7 +99,7 @@ class KvOutput:
 
     def is_open(self, request: LanguageRequest) -> bool:
         """Whether a transfer of the request's KV has not ended."""
-        return request.outgoing is not None and request.outgoing.lease_id in self.by_lease
+        return request.outgoing is not None and request.outgoing.lease_id in self._by_lease
 
     def abort(self, request: LanguageRequest, reason: str) -> None:
         """Stops the request's transfer; its end follows as an event."""
@@ -99,9 +108,9 @@ class KvOutput:
 
     def _accept(self, request: LanguageRequest, received: ReceivedGrant) -> None:
         grant = received.grant
-        request.places = PromptPlaces(grant, [len(sequence.block_table) for sequence in request.sequences])
-        request.outgoing = self._transfer_engine.open(received)
-        self.by_lease[grant.lease_id] = request
+        places = PromptPlaces(grant, [len(sequence.block_table) for sequence in request.sequences])
+        request.send_to(self._transfer_engine.open(received), places)
+        self._by_lease[grant.lease_id] = request
         plan_end(request, grant.token_s, self._budget, self._layout)
 
 
@@ -124,7 +133,7 @@ def plan_end(
     first = 0 if request.places is None else request.places.first_block(0)  # those before it are there
     num_blocks = -(-max(num_blocks, least, first) // unit) * unit
     if num_blocks * block_size < main.num_prompt_tokens:
-        main.first_recomputed = num_blocks * block_size
+        main.leave_to_receiver(num_blocks * block_size)
 
 
 def num_blocks_to_send(num_blocks: float, block_s: float, compute_s: float, prefill_s: float) -> int:
@@ -152,7 +161,7 @@ def send_computed(request: LanguageRequest, block_size: int) -> None:
             local_ids, grant_indices = _places(request, sequence, new)
             if local_ids:
                 request.outgoing.write(local_ids, grant_indices)
-            sequence.num_blocks_sent = new.stop
+            sequence.sent(new.stop)
     if request.first_tokens:
         deltas = tuple(s.position_delta for s in request.sequences)
         ready = KvReady(request.first_tokens, deltas, request.main.first_recomputed)
@@ -203,7 +212,7 @@ class StepPush:
 
     def close(self) -> None:
         for push in self._pushes:
-            push.sequence.num_blocks_sent = push.num_blocks_after
+            push.sequence.sent(push.num_blocks_after)
 
     def _join(self) -> None:
         waiting, self._waiting = self._waiting, []

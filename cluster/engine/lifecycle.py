@@ -39,7 +39,7 @@ WAITED_FOR = {
 
 @dataclass(frozen=True)
 class EngineState:
-    """Where the requests of an engine may hold something."""
+    """What the parts of an engine share: its requests, and all that these may hold."""
 
     requests: RequestTable[LanguageRequest]
     blocks: BlockPool
@@ -58,14 +58,14 @@ class EngineState:
 class Lifecycle:
     def __init__(
         self,
-        held: EngineState,
+        state: EngineState,
         outbox: Outbox,
         unschedule: Callable[[LanguageRequest], None],
         on_ended: Callable[[str], None],
     ):
         """`unschedule(request)`: no further step computes tokens of the request.
         `on_ended(request_id)` is called once for each request whose answer was to be generated here."""
-        self._held = held
+        self._state = state
         self._outbox = outbox
         self._unschedule = unschedule
         self._on_ended = on_ended
@@ -78,13 +78,13 @@ class Lifecycle:
         self._count(request, request.num_missing_tokens)
 
     def _count(self, request: LanguageRequest, num_missing: int) -> None:
-        self.num_missing_tokens += num_missing - request.num_counted_tokens
-        self.num_prompts += (num_missing > 0) - (request.num_counted_tokens > 0)
-        request.num_counted_tokens = num_missing
+        num_before = request.count_missing(num_missing)
+        self.num_missing_tokens += num_missing - num_before
+        self.num_prompts += (num_missing > 0) - (num_before > 0)
 
     def cancel(self, request_id: str, choice_idx: int | None) -> None:
         """Ends a request, or one choice of it. Unknown requests and requests that have ended are ignored."""
-        request = self._held.requests.live(request_id)
+        request = self._state.requests.live(request_id)
         if request is None:
             return
         if choice_idx is not None and not request.sends:
@@ -102,7 +102,7 @@ class Lifecycle:
 
     def expire(self, request_id: str) -> None:
         """The request has waited too long. Requests that run or have ended are ignored."""
-        request = self._held.requests.live(request_id)
+        request = self._state.requests.live(request_id)
         if request is not None and request.phase is not LanguagePhase.RUNNING:
             self.fail(
                 request, UnavailableError(f"the request waited too long for {WAITED_FOR[request.phase]}")
@@ -110,7 +110,7 @@ class Lifecycle:
 
     def fail_named(self, request_id: str, error: ClusterError) -> None:
         """Unknown requests and requests that have ended are ignored."""
-        if (request := self._held.requests.live(request_id)) is not None:
+        if (request := self._state.requests.live(request_id)) is not None:
             self.fail(request, error)
 
     def fail(self, request: LanguageRequest, error: ClusterError) -> None:
@@ -122,7 +122,7 @@ class Lifecycle:
         item (`LateWrite` of `kv_transfer.lease.receiver`). Everything computed from those rows is suspect:
         the requests that read them, the prefix cache, and the requests that share KV blocks with these
         requests. All of them fail; none may answer."""
-        requests, harmed = self._held.requests, self._held.features.harmed_by(feature_blocks)
+        requests, harmed = self._state.requests, self._state.features.harmed_by(feature_blocks)
         readers = [requests[request_id] for request_id in harmed if request_id in requests]
         if readers:
             kv_blocks = {block_id for reader in readers for block_id in reader.held_blocks}
@@ -137,10 +137,10 @@ class Lifecycle:
         self._fail_holders(set(block_ids), set(), "its KV cache was overwritten by a worker that came late")
 
     def _fail_holders(self, kv_blocks: set[int], names: set[str], why: str) -> None:
-        self._held.blocks.forget_all()
-        if self._held.loader is not None:
-            self._held.loader.forget()
-        for request in list(self._held.requests.values()):
+        self._state.blocks.forget_all()
+        if self._state.loader is not None:
+            self._state.loader.forget()
+        for request in list(self._state.requests.values()):
             is_harmed = request.request_id in names or not kv_blocks.isdisjoint(request.held_blocks)
             if is_harmed and not request.is_closing:
                 self.fail(request, OverwrittenError(why))
@@ -149,7 +149,7 @@ class Lifecycle:
         """Releases items that no further step reads: they are computed, or in the cached prefix."""
         for item_idx, item in enumerate(request.main.prompt.media):
             if item.end <= request.main.num_computed_tokens:
-                self._held.features.release((request.request_id, item_idx))
+                self._state.features.release((request.request_id, item_idx))
 
     def on_sent(self, request: LanguageRequest, event: LeaseEvent | SendEvent) -> None:
         """The transfer of the request's KV to another worker has ended."""
@@ -163,7 +163,7 @@ class Lifecycle:
         """Ends the request. Blocks that an open transfer reads or writes are freed when it has ended."""
         self._release_features(request)
         self._unschedule(request)
-        kv_input, kv_output = self._held.kv_input, self._held.kv_output
+        kv_input, kv_output = self._state.kv_input, self._state.kv_output
         if kv_input.try_cancel(request):
             request.move(LanguagePhase.CLOSING)
         elif kv_output.is_open(request):
@@ -179,15 +179,15 @@ class Lifecycle:
         for choice in request.live_choices:
             self.end_choice(request, choice)
         for sequence in request.sequences:
-            self._held.blocks.free(sequence.block_table)
-        self._held.blocks.free(request.copy_blocks)
+            self._state.blocks.free(sequence.block_table)
+        self._state.blocks.free(request.copy_blocks)
         self._count(request, 0)
-        self._held.counts.num_sending_blocks -= request.num_sending_blocks
-        self._held.admission.remove(request.request_id)
-        self._held.arrivals.remove(request.request_id)
-        self._held.requests.remove(request.request_id)
-        if request.request.structure is not None and self._held.constraints is not None:
-            self._held.constraints.forget(request.request_id)
+        self._state.counts.end(request)
+        self._state.admission.remove(request.request_id)
+        self._state.arrivals.remove(request.request_id)
+        self._state.requests.remove(request.request_id)
+        if request.request.structure is not None and self._state.constraints is not None:
+            self._state.constraints.forget(request.request_id)
         if not request.sends:
             self._on_ended(request.request_id)
 
@@ -196,14 +196,12 @@ class Lifecycle:
         """Frees what the choice holds. A choice that has ended is ignored."""
         if choice.is_done:
             return
-        choice.is_done = True
-        self._held.counts.end_choice(request, choice)
-        for sequence in choice.sequences:
-            self._held.blocks.free(sequence.blocks)
-        choice.sequences = []
-        self._held.runner.forget(choice)
+        self._state.counts.end_choice(request, choice)
+        for sequence in choice.end():
+            self._state.blocks.free(sequence.blocks)
+        self._state.runner.forget(choice)
 
     def _release_features(self, request: LanguageRequest) -> None:
         """Items that have been released already are ignored."""
         for item_idx in range(len(request.request.prompt.media)):
-            self._held.features.release((request.request_id, item_idx), has_ended=True)
+            self._state.features.release((request.request_id, item_idx), has_ended=True)

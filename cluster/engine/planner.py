@@ -7,7 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.chunks import Chunk, ChunkScheduler, Span
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
@@ -25,6 +26,7 @@ class PromptPlanner:
         self.budget = budget
         self._chunks = ChunkScheduler(policy)
         self._sequences: dict[str, tuple[LanguageRequest, TokenSequence]] = {}  # by sequence id
+        self._num_at_start: dict[str, int] = {}  # tokens that were missing in `add`
         self._cpu_slots = cpu_slots
         self._num_layers = num_layers
         self._long_step_s = 0.0  # how long a step of long prompts may last
@@ -34,7 +36,7 @@ class PromptPlanner:
         self, request: LanguageRequest, sequence: TokenSequence, ticket: Ticket, spans: Sequence[Span]
     ) -> None:
         """The sequence has its blocks. `spans` are computed in one piece."""
-        sequence.num_missing_at_start = sequence.num_missing_tokens
+        self._num_at_start[sequence.sequence_id] = sequence.num_missing_tokens
         self._sequences[sequence.sequence_id] = (request, sequence)
         self._chunks.add(ticket, sequence.num_prompt_tokens, spans)
         self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
@@ -44,6 +46,7 @@ class PromptPlanner:
         """Sequences that are not in work are ignored."""
         self._chunks.remove(sequence.sequence_id)
         self._sequences.pop(sequence.sequence_id, None)
+        self._num_at_start.pop(sequence.sequence_id, None)
 
     def has_more_ready(self, sequence: TokenSequence) -> None:
         """Embeddings have come. Sequences that are not in work are ignored."""
@@ -60,14 +63,20 @@ class PromptPlanner:
             for sequence in request.sequences
         )
 
-    def next_step(self, limit_s: float = math.inf) -> tuple[list[PromptWork], bool]:
+    def next_step(self, limit_s: float = math.inf, room: int | None = None) -> tuple[list[PromptWork], bool]:
         """The next step, which should add no more than `limit_s` to the answers that are generated in it; and
         whether it serves only long prompts: prompts longer than the largest step. A step of long prompts
         yields its CPU slot between layers, and each of its layers should last no longer than the time that
         the slot is held at once. The first step of a long prompt is as small as possible: it shows how long
         that time is. Without answers (`limit_s` is infinite) a little text in front of an item that is
-        still encoded makes no step: it is left for a step with a prompt that is worth one."""
-        chunks = self._chunks.schedule(self.budget.max_tokens(self._context, limit_s))
+        still encoded makes no step: it is left for a step with a prompt that is worth one.
+
+        `room`: tokens above which a step is launched kernel by kernel, which on a GPU takes the host several
+        times as long as the device takes to compute them; None: no such limit. Prompts whose KV is sent layer
+        by layer are launched so in any case, and keep large steps."""
+        if any(request.sends for request, _ in self._sequences.values()):
+            room = None
+        chunks = self._chunks.schedule(self._max_tokens(limit_s, room))
         chosen = self._sequences_of(chunks)
         left_out: set[str] = set()
         if limit_s == math.inf and chosen and not any(map(self._is_worth_a_step, chosen)):
@@ -75,20 +84,24 @@ class PromptPlanner:
             left_out = {
                 name for name, (_, sequence) in self._sequences.items() if not self._is_worth_a_step(sequence)
             }
-            chunks = self._chunks.schedule(self.budget.max_tokens(self._context), left_out)
+            chunks = self._chunks.schedule(self._max_tokens(math.inf, room), left_out)
             chosen = self._sequences_of(chunks)
         if not chunks:
             return [], False
-        is_long = all(sequence.num_missing_at_start > self.budget.max_step_tokens for sequence in chosen)
+        largest = self.budget.max_step_tokens
+        is_long = all(self._num_at_start[sequence.sequence_id] > largest for sequence in chosen)
         if is_long:
             is_first = any(sequence.num_computed_tokens == sequence.num_cached_tokens for sequence in chosen)
             long_s = 0.0 if is_first else self._long_step_s
-            max_tokens = self.budget.max_tokens(self._context, min(limit_s, long_s))
-            chunks = self._chunks.schedule(max_tokens, left_out)
+            chunks = self._chunks.schedule(self._max_tokens(min(limit_s, long_s), room), left_out)
         works = [
             PromptWork(*self._sequences[chunk.request_id], chunk.num_scheduled_tokens) for chunk in chunks
         ]
         return works, is_long
+
+    def _max_tokens(self, limit_s: float, room: int | None) -> int:
+        tokens = self.budget.max_tokens(self._context, limit_s)
+        return tokens if room is None else max(self.budget.min_tokens, min(tokens, room))
 
     def _sequences_of(self, chunks: Sequence[Chunk]) -> list[TokenSequence]:
         return [self._sequences[chunk.request_id][1] for chunk in chunks]

@@ -13,6 +13,7 @@ from cluster.engine.draw_state import ConstraintMasks
 from cluster.engine.drawing import Choices, Drawer, Drawn
 from cluster.engine.features import FeatureStore
 from cluster.engine.kv_output import Ready
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import Speculator, accept
 from cluster.engine.state import (
     AnswerChoice,
@@ -20,7 +21,6 @@ from cluster.engine.state import (
     FirstTokens,
     LanguageRequest,
     PromptWork,
-    TokenSequence,
     Work,
     WorkResult,
 )
@@ -74,7 +74,7 @@ class LanguageRunner:
         room = [choice.stop.max_tokens - choice.num_generated - 1 for choice in choices]
         for choice, drafts, limit in zip(choices, self._guessed(choices, room), room, strict=True):
             constraint = None if choice.draw_state is None else choice.draw_state.constraint
-            choice.drafts = drafts if constraint is None else constraint.drafts(drafts, limit)
+            choice.propose(drafts if constraint is None else constraint.drafts(drafts, limit))
 
     def _guessed(self, choices: Sequence[AnswerChoice], room: Sequence[int]) -> list[list[int]]:
         if self._speculator is None:
@@ -85,6 +85,14 @@ class LanguageRunner:
             for choice in choices:
                 self._speculator.forget(choice.request_id)
             raise
+
+    def room_for_prompts(self, answers: Sequence[LanguageRequest]) -> int | None:
+        """Tokens of prompts that a recorded step holds next to these answers and their drafts. None: no step
+        with prompts is recorded."""
+        held = self._steps.recorded_tokens
+        num_rows = sum(len(choice.sequences) for request in answers for choice in request.live_choices)
+        num_drafts = 0 if self._speculator is None else self._speculator.max_draft_tokens
+        return held - num_rows * (1 + num_drafts) if held else None
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:
@@ -184,7 +192,7 @@ class LanguageRunner:
                 self.num_drafted += len(drafts)
                 self.num_accepted += len(tokens) - 1
                 self._speculator.observe(choice.request_id, len(drafts), len(tokens) - 1)
-            choice.drafts = []
+            choice.drop_drafts()
             yield tokens, drawn.logprobs_of(start, start + len(tokens))
             start = end
 

@@ -97,7 +97,7 @@ class Speculator:
 
     def __init__(self, proposer: Proposer, max_draft_tokens: int):
         self._proposer = proposer
-        self._max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens = max_draft_tokens
         self._lengths: dict[str, _DraftLength] = {}
 
     def propose(self, sequences: Sequence[DraftedSequence], room: Sequence[int]) -> list[list[int]]:
@@ -121,7 +121,7 @@ class Speculator:
         if length is None or num_drafted == 0:
             return
         if num_accepted == num_drafted:
-            length.num_tokens = min(length.num_tokens + 1, self._max_draft_tokens)
+            length.num_tokens = min(length.num_tokens + 1, self.max_draft_tokens)
         elif num_accepted == 0:
             length.num_tokens //= 2
             length.rest_steps = REST_STEPS
@@ -132,7 +132,7 @@ class Speculator:
         self._proposer.forget(request_id)
 
     def _next_length(self, request_id: str) -> int:
-        length = self._lengths.setdefault(request_id, _DraftLength(self._max_draft_tokens))
+        length = self._lengths.setdefault(request_id, _DraftLength(self.max_draft_tokens))
         if length.num_tokens == 0:
             length.rest_steps -= 1
             length.num_tokens = int(length.rest_steps == 0)

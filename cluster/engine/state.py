@@ -16,10 +16,12 @@ What a worker does for a request: it computes the prompts or receives their KV, 
 sends the KV to the worker that does. To receive KV only to send it on makes no sense.
 
 A request has one sequence per prompt: its own and, with classifier-free guidance, that of the negative
-prompt. When the answer begins, each choice (`n`) gets sequences of its own. They share the full blocks of a
-prompt. The last, partly filled block is copied for each choice before a choice writes to it.
+prompt (`TokenSequence`). When the answer begins, each choice (`n`) gets sequences of its own. They share the
+full blocks of a prompt. The last, partly filled block is copied for each choice before a choice writes to it.
 
 Requests that have ended leave the engine; their blocks are free from that moment.
+
+The records change through their methods only.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.timing import Stopwatch
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason
-from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 
 if TYPE_CHECKING:  # the simulator keeps these records without torch
     from torch import Tensor
 
     from cluster.engine.draw_state import DrawState
-    from cluster.kvcache.hashing import BlockHashes
-    from cluster.model.language import PromptPositions
+    from cluster.types.notices import KvReady
     from cluster.worker.outbox import DoorId
     from kv_transfer.lease.prompt_places import PromptPlaces
     from kv_transfer.lease.transfer import OutgoingLease
@@ -64,77 +66,6 @@ TRANSITIONS: dict[LanguagePhase, frozenset[LanguagePhase]] = {
     LanguagePhase.SENDING: frozenset({LanguagePhase.CLOSING}),
     LanguagePhase.CLOSING: frozenset(),
 }
-
-
-@dataclass(eq=False)
-class TokenSequence:
-    """The KV of a prompt and of the answer behind it: of its first `num_computed_tokens` tokens.
-
-    If no layer of the model looks back further than a window, blocks behind the window are freed: their
-    places in the table, [0, num_dropped), hold block 0, which is not read there."""
-
-    sequence_id: str  # unique in the worker
-    prompt: Prompt
-    positions: PromptPositions | None = None  # None: a token's position is its index + position_delta
-    position_delta: int = 0  # of the tokens behind the prompt
-    hashes: BlockHashes | None = (
-        None  # of its tokens; None: its KV is not exact, and no other request uses it
-    )
-    block_table: list[int] = field(default_factory=list)
-    num_dropped: int = 0
-    num_cached_tokens: int = 0  # the part of the prompt that came from the prefix cache
-    num_registered: int = 0  # prefix of the block table that other requests can find
-    num_computed_tokens: int = 0
-    num_missing_at_start: int = (
-        0  # tokens of the prompt that were not here when the engine began to compute it
-    )
-    num_blocks_sent: int = 0  # prefix of the block table that has been posted to the other worker
-    first_recomputed: int | None = None  # KV from this token on does not travel: the other worker computes it
-    items_ready: set[int] = field(default_factory=set)  # media items whose embeddings are here
-    last_logits: Tensor | None = None  # [1, vocab_size], once the prompt is computed, until a token is drawn
-    # Of the prompt's text tokens so far, until the first token is drawn, if the request wants them
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt.token_ids)
-
-    @property
-    def num_missing_tokens(self) -> int:
-        """Tokens of the prompt that are still to be computed."""
-        return max(0, self.num_prompt_tokens - self.num_computed_tokens)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the KV of the prompt is here."""
-        return self.num_computed_tokens >= self.num_prompt_tokens
-
-    @property
-    def num_ready_tokens(self) -> int:
-        """Tokens of the prompt that can be computed now: up to the first range of an item whose embeddings
-        are missing."""
-        missing = (item for i, item in enumerate(self.prompt.media) if i not in self.items_ready)
-        starts = (item.first_range_after(self.num_computed_tokens) for item in missing)
-        first = min((start for start in starts if start is not None), default=self.num_prompt_tokens)
-        return max(first, self.num_computed_tokens)
-
-    @property
-    def blocks(self) -> list[int]:
-        """Blocks that the sequence holds."""
-        return self.block_table[self.num_dropped :]
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """These tokens have been generated. Their KV is not here yet."""
-        if self.hashes is not None:
-            self.hashes.extend(token_ids)
-
-    def drop_behind_window(self, num_blocks: int) -> list[int]:
-        """The first `num_blocks` of the table are behind the window now. Returns those that were held: the
-        caller frees them."""
-        left = self.block_table[self.num_dropped : num_blocks]
-        self.block_table[self.num_dropped : num_blocks] = [0] * len(left)
-        self.num_dropped += len(left)
-        return left
 
 
 @dataclass(eq=False)
@@ -163,11 +94,38 @@ class AnswerChoice:
         """Tokens whose KV is here, of all sequences."""
         return sum(sequence.num_computed_tokens for sequence in self.sequences)
 
+    def propose(self, drafts: list[int]) -> None:
+        """Sets the guesses that this step verifies."""
+        self.drafts = drafts
+
+    def drop_drafts(self) -> None:
+        self.drafts = []
+
+    def draw_with(self, state: DrawState) -> None:
+        """From now on `state` gets each token of the choice."""
+        self.draw_state = state
+
+    def take(self, sequence: TokenSequence) -> None:
+        """Adds the choice's copy of a prompt's sequence."""
+        self.sequences.append(sequence)
+
     def append(self, token_id: int) -> FinishReason | None:
         """Takes a newly drawn token. Returns why the choice ends with it; None: it goes on."""
         self.token_ids.append(token_id)
         is_complete = self.draw_state is not None and self.draw_state.accept(token_id)
         return finish_reason(token_id, self.num_generated, self.stop, is_complete)
+
+    def count_context(self) -> int:
+        """Returns how many context tokens have come since the last call."""
+        num_new = self.num_context_tokens - self.num_counted_tokens
+        self.num_counted_tokens += num_new
+        return num_new
+
+    def end(self) -> list[TokenSequence]:
+        """Returns the choice's sequences: the caller frees their blocks."""
+        self.is_done = True
+        sequences, self.sequences = self.sequences, []
+        return sequences
 
 
 def finish_reason(
@@ -184,7 +142,7 @@ def finish_reason(
 
 @dataclass(eq=False)
 class LanguageRequest:
-    """Written by the engine only."""
+    """A request as the engine knows it."""
 
     request: GenerateRequest
     door: DoorId
@@ -281,13 +239,6 @@ class LanguageRequest:
         sequences = [*self.sequences, *(s for choice in self.choices for s in choice.sequences)]
         return {*self.copy_blocks, *(block_id for sequence in sequences for block_id in sequence.blocks)}
 
-    def take_first_step_s(self, now: float) -> float:
-        """Seconds since the answer began, at the first call; 0 afterwards."""
-        if self.began_at is None:
-            return 0.0
-        step_s, self.began_at = now - self.began_at, None
-        return step_s
-
     def num_copies(self, block_size: int) -> int:
         """Blocks for copies of each partly filled prompt block, for every further choice."""
         num_partial = sum(len(prompt.token_ids) % block_size > 0 for prompt in self.request.prompts)
@@ -297,6 +248,70 @@ class LanguageRequest:
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"{self.request_id}: {self.phase} cannot become {phase}")
         self.phase = phase
+
+    def add_prompt(self, sequence: TokenSequence) -> None:
+        """Adds the sequence of the next prompt."""
+        self.sequences.append(sequence)
+
+    def count_missing(self, num_tokens: int) -> int:
+        """Counts the request as `num_tokens` missing tokens. Returns as how many it was counted before."""
+        num_before, self.num_counted_tokens = self.num_counted_tokens, num_tokens
+        return num_before
+
+    def note_try(self) -> None:
+        """Room for the prompts is looked for."""
+        self.was_tried = True
+
+    def hold_copies(self, block_ids: list[int]) -> None:
+        """Keeps these blocks for copies of the partly filled prompt blocks."""
+        self.copy_blocks = block_ids
+
+    def take_copies(self) -> list[int]:
+        """Returns the blocks for copies: the caller uses them or frees them."""
+        block_ids, self.copy_blocks = self.copy_blocks, []
+        return block_ids
+
+    def admit(self, num_sending_blocks: int) -> None:
+        """The request has its blocks; the KV of `num_sending_blocks` of them is to be sent."""
+        self.is_admitted, self.num_sending_blocks = True, num_sending_blocks
+
+    def lease_blocks(self, lease_id: str) -> None:
+        """Another worker may write the prompts' KV into the blocks, under this lease."""
+        self.lease_id = lease_id
+
+    def arrived(self, ready: KvReady) -> None:
+        """All KV that travels is here."""
+        self.first_tokens = ready.first_tokens
+        for sequence, delta in zip(self.sequences, ready.position_deltas, strict=True):
+            sequence.arrived(delta, ready.first_recomputed if sequence is self.main else None)
+
+    def send_to(self, outgoing: OutgoingLease, places: PromptPlaces) -> None:
+        """The other worker has granted room for the prompts' KV."""
+        self.outgoing, self.places = outgoing, places
+
+    def drawn(self, first_tokens: tuple[int, ...]) -> None:
+        """The first tokens are known; further ones are wanted."""
+        self.first_tokens = first_tokens
+
+    def drop_logits(self) -> None:
+        """No first token is drawn from the prompts any more."""
+        for sequence in self.sequences:
+            sequence.drop_logits()
+
+    def hand_over(self, choice: AnswerChoice) -> None:
+        """The choice takes over the sequences of the prompts."""
+        choice.sequences += self.sequences
+        self.sequences = []
+
+    def begin_answer(self, now: float) -> None:
+        self.began_at = now
+
+    def take_first_step_s(self, now: float) -> float:
+        """Returns the seconds since the answer began, at the first call; 0 afterwards."""
+        if self.began_at is None:
+            return 0.0
+        step_s, self.began_at = now - self.began_at, None
+        return step_s
 
 
 @dataclass(frozen=True)

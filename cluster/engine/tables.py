@@ -6,9 +6,8 @@ Functions of the engine's thread over the records of a request and the pool. The
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from cluster.engine.state import AnswerChoice, LanguageRequest, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import AnswerChoice, LanguageRequest
 from cluster.kvcache.blocks import BlockPool
 from cluster.model.language import LanguageModel
 from cluster.scheduling.chunks import Span, usable_prefix
@@ -25,7 +24,7 @@ def try_allocate_prompts(
     in one piece."""
     if request.was_tried and not _may_fit(request, blocks, num_spare):
         return False
-    request.was_tried = True
+    request.note_try()
     size = blocks.block_size
     for sequence, uncut in zip(request.sequences, spans, strict=True):
         if request.scores_prompt and sequence is request.main:
@@ -37,13 +36,11 @@ def try_allocate_prompts(
     num_copies = request.num_copies(size)
     if sum(missing) + num_copies + num_spare > blocks.num_free:
         for sequence in request.sequences:
-            blocks.free(sequence.block_table)
-            sequence.block_table = []
-            sequence.num_cached_tokens = sequence.num_computed_tokens = sequence.num_registered = 0
+            blocks.free(sequence.reset())
         return False
     for sequence, count in zip(request.sequences, missing, strict=True):
-        sequence.block_table += blocks.allocate(count)
-    request.copy_blocks = blocks.allocate(num_copies)
+        sequence.hold(blocks.allocate(count))
+    request.hold_copies(blocks.allocate(num_copies))
     return True
 
 
@@ -71,10 +68,8 @@ def _share_cached(
     usable = len(cached) * size
     if is_computed:
         usable = usable_prefix(usable, sequence.num_prompt_tokens, size, uncut)
-    sequence.block_table = cached[: usable // size]
+    sequence.share(cached[: usable // size], usable)
     blocks.free(cached[usable // size :])
-    sequence.num_cached_tokens = sequence.num_computed_tokens = usable
-    sequence.num_registered = usable // size
 
 
 def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
@@ -84,7 +79,7 @@ def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
     num_full = min(len(sequence.hashes.hashes), sequence.num_computed_tokens // blocks.block_size)
     for i in range(max(sequence.num_registered, sequence.num_dropped), num_full):
         blocks.register(sequence.block_table[i], sequence.hashes.hashes[i])
-    sequence.num_registered = max(sequence.num_registered, num_full)
+    sequence.registered(num_full)
 
 
 def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[Span, ...]:
@@ -101,7 +96,7 @@ def share_prompts(request: LanguageRequest, blocks: BlockPool) -> tuple[list[int
     blocks to be copied, and their targets."""
     sources: list[int] = []
     targets: list[int] = []
-    choices = request.live_choices
+    choices, copies = request.live_choices, request.take_copies()
     for sequence in request.sequences if choices else ():
         num_full = sequence.num_prompt_tokens // blocks.block_size
         for choice in choices[1:]:
@@ -109,16 +104,12 @@ def share_prompts(request: LanguageRequest, blocks: BlockPool) -> tuple[list[int
             blocks.share(table)
             if num_full < len(sequence.block_table):
                 sources.append(sequence.block_table[num_full])
-                targets.append(request.copy_blocks.pop())
+                targets.append(copies.pop())
                 table.append(targets[-1])
-            name = f"{sequence.sequence_id}/{choice.idx}"
-            hashes = None if sequence.hashes is None else sequence.hashes.fork()
-            choice.sequences.append(replace(sequence, sequence_id=name, block_table=table, hashes=hashes))
-        choices[0].sequences.append(sequence)
+            choice.take(sequence.fork(f"{sequence.sequence_id}/{choice.idx}", table))
     if choices:
-        request.sequences = []
-    spare, request.copy_blocks = request.copy_blocks, []
-    blocks.free(spare)  # blocks for choices that have ended already
+        request.hand_over(choices[0])
+    blocks.free(copies)  # blocks for choices that have ended already
     return sources, targets
 
 
@@ -128,25 +119,24 @@ def try_grow(request: LanguageRequest, blocks: BlockPool) -> bool:
     if _try_cover(request, blocks):
         return True
     for choice in request.live_choices:
-        choice.drafts = []
+        choice.drop_drafts()
     return _try_cover(request, blocks)
 
 
 def _try_cover(request: LanguageRequest, blocks: BlockPool) -> bool:
-    tables = [
-        (sequence.block_table, (sequence.num_computed_tokens + len(choice.drafts)) // blocks.block_size + 1)
+    missing = [
+        (sequence, sequence.num_blocks_missing(1 + len(choice.drafts), blocks.block_size))
         for choice in request.live_choices
         for sequence in choice.sequences
     ]
-    missing = sum(max(0, wanted - len(table)) for table, wanted in tables)
-    if missing == 0:
+    num_missing = sum(count for _, count in missing)
+    if num_missing == 0:
         return True
-    fresh = blocks.try_allocate(missing)
+    fresh = blocks.try_allocate(num_missing)
     if fresh is None:
         return False
-    for table, wanted in tables:
-        while len(table) < wanted:
-            table.append(fresh.pop())
+    for sequence, count in missing:
+        sequence.hold(fresh.pop() for _ in range(count))
     return True
 
 

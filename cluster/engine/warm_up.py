@@ -23,10 +23,12 @@ LEAST_GROWTH = 1.5
 def warm_up_prompts(
     runner: LanguageRunner, blocks: BlockPool, budget: StepBudget, cpu_slots: CpuSlots, max_tokens: int
 ) -> None:
-    """Steps over prompts, each twice as long as the one before, up to `max_tokens`. Runs on the caller's
-    thread and blocks for a few steps."""
+    """Steps over prompts, each twice as long as the one before, up to `max_tokens` and to what a recorded
+    step holds. Runs on the caller's thread and blocks for a few steps."""
     num_tokens = budget.min_tokens
-    max_tokens = min(max_tokens, blocks.num_free * blocks.block_size)
+    max_tokens = min(
+        max_tokens, blocks.num_free * blocks.block_size, runner.room_for_prompts(()) or max_tokens
+    )
     is_first = True  # this step includes what is done only once
     while num_tokens <= max_tokens:
         table = blocks.allocate(-(-num_tokens // blocks.block_size))

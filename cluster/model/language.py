@@ -112,6 +112,10 @@ class LanguageModel:
         """Positions of every prompt token, from ids and media geometries. CPU only; any thread."""
         return self._position_rule.of_prompt(self._base, prompt)
 
+    @property
+    def recorded_tokens(self) -> int:
+        return 0
+
     @torch.inference_mode()
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None

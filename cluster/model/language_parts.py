@@ -42,7 +42,7 @@ from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, prob
 from cluster.model.support import backbone_of, check_class, family_of, post_head
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LanguageParts:
     model: PreTrainedModel
     family: ModelFamily
@@ -114,9 +114,9 @@ def probed_parts(
     shape = _attention_shape(model, shapes[0], MemoryLayout(first), block_size)
     weights = map(_own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
     return LanguageParts(
-        model, family, text, embed, head, head.weight.shape[0], after, shapes, block_size,
-        MemoryLayout(segments), make_backend(device, dtype, shape),
-        sum(own.numel() * own.element_size() for own in weights),
+        model=model, family=family, text=text, embed=embed, head=head, vocab_size=head.weight.shape[0], post_head=after, shapes=shapes, block_size=block_size,
+        kv_layout=MemoryLayout(segments), attention=make_backend(device, dtype, shape),
+        weight_bytes=sum(own.numel() * own.element_size() for own in weights),
     )  # fmt: skip
 
 

@@ -140,6 +140,11 @@ class LeadingModel:
         self._device = device
         self._progress = progress
 
+    @property
+    def recorded_tokens(self) -> int:
+        """Ranks report every step with prompts layer by layer, so none of these is recorded."""
+        return 0
+
     def forward(
         self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
     ) -> Tensor:

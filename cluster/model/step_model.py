@@ -15,6 +15,12 @@ class StepModel(Protocol):
     """The model that a runner calls: a `LanguageModel`, or a `LeadingModel` or `GraphedModel` that wraps
     one. Logits are valid until the next call."""
 
+    @property
+    def recorded_tokens(self) -> int:
+        """Tokens of the largest step with prompts that is replayed rather than launched kernel by kernel; 0:
+        there is none."""
+        ...
+
     def forward(
         self,
         chunks: Sequence[SequenceChunk],

@@ -6,7 +6,8 @@ gives workers parts of a GPU starts a daemon of its own, in its folder, which on
 daemon ends with the cluster's other processes. No setting of the GPU is changed.
 
 A worker whose daemon does not work cannot use its GPU at all. So a process that does nothing else opens the
-GPU through the daemon first; if that fails, the cluster runs without MPS and says so. Never run on a GPU.
+GPU through the daemon first; if that fails, the cluster runs without MPS and says so. Untried: clusters ran
+on an H100 without a complaint, but whether through the daemon was not looked at.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
-from cluster.engine.state import LanguageRequest, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguageRequest
 from cluster.engine.timing import Stopwatch
 from cluster.scheduling.keys import Ticket
 from cluster.simulator.caches import BlockCache
@@ -79,8 +80,7 @@ class Held:
     def hold_blocks(self, shared: list[bytes], num_new: int, num_cached_tokens: int) -> None:
         """Notes the blocks of the prompt. The shared ones have the KV of so many tokens."""
         self.has_blocks, self.shared, self.num_anonymous = True, shared, num_new
-        self.sequence.num_cached_tokens = self.sequence.num_computed_tokens = num_cached_tokens
-        self.sequence.num_registered = len(shared)
+        self.sequence.share([0] * len(shared), num_cached_tokens)
 
     def name_blocks(self, blocks: BlockCache, block_size: int) -> None:
         """Full blocks that are here can be reused. A block whose content is here already remains
@@ -91,7 +91,7 @@ class Held:
             if blocks.name(hashes[i]):
                 self.shared.append(hashes[i])
                 self.num_anonymous -= 1
-        sequence.num_registered = max(sequence.num_registered, num_full)
+        sequence.registered(num_full)
 
 
 def hold(attempt: SimAttempt, worker: SimLanguage, now: float) -> Held:
@@ -101,5 +101,5 @@ def hold(attempt: SimAttempt, worker: SimLanguage, now: float) -> Held:
     request = LanguageRequest(asked, 0, inf, arrived_at, Stopwatch(now), computes, sends)
     request.choices.clear()  # answers are counted, not generated
     sequence = TokenSequence(asked.request_id, asked.prompt)
-    request.sequences.append(sequence)
+    request.add_prompt(sequence)
     return Held(attempt, request, sequence)

@@ -44,19 +44,21 @@ class SimClient:
         request, num_attempts = self.request, self.asked.num_attempts
         waited_s = self.asked.started_at - request.arrived_at if num_attempts else 0.0
         if self.ttft_s is None:
-            return Outcome(request, status, waited_s, finished_at=now, num_attempts=num_attempts)
+            return Outcome(
+                request=request, status=status, waited_s=waited_s, finished_at=now, num_attempts=num_attempts
+            )
         return Outcome(
-            request,
-            status,
-            waited_s,
-            self.ttft_s,
-            max(0.0, self.attempts[0].second_at - request.arrived_at),
-            now,
-            (now - request.arrived_at - self.ttft_s) / max(1, request.num_output_tokens - 1),
-            num_attempts,
-            self.num_cached,
-            self.decided_ttft_s,
-            self.prediction,
+            request=request,
+            status=status,
+            waited_s=waited_s,
+            ttft_s=self.ttft_s,
+            second_s=max(0.0, self.attempts[0].second_at - request.arrived_at),
+            finished_at=now,
+            tpot_s=(now - request.arrived_at - self.ttft_s) / max(1, request.num_output_tokens - 1),
+            num_attempts=num_attempts,
+            num_cached=self.num_cached,
+            decided_ttft_s=self.decided_ttft_s,
+            prediction=self.prediction,
         )
 
 

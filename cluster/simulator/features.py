@@ -56,7 +56,7 @@ class Features:
         copy.consumers.append((held, idx))
         if len(copy.consumers) > 1:
             if copy.is_here:
-                held.sequence.items_ready.add(idx)
+                held.sequence.items_arrived([idx])
             self._tell(held, FeatureShared(held.attempt.request_id, idx))
 
     def arrived(self, media_hash: str) -> Iterator[Held]:
@@ -65,7 +65,7 @@ class Features:
         copy.is_here = True
         for held, idx in copy.consumers:
             if idx not in held.sequence.items_ready:
-                held.sequence.items_ready.add(idx)
+                held.sequence.items_arrived([idx])
                 yield held
 
     def release(self, held: Held, num_tokens: int) -> None:

@@ -150,7 +150,7 @@ class SimLanguage:
         """All KV of the prompt is here."""
         held = self.held.get(attempt.request_id)
         if held is not None and not self.is_dead:
-            held.sequence.num_computed_tokens = attempt.num_tokens
+            held.sequence.arrived(position_delta=0)
             held.name_blocks(self.blocks, self.block_size)
             self._answer(held)
 
@@ -284,7 +284,7 @@ class SimLanguage:
 
     def _advance(self, held: Held, num_tokens: int, took_s: float) -> None:
         request, sequence = held.request, held.sequence
-        sequence.num_computed_tokens += num_tokens
+        sequence.computed(num_tokens)
         self.num_queued_tokens -= num_tokens
         held.name_blocks(self.blocks, self.block_size)
         self._features.release(held, sequence.num_computed_tokens)

@@ -8,7 +8,7 @@ from cluster.simulator.workload import SimRequest
 from router.policy import Prediction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Instants are seconds of the run, durations are seconds. A request without a first token has zeros."""
 

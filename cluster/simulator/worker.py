@@ -63,8 +63,8 @@ class WorkerSpec:
 def member(spec: WorkerSpec, model: Model) -> Member:
     """The worker as doors see it."""
     return Member(
-        spec.replica_id,
-        spec.role,
+        replica_id=spec.replica_id,
+        role=spec.role,
         address="",
         model=model.name,
         layout="",

@@ -69,7 +69,7 @@ class ProcessId(msgspec.Struct, frozen=True, array_like=True):
     started_at: int  # clock ticks after the kernel's start, because pids are reused
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One live replica. Published once, when the replica becomes ready; constant for one incarnation."""
 
     replica_id: str

@@ -86,6 +86,18 @@ class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
     """Base of every frame."""
 
 
+class RequestMessage(ChannelMessage, frozen=True):
+    """Base of frames about one attempt of a request."""
+
+    request_id: str
+
+
+class ItemMessage(RequestMessage, frozen=True):
+    """Base of frames about one of its media items."""
+
+    item_idx: int  # position in the prompt's media
+
+
 class Hello(ChannelMessage, frozen=True):
     """First frame in each direction."""
 
@@ -114,10 +126,9 @@ class StartDecode(ChannelMessage, frozen=True):
     cached: tuple[int, ...] = ()  # the same
 
 
-class DecodeGranted(ChannelMessage, frozen=True):
+class DecodeGranted(RequestMessage, frozen=True):
     """The blocks of the grant: those of the prompt, then those of the negative prompt."""
 
-    request_id: str
     grant: Grant
 
 
@@ -131,40 +142,30 @@ class StartPrefill(ChannelMessage, frozen=True):
     cached: tuple[int, ...] = ()
 
 
-class PrefillAdmitted(ChannelMessage, frozen=True):
+class PrefillAdmitted(RequestMessage, frozen=True):
     """Prefill holds the blocks of all prompts. The door may now ask decode for the same."""
 
-    request_id: str
 
-
-class FeatureGranted(ChannelMessage, frozen=True):
+class FeatureGranted(ItemMessage, frozen=True):
     """Destination of the embeddings of `prompt.media[item_idx]`. Sent when the prompt's worker has room."""
 
-    request_id: str
-    item_idx: int
     grant: Grant
 
 
-class FeatureShared(ChannelMessage, frozen=True):
+class FeatureShared(ItemMessage, frozen=True):
     """Another request in work gets, or got, the embeddings of `prompt.media[item_idx]`: nothing needs to be
     sent for this one. If the embeddings fail to come, `FeatureGranted` follows."""
 
-    request_id: str
-    item_idx: int
 
-
-class DecodeTarget(ChannelMessage, frozen=True):
+class DecodeTarget(RequestMessage, frozen=True):
     """Decode's grant, passed on to prefill."""
 
-    request_id: str
     grant: Grant
 
 
-class StartEncode(ChannelMessage, frozen=True):
+class StartEncode(ItemMessage, frozen=True):
     """Encode (or find in the cache) one item and push its embeddings to a grant."""
 
-    request_id: str
-    item_idx: int  # position in the prompt's media
     item: MediaItem
     timeout_s: float
     priority: int = 0  # the request's; lower goes sooner
@@ -174,20 +175,16 @@ class StartEncode(ChannelMessage, frozen=True):
     keep: bool = True  # another use is expected; False: these embeddings are evicted before others
 
 
-class EncodeTarget(ChannelMessage, frozen=True):
+class EncodeTarget(ItemMessage, frozen=True):
     """Prefill's grant for one item, passed on to the encoder: before or after the end of encoding."""
 
-    request_id: str
-    item_idx: int
     grant: Grant
 
 
-class EncoderLost(ChannelMessage, frozen=True):
+class EncoderLost(ItemMessage, frozen=True):
     """A message to the worker that computes the prompt: the encoder that had this grant for one item is lost.
     The worker answers with another grant."""
 
-    request_id: str
-    item_idx: int
     lease_id: str  # empty: the worker itself was to encode the item, and now another one does
 
 
@@ -227,9 +224,7 @@ class PrefillTiming(msgspec.Struct, frozen=True, array_like=True):
     computing_s: float = 0.0  # in steps that computed a part of it
 
 
-class Encoded(ChannelMessage, frozen=True):
-    request_id: str
-    item_idx: int
+class Encoded(ItemMessage, frozen=True):
     cached: bool  # the embeddings came from the encoder cache
     timing: EncodeTiming = EncodeTiming()
 
@@ -369,22 +364,18 @@ class Tokens(ChannelMessage, frozen=True):
     load: LoadReport | None = None
 
 
-class Failed(ChannelMessage, frozen=True):
+class Failed(RequestMessage, frozen=True):
     """This worker has stopped the request and freed what it held."""
 
-    request_id: str
     error: ErrorInfo
     item_idx: int | None = None  # encoder only
 
 
-class Preempted(ChannelMessage, frozen=True):
+class Preempted(RequestMessage, frozen=True):
     """Decode needed the blocks for an older request and has dropped this one."""
 
-    request_id: str
 
-
-class Cancel(ChannelMessage, frozen=True):
-    request_id: str
+class Cancel(RequestMessage, frozen=True):
     choice_idx: int | None = None  # decode: only this choice; the others of the request go on
     item_idx: int | None = None  # encoder: only this item; the request goes on
 

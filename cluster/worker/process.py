@@ -118,20 +118,20 @@ class WorkerProcess:
         `attach`."""
         setup = self._setup
         return Member(
-            setup.replica_id,
-            role,
-            "",
-            self._model,
-            layout.fingerprint,
-            num_blocks,
-            modalities,
-            hardware_of(setup.device, num_ranks=1 if self._ranks is None else self._ranks.size),
-            block_bytes,
-            num_layers,
-            self.processes,
-            row_bytes,
-            self._device,
-            self.shell.name,
+            replica_id=setup.replica_id,
+            role=role,
+            address="",
+            model=self._model,
+            layout=layout.fingerprint,
+            num_blocks=num_blocks,
+            modalities=modalities,
+            hardware=hardware_of(setup.device, num_ranks=1 if self._ranks is None else self._ranks.size),
+            block_bytes=block_bytes,
+            num_layers=num_layers,
+            processes=self.processes,
+            row_bytes=row_bytes,
+            device=self._device,
+            process_name=self.shell.name,
         )
 
     @property

@@ -46,7 +46,7 @@ START_TIMEOUT_S = 600.0  # until a rank has read its share of the weights
 STOP_TIMEOUT_S = 10.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankSpec:
     """All that a rank is told. Pickled, from parent to child."""
 
@@ -102,15 +102,15 @@ class Ranks:
             self.links.append(RankLink(transfers))
             transfers.send(
                 RankSpec(
-                    args,
-                    setup.replica_id,
-                    setup.host,
-                    role,
-                    sizes,
-                    rank,
-                    meeting,
-                    num_threads,
-                    lease_margin_s,
+                    args=args,
+                    replica_id=setup.replica_id,
+                    host=setup.host,
+                    role=role,
+                    sizes=sizes,
+                    rank=rank,
+                    meeting=meeting,
+                    num_threads=num_threads,
+                    lease_margin_s=lease_margin_s,
                 )
             )
             threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()

@@ -28,7 +28,7 @@ SLOW_LANE = 20e9
 SWITCH_INTERVAL_S = 0.001
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
     replica_id: str
     device: torch.device
@@ -39,9 +39,8 @@ class WorkerSetup:
     address: str  # of the side channel; a TCP port of 0 is replaced when the server starts
     secret: str | None
     folder: Path  # of this user on this host: sockets, and the meeting points of processes
-    cpu_slots_folder: (
-        Path | None
-    )  # shared with the workers of this host that run on its cores; None: on a GPU
+    # shared with the workers of this host that run on its cores; None: on a GPU
+    cpu_slots_folder: Path | None
     late_memory: LateMemory
     hang_timeout_s: float = 60.0  # see `cluster.worker.pulse`
 
@@ -69,18 +68,18 @@ def set_up(
     address = new_address(args.side_channel, name=replica_id, directory=environment.socket_dir, host=host)
     cpu_slots_folder = environment.socket_dir if device.type == "cpu" else None
     return WorkerSetup(
-        replica_id,
-        device,
-        dtype,
-        host,
-        transport or args.transport,
-        args.net_devices,
-        address,
-        environment.cluster_secret,
-        environment.socket_dir,
-        cpu_slots_folder,
-        LateMemory(cpu_slots_folder),
-        args.hang_timeout_s,
+        replica_id=replica_id,
+        device=device,
+        dtype=dtype,
+        host=host,
+        transport=transport or args.transport,
+        net_devices=args.net_devices,
+        address=address,
+        secret=environment.cluster_secret,
+        folder=environment.socket_dir,
+        cpu_slots_folder=cpu_slots_folder,
+        late_memory=LateMemory(cpu_slots_folder),
+        hang_timeout_s=args.hang_timeout_s,
     )
 
 

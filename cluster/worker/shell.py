@@ -21,15 +21,20 @@ from cluster.rpc import Connection, SentLog, Server, grant_name
 from cluster.types.members import Phase
 from cluster.types.messages import (
     AnyMessage,
+    Cancel,
     DecodeGranted,
     Failed,
     FeatureGranted,
     Goodbye,
+    ItemMessage,
     PhasesAssigned,
     Ping,
     Pong,
+    RequestMessage,
     ReturnGrant,
     Stalled,
+    StartDecode,
+    StartPrefill,
 )
 from cluster.worker.outbox import DoorId
 from cluster.worker.seat import EngineSeat
@@ -181,10 +186,8 @@ class WorkerShell:
             self._handle(self._doors[connection], message)
         except Exception as error:
             logger.exception("a message could not be handled: %s", type(message).__name__)
-            request = getattr(message, "request", message)
-            request_id, item_idx = getattr(request, "request_id", None), getattr(message, "item_idx", None)
-            if request_id is not None:
-                connection.send(Failed(request_id, to_info(error), item_idx))
+            if (failed := _failure_of(message, error)) is not None:
+                connection.send(failed)
 
     def _on_close(self, connection: Connection) -> None:
         door = self._doors.pop(connection)
@@ -203,3 +206,16 @@ class WorkerShell:
         for name in away[:-MAX_DOORS]:
             del self._logs[name]
             self._has_forgotten = True
+
+
+def _failure_of(message: AnyMessage, error: Exception) -> Failed | None:
+    """What the door is told if a message cannot be handled. None: the message is about no request."""
+    match message:
+        case StartPrefill() | StartDecode():
+            return Failed(message.request.request_id, to_info(error))
+        case ItemMessage() | Cancel():
+            return Failed(message.request_id, to_info(error), message.item_idx)
+        case RequestMessage():
+            return Failed(message.request_id, to_info(error))
+        case _:
+            return None

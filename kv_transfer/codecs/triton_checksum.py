@@ -1,7 +1,6 @@
 """`checksum.tensor_checksum` of many block lists of one memory in one launch. Importing it needs triton.
 
-Tried in Triton's interpreter and compiled for sm_80, sm_90 and sm_100 (Triton 3.9); never run on a GPU. Goal
-there: 1 TB/s.
+On an H100 it sums 2.9 TB/s (bench/gpu/README.md).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The codecs on a GPU: the same bytes as `quantisation` makes, for all groups, layers, K and V in one launch.
 Importing it needs triton.
 
-Tried in Triton's interpreter and compiled for sm_80, sm_90 and sm_100 (Triton 3.9). On an H100 an earlier
-form, with a launch for each segment, coded at 24 GB/s; this one has not run on a GPU. Goal: 700 GB/s, as
-`Wire` measures it.
+On an H100 the kernel codes 1.35 TB of KV a second (bench/gpu/README.md); with a launch for each segment it was
+24 GB/s.
 
 A program codes a tile: the tokens of one group, up to RUN_CHANNELS channels of its K or V. K is one run of
 all its channels; V has runs in each head. `SegmentTable` holds what differs between segments.

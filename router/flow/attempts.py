@@ -7,50 +7,43 @@
     land      as soon as the last token of every choice has come, read or not, or the attempt has failed: its
               charges are freed, and every worker that may still hold something is told to let go
     replay    if it failed because a worker was lost, is stopped, or gave it up for want of another one, other
-              attempts go on with what is left of it (`RequestFlow.replay`)
+              attempts go on with what is left of it (`router.flow.continuation`)
 
 An error in here concerns one attempt: that attempt ends with an internal error, all others go on. Pure: `now`
-is passed in, outputs are appended to a list.
+is passed in, outputs go to the context.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 from cluster.errors import (
-    ClusterError,
-    OverwrittenError,
     UnavailableError,
     from_info,
-    to_known,
 )
 from cluster.types.members import Phase
 from cluster.types.messages import (
-    AnyMessage,
     Cancel,
     DecodeGranted,
     DecodeTarget,
     Encoded,
-    EncodeTarget,
     Failed,
     FeatureGranted,
     FeatureShared,
-    GrantPassed,
     Preempted,
     PrefillAdmitted,
-    ReturnGrant,
+    RequestMessage,
     StartDecode,
     StartPrefill,
     TokenEvent,
 )
 from cluster.types.request import GenerateRequest
-from cluster.types.transfer import Grant
+from router.admission.controller import AdmissionController
+from router.flow.context import FlowContext, logged
 from router.flow.media import MediaFlow
-from router.flow.outputs import CallDecode, Drained, Output, Placed, Send
-from router.flow.placer import Placer
-from router.flow.quarantine import Quarantine, barred_item, barred_request, content_of
+from router.flow.outputs import CallDecode, Drained, Placed, Send
+from router.flow.quarantine import barred_item, barred_request, content_of
 from router.flow.state import Attempt, ClientRequest, WorkerState
 from router.policy import Decision, RequestView
 
@@ -59,48 +52,22 @@ logger = logging.getLogger(__name__)
 MAX_MOVES = 2  # times that a choice leaves a worker that makes no progress: perhaps all are merely slow
 
 
-class AttemptOwner(Protocol):
-    """What attempts tell the request flow."""
-
-    def deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
-        """The next event of a choice, or the error that ends it."""
-        ...
-
-    def on_first_token(self, attempt: Attempt) -> None: ...
-
-    def on_all_encoded(self, attempt: Attempt) -> None: ...
-
-    def on_landed(self, attempt: Attempt, now: float) -> None: ...
-
-    def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
-        """These choices, with equal tokens, are to go on in another attempt."""
-        ...
-
-    def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
-        """The attempt has failed; what is left of it may succeed elsewhere."""
-        ...
-
-
 class Attempts:
     def __init__(
         self,
-        owner: AttemptOwner,
-        placer: Placer,
-        workers: dict[str, WorkerState],
-        outputs: list[Output],
-        first_token_timeout_s: float,
+        context: FlowContext,
+        admission: AdmissionController,
+        go_on: Callable[[Attempt, Sequence[int], float], None],
     ):
-        """`workers`: those that are connected, by replica id; the owner changes it."""
-        self._owner = owner
-        self._placer = placer
-        self._cluster = placer.cluster
-        self._workers = workers
-        self._outputs = outputs
-        self._timeout_s = first_token_timeout_s
-        self.quarantine = Quarantine()
-        self._media = MediaFlow(self, self._cluster, first_token_timeout_s, self.quarantine)
+        """`go_on(attempt, choice_idxs, now)`: these choices of it were preempted, or it has landed."""
+        self._context = context
+        self._admission = admission
+        self._go_on = go_on
+        self._placer = context.placer
+        self._cluster = context.cluster
+        self._quarantine = context.quarantine
+        self._media = MediaFlow(context)
         self._attempts: dict[str, Attempt] = {}
-        self.num_crashed = 0  # requests that an error of this door has ended
 
     def __len__(self) -> int:
         """Attempts that have started and not landed."""
@@ -124,25 +91,25 @@ class Attempts:
         """Raises KeyError if a worker of the decision is not connected, and has then started nothing."""
         placement = decision.placement
         attempt = Attempt(
-            client,
-            request,
-            choice_idxs,
-            [self._workers[replica_id] for replica_id in placement.encoders],
-            self._workers[placement.prefill],
-            self._workers[placement.decode],
-            placement.codec,
-            self._placer.returning(client.items),
-            content_of(client.request, client.hashes, view.block_size),
-            now,
-            self._placer.cached_items(view, placement.prefill),
+            client=client,
+            request=request,
+            choice_idxs=choice_idxs,
+            encoders=[self._context.workers[replica_id] for replica_id in placement.encoders],
+            prompt_worker=self._context.workers[placement.prefill],
+            decode=self._context.workers[placement.decode],
+            codec=placement.codec,
+            returning=self._placer.returning(client.items),
+            content=content_of(client.request, client.hashes, view.block_size),
+            started_at=now,
+            cached=self._placer.cached_items(view, placement.prefill),
         )
         self._attempts[request.request_id] = attempt
         for worker in attempt.workers:
-            worker.num_requests += 1
+            worker.add_request()
         for idx, client_idx in enumerate(choice_idxs):
-            choice = client.choices[client_idx]
-            choice.attempt, choice.idx = attempt, idx
-        self.guard(attempt, self._send_first, attempt, view, decision, now)
+            client.choices[client_idx].go_on_in(attempt, idx)
+        with self._context.isolated(attempt):
+            self._send_first(attempt, view, decision, now)
         self.advance(attempt, now)
 
     def close(self, attempt: Attempt, choice_idx: int, now: float) -> None:
@@ -150,7 +117,7 @@ class Attempts:
         choice = attempt.choices[choice_idx]
         choice.is_open = False
         if not attempt.has_landed and not attempt.is_over and not choice.is_finished:
-            self.send(attempt.decode, Cancel(attempt.request_id, choice_idx), attempt)
+            self._context.send(attempt.decode, Cancel(attempt.request_id, choice_idx), attempt)
         self.advance(attempt, now)
 
     def close_unread(self, client: ClientRequest, choice_idxs: Sequence[int], now: float) -> None:
@@ -161,123 +128,78 @@ class Attempts:
 
     def check_barred(self, client: ClientRequest, now: float) -> None:
         """Raises QuarantinedError."""
-        if not self.quarantine:
+        if not self._quarantine:
             return
         for item in client.items:
-            if self.quarantine.is_barred(item.media_hash, now):
+            if self._quarantine.is_barred(item.media_hash, now):
                 raise barred_item(item)
-        if self.quarantine.is_barred(content_of(client.request, client.hashes, self._placer.block_size), now):
+        if self._quarantine.is_barred(
+            content_of(client.request, client.hashes, self._placer.block_size), now
+        ):
             raise barred_request()
 
     def on_tokens(self, attempt: Attempt, worker: WorkerState, event: TokenEvent, now: float) -> None:
-        self.guard(attempt, self._on_tokens, attempt, worker, event, now)
+        with self._context.isolated(attempt):
+            self._on_tokens(attempt, worker, event, now)
         if event.finish_reason is not None or worker is not attempt.decode or attempt.has_failed:
             self.advance(attempt, now)
 
-    def on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
-        self.guard(attempt, self._on_message, attempt, worker, message, now)
+    def on_message(self, worker: WorkerState, message: RequestMessage, now: float) -> None:
+        attempt = self._attempts[message.request_id]
+        with self._context.isolated(attempt):
+            self._on_message(attempt, worker, message, now)
         self.advance(attempt, now)
 
     def on_lost(self, worker: WorkerState, now: float) -> None:
         """The worker is gone."""
         for attempt in list(self._attempts.values()):
-            self.guard(attempt, self._on_lost, attempt, worker, now)
+            with self._context.isolated(attempt):
+                self._on_lost(attempt, worker, now)
             self.advance(attempt, now)
 
     def on_silent(self, worker: WorkerState, now: float) -> None:
         """The worker has made no progress for long: what it has goes to workers that do. It may continue
         later: what it sends then is about attempts that have landed, and what it writes is fenced."""
         for attempt in list(self._attempts.values()):
-            self.guard(attempt, self._on_silent, attempt, worker, now)
+            with self._context.isolated(attempt):
+                self._on_silent(attempt, worker, now)
             self.advance(attempt, now)
 
     def end(self, attempt: Attempt, error: Exception, now: float, *blamed: WorkerState) -> None:
         """Fail the attempt; an error that is not a ClusterError is this door's own."""
-        self.fail(attempt, self.known(error), *blamed)
+        self._context.fail(attempt, self._context.known(error), *blamed)
         self.advance(attempt, now)
-
-    # For the media side (`MediaOwner`)
-
-    def send(self, worker: WorkerState, message: AnyMessage, attempt: Attempt) -> None:
-        if not worker.is_lost:
-            self._outputs.append(Send(worker.replica_id, message, attempt.request_id))
-
-    def pass_on(
-        self,
-        attempt: Attempt,
-        owner: WorkerState,
-        writer: WorkerState,
-        target: DecodeTarget | EncodeTarget,
-    ) -> None:
-        request_id = attempt.request_id
-        passed = GrantPassed(target.grant.lease_id, writer.member.processes)
-        self._outputs.append(Send(writer.replica_id, target, request_id, owner.replica_id))
-        self._outputs.append(Send(owner.replica_id, passed, request_id))
-
-    def return_grant(self, owner: WorkerState, grant: Grant) -> None:
-        self._outputs.append(Send(owner.replica_id, ReturnGrant(grant.lease_id)))
-
-    def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None:
-        """Every choice that has not ended gets the error, unless another attempt may go on with it. `advance`
-        lands the attempt. `blamed`: may have caused it; if none is named, prompt worker and decode."""
-        if attempt.has_failed:
-            return
-        attempt.has_failed = True
-        is_lost = isinstance(error, OverwrittenError) and any(c.token_ids for c in attempt.choices)
-        if isinstance(error, UnavailableError | OverwrittenError) and not is_lost:
-            attempt.failure = error
-            attempt.blamed = blamed or (attempt.prompt_worker, attempt.decode)
-            return
-        for choice_idx in range(len(attempt.choices)):
-            self._deliver(attempt, choice_idx, error)
-
-    def guard(self, attempt: Attempt, function: Callable[..., None], *args: Any) -> None:
-        """Call the function; an exception fails this attempt."""
-        try:
-            function(*args)
-        except Exception as error:
-            self.fail(attempt, self.known(error))
-
-    def next_encoder(self, attempt: Attempt, item_idx: int, last: WorkerState, now: float) -> WorkerState:
-        return self._workers[self._placer.next_encoder(attempt, item_idx, last.replica_id, now)]
-
-    def known(self, error: Exception) -> ClusterError:
-        """What the client is told. An error of this door itself is logged and counted."""
-        if not isinstance(error, ClusterError):
-            self.num_crashed += 1
-            logger.error("a request ended because of an error in this door", exc_info=error)
-        return to_known(error)
 
     # Steps
 
     def _send_first(self, attempt: Attempt, view: RequestView, decision: Decision, now: float) -> None:
         attempt.client.timeline.placed(now, decision)
         self._placer.charge(view, decision, now)
-        self._outputs.append(Placed(attempt.client.timeline))
+        self._context.put(Placed(attempt.client.timeline))
         own_items = self._media.own_items(attempt, now)
         if attempt.is_local:
             self._start_decode(attempt, own_items)
         else:
-            start = StartPrefill(attempt.request, self._timeout_s, own_items, attempt.cached)
-            self.send(attempt.prompt_worker, start, attempt)
+            start = StartPrefill(attempt.request, self._context.timeout_s, own_items, attempt.cached)
+            self._context.send(attempt.prompt_worker, start, attempt)
         self._media.start(attempt, now)
 
     def _start_decode(self, attempt: Attempt, own_items: tuple[int, ...] = ()) -> None:
         media = (own_items, attempt.cached) if attempt.is_local else ()
-        start = StartDecode(attempt.request, self._timeout_s, attempt.is_local, attempt.codec, *media)
-        self.send(attempt.decode, start, attempt)
-        self._outputs.append(CallDecode(attempt.decode.replica_id, attempt.request_id))
+        start = StartDecode(attempt.request, self._context.timeout_s, attempt.is_local, attempt.codec, *media)
+        self._context.send(attempt.decode, start, attempt)
+        self._context.put(CallDecode(attempt.decode.replica_id, attempt.request_id))
 
     def _on_tokens(self, attempt: Attempt, worker: WorkerState, event: TokenEvent, now: float) -> None:
         is_first = attempt.num_tokens == 0
         ready = attempt.on_tokens(worker, event)
         if is_first and attempt.num_tokens:
             self._placer.first_token(attempt, event.timing, now)
-            self._owner.on_first_token(attempt)
+            self._admission.done(attempt.client.request_id)
         for each in ready:
-            self._deliver(attempt, event.choice_idx, each)
+            self._context.answer(attempt, event.choice_idx, each)
 
-    def _on_message(self, attempt: Attempt, worker: WorkerState, message: AnyMessage, now: float) -> None:
+    def _on_message(self, attempt: Attempt, worker: WorkerState, message: RequestMessage, now: float) -> None:
         if isinstance(message, PrefillAdmitted):
             attempt.has_memory = True
             self._start_decode(attempt)
@@ -295,7 +217,7 @@ class Attempts:
         elif isinstance(message, Failed) and message.item_idx is not None:
             self._media.on_failed(attempt, worker, message, now)
         elif isinstance(message, Failed) and attempt.needs(worker):
-            self.fail(attempt, from_info(message.error))
+            self._context.fail(attempt, from_info(message.error))
 
     def _on_encoded(self, attempt: Attempt, worker: WorkerState, message: Encoded, now: float) -> None:
         """The encoder has told the prompt worker by its own notification."""
@@ -308,44 +230,42 @@ class Attempts:
 
     def _on_decode_granted(self, attempt: Attempt, granted: DecodeGranted) -> None:
         target = DecodeTarget(attempt.request_id, granted.grant)
-        self.pass_on(attempt, attempt.decode, attempt.prompt_worker, target)
-
-    def _deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
-        if attempt.choices[choice_idx].is_open:
-            self._owner.deliver(attempt, choice_idx, event)
+        self._context.pass_on(attempt, attempt.decode, attempt.prompt_worker, target)
 
     def _item_done(self, attempt: Attempt, item_idx: int) -> None:
-        attempt.unencoded.discard(item_idx)
+        attempt.item_arrived(item_idx)
         if not attempt.unencoded:
-            self._owner.on_all_encoded(attempt)
+            self._admission.encoded(attempt.client.request_id)
 
     def _on_lost(self, attempt: Attempt, worker: WorkerState, now: float) -> None:
         """The worker may have a part in the attempt."""
         self._media.on_lost(attempt, worker, now)
         if attempt.needs(worker):
             if attempt.has_memory or worker is attempt.decode:
-                self.quarantine.lost(attempt.content, worker.replica_id, now, attempt.client.num_tokens)
-            is_barred = self.quarantine.is_barred(attempt.content, now)
+                self._quarantine.lost(attempt.content, worker.replica_id, now, attempt.client.num_tokens)
+            is_barred = self._quarantine.is_barred(attempt.content, now)
             lost = UnavailableError(f"the {worker.role} worker was lost", retry_after_s=1.0)
-            self.fail(attempt, barred_request() if is_barred else lost, worker)
+            self._context.fail(attempt, barred_request() if is_barred else lost, worker)
 
     def _on_silent(self, attempt: Attempt, worker: WorkerState, now: float) -> None:
         if worker.role.encodes:
             self._media.on_silent(attempt, worker, now)
         if attempt.needs(worker) and attempt.num_losses < MAX_MOVES and self._can_do_without(worker):
             stopped = UnavailableError(f"the {worker.role} worker makes no progress", retry_after_s=1.0)
-            self.fail(attempt, stopped, worker)
+            self._context.fail(attempt, stopped, worker)
 
     def _can_do_without(self, worker: WorkerState) -> bool:
         """Whether other workers that make progress can do all that it does, but encoding."""
-        moving = {other.role for other in self._workers.values() if other.is_listed and not other.is_silent}
+        moving = {
+            other.role for other in self._context.workers.values() if other.is_listed and not other.is_silent
+        }
         phases = {phase for role in moving for phase in role.phases}
         if Phase.DECODE in phases:
             phases.add(Phase.PREFILL)
         return worker.role.phases - {Phase.ENCODE} <= phases
 
     def advance(self, attempt: Attempt, now: float) -> None:
-        """Land the attempt if it is over, and have its preempted choices go on."""
+        """Lands the attempt if it is over, and has its preempted choices go on."""
         if attempt.has_landed:
             return
         resumable = [idx for idx, choice in enumerate(attempt.choices) if choice.is_resumable]
@@ -354,11 +274,8 @@ class Attempts:
             self._land(attempt, now)
         for choice_idx in resumable:
             attempt.choices[choice_idx].is_open = False
-            self._owner.resume(attempt, (choice_idx,), now)
-        if lands:
-            if attempt.failure is not None:
-                self._owner.replay(attempt, attempt.failure, now)
-            self._owner.on_landed(attempt, now)
+        if lands or resumable:
+            self._go_on(attempt, resumable, now)
 
     def _land(self, attempt: Attempt, now: float) -> None:
         """Every worker that may still hold something lets go. If decode has ended the request, the prompt
@@ -366,26 +283,20 @@ class Attempts:
         left with an item that the prompt worker found in its prefix cache."""
         del self._attempts[attempt.request_id]
         attempt.has_landed = True
-        if self.quarantine and not attempt.has_failed and attempt.is_read:
-            self.quarantine.survived(attempt.content)
-        logged(self._media.on_landed, attempt, now)
-        logged(self._placer.landed, attempt)
+        if self._quarantine and not attempt.has_failed and attempt.is_read:
+            self._quarantine.survived(attempt.content)
+        with logged():
+            self._media.on_landed(attempt, now)
+        with logged():
+            self._placer.landed(attempt)
         ended = [attempt.prompt_worker, attempt.decode] if attempt.is_over_at_decode else []
         encoding = [attempt.media[item_idx].encoder for item_idx in attempt.unencoded]
         for worker in attempt.workers:
-            worker.num_requests -= 1
+            worker.drop_request()
             if (worker not in ended or worker in encoding) and not worker.is_lost:
-                self._outputs.append(Send(worker.replica_id, Cancel(attempt.request_id)))
+                self._context.put(Send(worker.replica_id, Cancel(attempt.request_id)))
             self.check_drained(worker)
 
     def check_drained(self, worker: WorkerState) -> None:
         if not worker.is_listed and not worker.is_lost and worker.num_requests == 0:
-            self._outputs.append(Drained(worker.replica_id))
-
-
-def logged(function: Callable[..., None], *args: Any) -> None:
-    """Call the function; an exception concerns no request that goes on, and is logged."""
-    try:
-        function(*args)
-    except Exception:
-        logger.exception("an error in this door")
+            self._context.put(Drained(worker.replica_id))

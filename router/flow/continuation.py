@@ -12,7 +12,7 @@ parameters, seed and position, so the reader gets those that it would have got, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,7 +21,7 @@ from cluster.errors import ClusterError, UnavailableError
 from cluster.kvcache.hashing import block_hashes
 from cluster.types.request import GenerateRequest
 from router.flow.attempts import Attempts
-from router.flow.placer import Placer
+from router.flow.context import FlowContext
 from router.flow.state import Attempt, ClientRequest
 
 logger = logging.getLogger(__name__)
@@ -73,17 +73,11 @@ class UnplacedTable:
 
 
 class Continuation:
-    def __init__(
-        self,
-        placer: Placer,
-        attempts: Attempts,
-        fail: Callable[[ClientRequest, Sequence[int], Exception], None],
-    ):
-        """`fail(client, choice_idxs, error)` ends choices."""
-        self._placer = placer
+    def __init__(self, context: FlowContext, attempts: Attempts):
+        self._context = context
+        self._placer = context.placer
         self._attempts = attempts
         self.unplaced = UnplacedTable()
-        self._fail = fail
         self.num_replays = 0  # failed attempts that others took over from, since the start
 
     def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
@@ -92,11 +86,11 @@ class Continuation:
         request_id = f"{client.request_id}.{client.num_attempts}"
         token_ids = tuple(attempt.choices[choice_idxs[0]].token_ids)
         client_idxs = [attempt.choice_idxs[idx] for idx in choice_idxs]
-        client.num_attempts += 1
+        client.count_attempt()
         try:
             rest = attempt.request.resumed(request_id, choice_idxs, token_ids, 0.0)
         except Exception as error:  # it concerns these choices alone
-            return self._fail(client, client_idxs, error)
+            return self._context.fail_choices(client, client_idxs, error)
         self.start(client, rest, client_idxs, now)
 
     def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
@@ -111,7 +105,7 @@ class Continuation:
             client.avoided |= {worker.replica_id for worker in attempt.blamed}
             client_idxs = [attempt.choice_idxs[idx] for idx in left]
             if attempt.num_losses >= MAX_REPLAYS:
-                return self._fail(client, client_idxs, error)
+                return self._context.fail_choices(client, client_idxs, error)
             for idx in client_idxs:
                 client.choices[idx].num_losses += 1
             self.num_replays += 1
@@ -135,7 +129,7 @@ class Continuation:
             self._attempts.close_unread(client, choice_idxs, now)
         except UnavailableError as error:
             for idx in choice_idxs:
-                client.choices[idx].attempt = None
+                client.choices[idx].go_on_in(None)
             self.unplaced.add(Unplaced(client, rest, choice_idxs, error))
         except Exception as error:  # it concerns these choices alone
-            self._fail(client, choice_idxs, error)
+            self._context.fail_choices(client, choice_idxs, error)

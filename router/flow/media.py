@@ -18,9 +18,6 @@ encoder can help it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 from cluster.errors import (
     ClusterError,
     InternalError,
@@ -31,7 +28,6 @@ from cluster.errors import (
 )
 from cluster.media.settings import item_name
 from cluster.types.messages import (
-    AnyMessage,
     Cancel,
     EncoderLost,
     EncodeTarget,
@@ -39,50 +35,20 @@ from cluster.types.messages import (
     FeatureGranted,
     StartEncode,
 )
-from cluster.types.transfer import Grant
-from router.flow.quarantine import Quarantine, barred_item
+from router.flow.context import FlowContext
+from router.flow.quarantine import barred_item
 from router.flow.state import Attempt, WorkerState
-from router.policy import ClusterView
 
 MAX_ATTEMPTS = 3  # of one item, over all encoders
-
-
-class MediaOwner(Protocol):
-    """What the media side asks of the request flow."""
-
-    def send(self, worker: WorkerState, message: AnyMessage, attempt: Attempt) -> None: ...
-
-    def pass_on(
-        self, attempt: Attempt, owner: WorkerState, writer: WorkerState, target: EncodeTarget
-    ) -> None:
-        """The owner's grant goes to the writer, and the owner is told so: sooner or later, whether it is
-        connected now or not."""
-        ...
-
-    def return_grant(self, owner: WorkerState, grant: Grant) -> None:
-        """No writer was given the grant: the owner is told likewise."""
-        ...
-
-    def fail(self, attempt: Attempt, error: ClusterError, *blamed: WorkerState) -> None: ...
-
-    def guard(self, attempt: Attempt, function: Callable[..., None], *args: object) -> None:
-        """Call the function; an exception ends this attempt."""
-        ...
-
-    def next_encoder(self, attempt: Attempt, item_idx: int, last: WorkerState, now: float) -> WorkerState:
-        """Raises UnavailableError if there is no encoder beside `last`."""
-        ...
 
 
 class MediaFlow:
     """Of all attempts of a door."""
 
-    def __init__(self, owner: MediaOwner, cluster: ClusterView, timeout_s: float, quarantine: Quarantine):
-        """`timeout_s`: for an item, from its start until its embeddings are with the prompt worker."""
-        self._owner = owner
-        self._cluster = cluster
-        self._timeout_s = timeout_s
-        self._quarantine = quarantine
+    def __init__(self, context: FlowContext):
+        self._context = context
+        self._cluster = context.cluster
+        self._quarantine = context.quarantine
         self._suspects: dict[WorkerState, tuple[Attempt, int]] = {}  # the one that each encoder has
         self._held: list[tuple[Attempt, int]] = []
 
@@ -112,7 +78,7 @@ class MediaFlow:
             state.num_attempts += 1
             if state.num_attempts > MAX_ATTEMPTS:
                 error = UnavailableError(f"the embeddings of media item {item_idx} did not arrive")
-                return self._owner.fail(attempt, error, state.encoder)
+                return self._context.fail(attempt, error, state.encoder)
             self._start_again(attempt, item_idx, now)
         elif state.is_held:
             self._start(attempt, item_idx, now)
@@ -145,12 +111,14 @@ class MediaFlow:
             self._quarantine.survived(attempt.items[item_idx].media_hash)
             item = attempt.items[item_idx]
             name = item_name(item.modality, item.item_idx)
-            self._owner.fail(attempt, MediaError(f"{name}: {error.message}", param=error.param or item.param))
+            self._context.fail(
+                attempt, MediaError(f"{name}: {error.message}", param=error.param or item.param)
+            )
         elif isinstance(error, UnavailableError | OverloadedError | InternalError):
             self._cancel(attempt, item_idx, worker)  # in case it was asked again meanwhile
             self._move(attempt, item_idx, error, now)
         else:
-            self._owner.fail(attempt, error)
+            self._context.fail(attempt, error)
 
     def on_lost(self, attempt: Attempt, worker: WorkerState, now: float) -> None:
         self._suspects.pop(worker, None)
@@ -163,7 +131,7 @@ class MediaFlow:
             if item_idx in attempt.unencoded and not state.is_shared and not state.is_held:
                 self._quarantine.lost(item.media_hash, worker.replica_id, now)
                 if self._quarantine.is_barred(item.media_hash, now):
-                    return self._owner.fail(attempt, barred_item(item))
+                    return self._context.fail(attempt, barred_item(item))
             self._give_up(attempt, item_idx, now)
             self._move(
                 attempt, item_idx, UnavailableError("the encode worker was lost", retry_after_s=1.0), now
@@ -190,7 +158,7 @@ class MediaFlow:
         """However the attempt ended."""
         for item_idx, state in enumerate(attempt.media):
             if state.grant is not None:  # no encoder was given it
-                self._owner.return_grant(attempt.prompt_worker, state.grant)
+                self._context.return_grant(attempt.prompt_worker, state.grant)
                 state.grant = None
             if state.is_held:
                 state.is_held = False
@@ -199,17 +167,22 @@ class MediaFlow:
 
     def _can_move(self, attempt: Attempt, item_idx: int, now: float) -> bool:
         try:
-            other = self._owner.next_encoder(attempt, item_idx, attempt.media[item_idx].encoder, now)
+            other = self._next_encoder(attempt, item_idx, now)
         except UnavailableError:
             return False
         return not other.is_silent
+
+    def _next_encoder(self, attempt: Attempt, item_idx: int, now: float) -> WorkerState:
+        """Raises UnavailableError if there is none beside the one that has the item."""
+        last = attempt.media[item_idx].encoder.replica_id
+        return self._context.workers[self._context.placer.next_encoder(attempt, item_idx, last, now)]
 
     def _give_up(self, attempt: Attempt, item_idx: int, now: float) -> None:
         """The item's encoder does not bring it any more: the prompt worker grants other room."""
         lease_id = attempt.media[item_idx].lease_id
         if lease_id:
             lost = EncoderLost(attempt.request_id, item_idx, lease_id)
-            self._owner.send(attempt.prompt_worker, lost, attempt)
+            self._context.send(attempt.prompt_worker, lost, attempt)
         self._release(attempt, item_idx, now)
 
     def _pass_on(self, attempt: Attempt, item_idx: int) -> None:
@@ -220,10 +193,10 @@ class MediaFlow:
             return
         state.lease_id = grant.lease_id
         target = EncodeTarget(attempt.request_id, item_idx, grant)
-        self._owner.pass_on(attempt, attempt.prompt_worker, state.encoder, target)
+        self._context.pass_on(attempt, attempt.prompt_worker, state.encoder, target)
 
     def _cancel(self, attempt: Attempt, item_idx: int, encoder: WorkerState) -> None:
-        self._owner.send(encoder, Cancel(attempt.request_id, item_idx=item_idx), attempt)
+        self._context.send(encoder, Cancel(attempt.request_id, item_idx=item_idx), attempt)
 
     def _may_go(self, attempt: Attempt, item_idx: int, now: float) -> bool:
         """False: the item is a suspect, and it has no room yet or its encoder has another one. A suspect that
@@ -250,7 +223,8 @@ class MediaFlow:
                 state.is_held = False
             elif state.encoder is encoder and self._may_go(other, idx, now):
                 state.is_held = False
-                self._owner.guard(other, self._send, other, idx)
+                with self._context.isolated(other):
+                    self._send(other, idx)
             else:
                 self._held.append((other, idx))
 
@@ -258,9 +232,12 @@ class MediaFlow:
         """At once, or as soon as the item may go to its encoder."""
         state = attempt.media[item_idx]
         may_go = self._may_go(attempt, item_idx, now)
-        if state.is_held == may_go:
-            state.is_held = not may_go
-            self._held.remove((attempt, item_idx)) if may_go else self._held.append((attempt, item_idx))
+        if may_go and state.is_held:
+            state.is_held = False
+            self._held.remove((attempt, item_idx))
+        elif not may_go and not state.is_held:
+            state.is_held = True
+            self._held.append((attempt, item_idx))
         if may_go:
             self._send(attempt, item_idx)
 
@@ -269,8 +246,8 @@ class MediaFlow:
         num_rows_before = sum(earlier.num_call_rows for earlier in attempt.items[:item_idx])
         order = (request.priority, request.waited_s, num_rows_before)
         keep = item.media_hash in attempt.returning
-        start = StartEncode(request.request_id, item_idx, item, self._timeout_s, *order, keep)
-        self._owner.send(state.encoder, start, attempt)
+        start = StartEncode(request.request_id, item_idx, item, self._context.timeout_s, *order, keep)
+        self._context.send(state.encoder, start, attempt)
         self._pass_on(attempt, item_idx)
 
     def _move(self, attempt: Attempt, item_idx: int, error: ClusterError, now: float) -> None:
@@ -279,18 +256,18 @@ class MediaFlow:
         state.num_attempts += 1
         state.lease_id = ""
         if state.num_attempts > MAX_ATTEMPTS:
-            return self._owner.fail(attempt, error, state.encoder)
+            return self._context.fail(attempt, error, state.encoder)
         try:
-            encoder = self._owner.next_encoder(attempt, item_idx, state.encoder, now)
+            encoder = self._next_encoder(attempt, item_idx, now)
         except UnavailableError:
-            return self._owner.fail(attempt, error, state.encoder)
+            return self._context.fail(attempt, error, state.encoder)
         if state.encoder is attempt.prompt_worker:  # it has granted no lease, or not used the one it granted
-            self._owner.send(state.encoder, EncoderLost(attempt.request_id, item_idx, ""), attempt)
+            self._context.send(state.encoder, EncoderLost(attempt.request_id, item_idx, ""), attempt)
         attempt.move_item(item_idx, encoder)
         if not state.is_shared:
             self._start_again(attempt, item_idx, now)
 
     def _start_again(self, attempt: Attempt, item_idx: int, now: float) -> None:
-        attempt.unencoded.add(item_idx)  # again, if an encoder that was lost had sent it
+        attempt.item_missing(item_idx)
         self._cluster.item_moved(attempt.request_id, item_idx, attempt.media[item_idx].encoder.replica_id)
         self._start(attempt, item_idx, now)

@@ -24,25 +24,25 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
 
-from cluster.errors import ClusterError, UnavailableError
+from cluster.errors import UnavailableError
 from cluster.types.members import Member
 from cluster.types.messages import (
     AnyMessage,
     DecodeGranted,
     FeatureGranted,
-    LoadReport,
     Ping,
+    RequestMessage,
     Stalled,
-    TokenEvent,
     Tokens,
 )
 from router.admission.controller import AdmissionController
-from router.flow.attempts import Attempts, logged
+from router.flow.attempts import Attempts
+from router.flow.context import FlowContext, logged
 from router.flow.continuation import Continuation, Unplaced
-from router.flow.outputs import Deliver, Output, Send
+from router.flow.outputs import Output, Send
 from router.flow.placer import Placer
 from router.flow.quarantine import Quarantine
-from router.flow.state import Attempt, ClientChoice, ClientRequest, WorkerState
+from router.flow.state import Attempt, ClientRequest, WorkerState
 from router.flow.watch import WorkerWatch
 from router.policy import CalibrationStatistics, Decision, RequestView
 
@@ -61,13 +61,12 @@ class RequestFlow:
         self._cluster = placer.cluster
         self._admission = admission
         self._timeouts = timeouts
-        self._outputs: list[Output] = []
-        self._workers: dict[str, WorkerState] = {}
-        self._attempts = Attempts(self, placer, self._workers, self._outputs, timeouts.first_token_s)
+        self._context = FlowContext(placer, timeouts.first_token_s)
+        self._attempts = Attempts(self._context, admission, self._go_on)
         self._watch = WorkerWatch(self._ping, self._on_avoided, self._attempts.on_silent)
         self._clients: dict[str, ClientRequest] = {}  # that wait or run
         self._waiting: dict[str, RequestView] = {}  # of requests that wait for admission
-        self.continuation = Continuation(placer, self._attempts, self.fail_choices)
+        self.continuation = Continuation(self._context, self._attempts)
         self._unplaced = self.continuation.unplaced
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are dropped late
 
@@ -86,7 +85,7 @@ class RequestFlow:
     @property
     def num_crashed(self) -> int:
         """Requests that an error of this door has ended, since the start."""
-        return self._attempts.num_crashed
+        return self._context.num_crashed
 
     @property
     def num_silences(self) -> int:
@@ -95,7 +94,7 @@ class RequestFlow:
 
     @property
     def quarantine(self) -> Quarantine:
-        return self._attempts.quarantine
+        return self._context.quarantine
 
     @property
     def calibration(self) -> CalibrationStatistics:
@@ -112,15 +111,13 @@ class RequestFlow:
     @property
     def workers(self) -> Collection[WorkerState]:
         """That are connected."""
-        return self._workers.values()
+        return self._context.workers.values()
 
     # What the driver has to do
 
     def take_outputs(self) -> Sequence[Output]:
         """In order, since the last call."""
-        outputs = self._outputs.copy()
-        self._outputs.clear()
-        return outputs
+        return self._context.take_outputs()
 
     def next_timer(self) -> float | None:
         """When `on_timer` is to be called; None: when something else has happened."""
@@ -142,15 +139,13 @@ class RequestFlow:
 
     def on_send_failed(self, request_id: str, error: Exception, now: float) -> None:
         """A message of this attempt could not be sent."""
-        attempt = self._attempts.get(request_id)
-        if attempt is not None:
+        if (attempt := self._attempts.get(request_id)) is not None:
             self._attempts.end(attempt, error, now)
         self._settle(now)
 
     def on_call_failed(self, request_id: str, error: BaseException, now: float) -> None:
         """Ray Serve's call to the decode replica has ended with an error."""
-        attempt = self._attempts.get(request_id)
-        if attempt is not None:
+        if (attempt := self._attempts.get(request_id)) is not None:
             refused = UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0)
             self._attempts.end(attempt, refused, now, attempt.decode)
         self._settle(now)
@@ -182,7 +177,7 @@ class RequestFlow:
     def on_joined(self, member: Member, now: float) -> None:
         """A worker is connected. Raises what the cluster view raises; then the worker has not joined."""
         self._placer.add(member)
-        worker = self._workers[member.replica_id] = WorkerState(member)
+        worker = self._context.join(member)
         self._watch.add(worker, now)
         self.quarantine.came_back(member.replica_id)
         self._place_unplaced(now)
@@ -190,50 +185,48 @@ class RequestFlow:
 
     def on_listed(self, replica_id: str, is_listed: bool, now: float) -> None:
         """Whether Serve names the worker. One that is not listed gets nothing new and keeps what it has."""
-        worker = self._workers.get(replica_id)
+        worker = self._context.workers.get(replica_id)
         if worker is None:
             return
         worker.is_listed = is_listed
-        logged(self._cluster.set_listed, replica_id, is_listed)
+        with logged():
+            self._cluster.set_listed(replica_id, is_listed)
         self._attempts.check_drained(worker)
         if is_listed:
             self._place_unplaced(now)
         self._settle(now)
 
     def on_message(self, replica_id: str, message: AnyMessage, now: float) -> None:
-        worker = self._workers.get(replica_id)
+        worker = self._context.workers.get(replica_id)
         if worker is None:
             return
         self._watch.heard(worker, now)
         if isinstance(message, Tokens):
             if message.load is not None:
-                logged(self._on_load, worker, message.load, now)
+                with logged():
+                    self._cluster.reported(replica_id, message.load, now)
+                    self._admission.load_changed()
             for event in message.events:
                 attempt = self._attempts.get(event.request_id)
                 if attempt is not None:
                     self._attempts.on_tokens(attempt, worker, event, now)
+        elif isinstance(message, RequestMessage) and message.request_id in self._attempts:
+            self._attempts.on_message(worker, message, now)
         else:
-            attempt = self._attempts.get(getattr(message, "request_id", ""))
-            if attempt is not None:
-                self._attempts.on_message(attempt, worker, message, now)
-            else:
-                logged(self._on_worker_message, worker, message, now)
+            with logged():
+                self._on_worker_message(worker, message, now)
         self._settle(now)
 
     def on_lost(self, replica_id: str, now: float) -> None:
         """The connection to the worker has ended."""
-        worker = self._workers.pop(replica_id, None)
+        worker = self._context.leave(replica_id)
         if worker is None:
             return
-        worker.is_lost = True
         self._watch.remove(worker)
-        logged(self._cluster.remove, replica_id)
+        with logged():
+            self._cluster.remove(replica_id)
         self._attempts.on_lost(worker, now)
         self._settle(now)
-
-    def _on_load(self, worker: WorkerState, load: LoadReport, now: float) -> None:
-        self._cluster.reported(worker.replica_id, load, now)
-        self._admission.load_changed()
 
     def _report(self) -> None:
         self._admission.report(self._placer.capacity(), self._placer.reported())
@@ -242,15 +235,14 @@ class RequestFlow:
         """About no attempt that runs here."""
         if isinstance(message, Stalled):
             self._watch.told(worker, bool(message.threads), now)
-        elif isinstance(
-            message, DecodeGranted | FeatureGranted
-        ):  # it has landed: no writer was given the grant
-            self._attempts.return_grant(worker, message.grant)
+        elif isinstance(message, DecodeGranted | FeatureGranted):
+            # It has landed: no writer was given the grant.
+            self._context.return_grant(worker, message.grant)
         else:
             self._placer.on_message(worker.replica_id, message)
 
     def _ping(self, worker: WorkerState) -> None:
-        self._outputs.append(Send(worker.replica_id, Ping()))
+        self._context.put(Send(worker.replica_id, Ping()))
 
     def _on_avoided(self, worker: WorkerState) -> None:
         """Placements avoid the worker from now on, or do no longer."""
@@ -283,7 +275,7 @@ class RequestFlow:
             self._unplaced.add(Unplaced(client, client.request, all_choices, error))
             self._set_first_deadline(client)
         except Exception as refused:
-            self.fail_choices(client, range(len(client.choices)), refused)
+            self._context.fail_choices(client, range(len(client.choices)), refused)
             self._forget(client)
 
     def _place_unplaced(self, now: float) -> None:
@@ -306,7 +298,7 @@ class RequestFlow:
         view = replace(view, waited_s=request.waited_s)
         decision = decision or self._placer.decide(view, now)
         self._watch.begin(now)
-        client.num_attempts = 1
+        client.count_attempt()
         self._attempts.start(client, request, range(len(client.choices)), view, decision, now)
         self._set_first_deadline(client)
         self._attempts.close_unread(client, range(len(client.choices)), now)
@@ -314,7 +306,8 @@ class RequestFlow:
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""
         if self._admission.takes_load(now):
-            logged(self._report)
+            with logged():
+                self._report()
         while settled := self._admission.settle(now):
             for request_id, error in settled:
                 client = self._clients[request_id]
@@ -330,7 +323,8 @@ class RequestFlow:
         self._clients.pop(client.request_id, None)
         self._waiting.pop(client.request_id, None)
         self._unplaced.forget(client)
-        logged(self._admission.leave, client.request_id)
+        with logged():
+            self._admission.leave(client.request_id)
 
     def _forget_if_over(self, client: ClientRequest) -> None:
         if not any(choice.is_live for choice in client.choices):
@@ -352,49 +346,23 @@ class RequestFlow:
                 limit_s = min(limit_s, self._timeouts.first_token_s)
             has_time = now < client.started_at + limit_s
             if choice.is_open and not choice.is_over and not has_time:
-                self._deliver(client, choice_idx, reason)
+                self._context.deliver(client, choice_idx, reason)
                 self.close(client.request_id, choice_idx, now)
         if now < client.started_at + self._timeouts.request_s:
             self._set_deadline(client, self._timeouts.request_s)
 
-    def _deliver(self, client: ClientRequest, choice_idx: int, event: TokenEvent | ClusterError) -> None:
-        choice: ClientChoice = client.choices[choice_idx]
-        if not choice.is_open or choice.is_over:
+    def _go_on(self, attempt: Attempt, preempted: Sequence[int], now: float) -> None:
+        """These choices of an attempt go on in others. If it has landed, so does what it leaves undone."""
+        has_landed = attempt.has_landed
+        for choice_idx in preempted:
+            self.continuation.resume(attempt, (choice_idx,), now)
+        if not has_landed:
             return
-        if isinstance(event, ClusterError):
-            choice.is_over = True
-        else:
-            choice.has_first_token = True
-            choice.is_over = event.finish_reason is not None
-            client.num_tokens += len(event.token_ids)
-        self._outputs.append(Deliver(client.request_id, choice_idx, event))
-
-    # For attempts (`AttemptOwner`)
-
-    def deliver(self, attempt: Attempt, choice_idx: int, event: TokenEvent | ClusterError) -> None:
-        self._deliver(attempt.client, attempt.choice_idxs[choice_idx], event)
-
-    def on_first_token(self, attempt: Attempt) -> None:
-        self._admission.done(attempt.client.request_id)
-
-    def on_all_encoded(self, attempt: Attempt) -> None:
-        self._admission.encoded(attempt.client.request_id)
-
-    def on_landed(self, attempt: Attempt, now: float) -> None:
-        if not attempt.has_failed and attempt.is_read:
+        if attempt.failure is not None:
+            for worker in attempt.blamed:
+                self._watch.failed(worker, now)
+            self.continuation.replay(attempt, attempt.failure, now)
+        elif not attempt.has_failed and attempt.is_read:
             for worker in attempt.workers:
                 self._watch.succeeded(worker, now)
         self._forget_if_over(attempt.client)
-
-    def resume(self, attempt: Attempt, choice_idxs: Sequence[int], now: float) -> None:
-        self.continuation.resume(attempt, choice_idxs, now)
-
-    def replay(self, attempt: Attempt, error: ClusterError, now: float) -> None:
-        for worker in attempt.blamed:
-            self._watch.failed(worker, now)
-        self.continuation.replay(attempt, error, now)
-
-    def fail_choices(self, client: ClientRequest, choice_idxs: Sequence[int], error: Exception) -> None:
-        known = self._attempts.known(error)
-        for idx in choice_idxs:
-            self._deliver(client, idx, known)

@@ -50,6 +50,13 @@ class WorkerState:
     def role(self) -> Role:
         return self.member.role
 
+    def add_request(self) -> None:
+        """It may hold something for one more attempt."""
+        self.num_requests += 1
+
+    def drop_request(self) -> None:
+        self.num_requests -= 1
+
 
 @dataclass(eq=False)
 class MediaItemState:
@@ -122,6 +129,10 @@ class ClientChoice:
             return self.is_open and not self.is_over
         return not self.attempt.has_landed
 
+    def go_on_in(self, attempt: Attempt | None, idx: int = 0) -> None:
+        """The choice is choice `idx` of the attempt now. None: it waits for a worker."""
+        self.attempt, self.idx = attempt, idx
+
 
 @dataclass(eq=False)
 class ClientRequest:
@@ -149,6 +160,22 @@ class ClientRequest:
     def has_first_token(self) -> bool:
         return any(choice.has_first_token for choice in self.choices)
 
+    def count_attempt(self) -> None:
+        self.num_attempts += 1
+
+    def takes(self, choice_idx: int, event: TokenEvent | ClusterError) -> bool:
+        """Whether a choice's reader gets this event: it reads, and has not been sent the end."""
+        choice = self.choices[choice_idx]
+        if not choice.is_open or choice.is_over:
+            return False
+        if isinstance(event, ClusterError):
+            choice.is_over = True
+        else:
+            choice.has_first_token = True
+            choice.is_over = event.finish_reason is not None
+            self.num_tokens += len(event.token_ids)
+        return True
+
     def waited_s(self, now: float) -> float:
         """Since the client asked. Workers order requests by it, wherever the time has passed."""
         return now - self.timeline.arrived_at
@@ -163,6 +190,7 @@ class Attempt:
 
     def __init__(
         self,
+        *,
         client: ClientRequest,
         request: GenerateRequest,
         choice_idxs: Sequence[int],
@@ -257,12 +285,24 @@ class Attempt:
             return not self.is_over_at_decode
         return worker is self.prompt_worker and not (self.has_decode_spoken and self.has_first_token)
 
+    def fail(self, failure: ClusterError | None = None, blamed: Sequence[WorkerState] = ()) -> None:
+        """`failure`: another attempt may go on with what is left."""
+        self.has_failed, self.failure, self.blamed = True, failure, blamed
+
     def move_item(self, item_idx: int, encoder: WorkerState) -> None:
         """From now on this encoder is asked for the item."""
         self.media[item_idx].encoder = encoder
         if encoder not in self.workers:
             self.workers.append(encoder)
-            encoder.num_requests += 1
+            encoder.add_request()
+
+    def item_arrived(self, item_idx: int) -> None:
+        """The item's embeddings are with the prompt worker, or come for another request."""
+        self.unencoded.discard(item_idx)
+
+    def item_missing(self, item_idx: int) -> None:
+        """An encoder is asked for the item once more. The one before may have sent it."""
+        self.unencoded.add(item_idx)
 
     def on_tokens(self, worker: WorkerState, event: TokenEvent) -> Sequence[TokenEvent]:
         """What the reader of the choice gets now. The events of one worker arrive in order; the prompt

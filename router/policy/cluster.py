@@ -164,20 +164,20 @@ class ClusterView:
         num_blocks = 0 if placement.is_local else request.num_prefill_blocks - num_cached
         kind = self.kind_of(request, placement, prediction.media_s)
         in_flight = InFlightRequest(
-            request,
-            placement,
-            prediction,
-            now,
-            self.residual(kind),
-            kind,
-            self.factor(pool, placement.prefill),
-            tuple(self.factor(self.encoders, encoder) for encoder in placement.encoders),
-            pool.charge(placement.prefill, num_tokens, num_blocks),
-            self.decodes.charge(
+            request=request,
+            placement=placement,
+            prediction=prediction,
+            started_at=now,
+            residual=self.residual(kind),
+            kind=kind,
+            prefill_factor=self.factor(pool, placement.prefill),
+            encode_factors=tuple(self.factor(self.encoders, encoder) for encoder in placement.encoders),
+            work=pool.charge(placement.prefill, num_tokens, num_blocks),
+            decode=self.decodes.charge(
                 placement.decode, request.num_sequences, -(-request.num_prompt_tokens // request.block_size)
             ),
-            [],
-            request.block_hashes[num_cached:] if pool.keeps_blocks[slot] else (),
+            items=[],
+            expected=request.block_hashes[num_cached:] if pool.keeps_blocks[slot] else (),
         )
         self._in_flight[request.request_id] = in_flight
         self._queue_prompt(in_flight, num_tokens, num_cached, now)

@@ -19,7 +19,7 @@ class InFlightItem:
     charge: Charge | None  # None: the encoder had the item already, or is done with it
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class InFlightRequest:
     """A request of this door."""
 

@@ -42,7 +42,7 @@ class Content:
     surveyed: Surveyed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MeasuredItem:
     """One item, laid out with its options."""
 
@@ -208,7 +208,17 @@ class MediaPlanner:
                 sound = probe_of(Modality.AUDIO, surveyed.sound, processor.settings, options)
             layout = processor.layout(known, options, sound, item_idx=item_idx)
             encoded = processor.layout(known, _unpooled(options), sound, item_idx=item_idx).geometry
-        return MeasuredItem(item_idx, modality, content, options, known, sound, layout, encoded, param)
+        return MeasuredItem(
+            item_idx=item_idx,
+            modality=modality,
+            content=content,
+            options=options,
+            probe=known,
+            sound=sound,
+            layout=layout,
+            encoded=encoded,
+            param=param,
+        )
 
     def _encoded_size(self, item: MeasuredItem) -> MediaProbe:
         """Returns the item in the size that the model sees, where reductions start. The file's size usually

@@ -108,7 +108,7 @@ OLD = re.compile(
 )
 
 # A docstring that begins like this needs the name of its function to be read: "Of one attempt.", "That are
-# connected.", "In which KV can be sent." A condition that comes first has a comma after it, and then a subject.
+# connected.", "In which KV can be sent." A condition that comes first has a comma after it.
 WITHOUT_SUBJECT = re.compile(r"(Of|That|(In|By|On|For|To|From|With|At) (which|whom|whose|what))\b")
 PREPOSITION = re.compile(
     r"(As|At(?! least| most)|After|Before|Behind|Beside|Between|By|During|For|From|In|Into|On|Over|Per|Since|"

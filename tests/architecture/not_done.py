@@ -35,7 +35,6 @@ LONG_LINES: dict[str, int] = {
 
 # lines that their comment has broken
 COMMENTS: dict[str, int] = {
-    "cluster/worker": 1,
     "tests/faults": 1,
     "tests/flow": 2,
     "tests/unit": 4,

@@ -162,8 +162,8 @@ class Rig:
         runner: Any = SimpleNamespace(prepare=self._prepare, encode=self._encode)
         limits, policy = self._encoder_settings
         self._add_worker("encoder", lambda transfer_engine, outbox, features: EncoderEngine(
-            runner, self.cache, transfer_engine, outbox, self.clock, self.executor, limits, policy,
-            no_cpu_slots(self.clock)), outgoing=rows)  # fmt: skip
+            runner=runner, cache=self.cache, transfer_engine=transfer_engine, outbox=outbox, clock=self.clock, executor=self.executor, limits=limits, policy=policy,
+            cpu_slots=no_cpu_slots(self.clock)), outgoing=rows)  # fmt: skip
         self.encoder.engine.attach(self.encoder.inbox)
 
     def _kv_memory(self, name: str) -> tuple[BlockMemory, Wire | None]:
@@ -232,8 +232,8 @@ class Rig:
             sliding_window=self._window if limits.max_sequences else None,
         )
         return LanguageEngine(
-            model, runner, self.pools[name], transfer_engine, outbox, self.clock, POLICY, limits,
-            no_cpu_slots(self.clock), features, tier=tier, on_ended=self.ended.append,
+            model=model, runner=runner, blocks=self.pools[name], transfer_engine=transfer_engine, outbox=outbox, clock=self.clock, policy=POLICY, limits=limits,
+            cpu_slots=no_cpu_slots(self.clock), features=features, tier=tier, on_ended=self.ended.append,
         )  # fmt: skip
 
     def _add_worker(self, name: str, build: Callable[..., Any], **memories: Any) -> None:
@@ -339,7 +339,7 @@ class Rig:
         def plan_end(request: Any, *_: Any) -> None:
             cut = max(num_blocks, -(-request.main.prompt.media_end // BLOCK_SIZE)) * BLOCK_SIZE
             if cut < request.main.num_prompt_tokens:
-                request.main.first_recomputed = cut
+                request.main.leave_to_receiver(cut)
 
         with patch.object(kv_output, "plan_end", plan_end):
             yield

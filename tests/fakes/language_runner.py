@@ -59,10 +59,13 @@ class ScriptedRunner:
         for request in requests:
             for choice in request.live_choices if request.request.guidance is None else ():
                 room = choice.stop.max_tokens - choice.num_generated - 1
-                choice.drafts = self._draft(choice)[:room]
+                choice.propose(self._draft(choice)[:room])
 
     def forget(self, choice: AnswerChoice) -> None:
         pass
+
+    def room_for_prompts(self, answers: Sequence[LanguageRequest]) -> None:
+        """No step is recorded."""
 
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
         pass
@@ -107,7 +110,7 @@ class ScriptedRunner:
                     write_token(self.kv, sequence.block_table, position, token_id)
             drawn = [token_id + 1 for token_id in (choice.token_ids[-1], *choice.drafts)]
             answer.append(accept(choice.drafts, drawn))
-            choice.drafts = []
+            choice.drop_drafts()
         return answer
 
     @staticmethod

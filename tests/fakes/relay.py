@@ -186,7 +186,15 @@ class Relay:
         self._num_joined += 1
         self._replica_ids[name] = f"{name}#{self._num_joined}"
         processes = (self.rig.workers[name].process,)
-        member = Member(self._replica_ids[name], ROLES[name], "", "", "", 10**9, processes=processes)
+        member = Member(
+            replica_id=self._replica_ids[name],
+            role=ROLES[name],
+            address="",
+            model="",
+            layout="",
+            num_blocks=10**9,
+            processes=processes,
+        )
         self.flow.on_joined(member, self.rig.clock.at)
 
     def _carry_out(self) -> None:

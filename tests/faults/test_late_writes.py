@@ -211,11 +211,11 @@ def test_the_room_of_an_encoder_that_its_door_has_lost_is_out_of_use_until_it_ha
     rig = world.rig
 
     def lose_it() -> None:
-        (lease_id,) = rig.features._by_lease
+        (lease_id,) = rig.features._rooms._by_lease
         rig.clock.at += TIMEOUT_S - 0.5
         rig.features.renew(("first", 0), lease_id)
         world.run_prefill()
-        assert list(rig.features._by_lease) == [lease_id], "it may still be written to"
+        assert list(rig.features._rooms._by_lease) == [lease_id], "it may still be written to"
 
     rig.mid_call = world.once(lose_it)
     encode_first(world)

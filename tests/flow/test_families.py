@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cluster.engine.runner import LanguageRunner
-from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.engine.tables import uncut_spans
 from cluster.engine.timing import Stopwatch
 from cluster.errors import InternalError
@@ -194,12 +195,11 @@ def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split,
     no_features: Any = None
     runner = LanguageRunner(family.language, family.language, kv, no_features)
     end = TokenSequence("r/0", asked.prompt, block_table=table)
-    request.sequences.append(end)
+    request.add_prompt(end)
     while end.num_missing_tokens:
         work = PromptWork(request, end, min(size, end.num_missing_tokens))
         (result,) = runner.run([work], lambda layer_idx, ready: None)
-        end.num_computed_tokens += work.num_tokens
-        end.last_logits = result.logits
+        end.computed(work.num_tokens, result.logits)
     (first,) = runner.first_tokens([request])
     sequence = Sequence(family.text, [], torch.empty(0), 0, table, (), len(token_ids), [*first.token_ids])
     assert decode(family.language, kv, [sequence]) == [family.expected_text]

@@ -12,7 +12,7 @@ import pytest
 
 from bench.workload import KINDS, Answer, Case
 from cluster.config.settings import ClusterArgs, TransferArgs
-from cluster.engine import engine as language_engine
+from cluster.engine.state import LanguageRequest
 from cluster.errors import ConfigError
 from cluster.ids import new_request_id
 from cluster.types.curves import Link
@@ -276,14 +276,14 @@ async def test_devices_that_check_and_code_over_several_polls_change_no_answer(e
 async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected, monkeypatch):
     """All that follows the last media item, however fast the link is."""
     recomputed: list[int] = []
-    take_over = language_engine.take_over
+    arrived = LanguageRequest.arrived
 
     def watch(request, ready):
         if ready.first_recomputed is not None:
             recomputed.append(len(request.request.prompt.token_ids) - ready.first_recomputed)
-        take_over(request, ready)
+        arrived(request, ready)
 
-    monkeypatch.setattr(language_engine, "take_over", watch)
+    monkeypatch.setattr(LanguageRequest, "arrived", watch)
     monkeypatch.setattr(Outgoing, "block_s", 1e9)
     monkeypatch.setattr("cluster.engine.kv_output.MIN_SENT_BYTES", 0)
     args = cluster_args(48, "nixl").model_copy(update={"transfer": TransferArgs(recompute="auto")})

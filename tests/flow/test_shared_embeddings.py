@@ -71,7 +71,7 @@ async def asked(
     for case, _ in pairs:
         tasks.append(asyncio.ensure_future(cluster.answer(case, MAX_TOKENS)))
         async with asyncio.timeout(HANG_S):
-            while len(cluster.prefills[0]._features._items) < len(tasks):
+            while len(cluster.prefills[0]._features._copies) < len(tasks):
                 await asyncio.sleep(0.002)
     async with asyncio.timeout(HANG_S):
         while sum(len(encoder._engine._deliveries) for encoder in cluster.encoders) > 1:

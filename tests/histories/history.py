@@ -311,7 +311,7 @@ def cut_ends(num_blocks: int | None) -> Iterator[None]:
     def plan_end(request: Any, *_: Any) -> None:
         cut = max(num_blocks or 0, -(-request.main.prompt.media_end // BLOCK_SIZE)) * BLOCK_SIZE
         if cut < request.main.num_prompt_tokens:
-            request.main.first_recomputed = cut
+            request.main.leave_to_receiver(cut)
 
     with ExitStack() as stack:
         if num_blocks is not None:

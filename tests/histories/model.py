@@ -121,10 +121,13 @@ class ChainRunner:
         for request in requests:
             if request.request.guidance is None:
                 for choice in request.live_choices:
-                    choice.drafts = self._guesses(choice)
+                    choice.propose(self._guesses(choice))
 
     def forget(self, choice: AnswerChoice) -> None:
         pass
+
+    def room_for_prompts(self, answers: Sequence[LanguageRequest]) -> None:
+        """No step is recorded."""
 
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
         pass
@@ -164,7 +167,7 @@ class ChainRunner:
         rows = torch.cat(self._features.rows(key, row, row + count)).flatten().tolist()
         foreign = [row + i for i, value in enumerate(rows) if value != row_value(media_hash, row + i)]
         if foreign:
-            block_ids = self._features._items[key].block_ids
+            block_ids = self._features._copies[key].block_ids
             blocks = sorted({block_ids[each // BLOCK_SIZE] for each in foreign})
             self._on_foreign(self._features._memory, key[0], blocks)
         return rows
@@ -188,7 +191,8 @@ class ChainRunner:
                 self._write(sequence.block_table, position, last)
             lasts_of.append(lasts)
         drawn = [draw(lasts, choice.sampling.seed) for lasts in zip(*lasts_of, strict=True)]
-        tokens, choice.drafts = accept(choice.drafts, drawn), []
+        tokens = accept(choice.drafts, drawn)
+        choice.drop_drafts()
         return tokens
 
     def _first_tokens(self, requests: Sequence[LanguageRequest]) -> list[FirstTokens]:

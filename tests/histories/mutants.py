@@ -232,7 +232,7 @@ def rows_not_released() -> Change:
     release = FeatureStore.release
 
     def keeps(self: FeatureStore, key: Any, *, has_ended: bool = False) -> None:
-        copy = self._items.get(key)
+        copy = self._copies.get(key)
         if copy is None or len(copy.consumers) < 2:
             release(self, key, has_ended=has_ended)
 
@@ -243,7 +243,7 @@ def shared_rows_not_granted_again() -> Change:
     """The owner of a shared copy leaves, and no other encoder is asked."""
 
     def forgets(self: FeatureStore, lease_id: str, *, completed: bool) -> list[Any]:
-        copy = self._by_lease.get(lease_id)
+        copy = self._rooms._by_lease.get(lease_id)
         if copy is not None and not completed:
             completed = bool(copy.consumers)
         return close(self, lease_id, completed=completed)

@@ -84,8 +84,9 @@ def landed_without_cancel() -> Change:
 
     def quiet(self: Attempts, attempt: Any, now: float) -> None:
         land(self, attempt, now)
-        kept = [each for each in self._outputs if not isinstance(getattr(each, "message", None), Cancel)]
-        self._outputs[:] = kept
+        for output in self._context.take_outputs():
+            if not isinstance(getattr(output, "message", None), Cancel):
+                self._context.put(output)
 
     land = Attempts._land
     return Attempts, "_land", quiet

@@ -195,15 +195,17 @@ def _check_idle_language(name: str, language: SimulatedLanguage) -> None:
     engine = language._engine
     language.pool.check_integrity()
     assert language.pool.num_referenced == 0, "KV blocks are held"
+    assert engine.load().num_pool_faults == 0, "KV blocks were held by no request"
     _check_empty(name, engine, "_computing")
     assert not engine._requests, "requests are left"
-    _check_empty(name, engine._kv_output, "_offered", "by_lease")
+    _check_empty(name, engine._kv_output, "_offered", "_by_lease")
     _check_empty(name, engine._kv_input, "_by_lease")
     _check_empty(name, engine._answers, "running")
     language.feature_pool.check_integrity()
     assert language.feature_pool.num_referenced == 0, "room for embeddings is held"
-    held = ("_queued", "_items", "_by_name", "_by_lease", "_filled_here", "_merged")
-    _check_empty("features", language._features, *held)
+    copies, rooms = language._features._copies, language._features._rooms
+    _check_empty("copies of embeddings", copies, "_copies", "_by_name", "_merged")
+    _check_empty("room for embeddings", rooms, "_queued", "_by_lease", "_filled_here")
 
 
 def _check_empty(name: str, owner: Any, *fields: str) -> None:

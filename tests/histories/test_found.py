@@ -40,7 +40,7 @@ def test_room_that_is_not_granted_yet_is_free_when_its_last_consumer_leaves() ->
     store = FeatureStore(BlockMemory(FEATURE_LAYOUT, 4), pool, transfer_engine)
     granted: list[Any] = []
     store.reserve(("first", 0), "a", 4, 10.0, granted.append)
-    (lease_id,) = store._by_lease
+    (lease_id,) = store._rooms._by_lease
     store.reserve(("second", 0), "a", 4, 10.0, granted.append, is_wanted=False)
     store.release(("first", 0), has_ended=True)
     store.release(("second", 0), has_ended=True)

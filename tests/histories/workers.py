@@ -180,8 +180,8 @@ class SimulatedEncoder(Encoder):
         runner: Any = ChainEncoder(partial(worker.compute, seat.name))
         self.executor: Any = SimulatedExecutor(worker.host, worker.process, "prepare")
         self.engine = EncoderEngine(
-            runner, self.cache, process.feature_transfer_engine, seat.outbox, worker.clock, self.executor,
-            worker.host.sizes.encoder_limits, POLICY, seat.cpu_slots, own_prompts,
+            runner=runner, cache=self.cache, transfer_engine=process.feature_transfer_engine, outbox=seat.outbox, clock=worker.clock, executor=self.executor,
+            limits=worker.host.sizes.encoder_limits, policy=POLICY, cpu_slots=seat.cpu_slots, own_prompts=own_prompts,
         )  # fmt: skip
         seat.attach(self.engine)
         self.engine.attach(seat.loop)
@@ -223,8 +223,8 @@ class SimulatedLanguage(LanguageWorker):
         )
         limits = StepLimits(sizes.step_tokens, sizes.max_sequences if role.decodes else 0, target_s=1.0)
         self._engine = LanguageEngine(
-            model, runner, self.pool, process.kv_transfer_engine, process.seat.outbox, worker.clock, POLICY,
-            limits, process.seat.cpu_slots, self._features, tier=self._tier, allows_recompute=True,
+            model=model, runner=runner, blocks=self.pool, transfer_engine=process.kv_transfer_engine, outbox=process.seat.outbox, clock=worker.clock, policy=POLICY,
+            limits=limits, cpu_slots=process.seat.cpu_slots, features=self._features, tier=self._tier, allows_recompute=True,
             on_ended=worker.ended.append,
         )  # fmt: skip
         self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
@@ -243,15 +243,15 @@ class SimulatedLanguage(LanguageWorker):
 
     def is_short_of_room(self, lease_id: str) -> bool:
         """While this lease on room for embeddings is open, something waits for room."""
-        copy = self._features._by_lease.get(lease_id)
+        copy = self._features._rooms._by_lease.get(lease_id)
         if copy is None:
             return False
-        return bool(self._features._queued) or self.feature_pool.num_free < len(copy.block_ids)
+        return bool(self._features._rooms._queued) or self.feature_pool.num_free < len(copy.block_ids)
 
     def rows_of(self, request_id: str) -> set[int]:
         """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
         not among them: it may have been given to the request since the word of the late writer came."""
-        items = [copy for (name, _), copy in self._features._items.items() if name == request_id]
+        items = [copy for (name, _), copy in self._features._copies.items() if name == request_id]
         here = [copy for copy in items if copy.phase is MediaPhase.STAGED]
         return {block_id for copy in here for block_id in copy.block_ids}
 
@@ -298,13 +298,15 @@ class SimulatedWorker:
 
     def member(self, overcommit: int = 1) -> Member:
         return Member(
-            self.replica_id,
-            self.role,
-            self.replica_id,
-            "model",
-            "layout",
-            self.host.sizes.cache_blocks if self.language is None else self.host.sizes.kv_blocks * overcommit,
-            ("image", "video", "audio") if self.role.encodes else (),
+            replica_id=self.replica_id,
+            role=self.role,
+            address=self.replica_id,
+            model="model",
+            layout="layout",
+            num_blocks=self.host.sizes.cache_blocks
+            if self.language is None
+            else self.host.sizes.kv_blocks * overcommit,
+            modalities=("image", "video", "audio") if self.role.encodes else (),
             block_bytes=KV_LAYOUT.block_bytes,
             processes=(self.process_id,),
             row_bytes=8 if self.role.encodes else 0,

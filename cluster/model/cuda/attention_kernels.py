@@ -1,6 +1,5 @@
 """Triton kernels of attention over paged KV for any mix of prompt chunks and answers. Importing them needs
-triton; `paged_attention` launches them and says what they compute. Tried in Triton's interpreter and compiled
-for sm_80, sm_90 and sm_100 (Triton 3.9); unmeasured, never run on a GPU.
+triton; `paged_attention` launches them and says what they compute.
 
 `plan` cuts a step into work items, of which an `attend` program takes every P-th; `merge` joins what the
 shares of a token's keys gave. Two lists of items: rows (sequences with few new tokens) and tiles (the

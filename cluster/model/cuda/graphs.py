@@ -13,8 +13,8 @@ A replay repeats the recorded launches at the recorded addresses. Therefore:
 * attention must not read the sizes of a step on the host (`ModelAttention.can_capture`).
 
 All graphs share one pool of memory, so only one of them may run at a time. Mixed steps above
-`MIXED_TOKENS` are not recorded: there the device takes longer than the host. What cannot be recorded runs
-unrecorded, with equal results; the log says why.
+`MIXED_TOKENS` are not recorded: the engine cuts prompts so that few steps are larger
+(`StepModel.recorded_tokens`). What cannot be recorded runs unrecorded, with equal results; the log says why.
 """
 
 from __future__ import annotations
@@ -147,6 +147,10 @@ class GraphedModel:
     @property
     def records_mixed(self) -> bool:
         return bool(self._sizes.mixed)
+
+    @property
+    def recorded_tokens(self) -> int:
+        return self._sizes.mixed[-1].num_tokens if self._sizes.mixed else 0
 
     @torch.inference_mode()
     def forward(

@@ -1,11 +1,11 @@
-"""Decoder layers by our Triton kernels and cuBLAS's products: the kernels of a GPU, as the search in
-`cluster.model.layers` knows them. A layer that is fused whole is ten launches (`layer_calls` lists them); of
-another layer the half that is recognised is fused, and the other runs by its modules.
+"""Decoder layers by our Triton kernels and products, cuBLAS's where there are many tokens: the kernels of a
+GPU, as the search in `cluster.model.layers` knows them. A layer that is fused whole is ten launches
+(`layer_calls` lists them); of another layer the half that is recognised is fused, and the other runs by its
+modules.
 
 A layer's last product is added by the launch that norms for the next one, so layers pass on a residual, which
 they change in place, and what is still to be added to it (`Addition`). Runs on the engine's thread; enqueues
-on the current stream and reads nothing on the host, so that a step may be recorded. Unmeasured: never run on
-a GPU.
+on the current stream and reads nothing on the host, so that a step may be recorded.
 
 Letters: T tokens, N hidden width, W width of a rotary table.
 """

@@ -15,7 +15,7 @@ Modules that are not fused write K and V by `write_rows`.
 
 Nothing here reads the host's copy of anything or synchronises, and all shapes follow from the arguments'
 shapes, so a call may be recorded in a CUDA graph. It enqueues on the current stream and needs triton, which
-is imported by the first call. Owns no memory. Unmeasured: never run on a GPU.
+is imported by the first call. Owns no memory.
 
 Letters: T tokens, N hidden width, S shares of a product (float32, or one in the model's dtype), Hq query
 heads, Hk KV heads, D key width, Dv value width, F width of the MLP, W width of a rotary table.

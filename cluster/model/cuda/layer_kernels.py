@@ -1,6 +1,5 @@
-"""Triton kernels of a decoder layer between its matrix products. Importing them needs triton; `layer_calls`
-launches them and says what they compute. Tried in Triton's interpreter and compiled for sm_80, sm_90 and
-sm_100 (Triton 3.9); unmeasured, never run on a GPU.
+"""Triton kernels of a decoder layer: of what lies between its matrix products, and of products with few
+tokens. Importing them needs triton; `layer_calls` launches them and says what they compute.
 
 Each kernel reads the last product as SHARES partial results [SHARES, T, width], sums them in order in float32
 and rounds the sum to the model's dtype: a product that is cut along its inner dimension needs no launch of

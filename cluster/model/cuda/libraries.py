@@ -8,8 +8,8 @@
 | flash-attn 2 (`flash_attn`) | multiples of 256 rows | from Ampere on | a build |
 | torch's `varlen_attn` | – | from Ampere on | torch |
 
-Untried on a GPU. Calls are checked against the libraries' signatures (tests/unit/cuda/test_libraries.py), and
-against plain softmax when a worker starts (`choice`).
+Untried on a GPU, but for torch's. Calls are checked against the libraries' signatures
+(tests/unit/cuda/test_libraries.py), and against plain softmax when a worker starts (`choice`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Grids and scratch follow from the sizes T and B of the step's tensors alone, nev
 can be recorded in a CUDA graph; a token of no sequence and a sequence without new tokens are padding. A step
 whose sizes are on the host gets scratch for its own partial results only. Nothing synchronises. Scratch is
 allocated by each call (from the graph's pool, if one is recorded), so nothing is owned. Needs triton, which
-the first call imports; enqueues on the current stream. Unmeasured: never run on a GPU.
+the first call imports; enqueues on the current stream.
 
 A row's bits depend on its own sequence: its tokens of this step, its context and the window. float32 products
 are exact ones (`ieee`); in 16 bits, scores and sums are float32 and probabilities are rounded before they

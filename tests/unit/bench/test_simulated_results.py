@@ -16,7 +16,7 @@ SLO = Slo(2.0, 0.05)
 
 def outcome(number: int, ttft_s: float, status: str = "finished", tpot_s: float = 0.01) -> Outcome:
     request = SimRequest(f"r{number}", float(number), 100, 11, [])
-    return Outcome(request, status, ttft_s=ttft_s, tpot_s=tpot_s, finished_at=number + 1.0)
+    return Outcome(request=request, status=status, ttft_s=ttft_s, tpot_s=tpot_s, finished_at=number + 1.0)
 
 
 def test_goodput_counts_what_keeps_both_limits_after_the_warm_up() -> None:
@@ -41,7 +41,9 @@ def waits(load: float, seed: int, num_requests: int = 2000) -> list[Outcome]:
         at += rng.expovariate(load)
         free_at = max(at, free_at) + 1.0
         request = SimRequest(f"r{i}", at, 100, 11, [])
-        found.append(Outcome(request, "finished", ttft_s=free_at - at, tpot_s=0.01, finished_at=free_at))
+        found.append(
+            Outcome(request=request, status="finished", ttft_s=free_at - at, tpot_s=0.01, finished_at=free_at)
+        )
     return found
 
 

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cluster.engine.features import FeatureStore
 from cluster.engine.runner import LanguageRunner
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import DraftModelProposer
-from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.engine.timing import Stopwatch
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import PagedBatch
@@ -356,7 +357,7 @@ def prompt_work(prompt: Sequence[int], table: list[int], *, sends: bool = False)
     asked = GenerateRequest("r", Prompt(tuple(prompt)), (SamplingParams(),), StopParams(2))
     request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=sends)
     sequence = TokenSequence("r/0", asked.prompt, block_table=table)
-    request.sequences.append(sequence)
+    request.add_prompt(sequence)
     return PromptWork(request, sequence, len(prompt))
 
 

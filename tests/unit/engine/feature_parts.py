@@ -61,10 +61,14 @@ class Parts:
 
     def let_go(self):
         """Every request leaves, every lease ends; nothing may be left."""
-        for key in list(self.store._items):
+        for key in list(self.store._copies):
             self.store.release(key, has_ended=True)
-        for lease_id in list(self.store._by_lease):
+        for lease_id in list(self.store._rooms._by_lease):
             assert self.store.close_lease(lease_id, completed=False) == []
         assert self.store.num_open_leases == 0 and self.store.num_used_blocks == 0
-        assert not self.store._by_name and not self.store._queued and not self.store._given_up
+        assert (
+            not self.store._copies._by_name
+            and not self.store._rooms._queued
+            and not self.store._rooms._given_up
+        )
         self.pool.check_integrity()

@@ -21,8 +21,9 @@ from transformers import (
 
 from cluster.engine.draw_state import DrawState
 from cluster.engine.drawing import Drawer
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import accept
-from cluster.engine.state import LanguageRequest, TokenSequence
+from cluster.engine.state import LanguageRequest
 from cluster.engine.timing import Stopwatch
 from cluster.model.sampling import sample
 from cluster.types.logprobs import TokenLogprobs
@@ -53,7 +54,7 @@ def request_of(sampling: SamplingParams, **fields: object) -> GenerateRequest:
 def held(request: GenerateRequest, *, sends: bool) -> LanguageRequest:
     held = LanguageRequest(request, 1, 1.0, 0.0, Stopwatch(0.0), computes=sends, sends=sends)
     last = TABLE[[request.prompt.token_ids[-1]]]
-    held.sequences = [TokenSequence("r/0", request.prompt, last_logits=last)]
+    held.add_prompt(TokenSequence("r/0", request.prompt, last_logits=last))
     return held
 
 
@@ -70,7 +71,7 @@ def drawn(
     while is_over is None:
         done = choice.num_generated
         assert masks is None or masks.num_started < 4 * NUM_TOKENS
-        choice.drafts = [*drafts[done : done + 1], 1] if drafts else []
+        choice.propose([*drafts[done : done + 1], 1] if drafts else [])
         there.begin([(answering, choice)])
         logits = TABLE[[choice.token_ids[-1], *choice.drafts]]
         step = there.next_tokens(logits, [(answering, choice)])

@@ -24,8 +24,10 @@ class Model(Parts):
         request_id = str(self.num_reserved)
         key = (request_id, 0)
         self.num_reserved += 1
-        copies = self.store._by_name.get((name, len(name) * 4), [])
-        can_share = copies and not self.store._queued and not self.unwanted.issuperset(copies[-1].consumers)
+        copies = self.store._copies._by_name.get((name, len(name) * 4), [])
+        can_share = (
+            copies and not self.store._rooms._queued and not self.unwanted.issuperset(copies[-1].consumers)
+        )
         self.reserve(request_id, len(name) * 4, media_hash=name, is_wanted=is_wanted)
         if not is_wanted:
             assert not self.told[key], "no encoder is asked, and none called off"
@@ -36,7 +38,7 @@ class Model(Parts):
 
     def end_lease(self, nth: int, completed: bool) -> None:
         """A writer that stops early leaves rubbish."""
-        leases = list(self.store._by_lease)
+        leases = list(self.store._rooms._by_lease)
         if leases:
             lease_id = leases[nth % len(leases)]
             num_blocks = len(self.blocks_of[lease_id])  # tells the items of this test apart
@@ -57,7 +59,7 @@ class Model(Parts):
         keys = sorted(self.waiting | self.ready)
         if keys:
             key = keys[nth % len(keys)]
-            self.store.renew(key, self.store._items[key].lease_id)
+            self.store.renew(key, self.store._copies[key].lease_id)
 
     def leave(self, nth: int, has_ended: bool) -> None:
         keys = sorted(self.waiting | self.ready)
@@ -68,17 +70,17 @@ class Model(Parts):
                 keys.discard(key)
 
     def owner_leaves(self, nth: int, has_ended: bool) -> None:
-        owners = [copy.owner for copy in self.store._by_lease.values() if copy.owner in copy.consumers]
+        owners = [copy.owner for copy in self.store._rooms._by_lease.values() if copy.owner in copy.consumers]
         if owners:
             self.leave(sorted(self.waiting | self.ready).index(owners[nth % len(owners)]), has_ended)
 
     def check(self) -> None:
         self.pool.check_integrity()
-        items, store = self.store._items, self.store
+        items, store = self.store._copies, self.store
         assert set(items) == self.waiting | self.ready
         assert all((items[key].phase is MediaPhase.STAGED) == (key in self.ready) for key in items)
         assert all(SHARED not in kinds[1:] for kinds in self.told.values())
-        held = {id(copy): copy for copy in (*items.values(), *store._by_lease.values())}
+        held = {id(copy): copy for copy in (*items.values(), *store._rooms._by_lease.values())}
         assert sum(len(copy.block_ids) for copy in held.values()) == store.num_used_blocks
         for key in self.ready:
             num_blocks = len(items[key].block_ids)
@@ -88,12 +90,12 @@ class Model(Parts):
             )
         for key in self.waiting:
             copy = items[key]
-            is_asked = store._by_lease.get(copy.lease_id) is copy
+            is_asked = store._rooms._by_lease.get(copy.lease_id) is copy
             if copy.phase is MediaPhase.STAGING and self.unwanted.issuperset(copy.consumers):
-                assert copy not in store._queued, "it may have a lease of a request that has left"
+                assert copy not in store._rooms._queued, "it may have a lease of a request that has left"
             else:
-                assert (copy in store._queued) != is_asked
-        queued = [int(name) for copy in store._queued for name, _ in copy.consumers]
+                assert (copy in store._rooms._queued) != is_asked
+        queued = [int(name) for copy in store._rooms._queued for name, _ in copy.consumers]
         holding = [int(key[0]) for key, copy in items.items() if copy.block_ids]
         assert max(holding, default=-1) < min(queued, default=1 << 30), "a request waits for a younger one"
 

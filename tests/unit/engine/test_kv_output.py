@@ -18,11 +18,14 @@ from cluster.engine.kv_output import (
     plan_end,
     send_computed,
 )
-from cluster.engine.state import LanguagePhase, PromptWork
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguagePhase, LanguageRequest, PromptWork
+from cluster.engine.timing import Stopwatch
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
 from cluster.types.notices import KvReady
 from kv_transfer.agents.agent import LeaseExpiredError, TransferError
 from kv_transfer.lease.prompt_places import PromptPlaces
+from tests.fakes.requests import make_request
 
 BLOCK_SIZE, SEGMENTS_PER_LAYER = 4, 2
 
@@ -30,16 +33,17 @@ BLOCK_SIZE, SEGMENTS_PER_LAYER = 4, 2
 class Recorder:
     """An `Outgoing` that remembers what was written: {(grant index, segment): local block}."""
 
-    def __init__(self, error=None, blocks_together=1, block_s=None):
+    def __init__(self, error=None, blocks_together=1, block_s=None, lease_id=""):
+        self.lease_id = lease_id
         self.written, self.num_writes, self.payload, self._error = {}, 0, None, error
         self.blocks_together, self.block_s = blocks_together, block_s
 
-    def write(self, local_ids, grant_indices, segment_ids=None, ready=None):
+    def write(self, local_block_ids, grant_indices, segment_ids=None, ready=None):
         if self._error is not None:
             raise self._error
         self.num_writes += 1
         for segment in segment_ids if segment_ids is not None else ["all"]:
-            for local, index in zip(local_ids, grant_indices, strict=True):
+            for local, index in zip(local_block_ids, grant_indices, strict=True):
                 assert (index, segment) not in self.written, "a block is sent once"
                 self.written[index, segment] = local
 
@@ -50,22 +54,27 @@ class Recorder:
         self.aborted = reason
 
 
-def sequence(num_tokens, num_computed=0, first_block=100) -> Any:
+def sequence(num_tokens, num_computed=0, first_block=100, media_end=0) -> TokenSequence:
+    prompt: Any = SimpleNamespace(token_ids=range(num_tokens), media_end=media_end)
     table = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
-    return SimpleNamespace(
-        num_prompt_tokens=num_tokens, num_computed_tokens=num_computed, block_table=table, num_blocks_sent=0,
-        position_delta=0, first_recomputed=None, prompt=SimpleNamespace(media_end=0),
-    )  # fmt: skip
+    return TokenSequence("s", prompt, block_table=table, num_computed_tokens=num_computed)
 
 
-def request(*sequences, outgoing=None) -> Any:
-    num_blocks = [len(each.block_table) for each in sequences]
+def request(*sequences, outgoing: Any = None, phase=LanguagePhase.COMPUTING) -> LanguageRequest:
+    """`outgoing`: None: it has no grant yet."""
+    asked = make_request("r", 1)
+    made = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=True, phase=phase)
+    for each in sequences:
+        made.add_prompt(each)
+    if outgoing is not None:
+        made.send_to(outgoing, places_of(made))
+    return made
+
+
+def places_of(request: LanguageRequest) -> PromptPlaces:
+    num_blocks = [len(each.block_table) for each in request.sequences]
     grant: Any = SimpleNamespace(lease_id="", first_blocks=(), block_ids=range(sum(num_blocks)))
-    return SimpleNamespace(
-        places=PromptPlaces(grant, num_blocks), sequences=list(sequences), main=sequences[0],
-        outgoing=outgoing or Recorder(), first_tokens=(),
-        num_missing_tokens=sum(s.num_prompt_tokens - s.num_computed_tokens for s in sequences),
-    )  # fmt: skip
+    return PromptPlaces(grant, num_blocks)
 
 
 def run_step(batch, num_layers, block_bytes):
@@ -80,7 +89,7 @@ def run_step(batch, num_layers, block_bytes):
         yield layer
     push.close()
     for work in batch:
-        work.sequence.num_computed_tokens += work.num_tokens
+        work.sequence.computed(work.num_tokens)
 
 
 @given(
@@ -99,11 +108,10 @@ def test_every_segment_of_every_block_goes_exactly_once(
     negative, seq = sequence(num_tokens, cached), sequence(9, 0, first_block=500)
     recorder = Recorder(blocks_together=blocks_together)
     req = request(seq, negative)
-    req.outgoing = None
     left = [*chunks, max(num_tokens, seq.num_prompt_tokens)]
     for i, size in enumerate(left):
         if i == granted_before_chunk:
-            req.outgoing = recorder
+            req.send_to(recorder, places_of(req))
             send_computed(req, BLOCK_SIZE)
         batch = [
             PromptWork(req, s, min(size, s.num_prompt_tokens - s.num_computed_tokens)) for s in req.sequences
@@ -112,8 +120,8 @@ def test_every_segment_of_every_block_goes_exactly_once(
         if batch:
             list(run_step(batch, num_layers, block_bytes))
             send_computed(req, BLOCK_SIZE)
-    req.outgoing = recorder
-    req.first_tokens = (5,)
+    req.send_to(recorder, places_of(req))
+    req.drawn((5,))
     send_computed(req, BLOCK_SIZE)
     tables = seq.block_table + negative.block_table
     for index, local in enumerate(tables):
@@ -189,10 +197,8 @@ def cut(
     layout=WIDE,
     num_computed=0,
 ):
-    req = request(
-        sequence(num_tokens, num_computed), outgoing=Recorder(blocks_together=together, block_s=block_s)
-    )
-    req.main.prompt = SimpleNamespace(media_end=media_end)
+    outgoing = Recorder(blocks_together=together, block_s=block_s)
+    req = request(sequence(num_tokens, num_computed, media_end=media_end), outgoing=outgoing)
     plan_end(req, token_s, BUDGET, layout)
     return req.main.first_recomputed
 
@@ -215,15 +221,16 @@ def test_media_the_first_bytes_and_whole_groups_always_travel():
 
 
 def test_what_is_left_to_decode_is_not_sent_and_said():
-    req = request(sequence(22, 8))
-    req.main.first_recomputed = 12
+    outgoing = Recorder()
+    req = request(sequence(22, 8), outgoing=outgoing)
+    req.main.leave_to_receiver(12)
     send_computed(req, BLOCK_SIZE)
     for _ in run_step([PromptWork(req, req.main, 14)], 2, MIN_WRITE_BYTES):
         pass
-    req.first_tokens = (5,)
+    req.drawn((5,))
     send_computed(req, BLOCK_SIZE)
-    assert {index for index, _ in req.outgoing.written} == {0, 1, 2}
-    assert msgspec.msgpack.decode(req.outgoing.payload, type=KvReady).first_recomputed == 12
+    assert {index for index, _ in outgoing.written} == {0, 1, 2}
+    assert msgspec.msgpack.decode(outgoing.payload or b"", type=KvReady).first_recomputed == 12
 
 
 @given(joins=st.integers(0, 4), num_layers=st.integers(1, 4), computed=st.integers(0, 3))
@@ -231,15 +238,15 @@ def test_a_request_whose_grant_comes_while_its_step_runs_joins_with_the_layers_t
     joins, num_layers, computed
 ):
     req = request(sequence(24, computed * BLOCK_SIZE))
-    outgoing, req.outgoing = req.outgoing, None
+    outgoing: Any = Recorder()
     for layer in run_step(
         [PromptWork(req, req.main, 24 - req.main.num_computed_tokens)], num_layers, 64 * MIN_WRITE_BYTES
     ):
         if layer == joins:
-            req.outgoing = outgoing
+            req.send_to(outgoing, places_of(req))
             send_computed(req, BLOCK_SIZE)  # what was there before the step
     if req.outgoing is None:
-        req.outgoing = outgoing
+        req.send_to(outgoing, places_of(req))
     send_computed(req, BLOCK_SIZE)
     segments = range(num_layers * SEGMENTS_PER_LAYER)
     sent = {(i, s) for i, segment in outgoing.written for s in (segments if segment == "all" else [segment])}
@@ -256,7 +263,7 @@ class Opener:
     def open(self, received):
         if received.grant.lease_id in self.bad:
             raise TransferError("not that one")
-        outgoing = self.opened[received.grant.lease_id] = Recorder()
+        outgoing = self.opened[received.grant.lease_id] = Recorder(lease_id=received.grant.lease_id)
         return outgoing
 
 
@@ -267,8 +274,7 @@ def received(name) -> Any:
 
 
 def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothing():
-    closing = request(sequence(8, 8))
-    closing.outgoing, closing.phase = None, LanguagePhase.CLOSING
+    closing = request(sequence(8, 8), phase=LanguagePhase.CLOSING)
     transfer_engine: Any = Opener("bad")
     targets = KvOutput(transfer_engine, BUDGET, WIDE)
     for name in ("closing", "gone", "bad"):
@@ -278,34 +284,33 @@ def test_a_grant_for_a_request_that_has_ended_is_given_back_and_belongs_to_nothi
         "closing": "the request has ended",
         "gone": "the request has ended",
     }
-    assert not targets.by_lease and closing.outgoing is None
+    assert targets.num_open_leases == 0 and closing.outgoing is None
 
 
 def test_between_layers_only_good_grants_of_prompts_in_the_step_are_used():
     running, other, failing = (request(sequence(8, 8)) for _ in range(3))
     requests = {"running": running, "other": other, "failing": failing}
-    for each in requests.values():
-        each.outgoing, each.phase = None, LanguagePhase.COMPUTING
     transfer_engine: Any = Opener("failing")
     targets = KvOutput(transfer_engine, BUDGET, WIDE)
     for name in (*requests, "gone"):
         targets.offer(name, received(name))
     targets.take_early({"running": running, "failing": failing})
-    assert set(targets.by_lease) == {"running"}
-    assert {index for index, _ in running.outgoing.written} == {0, 1} and other.outgoing is None
+    assert [targets.is_open(each) for each in requests.values()] == [True, False, False]
+    assert {index for index, _ in transfer_engine.opened["running"].written} == {0, 1}
+    assert other.outgoing is None
     taken = {id(req): error for req, error in targets.take(requests)}
     assert taken[id(other)] is None and "not that one" in str(taken[id(failing)]) and len(taken) == 2
-    assert set(targets.by_lease) == {"running", "other"}
+    assert targets.pop_closed("running") is running and targets.pop_closed("other") is other
+    assert targets.pop_closed("failing") is None
 
 
 @pytest.mark.parametrize("phase", [None, LanguagePhase.CLOSING])
 def test_a_grant_that_comes_too_late_is_given_back_at_once(phase):
     """To a request that has ended, or is about to."""
-    outgoing, closing = Recorder(), request(sequence(8, 8))
-    closing.outgoing, closing.phase = None, phase
+    outgoing, closing = Recorder(), request(sequence(8, 8), phase=phase or LanguagePhase.COMPUTING)
     transfer_engine: Any = SimpleNamespace(open=lambda grant: outgoing)
     targets = KvOutput(transfer_engine, BUDGET, WIDE)
     targets.offer("r", received("lease"))
     assert list(targets.take({} if phase is None else {"r": closing})) == []
     assert outgoing.aborted == "the request has ended"
-    assert closing.outgoing is None and not targets.by_lease
+    assert closing.outgoing is None and targets.num_open_leases == 0

@@ -62,7 +62,9 @@ def test_a_step_holds_answers_and_prompts_and_the_answers_wait_no_longer_for_the
         return run(works, on_layer)
 
     runner.run = recorded
-    rig.decode.engine.planner.next_step = lambda limit_s: limits.append(limit_s) or next_step(limit_s)
+    rig.decode.engine.planner.next_step = lambda limit_s, room: (
+        limits.append(limit_s) or next_step(limit_s, room)
+    )
     old = relay.start(make_request("old", 3, max_tokens=12), prefills_locally=True)
     relay.play(2)
     new = relay.start(salted(make_request("new", 14, max_tokens=3)), prefills_locally=True)

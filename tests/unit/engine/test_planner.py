@@ -8,7 +8,7 @@ from typing import Any
 from pytest import approx
 
 from cluster.engine.planner import PromptPlanner
-from cluster.engine.state import TokenSequence
+from cluster.engine.sequence import TokenSequence
 from cluster.scheduling.budget import StepBudget
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.types.media import MediaGeometry, Modality, PlacedMedia
@@ -28,16 +28,18 @@ def make_planner(max_tokens: int) -> PromptPlanner:
     return PromptPlanner(policy, budget, no_cpu_slots(ManualClock()), num_layers=4)
 
 
-def add(planner: PromptPlanner, name: str, arrived_at: float, is_ready: bool = False) -> None:
+def add(
+    planner: PromptPlanner, name: str, arrived_at: float, is_ready: bool = False, sends: bool = False
+) -> None:
     item = PlacedMedia(Modality.IMAGE, name, ((NUM_TEXT, NUM_ROWS),), MediaGeometry(NUM_ROWS))
     sequence = TokenSequence(name, Prompt(tuple(range(NUM_TOKENS)), (item,)))
-    sequence.items_ready = {0} if is_ready else set()
-    request: Any = SimpleNamespace(sequences=[sequence])
+    sequence.items_arrived([0] if is_ready else [])
+    request: Any = SimpleNamespace(sequences=[sequence], sends=sends)
     planner.add(request, sequence, Ticket(name, arrived_at, NUM_TOKENS, is_text=False), ())
 
 
-def next_step(planner: PromptPlanner) -> list[tuple[str, int]]:
-    works, _ = planner.next_step()
+def next_step(planner: PromptPlanner, room: int | None = None) -> list[tuple[str, int]]:
+    works, _ = planner.next_step(room=room)
     return [(work.sequence.sequence_id, work.num_tokens) for work in works]
 
 
@@ -65,3 +67,14 @@ def test_a_long_ready_prompt_runs_alone_too_where_its_steps_are_small():
     add(planner, "ready", 1.0, is_ready=True)
     ((name, num_tokens),) = next_step(planner)
     assert name == "ready" and num_tokens * TOKEN_S == approx(FIXED_S, rel=0.2), "the least that is not waste"
+
+
+def test_steps_end_at_what_a_recorded_step_holds_unless_kv_is_sent_layer_by_layer():
+    planner = make_planner(max_tokens=2048)
+    add(planner, "a", 0.0, is_ready=True)
+    add(planner, "b", 0.1, is_ready=True)
+    assert next_step(planner, room=512) == [("a", 512)]
+    assert next_step(planner, room=-7) == [("a", 16)], "as many answers as a step holds: prompts go on"
+    assert next_step(planner) == [("a", NUM_TOKENS), ("b", NUM_TOKENS)]
+    add(planner, "sent", 0.2, is_ready=True, sends=True)
+    assert [name for name, _ in next_step(planner, room=512)] == ["a", "b", "sent"]

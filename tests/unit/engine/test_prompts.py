@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from cluster.engine.state import TokenSequence
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.timing import Part
 from cluster.scheduling.budget import StepBudget
 from cluster.types.media import MediaGeometry, Modality, PlacedMedia
@@ -167,9 +167,9 @@ def test_an_item_with_text_between_its_rows_is_kept_until_the_last_of_them_is_co
     assert sequence.num_ready_tokens == sequence.num_computed_tokens == 3
     relay.play(1)
     while sequence.num_computed_tokens < sequence.prompt.media[0].end:
-        assert rig.features._items
+        assert rig.features._copies
         relay.play(1)
-    assert not rig.features._items
+    assert not rig.features._copies
     relay.play()
     assert relay.stories["r"].finish_reason is FinishReason.LENGTH
 
@@ -179,11 +179,11 @@ def test_of_two_items_whose_rows_alternate_the_missing_one_stops_the_prompt_at_i
     sound = PlacedMedia(Modality.AUDIO, "sound", ((4, 2), (8, 1)), MediaGeometry(3))
     sequence = TokenSequence("r/0", Prompt(tuple(range(10)), (clip, sound)))
     assert sequence.num_ready_tokens == 2
-    sequence.items_ready.add(0)
+    sequence.items_arrived([0])
     assert sequence.num_ready_tokens == 4
-    sequence.num_computed_tokens = 6
+    sequence.computed(6)
     assert sequence.num_ready_tokens == 8
-    sequence.items_ready.add(1)
+    sequence.items_arrived([1])
     assert sequence.num_ready_tokens == 10
 
 
@@ -197,7 +197,7 @@ def test_requests_that_show_one_item_share_its_embeddings(rig, relay):
 
 def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(rig, relay):
     rig.features.reserve(("keeper", 0), "a", 5, TIMEOUT_S, lambda told: None)
-    ((lease_id, copy),) = rig.features._by_lease.items()
+    ((lease_id, copy),) = rig.features._rooms._by_lease.items()
     rows = rig.features._memory.segments[0][copy.block_ids]
     values = [item_value("a", row) for row in range(rows.numel())]
     rig.features._memory.segments[0][copy.block_ids] = torch.tensor(values).view_as(rows)
@@ -214,7 +214,7 @@ def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(ri
 def test_a_lease_that_fails_harms_no_request(rig, relay):
     share(rig, relay, "r", "s", "t")
     relay.play(1)
-    (lease_id,) = rig.features._by_lease
+    (lease_id,) = rig.features._rooms._by_lease
     rig.prefill.feature_transfer_engine.revoke(lease_id, "the writer is dead")
     relay.play()
     assert [relay.stories[name].finish_reason for name in "rst"] == [FinishReason.LENGTH] * 3
@@ -227,7 +227,7 @@ def test_a_door_that_goes_away_takes_its_requests_along_without_a_lease_for_each
     rig.prefill.tell(rig.prefill.engine.drop_door, DOOR)
     rig.prefill.step()
     assert [m for m in rig.prefill.said if isinstance(m, FeatureGranted)] == granted
-    assert not rig.features._items
+    assert not rig.features._copies
 
 
 def test_the_negative_prompt_is_computed_while_embeddings_are_missing(rig, relay):

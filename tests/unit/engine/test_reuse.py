@@ -6,7 +6,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cluster.engine.state import LanguageRequest, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguageRequest
 from cluster.engine.tables import try_allocate_prompts
 from cluster.engine.timing import Stopwatch
 from cluster.kvcache.blocks import BlockPool
@@ -168,7 +169,7 @@ def test_a_cached_block_that_is_evicted_while_its_request_waits_is_computed_agai
 
 def waiting(asked: GenerateRequest) -> LanguageRequest:
     request = LanguageRequest(asked, DOOR, 10.0, 0.0, Stopwatch(0.0), computes=True, sends=True)
-    request.sequences = [TokenSequence("r/0", asked.prompt, hashes=BlockHashes(asked.prompt, BLOCK_SIZE))]
+    request.add_prompt(TokenSequence("r/0", asked.prompt, hashes=BlockHashes(asked.prompt, BLOCK_SIZE)))
     return request
 
 

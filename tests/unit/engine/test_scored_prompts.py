@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cluster.engine.runner import _scores
-from cluster.engine.state import LanguageRequest, PromptWork, TokenSequence
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.engine.tables import register_computed, try_allocate_prompts
 from cluster.engine.timing import Stopwatch
 from cluster.kvcache.blocks import BlockPool
@@ -19,10 +20,8 @@ TEXT, NEGATIVE = Prompt(tuple(range(10, 23))), Prompt(tuple(range(50, 59)))
 
 def held(request: GenerateRequest, *, computes: bool = True) -> LanguageRequest:
     found = LanguageRequest(request, 0, 1.0, 0.0, Stopwatch(0.0), computes=computes, sends=False)
-    found.sequences = [
-        TokenSequence(str(i), prompt, hashes=BlockHashes(prompt, SIZE))
-        for i, prompt in enumerate(request.prompts)
-    ]
+    for i, prompt in enumerate(request.prompts):
+        found.add_prompt(TokenSequence(str(i), prompt, hashes=BlockHashes(prompt, SIZE)))
     return found
 
 
@@ -45,7 +44,7 @@ def test_a_prompt_that_is_scored_takes_no_cached_prefix(num_prompt_logprobs, com
         assert try_allocate_prompts(request, blocks, 0, ((), ()))
         found = [sequence.num_cached_tokens for sequence in request.sequences]
         for sequence in request.sequences:
-            sequence.num_computed_tokens = sequence.num_prompt_tokens
+            sequence.computed(sequence.num_missing_tokens)
             register_computed(sequence, blocks)
             blocks.free(sequence.block_table)
     assert found == num_cached

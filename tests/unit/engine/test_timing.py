@@ -116,7 +116,7 @@ def test_embeddings_that_come_during_a_step_of_others_end_the_wait_for_media_the
     waits_since = rig.clock.at
     assert request.stopwatch.part is Part.MEDIA
     rig.clock.at += 4.0  # a step of others; the embeddings have come after one second
-    request.main.items_ready.add(0)
+    request.main.items_arrived([0])
     engine.planner.has_more_ready(request.main)
     engine._intake.note_waiting(request, waits_since + 1.0)
     timing = request.stopwatch.timing(rig.clock.at)

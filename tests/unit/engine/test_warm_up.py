@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from cluster.engine.warm_up import MANY_SEQUENCES, warm_up_answers, warm_up_prompts
@@ -46,6 +48,10 @@ class SlowPrompts:
     def __init__(self, clock: ManualClock):
         self._clock = clock
         self.sizes: list[int] = []
+        self.room: int | None = None
+
+    def room_for_prompts(self, answers: Sequence[object]) -> int | None:
+        return self.room
 
     def warm_up_prompt(self, num_tokens: int, table: list[int]) -> None:
         assert len(table) * 16 >= num_tokens
@@ -59,3 +65,11 @@ def test_what_is_done_only_once_is_no_part_of_what_a_prompt_takes():
     warm_up_prompts(runner, pool, budget, no_cpu_slots(clock), 1024)  # type: ignore[arg-type]
     assert runner.sizes == [64, 64, 128, 256, 499]
     assert pool.num_free == 64
+
+
+def test_prompts_are_warmed_up_to_what_a_recorded_step_holds():
+    clock, pool = ManualClock(), BlockPool(64, 16)
+    runner = SlowPrompts(clock)
+    runner.room = 200
+    warm_up_prompts(runner, pool, StepBudget(0.5, 64, 8192), no_cpu_slots(clock), 1024)  # type: ignore[arg-type]
+    assert runner.sizes == [64, 64, 128]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.engine.features import FeatureStore
-from cluster.engine.state import TokenSequence
+from cluster.engine.sequence import TokenSequence
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.language import LanguageModel, SequenceChunk
@@ -67,7 +67,7 @@ class WindowRig(Rig):
             room = min(self.max_draft, choice.stop.max_tokens - choice.num_generated - 1)
             length = self._draw.randint(0, max(0, room))
             wrong_at = self._draw.randint(0, length)  # length: nowhere
-            choice.drafts = [choice.token_ids[-1] + 1 + i + (i == wrong_at) for i in range(length)]
+            choice.propose([choice.token_ids[-1] + 1 + i + (i == wrong_at) for i in range(length)])
 
     def _answer(self, request: Any) -> list[list[int]]:
         return [self._advance(choice) for choice in request.live_choices]
@@ -88,7 +88,7 @@ class WindowRig(Rig):
         num_right = 0
         while num_right < len(choice.drafts) and choice.drafts[num_right] == tokens[0] + 1 + num_right:
             num_right += 1
-        choice.drafts = []
+        choice.drop_drafts()
         return [tokens[0] + 1 + i for i in range(num_right + 1)]
 
     def _row(self, sequence: TokenSequence, position: int) -> Any:

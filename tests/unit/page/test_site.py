@@ -162,7 +162,9 @@ def test_only_known_kinds_of_files_are_there_and_the_page_stays_small():
 
 
 def joined(replica_id: str, role: Role, *loads: LoadReport) -> tuple[Peer, WorkerState]:
-    member = Member(replica_id, role, "unix:/a", "model", "layout", num_blocks=100)
+    member = Member(
+        replica_id=replica_id, role=role, address="unix:/a", model="model", layout="layout", num_blocks=100
+    )
     connection: Any = None  # nothing is sent
     peer = Peer(member, connection, is_listed=True, log=SentLog(""))
     for load in loads:

@@ -141,7 +141,10 @@ class ScriptedFlow:
     def join(self, role: Role, name: str = "") -> None:
         name = name or role.value
         self.messages.setdefault(name, [])
-        self.run(self.flow.on_joined, Member(name, role, "", "", "", 8))
+        self.run(
+            self.flow.on_joined,
+            Member(replica_id=name, role=role, address="", model="", layout="", num_blocks=8),
+        )
 
     def lose(self, name: str) -> None:
         self.run(self.flow.on_lost, name)

@@ -65,7 +65,12 @@ class Door:
         for role in EPD:
             connection: Any = FakeConnection()
             self.connections[role] = connection
-            peer = Peer(Member(role, role, "", "", "", 8), connection, True, SentLog(role))
+            peer = Peer(
+                Member(replica_id=role, role=role, address="", model="", layout="", num_blocks=8),
+                connection,
+                True,
+                SentLog(role),
+            )
             self.dispatcher.members._peers[role] = peer
             self.dispatcher.on_joined(peer)
 

@@ -32,7 +32,7 @@ def flow() -> MagicMock:
 
 
 def test_busy_time_and_capacity_of_a_worker_and_of_its_encoder():
-    member = Member("w1", Role.WHOLE, "", "m", "", num_blocks=40)
+    member = Member(replica_id="w1", role=Role.WHOLE, address="", model="m", layout="", num_blocks=40)
     loads = {
         Role.WHOLE: LoadReport(num_used_blocks=10, busy_s=7.5),
         Role.ENCODE: LoadReport(is_of_encoder=True, busy_s=2.5),

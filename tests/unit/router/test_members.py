@@ -61,7 +61,7 @@ class Workers:
         )
         await server.start()
         self.servers.append(server)
-        return Member(name, Role.DECODE, address, "", "", 8)
+        return Member(replica_id=name, role=Role.DECODE, address=address, model="", layout="", num_blocks=8)
 
 
 @pytest.fixture
@@ -156,7 +156,10 @@ async def test_a_worker_that_greets_is_in_the_table_before_the_listener_hears_of
     server = Server(f"unix:{tmp_path / 'd'}", "d", lambda c: c.send(Tokens(())), lambda *_: None)
     await server.start()
     workers.servers.append(server)
-    table.update(Role.DECODE, [Member("d", Role.DECODE, server.address, "", "", 8)])
+    table.update(
+        Role.DECODE,
+        [Member(replica_id="d", role=Role.DECODE, address=server.address, model="", layout="", num_blocks=8)],
+    )
     await until(lambda: len(greeted) == 2)
     await table.aclose()
     assert greeted == [("joined", True), ("told", True)]

@@ -22,7 +22,10 @@ from tests.fakes.placement import EPD
 
 class Worker:
     def __init__(self, name: str):
-        self.state = WorkerState(Member(name, Role.DECODE, "", "", "", 8), num_requests=1)
+        self.state = WorkerState(
+            Member(replica_id=name, role=Role.DECODE, address="", model="", layout="", num_blocks=8),
+            num_requests=1,
+        )
         self.num_asked = 0
         self.is_stopped = False
 

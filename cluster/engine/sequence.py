@@ -1,0 +1,158 @@
+"""A prompt and the answer after it, as one sequence of tokens: which blocks hold its KV, and how much of it
+is here. It changes through its methods only, on the engine's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from cluster.types.logprobs import TokenLogprobs
+from cluster.types.request import Prompt
+
+if TYPE_CHECKING:  # the simulator keeps sequences without torch
+    from torch import Tensor
+
+    from cluster.kvcache.hashing import BlockHashes
+    from cluster.model.language import PromptPositions
+
+
+@dataclass(eq=False)
+class TokenSequence:
+    """KV is here of the first `num_computed_tokens` tokens.
+
+    If no layer of the model looks back further than a window, blocks in front of the window are freed: their
+    places in the table, [0, num_dropped), hold block 0, which is not read there."""
+
+    sequence_id: str  # unique in the worker
+    prompt: Prompt
+    # None: a token's position is its index + position_delta
+    positions: PromptPositions | None = None
+    # Of the tokens after the prompt
+    position_delta: int = 0
+    # Of its tokens. None: its KV is not exact, and no other request uses it
+    hashes: BlockHashes | None = None
+    block_table: list[int] = field(default_factory=list)
+    num_dropped: int = 0
+    num_cached_tokens: int = 0  # the part of the prompt that came from the prefix cache
+    num_registered: int = 0  # prefix of the block table that other requests can find
+    num_computed_tokens: int = 0
+    num_blocks_sent: int = 0  # prefix of the block table that has been posted to the other worker
+    # KV from this token on does not travel: the other worker computes it
+    first_recomputed: int | None = None
+    items_ready: set[int] = field(default_factory=set)  # media items whose embeddings are here
+    # [1, vocab_size], once the prompt is computed, until a token is drawn
+    last_logits: Tensor | None = None
+    # Of the prompt's text tokens so far, until the first token is drawn, if the request wants them
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt.token_ids)
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens of the prompt that are still to be computed."""
+        return max(0, self.num_prompt_tokens - self.num_computed_tokens)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the KV of the prompt is here."""
+        return self.num_computed_tokens >= self.num_prompt_tokens
+
+    @property
+    def num_ready_tokens(self) -> int:
+        """Tokens of the prompt that can be computed now: up to the first range of an item whose embeddings
+        are missing."""
+        missing = (item for i, item in enumerate(self.prompt.media) if i not in self.items_ready)
+        starts = (item.first_range_after(self.num_computed_tokens) for item in missing)
+        first = min((start for start in starts if start is not None), default=self.num_prompt_tokens)
+        return max(first, self.num_computed_tokens)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Blocks that the sequence holds."""
+        return self.block_table[self.num_dropped :]
+
+    # Blocks
+
+    def num_blocks_missing(self, num_new: int, block_size: int) -> int:
+        """Blocks that the table lacks for the next `num_new` tokens."""
+        return max(0, -(-(self.num_computed_tokens + num_new) // block_size) - len(self.block_table))
+
+    def share(self, block_ids: list[int], num_tokens: int) -> None:
+        """The prefix cache has the KV of the prompt's first `num_tokens` tokens: in these blocks, which fill
+        the table so far."""
+        self.block_table = block_ids
+        self.num_registered = len(block_ids)
+        self.num_cached_tokens = self.num_computed_tokens = num_tokens
+
+    def reset(self) -> list[int]:
+        """Undoes `share`. Returns the blocks: the caller frees them."""
+        block_ids, self.block_table = self.block_table, []
+        self.num_cached_tokens = self.num_computed_tokens = self.num_registered = 0
+        return block_ids
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Appends blocks to the table."""
+        self.block_table += block_ids
+
+    def registered(self, num_blocks: int) -> None:
+        """Other requests can find the first `num_blocks` of the table."""
+        self.num_registered = max(self.num_registered, num_blocks)
+
+    def sent(self, num_blocks: int) -> None:
+        """The first `num_blocks` of the table have been posted to the other worker."""
+        self.num_blocks_sent = num_blocks
+
+    def drop_behind_window(self, num_blocks: int) -> list[int]:
+        """The window has left the first `num_blocks` of the table. Returns those that were held: the caller
+        frees them."""
+        left = self.block_table[self.num_dropped : num_blocks]
+        self.block_table[self.num_dropped : num_blocks] = [0] * len(left)
+        self.num_dropped += len(left)
+        return left
+
+    def fork(self, sequence_id: str, block_table: list[int]) -> TokenSequence:
+        """The same tokens for another choice, in these blocks."""
+        hashes = None if self.hashes is None else self.hashes.fork()
+        return replace(self, sequence_id=sequence_id, block_table=block_table, hashes=hashes)
+
+    # Tokens
+
+    def items_arrived(self, items: Iterable[int]) -> None:
+        """The embeddings of these media items are here."""
+        self.items_ready.update(items)
+
+    def computed(
+        self,
+        num_tokens: int,
+        last_logits: Tensor | None = None,
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        """The KV of the next tokens has been computed here. `last_logits`: if the prompt is complete with
+        them."""
+        self.num_computed_tokens += num_tokens
+        self.last_logits = last_logits
+        self.prompt_logprobs += prompt_logprobs
+
+    def leave_to_receiver(self, first_token: int) -> None:
+        """The KV of the tokens from this one on is not sent: the other worker computes it."""
+        self.first_recomputed = first_token
+
+    def arrived(self, position_delta: int, first_recomputed: int | None = None) -> None:
+        """The prompt's KV has come from another worker: all of it, or what is before `first_recomputed`."""
+        self.position_delta = position_delta
+        self.num_computed_tokens = self.num_prompt_tokens
+        if first_recomputed is not None:
+            self.num_computed_tokens = max(first_recomputed, self.num_cached_tokens)
+
+    def drop_logits(self) -> None:
+        """No first token is drawn any more. The row would keep the logits of a whole step."""
+        self.last_logits, self.prompt_logprobs = None, []
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """These tokens have been generated. Their KV is not here yet."""
+        if self.hashes is not None:
+            self.hashes.extend(token_ids)
