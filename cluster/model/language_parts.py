@@ -114,10 +114,19 @@ def probed_parts(
     shape = _attention_shape(model, shapes[0], MemoryLayout(first), block_size)
     weights = map(_own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
     return LanguageParts(
-        model=model, family=family, text=text, embed=embed, head=head, vocab_size=head.weight.shape[0], post_head=after, shapes=shapes, block_size=block_size,
-        kv_layout=MemoryLayout(segments), attention=make_backend(device, dtype, shape),
+        model=model,
+        family=family,
+        text=text,
+        embed=embed,
+        head=head,
+        vocab_size=head.weight.shape[0],
+        post_head=after,
+        shapes=shapes,
+        block_size=block_size,
+        kv_layout=MemoryLayout(segments),
+        attention=make_backend(device, dtype, shape),
         weight_bytes=sum(own.numel() * own.element_size() for own in weights),
-    )  # fmt: skip
+    )
 
 
 def make_backend(

@@ -161,9 +161,21 @@ class Rig:
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
         runner: Any = SimpleNamespace(prepare=self._prepare, encode=self._encode)
         limits, policy = self._encoder_settings
-        self._add_worker("encoder", lambda transfer_engine, outbox, features: EncoderEngine(
-            runner=runner, cache=self.cache, transfer_engine=transfer_engine, outbox=outbox, clock=self.clock, executor=self.executor, limits=limits, policy=policy,
-            cpu_slots=no_cpu_slots(self.clock)), outgoing=rows)  # fmt: skip
+        self._add_worker(
+            "encoder",
+            lambda transfer_engine, outbox, features: EncoderEngine(
+                runner=runner,
+                cache=self.cache,
+                transfer_engine=transfer_engine,
+                outbox=outbox,
+                clock=self.clock,
+                executor=self.executor,
+                limits=limits,
+                policy=policy,
+                cpu_slots=no_cpu_slots(self.clock),
+            ),
+            outgoing=rows,
+        )
         self.encoder.engine.attach(self.encoder.inbox)
 
     def _kv_memory(self, name: str) -> tuple[BlockMemory, Wire | None]:
@@ -232,9 +244,19 @@ class Rig:
             sliding_window=self._window if limits.max_sequences else None,
         )
         return LanguageEngine(
-            model=model, runner=runner, blocks=self.pools[name], transfer_engine=transfer_engine, outbox=outbox, clock=self.clock, policy=POLICY, limits=limits,
-            cpu_slots=no_cpu_slots(self.clock), features=features, tier=tier, on_ended=self.ended.append,
-        )  # fmt: skip
+            model=model,
+            runner=runner,
+            blocks=self.pools[name],
+            transfer_engine=transfer_engine,
+            outbox=outbox,
+            clock=self.clock,
+            policy=POLICY,
+            limits=limits,
+            cpu_slots=no_cpu_slots(self.clock),
+            features=features,
+            tier=tier,
+            on_ended=self.ended.append,
+        )
 
     def _add_worker(self, name: str, build: Callable[..., Any], **memories: Any) -> None:
         """`build(transfer_engine, outbox, features)`: its engine."""

@@ -180,9 +180,17 @@ class SimulatedEncoder(Encoder):
         runner: Any = ChainEncoder(partial(worker.compute, seat.name))
         self.executor: Any = SimulatedExecutor(worker.host, worker.process, "prepare")
         self.engine = EncoderEngine(
-            runner=runner, cache=self.cache, transfer_engine=process.feature_transfer_engine, outbox=seat.outbox, clock=worker.clock, executor=self.executor,
-            limits=worker.host.sizes.encoder_limits, policy=POLICY, cpu_slots=seat.cpu_slots, own_prompts=own_prompts,
-        )  # fmt: skip
+            runner=runner,
+            cache=self.cache,
+            transfer_engine=process.feature_transfer_engine,
+            outbox=seat.outbox,
+            clock=worker.clock,
+            executor=self.executor,
+            limits=worker.host.sizes.encoder_limits,
+            policy=POLICY,
+            cpu_slots=seat.cpu_slots,
+            own_prompts=own_prompts,
+        )
         seat.attach(self.engine)
         self.engine.attach(seat.loop)
         self._seat, self._clock = seat, worker.clock
@@ -223,10 +231,20 @@ class SimulatedLanguage(LanguageWorker):
         )
         limits = StepLimits(sizes.step_tokens, sizes.max_sequences if role.decodes else 0, target_s=1.0)
         self._engine = LanguageEngine(
-            model=model, runner=runner, blocks=self.pool, transfer_engine=process.kv_transfer_engine, outbox=process.seat.outbox, clock=worker.clock, policy=POLICY,
-            limits=limits, cpu_slots=process.seat.cpu_slots, features=self._features, tier=self._tier, allows_recompute=True,
+            model=model,
+            runner=runner,
+            blocks=self.pool,
+            transfer_engine=process.kv_transfer_engine,
+            outbox=process.seat.outbox,
+            clock=worker.clock,
+            policy=POLICY,
+            limits=limits,
+            cpu_slots=process.seat.cpu_slots,
+            features=self._features,
+            tier=self._tier,
+            allows_recompute=True,
             on_ended=worker.ended.append,
-        )  # fmt: skip
+        )
         self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
         if sizes.is_warm and not role.prefills:
             self._engine.planner.budget.observe(sizes.step_tokens, 0.0, STEP_S + TOKEN_S * sizes.step_tokens)

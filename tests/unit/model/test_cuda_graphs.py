@@ -172,6 +172,7 @@ class EchoModel:
     max_model_len = BLOCK_SIZE * MAX_BLOCKS - 1
     hidden_size = feature_width = 2
     vocab_size = position_axes = 1
+    recorded_tokens = 0
     dtype = torch.float32
 
     def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
