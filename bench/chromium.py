@@ -193,7 +193,7 @@ async def page(
     url: str, model: str | None = "demo_model", width: int = 1280, height: int = 900, scheme: str = "light"
 ) -> AsyncIterator[Tab]:
     """The door's page in a browser of its own. Audited at its end: it has asked no other host, and neither a
-    script nor the policy has complained. `model`: None if the door does not tell its name yet."""
+    script nor the policy has complained. `model`: None if the door does not report its name yet."""
     async with Chromium() as browser, browser.tab(width, height, scheme) as tab:
         await tab.open(f"{url}/")
         if model is not None:

@@ -1,4 +1,4 @@
-"""What a served token costs beside the model: CPU time, wake-ups and gaps of streams, by process. Linux only.
+"""What a served token costs besides the model: CPU time, wake-ups, gaps of streams, by process. Linux only.
 
     python -m bench.served --tokens 400 --streams 5 --concurrency 1 [--url URL --url URL]
 

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and the records behind their cells. Pure."""
+"""Tables in Markdown, and the records of their cells. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads of two kinds: text beside images at an equal rate, and long prompts before long answers."""
+"""Loads of two kinds: text with images at an equal rate, and long prompts before long answers."""
 
 from __future__ import annotations
 

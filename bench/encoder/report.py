@@ -50,7 +50,7 @@ def curve_table(records: Iterable[Record]) -> list[str]:
 
 
 def tower_table(records: Iterable[Record]) -> list[str]:
-    """Encoders beside the one without any of our kernels."""
+    """Encoders against the one without any of our kernels."""
     cells = grouped(records, "model", "dtype", "threads", "modality", "part")
     lines = head("model", "dtype, threads", "modality", "part", "ms", "CPU ms", "CPU ÷ torch")
     for (*rest, part), cell in cells.items():
@@ -65,7 +65,7 @@ def tower_table(records: Iterable[Record]) -> list[str]:
 
 
 def decoding_table(records: Iterable[Record]) -> list[str]:
-    """Decoding in processes beside decoding in threads: the ratios are of items per second."""
+    """Decoding in processes against decoding in threads: the ratios are of items per second."""
     cells = grouped(records, "model", "dtype", "threads", "kind", "way")
     lines = head(
         "model", "dtype, threads", "item", "way", "ms alone", "together: items/s", "÷ thread",

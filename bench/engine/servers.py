@@ -82,7 +82,7 @@ class RunningServer:
 
 
 def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] | None = None) -> ServerPlan:
-    """`overrides`: arguments of our cluster beside the usual ones; not for peers."""
+    """`overrides`: arguments of our cluster besides the usual ones; not for peers."""
     setup.work.mkdir(parents=True, exist_ok=True)
     log = setup.work / f"{name}-{model}.log"
     extra: dict[str, Any] = {}  # see Endpoint: None stands for the number of tokens

@@ -6,7 +6,7 @@ has, so only its prefill can disturb the streams. Compares the gaps of the strea
 the usual chunk budget and with a budget so large that the prompt is one chunk.
 
 `image-tax`: the same text load alone, and with one image request to nine text requests. Reports the loss of
-text throughput beyond the share that the additional tokens have in all tokens, and text TTFT beside TTFT of
+text throughput beyond the share that the additional tokens have in all tokens, and text TTFT next to TTFT of
 the text load alone.
 """
 

@@ -4,7 +4,7 @@ before.
     python -m bench.fuzz --url http://127.0.0.1:8000 --num 10000 --seed 1
 
 Sends mutations of valid requests (`bench.fuzz.mutator`) in phases: mutated requests, a quarter as many valid
-requests, none. A well-behaved stream runs beside all of them. Prints one JSON object: statuses, faults of the
+requests, none. A well-behaved stream runs during all of them. Prints one JSON object: statuses, faults of the
 server, the workers before and after, what is still held, delays of the door's event loop, and the stream's
 inter-token latency in each phase.
 

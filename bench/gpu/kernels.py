@@ -3,7 +3,7 @@
 A kind is found by a kernel's name: our Triton kernels by their whole names, those of libraries by a part. A
 name that no kind knows counts as *other*, and the table lists it, so that nothing hides. torch's general
 elementwise kernels are among these: the norms, rotations and sums of a layer that is not fused are made of
-them, and their names do not tell them apart.
+them, and their names do not distinguish them.
 
 On the CPU, operators stand for kernels, so that this can be rehearsed.
 """

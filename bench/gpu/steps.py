@@ -3,7 +3,7 @@ peak, with random weights; and one layer's attention over long contexts.
 
 A step is computed as a worker computes it: model, memory and recorded steps are those that `load_language`
 gives a worker of all phases, and its time ends when the drawn tokens are on the host. Its kernels, and
-whether it was recorded, are told by the profiler (`bench.gpu.kernels`), not by what was meant to happen.
+whether it was recorded, are reported by the profiler (`bench.gpu.kernels`), not by what was meant to happen.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class WorkerSteps:
         return StepTiming(what, step_s, seconds, self._bound_s(num_answers, context, chunk), kernels)
 
     def _bound_s(self, num_answers: int, context: int, chunk: int) -> float:
-        """The weights are read once, or multiplied with all tokens, whichever takes longer. Beside that the
+        """The weights are read once, or multiplied with all tokens, whichever takes longer. Then the
         KV of the answers is read. The head is multiplied for single rows only."""
         layout, machine, shape = self.language.kv.layout, self.machine, self.shape
         scores = shape.layers * 2 * chunk**2 * shape.heads * shape.head_width  # QK and PV, the visible half

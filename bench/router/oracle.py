@@ -10,7 +10,7 @@ none to the prompt's own worker, and the next step, with the request in it, are 
 
 It is greedy: it knows neither what will arrive nor how much a single step will vary, and its encoders are
 chosen before its prefill worker, for the request alone. So it is no lower bound: a policy can be better by
-chance. Where a worker encodes beside its prompts, it does not see that the two take turns.
+chance. Where a worker encodes and computes prompts, it does not see that the two take turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What takes a live cluster time beside the calls that are emulated, measured on a part of a recorded run: a
+"""What takes a live cluster time besides the calls that are emulated, measured on a part of a recorded run: a
 few constants of the whole run, so that no phase and no policy has figures of its own."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ NO_LINK = Link(0.0, float("inf"))  # of a worker that has not sent anything yet
 @dataclass(frozen=True)
 class Overheads:
     """Seconds: for a message between a door and a worker; for an encoder call and for an item's way there and
-    from there, beside what workers measure of preparing and of links; for a step of prefill and of decode."""
+    from there, besides what workers measure of preparing and of links; for a step of prefill and of
+    decode."""
 
     message_s: float = 0.0
     encode_s: float = 0.0

@@ -187,8 +187,8 @@ class Cluster:
         return self.held()
 
     async def measured(self) -> dict[str, ServiceCurves]:
-        """What each worker tells a door that connects about its speed, by replica id. Raises ClusterError,
-        TimeoutError."""
+        """What each worker reports to a door that connects about its speed, by replica id. Raises
+        ClusterError, TimeoutError."""
         peers = next(iter(self.doors.values())).peers
         return {peer.member.replica_id: await _curves_of(peer.member.address) for peer in peers}
 
@@ -199,7 +199,7 @@ class Cluster:
 
 
 def end_on_signals() -> None:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt behind `asyncio.run`, after its cleaning up; also in a
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt after `asyncio.run`, after its cleaning up; also in a
     shell's background job, which starts deaf to the first."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

@@ -18,9 +18,9 @@ The other codecs are compared with the hand-over over `raw`:
 it is no position.
 
 "long" prompts are harsher than serving. A conversation about text stands before the question and its media,
-drawn so that hardly a token is left over behind the last whole group. Decode also runs the prompt's last
+drawn so that hardly a token is left over after the last whole group. Decode also runs the prompt's last
 token again, so that the first token, too, depends on transferred KV. The model was not trained on media
-behind such turns: over raw, too, it is right less often.
+after such turns: over raw, too, it is right less often.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much of the KV transfer hides behind the prefill.
+"""How much of the KV transfer the prefill hides.
 
 A prompt goes through prefill and decode over a link of a given speed, in three modes:
 * pipelined: layer by layer while prefill computes;

@@ -26,11 +26,11 @@ LONG_LINES: dict[str, int] = {
     "cluster/worker": 1,
     "deploy/demo_model": 16,
     "kv_transfer/agents": 2,
-    "kv_transfer/codecs": 2,
+    "kv_transfer/codecs": 3,
     "kv_transfer/lease": 2,
     "tests/contract": 32,
     "tests/flow": 7,
-    "tests/unit": 80,
+    "tests/unit": 81,
 }
 
 # lines that their comment has broken
@@ -46,7 +46,8 @@ FRAGMENTS: dict[str, int] = {
     "cluster/engine/drawing.py": 2,
     "cluster/engine/kv_output.py": 1,
     "cluster/engine/runner.py": 1,
-    "cluster/engine/state.py": 2,
+    "cluster/engine/shared_copies.py": 1,
+    "cluster/engine/state.py": 3,
     "cluster/engine/timing.py": 1,
     "cluster/model/attention.py": 1,
     "cluster/model/cpu/encoder_search.py": 1,
