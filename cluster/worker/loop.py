@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from cluster.clock import SystemClock
-from cluster.worker.pulse import Pulse
+from cluster.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ import torch
 from cluster.clock import SystemClock
 from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.pulse import Watch
 from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import AnyMessage, LoadReport
 from cluster.worker.hardware import hardware_of
 from cluster.worker.outbox import DoorId
-from cluster.worker.pulse import Watch
 from cluster.worker.ranks import Ranks
 from cluster.worker.seat import EngineSeat
 from cluster.worker.setup import WorkerSetup

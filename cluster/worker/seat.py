@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from cluster.clock import Clock
+from cluster.pulse import Pulse
 from cluster.worker.cpu_slots import no_cpu_slots, shared_cpu_slots
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import Deliver, DoorId, Outbox
-from cluster.worker.pulse import Pulse
 from cluster.worker.setup import WorkerSetup
 
 

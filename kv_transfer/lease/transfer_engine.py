@@ -28,10 +28,10 @@ from contextlib import suppress
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
+from cluster.pulse import Pulse
 from cluster.types.curves import CodecSpeed, Link
 from cluster.types.members import ProcessId
 from cluster.types.transfer import Grant, ReceivedGrant, ReceivedTotals, SentTotals
-from cluster.worker.pulse import Pulse
 from kv_transfer.agents.agent import Agent, TransferError
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.events import TransferEngineFailed, TransferEvent

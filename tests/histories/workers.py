@@ -28,6 +28,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.kvcache.tier import KvTier
 from cluster.kvcache.tier_slots import HostSlots
+from cluster.pulse import LOOK_EVERY_S, SILENT_S, Pulse
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media_phase import MediaPhase
 from cluster.types.members import Member, ProcessId, Role
@@ -35,7 +36,6 @@ from cluster.types.messages import StartDecode, StartPrefill
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
 from cluster.worker.process import WorkerProcess
-from cluster.worker.pulse import LOOK_EVERY_S, SILENT_S, Pulse
 from cluster.worker.seat import EngineSeat
 from cluster.worker.shell import WorkerShell
 from encoder_service.cache import EmbeddingCache

@@ -12,12 +12,12 @@ import torch
 
 from cluster.errors import UnavailableError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from cluster.pulse import FAILED_S, SILENT_S, Pulse, Watch
 from cluster.rpc import connect
 from cluster.types.messages import Cancel, Failed, Ping, Pong, Stalled
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import Outbox
-from cluster.worker.pulse import FAILED_S, SILENT_S, Pulse, Watch
 from cluster.worker.shell import WorkerShell
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.agents.in_process import InProcessNetwork
