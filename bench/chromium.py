@@ -53,7 +53,7 @@ class Tab:
         await self.until("document.readyState === 'complete'")
 
     async def value(self, expression: str) -> Any:
-        """Of a JavaScript expression, as JSON. Raises RuntimeError if it throws."""
+        """The value of a JavaScript expression, as JSON. Raises RuntimeError if it throws."""
         done = await self.do("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in done:
             raise RuntimeError(str(done["exceptionDetails"]))
@@ -82,13 +82,13 @@ class Tab:
         await self.do("Input.dispatchKeyEvent", type="keyUp", **common)
 
     async def drop(self, *files: Path) -> None:
-        """On the middle of the page."""
+        """Drops the files on the middle of the page."""
         data = {"items": [], "files": [str(file) for file in files], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
             await self.do("Input.dispatchDragEvent", type=kind, x=150, y=150, data=data)
 
     async def choose(self, field: str, *files: Path) -> None:
-        """In the file dialog of an input, by its selector."""
+        """Chooses files in the file dialog of an input, by its selector."""
         root = (await self.do("DOM.getDocument"))["root"]["nodeId"]
         node = (await self.do("DOM.querySelector", nodeId=root, selector=field))["nodeId"]
         await self.do("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
@@ -193,7 +193,7 @@ async def page(
     url: str, model: str | None = "demo_model", width: int = 1280, height: int = 900, scheme: str = "light"
 ) -> AsyncIterator[Tab]:
     """The door's page in a browser of its own. Audited at its end: it has asked no other host, and neither a
-    script nor the policy has complained. `model`: None if the door does not tell its name yet."""
+    script nor the policy has complained. `model`: None if the door does not report its name yet."""
     async with Chromium() as browser, browser.tab(width, height, scheme) as tab:
         await tab.open(f"{url}/")
         if model is not None:

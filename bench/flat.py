@@ -1,4 +1,4 @@
-"""Whether a series of measurements is flat: the test behind the verdicts of `bench.soak`.
+"""Whether a series of measurements is flat: the test that gives the verdicts of `bench.soak`.
 
 The slope is Theil and Sen's: the median of the slopes of all pairs of points, which outliers hardly move.
 Its interval is Sen's, from the variance of Kendall's statistic. A series rises if even the lower end of the
@@ -24,7 +24,7 @@ MIN_POINTS = 8
 
 @dataclass(frozen=True)
 class Trend:
-    """Of one series, without its warm-up."""
+    """The trend of one series, without its warm-up."""
 
     median: float
     slope: float  # per unit of time

@@ -6,7 +6,7 @@ geometry, or refused with a RequestError. Anything else is a failure: another ex
 crash, more than ITEM_S seconds.
 
 The items run in a child process under a memory limit. The child reports each item before it starts it, so
-that the item of a crash (of a C library) or a hang is known; a new child continues behind it. `case(seed,
+that the item of a crash (of a C library) or a hang is known; a new child continues after it. `case(seed,
 idx)` makes any item again.
 """
 

@@ -119,7 +119,7 @@ def main() -> int:
 
 
 def _pairs(ours: list[Any], theirs: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Of (log-probability, whether it is the greedy answer)."""
+    """Pairs of (log-probability, whether it is the greedy answer)."""
     for one, other in zip(ours, theirs, strict=True):
         yield from zip(one, other, strict=True)
 

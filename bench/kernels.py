@@ -15,7 +15,7 @@ of each. Figures are those of the best call. To limit torch to AVX2, set `ONEDNN
   for each product, both without the time of a call from Python over no rows, which a model's step does not
   have (3.8 to 4.5 us); the times and the ratio contain it. torch has no counterpart to i8 with these inputs:
   i8 is compared with torch's bf16.
-* Attention: one sequence's chunk of new tokens behind a context, over paged K and V; torch has them dense.
+* Attention: one sequence's chunk of new tokens after a context, over paged K and V; torch has them dense.
   Counted are the keys that a token sees: what is computed and masked lowers the percentage.
 * Sampling: rows of 151,936 logits, at temperature 1 with one filter or none, microseconds per row.
 """

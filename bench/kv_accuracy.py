@@ -7,7 +7,7 @@ The undivided models of transformers run in fp32 with a cache that rounds each K
 So every token, also those of the same forward pass, attends to what a cache of that format would hold.
 Models: the demo model on real requests with media, and random models, plain and with outlier channels (some K
 channels are 20 times larger and the query's as much smaller; that leaves the function as it was, but the rest
-of the row is small beside these channels). Per format:
+of the row is small against these channels). Per format:
 
     bytes           of one token in all layers
     top-1           share of positions whose likeliest token stays the same, with the fp32 answer as input
@@ -111,7 +111,7 @@ def _greedy(model: Any, given: dict[str, Any], max_tokens: int, cache: Any) -> T
 
 
 def _continued(given: dict[str, Any], answer: Tensor) -> dict[str, Tensor]:
-    """The inputs with the answer behind the prompt, but for the last token: no compared position follows
+    """The inputs with the answer after the prompt, but for the last token: no compared position follows
     it.
     """
     ids = torch.cat([given["input_ids"], answer[None, :-1]], dim=1)

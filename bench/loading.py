@@ -73,7 +73,7 @@ def _memory() -> dict[str, float]:
 
 
 class Worker:
-    """A process that loads at once and holds the model until it is told to end."""
+    """A process that loads at once and holds the model until it is asked to end."""
 
     def __init__(self, args: argparse.Namespace, cache: str):
         command = [sys.executable, "-m", "bench.loading", args.model, "--child", "--cache", cache]

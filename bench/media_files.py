@@ -182,7 +182,7 @@ def raw_wav(
     kind: int = 1,
     data_bytes: int | None = None,
 ) -> bytes:
-    """A WAV file whose header says what it is told to. `kind`: 1 for integers, 3 for floats."""
+    """A WAV file whose header says what the arguments say. `kind`: 1 for integers, 3 for floats."""
     block = channels * bits // 8
     form = struct.pack("<HHIIHH", kind, channels, rate, rate * block % 2**32, block % 2**16, bits)
     size = len(samples) if data_bytes is None else data_bytes

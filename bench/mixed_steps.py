@@ -55,7 +55,7 @@ def steps_of(model: LanguageModel, num_rows: int, context: int, num_chunk_tokens
 
 
 def measure(model: LanguageModel, steps: dict[str, Step], seconds: float) -> Times:
-    """At least three rounds. Raises ValueError for a model that does not run in one native call."""
+    """Measures at least three rounds. Raises ValueError for a model that does not run in one native call."""
     for step in steps.values():
         step()
     if model.kernels_s is None:

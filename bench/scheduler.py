@@ -3,8 +3,8 @@ costs.
 
     python -m bench.scheduler --steps 3000
 
-A step's updates are everything that the engine tells the scheduler: the progress of every chunk, a prompt
-from the queue for each finished prompt, new arrivals, and embeddings that arrived.
+A step's updates are everything that the engine reports to the scheduler: the progress of every chunk, a
+prompt from the queue for each finished prompt, new arrivals, and embeddings that arrived.
 """
 
 from __future__ import annotations

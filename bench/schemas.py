@@ -1,5 +1,5 @@
 """JSON schemas like those that clients send, from a seed: the classes of JSONSchemaBench (Geng et al.
-2025), built again because the collection cannot be had here. Beside each class: the share of its schemas in
+2025), built again because the collection cannot be had here. With each class: the share of its schemas in
 the collection is not kept; every class comes equally often.
 
     function calls   flat objects with typed, described arguments          (Glaive function calls)

@@ -1,4 +1,4 @@
-"""What a served token costs beside the model: CPU time, wake-ups and gaps of streams, by process. Linux only.
+"""What a served token costs besides the model: CPU time, wake-ups, gaps of streams, by process. Linux only.
 
     python -m bench.served --tokens 400 --streams 5 --concurrency 1 [--url URL --url URL]
 
@@ -122,7 +122,7 @@ def read_stream(url: str, body: bytes, arrivals: list[float]) -> None:
 
 
 def measure(url: str, pids: list[int], args: argparse.Namespace) -> Run:
-    """From the first tokens of all streams until one of them is almost over."""
+    """Measures from the first tokens of all streams until one of them is almost over."""
     messages = [{"role": "user", "content": "Tell a long story."}]
     fields = {"max_tokens": args.tokens, "temperature": 0, "stream": True, "ignore_eos": True}
     body = json.dumps({"model": args.model, "messages": messages, **fields}).encode()

@@ -168,7 +168,7 @@ def at_free_port(config: Path, folder: Path) -> Path:
 
 
 def soak(args: argparse.Namespace) -> int:
-    """For so many minutes, on a cluster of its own."""
+    """Runs for so many minutes, on a cluster of its own."""
     with (
         tempfile.TemporaryDirectory() as folder,
         LocalCluster(at_free_port(args.config, Path(folder))) as cluster,

@@ -53,7 +53,7 @@ class Verdict:
 
 
 class Latency:
-    """Of the answers since the last sample."""
+    """The latency of the answers since the last sample."""
 
     def __init__(self) -> None:
         self._ttfts: list[float] = []
@@ -81,7 +81,7 @@ class Sampler:
         self._num_samples = 0
 
     async def sample_every(self, seconds: float) -> None:
-        """Until it is cancelled."""
+        """Samples until it is cancelled."""
         while True:
             await asyncio.sleep(seconds)
             self.sample(time.monotonic())
@@ -101,7 +101,8 @@ class Sampler:
             self._series[name, "ms"].append((now, value))
 
     def verdicts(self) -> list[Verdict]:
-        """Of latency also where some samples are missing. Raises ValueError if the run was too short."""
+        """The verdicts, of latency also where some samples are missing. Raises ValueError if the run was too
+        short."""
         return [
             Verdict(name, unit, trend(*zip(*points, strict=True)))
             for (name, unit), points in sorted(self._series.items())
@@ -110,7 +111,7 @@ class Sampler:
 
 
 def usage_of(pid: int) -> dict[str, float]:
-    """By unit. Empty if the process has ended."""
+    """The usage of a process by unit. Empty if the process has ended."""
     with contextlib.suppress(OSError):
         process = Path(f"/proc/{pid}")
         pages = int((process / "statm").read_text().split()[1])

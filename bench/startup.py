@@ -92,7 +92,7 @@ def print_table(processes: dict[int, Watched]) -> None:
 
 
 def wait_for_health(url: str) -> None:
-    """Until the door has connections to all pools. Raises TimeoutError."""
+    """Waits until the door has connections to all pools. Raises TimeoutError."""
     deadline = time.monotonic() + REPLACEMENT_TIMEOUT_S
     while httpx.get(f"{url}/health", timeout=REPLACEMENT_TIMEOUT_S).status_code != 200:
         if time.monotonic() > deadline:

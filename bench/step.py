@@ -80,7 +80,7 @@ class ModelStep:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Of one step: bytes that it must read, operations of its linears, seconds."""
+    """The timing of one step: bytes that it must read, operations of its linears, seconds."""
 
     step: ModelStep
     num_bytes: int
@@ -197,7 +197,7 @@ def matrices(module: nn.Module) -> Iterator[tuple[Tensor, Tensor | None, Tensor 
 def packed(
     kernels: Kernels | None, weight: Tensor, up: Tensor | None = None, bias: Tensor | None = None
 ) -> TimedLinear:
-    """With the native kernels, or with torch where there are none."""
+    """A linear on the native kernels, or on torch where there are none."""
     outputs, inputs = weight.shape
     num_weights = outputs * inputs * (1 if up is None else 2)
     if kernels is not None:

@@ -10,10 +10,10 @@ server, judges the answers.
 
 check    per class of schemas: valid, invalid, cut off by --max-tokens, refused. Exit status 1 if one is
          invalid.
-speed    tokens per second when every answer has a structure, beside the same number of tokens of the same
+speed    tokens per second when every answer has a structure, against the same number of tokens of the same
          prompts without one. Rounds of the two take turns; the ratio is the median over the rounds.
 hostile  how long the door takes to refuse structures that are hard to compile, one after the other, and the
-         gap between two tokens of other answers meanwhile: alone, beside them, and beside a process of the
+         gap between two tokens of other answers meanwhile: alone, with them, and with a process of the
          lowest priority that only counts, which shows what any work of one core costs on this machine.
 """
 
@@ -163,7 +163,8 @@ async def ask_url(
 
 
 def wanted(schema: Schema, with_blanks: bool = False) -> dict[str, Any]:
-    """Without blanks more answers end before they are cut: neither model was trained to write JSON."""
+    """The fields that ask for the schema. Without blanks more answers end before they are cut: neither model
+    was trained to write JSON."""
     if not with_blanks:
         return {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
     named = {"name": "thing", "strict": True, "schema": schema}

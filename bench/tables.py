@@ -1,4 +1,4 @@
-"""Tables in Markdown, and the records behind their cells. Pure."""
+"""Tables in Markdown, and the records of their cells. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def grouped(records: Iterable[Record], *names: str) -> Cells:
-    """By the values of these fields; records that lack one are left out."""
+    """The records by the values of these fields; records that lack one are left out."""
     cells: Cells = {}
     for record in records:
         if all(name in record for name in names):

@@ -27,7 +27,7 @@ class DecodeService(LanguageWorker):
     role = Role.DECODE
 
     def __init__(self, args: ClusterArgs, setup: WorkerSetup, *, lease_margin_s: float = LEASE_MARGIN_S):
-        """As `LanguageWorker`."""
+        """Takes the arguments of `LanguageWorker`."""
         super().__init__(args, setup, lease_margin_s=lease_margin_s)
         self._runs: dict[str, asyncio.Future[None]] = {}
         self._started: set[str] = set()  # requests that have started and not ended
@@ -72,6 +72,7 @@ class DecodeService(LanguageWorker):
 
 
 class LanguageService(DecodeService):
-    """Computes prompts, too: any prompt, for itself or for other workers that generate answers."""
+    """A worker that generates answers and also computes prompts: any prompt, for itself or for other
+    workers."""
 
     role = Role.LANGUAGE

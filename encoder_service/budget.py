@@ -14,7 +14,7 @@ RECOVERY_S = 60.0  # time in which another process, or a fragmented allocator, m
 
 
 class CallBudget:
-    """Used on the engine's thread only."""
+    """The bytes that a call may be estimated to need. Used on the engine's thread only."""
 
     def __init__(self, ceiling_bytes: int, clock: Clock):
         self._ceiling_bytes = ceiling_bytes

@@ -20,7 +20,7 @@ class EncoderLimits:
     max_batch_rows: int  # embedding rows in one call, before pooling
     max_piece_rows: int  # items of more rows are encoded piece by piece, if their family allows it
     max_call_bytes: int  # estimated bytes of a call, at most
-    row_bytes: int  # estimated bytes of a call for one row, beside its input
+    row_bytes: int  # estimated bytes of a call for one row, besides its input
     max_prepared_bytes: int  # preprocessed media ahead of the device
     max_queued_rows: int  # not yet encoded; beyond that, new items are refused
     num_prepare_threads: int
@@ -36,7 +36,7 @@ class CallPart:
 
 
 class CallPlanner:
-    """Used on the engine's thread. Changes nothing."""
+    """Chooses the parts of each call. Used on the engine's thread only. Changes nothing."""
 
     def __init__(
         self, limits: EncoderLimits, budget: CallBudget, policy: SchedulingPolicy, cache: EmbeddingCache
@@ -55,7 +55,7 @@ class CallPlanner:
             yield by_hash[candidate.media_hash]
 
     def part_of(self, item: EncodeItem, prepared: Prepared) -> CallPart:
-        """As much of the item as one call may compute."""
+        """The part of the item that one call may compute."""
         num_rows, num_units = item.num_call_rows, prepared.num_units
         num_bytes = num_rows * self._limits.row_bytes + prepared.num_bytes
         options = item.item.options

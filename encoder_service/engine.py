@@ -2,8 +2,8 @@
 made, `deliveries` the requests that want items, `cache` the rows.
 
 A step: one encoder call with the most urgent ready items; their rows go into the cache and to every request
-that has named a target; the doors are told. Preparation runs in a thread pool and overlaps the work of the
-device. A long item takes several steps.
+that has named a target; the doors get a message. Preparation runs in a thread pool and overlaps the work of
+the device. A long item takes several steps.
 
 A call that fails:
 * It ran out of memory: the next step has a smaller budget and tries less at once.
@@ -235,7 +235,7 @@ class EncoderEngine:
             self._preparation.reorder(ticket)
 
     def _prepare(self, item: MediaItem, is_wanted: IsWanted) -> Prepared:
-        """On a thread of the pool."""
+        """Prepares an item. Runs on a thread of the pool."""
         assert self._loop is not None
         began_at = self._clock.now()
         prepared = self._runner.prepare(item, is_wanted)
@@ -244,7 +244,7 @@ class EncoderEngine:
         return prepared
 
     def _on_prepared(self, media_hash: str, result: Prepared | BaseException) -> None:
-        """On a thread of the pool."""
+        """Passes the result of a preparation to the loop. Runs on a thread of the pool."""
         assert self._loop is not None
         self._loop.call(self._prepared, media_hash, result, self._clock.now())
 
@@ -322,7 +322,7 @@ class EncoderEngine:
         item, start = call.item, call.item.num_rows_done
         end = start + len(rows)
         if end > item.num_rows or (call.piece.is_last and end < item.num_rows):
-            # The door has told prefill this number of rows. Another number must not be sent.
+            # The door has given prefill this number of rows. Another number must not be sent.
             error = MediaError(f"it has {end} embedding rows or more; its header promised {item.num_rows}")
             return self._fail_item(item, error)
         self._cache.write(item.media_hash, start, rows)

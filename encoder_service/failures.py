@@ -1,4 +1,4 @@
-"""Errors of preparing or encoding an item, in the form that doors are told."""
+"""Errors of preparing or encoding an item, in the form in which they are sent to doors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def named(error: BaseException) -> ClusterError:
-    """What the doors are told. Details of unexpected errors are in the log."""
+    """The error that is sent to doors. Details of unexpected errors are in the log."""
     if isinstance(error, ClusterError):
         return error
     if is_out_of_memory(error):

@@ -158,7 +158,7 @@ class Preparation:
         )
 
     def _run(self, media_hash: str, item: MediaItem, size_class: _SizeClass) -> None:
-        """On a thread of the executor."""
+        """Prepares one item. Runs on a thread of the executor."""
         result: Prepared | BaseException
         try:
             result = self._prepare(item, lambda: media_hash not in self._unwanted)

@@ -39,7 +39,7 @@ class CallLimits:
 
 
 def select_batch(ready: Iterable[Candidate], limits: CallLimits, num_free_blocks: int) -> list[Candidate]:
-    """The most urgent items first. If an item gets no room in the cache, no item behind it gets room: what
+    """The most urgent items first. If an item gets no room in the cache, no later item gets room: what
     holds the room is being sent or encoded and will be free, so a large item is not delayed for ever."""
     batch: list[Candidate] = []
     num_rows = num_bytes = 0

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_ROWS = 16_384  # embedding rows in one encoder call; bounds its activation memory
 # Rows of a long item in one call: enough to keep a device busy, short enough for items that arrive meanwhile.
 MAX_PIECE_ROWS = 1024
-# threads that preprocess beside the encoder, each with a process that decodes
+# threads that preprocess while the encoder runs, each with a process that decodes
 NUM_PREPARE_THREADS = 2
 
 
@@ -110,7 +110,7 @@ class Encoder:
         self._seat, self._clock = seat, process.clock
 
     def on_message(self, door: DoorId, message: AnyMessage) -> None:
-        """Event loop."""
+        """Handles one message of a door. Called on the event loop."""
         call = self._seat.loop.call
         match message:
             case StartEncode():

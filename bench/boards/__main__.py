@@ -4,7 +4,7 @@ Prometheus is asked the queries of deploy/chart/dashboards, and this package dra
     python -m bench.boards                    writes board-NAME.webp and ray-NAME.webp into docs/images
     python -m bench.boards CONFIG --out DIR   of another cluster: the overview and the boards of its roles
 
-Starts the cluster at a free port, and Prometheus beside it. Sends dialogues: first few at once, then
+Starts the cluster at a free port, and Prometheus next to it. Sends dialogues: first few at once, then
 more than the cluster can answer in time, then few again; and kills a decode worker on the way, if there is
 one. Needs the programs prometheus and chromium.
 """
@@ -100,7 +100,7 @@ async def run(cluster: LocalCluster) -> dict[str, bytes]:
 
 
 def pages(client: httpx.Client, names: Mapping[str, Any], span: Span) -> dict[str, str]:
-    """Of the boards with these names, by name, as HTML."""
+    """The boards with these names, by name, as HTML."""
     model = client.get("/api/v1/label/model_name/values").json()["data"][0]
     found = {}
     for name, board in names.items():

@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 def shown(value: float, unit: str) -> str:
-    """As Grafana writes it. Raises KeyError for a unit that no board has."""
+    """The value as Grafana writes it. Raises KeyError for a unit that no board has."""
     if unit == "percentunit":
         return f"{100 * value:.3g}%"
     if unit == "s":
@@ -56,7 +56,7 @@ def shown(value: float, unit: str) -> str:
 
 
 def ticks(largest: float, unit: str) -> list[float]:
-    """From 0 to at least `largest`, in steps of 1, 2 or 5 of the unit's powers."""
+    """The ticks from 0 to at least `largest`, in steps of 1, 2 or 5 of the unit's powers."""
     if largest <= 0:
         return [0.0, 1.0]
     base = 1024.0 ** int(math.log(max(largest, 1), 1024)) if unit == "bytes" else 1.0

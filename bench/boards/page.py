@@ -54,7 +54,7 @@ def queries(board: Mapping[str, Any], model: str, rate_interval: str) -> Iterato
 
 
 def lines_of(result: Sequence[Mapping[str, Any]], legend: str) -> list[Line]:
-    """Of Prometheus' answer to a range query. `legend`: in Grafana's form, `{{label}}`."""
+    """The lines of Prometheus' answer to a range query. `legend`: in Grafana's form, `{{label}}`."""
     found = []
     for series in result:
 

@@ -1,4 +1,4 @@
-"""The program `prometheus` (Debian: prometheus) beside a cluster of this machine, and its answers.
+"""The program `prometheus` (Debian: prometheus) next to a cluster of this machine, and its answers.
 
 It scrapes the door, and Ray's own exporters as soon as Ray's dashboard has written where they are. Its data
 go with the folder that the caller gives. Listens on loopback.

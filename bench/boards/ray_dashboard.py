@@ -19,7 +19,7 @@ SETTLE_S = 3.0  # tables and bars are drawn piece by piece
 
 
 async def pictures(cluster: LocalCluster) -> dict[str, bytes]:
-    """By name, as PNG. Raises TimeoutError if the dashboard does not start."""
+    """The pictures by name, as PNG. Raises TimeoutError if the dashboard does not start."""
     async with asyncio.timeout(HANG_S):
         while (url := cluster.dashboard_url()) is None:
             await asyncio.sleep(0.5)

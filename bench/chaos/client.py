@@ -34,7 +34,7 @@ class Sending:
 
     @property
     def longest_pause_s(self) -> float:
-        """Between two arrivals of text."""
+        """The longest time between two arrivals of text."""
         return max((b - a for a, b in zip(self.chunks_at, self.chunks_at[1:], strict=False)), default=0.0)
 
     @property
@@ -108,7 +108,7 @@ def _take_whole(answer: Mapping[str, Any], sending: Sending) -> None:
 
 
 def _message(text: str) -> str:
-    """Of an error in OpenAI's form; else the beginning of the text."""
+    """The message of an error in OpenAI's form; else the beginning of the text."""
     try:
         return str(json.loads(text)["error"]["message"])[:160]
     except (ValueError, KeyError, TypeError):

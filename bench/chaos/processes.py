@@ -37,7 +37,7 @@ LISTENS = "0A"
 
 
 class Processes:
-    """Those of the cluster in `folder`. A process that ends meanwhile is left out."""
+    """The processes of the cluster in `folder`. A process that ends meanwhile is left out."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -51,7 +51,8 @@ class Processes:
         return [pid for pid, own in self.by_kind().items() if own == kind]
 
     def counts(self) -> Counter[str]:
-        """Without zombies, which have no memory and only wait for their parent."""
+        """The number of processes by kind, without zombies, which have no memory and only wait for their
+        parent."""
         return Counter(kind for pid, kind in self.by_kind().items() if not is_zombie(pid))
 
     def _marked(self) -> set[int]:
@@ -83,7 +84,8 @@ def is_zombie(pid: int) -> bool:
 
 
 def started_at(pid: int) -> float | None:
-    """On the clock of `time.monotonic`, to 10 ms; None if it has ended."""
+    """The instant at which a process started, on the clock of `time.monotonic`, to 10 ms; None if it has
+    ended."""
     fields = _stat(pid)
     if not fields:
         return None

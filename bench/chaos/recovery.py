@@ -105,7 +105,7 @@ class Doors:
 
 
 class Watch:
-    """Of one fault. `expected`: replicas by kind."""
+    """Watches the cluster during one fault. `expected`: replicas by kind."""
 
     def __init__(self, folder: Path, doors: Doors, processes: Processes, expected: Mapping[str, int]):
         self._folder, self._doors, self._processes, self._expected = folder, doors, processes, expected
@@ -136,7 +136,7 @@ class Watch:
         return len(pages) == self._expected["door"] and all(map(self._is_complete, pages))
 
     def _are_all_there(self, fault: Fault, kinds: Mapping[int, str]) -> bool:
-        """As many processes of the kind live as before."""
+        """Whether as many processes of the kind live as before."""
         dead = {fault.pid} if fault.signal == "kill" else set()
         living = [pid for pid, kind in kinds.items() if kind == fault.kind and not is_zombie(pid)]
         return len(set(living) - dead) >= list(self._before.values()).count(fault.kind)
@@ -156,7 +156,7 @@ class Watch:
             recovery.note("loaded", time.monotonic() - fault.at)
 
     def _note_detected(self, fault: Fault, recovery: Recovery) -> None:
-        """By the time in the log's line, which is the wall clock's."""
+        """Notes when the death was detected: the time in the log's line, which is the wall clock's."""
         for path in self._controller_logs():
             with path.open() as log:
                 log.seek(self._log_sizes.get(path, 0))

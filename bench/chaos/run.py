@@ -75,7 +75,7 @@ class Round:
 
 @contextmanager
 def running(plan: Plan, folder: Path) -> Iterator[LocalCluster]:
-    """By the product's own command, with the shipped file and these numbers of replicas."""
+    """A cluster that the product's own command runs, with the shipped file and these numbers of replicas."""
     config = yaml.safe_load(DEFAULT_CONFIG.read_text())
     config["http_options"]["port"] = free_port()
     (application,) = config["applications"]
@@ -92,7 +92,8 @@ def running(plan: Plan, folder: Path) -> Iterator[LocalCluster]:
 
 
 class Experiment:
-    """On one running cluster. Raises RuntimeError if the undisturbed cluster does not answer everything."""
+    """An experiment on one running cluster. Raises RuntimeError if the undisturbed cluster does not answer
+    everything."""
 
     def __init__(self, cluster: LocalCluster, session: aiohttp.ClientSession, plan: Plan):
         self._cluster, self._session, self._plan = cluster, session, plan

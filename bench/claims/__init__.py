@@ -1,1 +1,1 @@
-"""Published shapes of disaggregated serving, each with our figure beside it: `python -m bench.claims`."""
+"""Published shapes of disaggregated serving, each with our figure next to it: `python -m bench.claims`."""

@@ -1,4 +1,4 @@
-"""Published shapes of disaggregated serving, each with our figure beside it.
+"""Published shapes of disaggregated serving, each with our figure next to it.
 
     python -m bench.claims            all of them; writes the tables of docs/claims.md and its plot
     python -m bench.claims NAME …     some of them; prints only

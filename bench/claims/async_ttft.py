@@ -1,4 +1,4 @@
-"""One video among n requests that come at once: encoders apart beside servers that encode in their step."""
+"""One video among n requests that come at once: encoders apart against servers that encode in their step."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Found:
 @dataclass(frozen=True)
 class Claim:
     """`how`: SIMULATED in virtual time, with curves from data sheets, or COUNTED by the product's own
-    components. `published_ratio`: what `Found.ratio` stands beside."""
+    components. `published_ratio`: what `Found.ratio` is compared with."""
 
     title: str
     published: str
@@ -34,7 +34,7 @@ class Claim:
 
 
 def plot(claims: Mapping[str, Claim], found: Mapping[str, Found]) -> str:
-    """Ours beside the published figure, of the claims that are ratios, each pair to its own scale."""
+    """Ours next to the published figure, of the claims that are ratios, each pair to its own scale."""
     y, body = 28.0, [label(8, 16, "times better: ours (blue), published (grey)")]
     for name, each in found.items():
         ours, published = each.ratio, claims[name].published_ratio

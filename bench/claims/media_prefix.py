@@ -1,4 +1,4 @@
-"""Prompts about the same images: each goes where their KV is, beside workers that take them in order."""
+"""Prompts about the same images: each goes where their KV is, against workers that take them in order."""
 
 from __future__ import annotations
 

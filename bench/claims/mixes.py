@@ -1,4 +1,4 @@
-"""Loads of two kinds: text beside images at an equal rate, and long prompts before long answers."""
+"""Loads of two kinds: text with images at an equal rate, and long prompts before long answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HALF_S, TTFT_S, TPOT_S = 30.0, 1.0, 0.03
 
 
 def mix(share: float) -> Workload:
-    """So many requests show four images of 640 × 640."""
+    """A mix in which so many requests show four images of 640 × 640."""
 
     def drafts(rng: Random) -> Iterator[Draft]:
         for number in range(0, 1 << 20, 4):

@@ -72,7 +72,7 @@ def counted(run: Callable[..., Any], counts: Counter[str]) -> Callable[..., Any]
 
 
 async def count() -> dict[str, Counter[str]]:
-    """Of a greedy answer to each call, one after the other."""
+    """The counts of a greedy answer to each call, one after the other."""
     args = ClusterArgs.model_validate({**SETTINGS, **WORKERS})
     encoder = EncoderService(args, setup_here(args, "e"))
     prefill, decode = PrefillService(args, setup_here(args, "p")), DecodeService(args, setup_here(args, "d"))

@@ -22,7 +22,7 @@ CALL_ROWS, STEP_TOKENS, ANSWER_TOKENS, NUM_ANSWERS, CACHE_BYTES = 4096, 2048, 20
 
 
 def layout(model: str, kv_cache_dtype: KvCacheDtype = "auto") -> MemoryLayout:
-    """Of a block of one group."""
+    """The layout of a block of one group."""
     layers, heads, width = KV[model]
     rows = [(heads, width)] * 2 * layers
     return MemoryLayout(kv_segments(rows, GROUP_TOKENS, torch.bfloat16, kv_cache_dtype))

@@ -1,4 +1,5 @@
-"""Between the tokens of an answer: a long prompt beside it, and the KV of its own prompt on the way."""
+"""The time between the tokens of an answer: with a long prompt next to it, and with the KV of its own prompt
+on the way."""
 
 from __future__ import annotations
 

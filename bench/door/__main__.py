@@ -78,7 +78,7 @@ def figures(lags: Lags) -> dict[str, float]:
 
 
 async def streams(bench: Bench, num_streams: int, rate: float) -> dict[str, Any]:
-    """So many streams get so many tokens a second together."""
+    """Measures streams that get so many tokens a second together."""
     row: dict[str, Any] = {"row": "streams", "streams": num_streams, "offered": rate}
     num_tokens = int(rate / num_streams * bench.seconds)
     lags = bench.lags()
@@ -92,7 +92,7 @@ async def streams(bench: Bench, num_streams: int, rate: float) -> dict[str, Any]
 
 
 async def short_requests(bench: Bench) -> dict[str, Any]:
-    """As many as the doors answer, eight tokens each; steps of a millisecond."""
+    """Sends as many requests as the doors answer, eight tokens each; steps of a millisecond."""
     row: dict[str, Any] = {"row": "short requests", "connections": CONNECTIONS, "tokens": SHORT_TOKENS}
     request, ends_at, statuses = body(SHORT_TOKENS, False), time.monotonic() + bench.seconds, []
 
@@ -110,7 +110,7 @@ async def short_requests(bench: Bench) -> dict[str, Any]:
 
 
 async def beside(bench: Bench, kind: str) -> dict[str, Any]:
-    """Streams that are read, beside others that are read, that are never read, or whose clients leave."""
+    """Streams that are read, among others that are read, that are never read, or whose clients leave."""
     row: dict[str, Any] = {"row": f"{NUM_MEASURED} streams beside {NUM_OTHERS} {kind}"}
     num_tokens, lags, unread = int(bench.seconds / OTHERS_STEP_S), bench.lags(), []
     async with bench.stepping(OTHERS_STEP_S):

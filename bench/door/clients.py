@@ -42,7 +42,7 @@ def body(max_tokens: int, stream: bool) -> bytes:
 
 
 async def read_stream(port: int, max_tokens: int, lags: Lags | None = None) -> None:
-    """To the end of the answer."""
+    """Reads to the end of the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(body(max_tokens, True))
     try:

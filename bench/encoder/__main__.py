@@ -5,7 +5,7 @@
     python -m bench.encoder tower   --out R.jsonl --models MODEL …            one item, part by part
     python -m bench.encoder decoding --out R.jsonl                            files in processes of their own
     python -m bench.encoder merge   --out R.jsonl                             rows into a prompt's embeddings
-    python -m bench.encoder overlap --out R.jsonl                             what hides behind a slow encoder
+    python -m bench.encoder overlap --out R.jsonl                             what a slow encoder hides
     python -m bench.encoder accuracy --out R.jsonl                            answers with fewer pixels, frames or rows
     python -m bench.encoder serve   --model MODEL [--doors 2] [--set NAME=VALUE …] [COMMAND …]
     python -m bench.encoder mixed   --out R.jsonl --url URL --model MODEL     beside a server that encodes in its step

@@ -101,7 +101,7 @@ VIDEO_SETTINGS: Mapping[str, Setting] = {
 
 
 def settings_of(modality: Modality) -> Mapping[str, Setting]:
-    """By name; "plain" is the first."""
+    """The settings by name; "plain" is the first."""
     return {**SETTINGS, **(VIDEO_SETTINGS if modality is Modality.VIDEO else {})}
 
 
@@ -159,7 +159,7 @@ class EvaluatedModel:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def prepare(self, content: Sequence[Part], fields: Mapping[str, Any] | None = None) -> PreparedPrompt:
-        """`fields`: of the request, beside its one message. Raises the errors with which the door answers
+        """`fields`: of the request, besides its one message. Raises the errors with which the door answers
         such a request.
         """
         body = {"model": self._name, "messages": [{"role": "user", "content": content}], **(fields or {})}

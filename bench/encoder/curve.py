@@ -29,7 +29,7 @@ from cluster.types.media import Modality
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of every item."""
+    """The sizes of every item."""
 
     side: int  # pixels of square images and frames
     num_frames: int  # two a second

@@ -1,5 +1,5 @@
-"""What it costs to decode files in processes of their own (`cluster.media.decoders`), beside the same in this
-process.
+"""What it costs to decode files in processes of their own (`cluster.media.decoders`), against the same in
+this process.
 
 The two ways alternate within a repetition, on the same files. *alone*: one file after the other. *together*:
 as many at once as an encoder has threads for. *encoded*: these threads decode and preprocess, and this one
@@ -99,7 +99,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def all_items() -> dict[str, list[MediaItem]]:
-    """By kind; every file is another one."""
+    """The items by kind; every file is another one."""
     make = {
         "JPEG 224²": (Modality.IMAGE, partial(photo, 224)),
         "JPEG 1024²": (Modality.IMAGE, partial(photo, 1024)),

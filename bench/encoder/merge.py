@@ -1,4 +1,4 @@
-"""Putting 5,000 embedding rows into a prompt's input embeddings: how prefill does it, beside other ways.
+"""Putting 5,000 embedding rows into a prompt's input embeddings: how prefill does it, next to other ways.
 
     prefill    `FeatureStore.rows` gives the rows' places, `LanguageModel` copies them into the embeddings;
                blocks in succession
@@ -35,7 +35,7 @@ KEY = ("request", 0)
 
 class Merge:
     """One item of `num_rows` random rows in two feature stores, and the embeddings of a prompt that has the
-    item behind OFFSET text tokens.
+    item after OFFSET text tokens.
     """
 
     def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype):

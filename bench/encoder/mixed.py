@@ -1,5 +1,5 @@
-"""Time to first token when one of 32 requests has a video: our cluster beside a server that encodes before it
-admits.
+"""Time to first token when one of 32 requests has a video: our cluster against a server that encodes before
+it admits.
 
 Per repetition there are four bursts, alternating between the systems: the text requests alone, and the text
 requests with the video at a place that changes with the repetition. Both systems get the same bytes; no part

@@ -66,7 +66,7 @@ def write_model(folder: Path) -> Path:
 
 
 def make_model(vision: dict[str, Any], audio: dict[str, Any]) -> PreTrainedModel:
-    """In bfloat16, weights drawn from SEED; the special tokens are the demo model's."""
+    """Makes the model in bfloat16, weights drawn from SEED; the special tokens are the demo model's."""
     from cluster.media.torchvision_compat import ensure_torchvision
 
     ensure_torchvision()  # must run before transformers is imported

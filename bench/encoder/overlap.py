@@ -1,5 +1,5 @@
-"""How much work hides behind an encoder that takes 200 ms: time to first token, beside the longest of its
-parts and beside their sum.
+"""How much work an encoder that takes 200 ms hides: time to first token, next to the longest of its
+parts and to their sum.
 
 One process: encoder, prefill, decode and door as they are, the in-process agent, HTTP. The encoder's call
 takes `ENCODE_S` longer than it would and needs no CPU slot: it stands for an encoder on a device of its own.
@@ -9,7 +9,7 @@ takes `ENCODE_S` longer than it would and needs no CPU slot: it stands for an en
     one      n tokens of text, an image                          at best as long as the longer of the two
     two      n / 2 tokens, an image, n / 2 tokens, an image      see below
 
-`two`: an encoder call has one image, so the second image is encoded while prefill computes the text behind
+`two`: an encoder call has one image, so the second image is encoded while prefill computes the text after
 the first.
 """
 

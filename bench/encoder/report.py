@@ -50,7 +50,7 @@ def curve_table(records: Iterable[Record]) -> list[str]:
 
 
 def tower_table(records: Iterable[Record]) -> list[str]:
-    """Encoders beside the one without any of our kernels."""
+    """Encoders against the one without any of our kernels."""
     cells = grouped(records, "model", "dtype", "threads", "modality", "part")
     lines = head("model", "dtype, threads", "modality", "part", "ms", "CPU ms", "CPU ÷ torch")
     for (*rest, part), cell in cells.items():
@@ -65,7 +65,7 @@ def tower_table(records: Iterable[Record]) -> list[str]:
 
 
 def decoding_table(records: Iterable[Record]) -> list[str]:
-    """Decoding in processes beside decoding in threads: the ratios are of items per second."""
+    """Decoding in processes against decoding in threads: the ratios are of items per second."""
     cells = grouped(records, "model", "dtype", "threads", "kind", "way")
     lines = head(
         "model", "dtype, threads", "item", "way", "ms alone", "together: items/s", "÷ thread",
@@ -139,7 +139,7 @@ def _middle(found: Iterable[dict[str, float]], name: str) -> float:
 
 
 def _repetitions(records: Sequence[Record]) -> dict[int, dict[str, float]]:
-    """Of one system: means of each pair of bursts."""
+    """The repetitions of one system: means of each pair of bursts."""
     pairs: dict[int, dict[str, Record]] = {}
     for record in records:
         pairs.setdefault(record["repetition"], {})[record["burst"]] = record
@@ -160,7 +160,7 @@ def _repetitions(records: Sequence[Record]) -> dict[int, dict[str, float]]:
 
 
 def _ttfts(record: Record) -> dict[str, list[float]]:
-    """By kind of request."""
+    """Times to first token, by kind of request."""
     found: dict[str, list[float]] = {}
     for kind, ttft_s in zip(record["kinds"], record["ttfts_s"], strict=True):
         found.setdefault(kind, []).append(ttft_s)

@@ -17,11 +17,8 @@ from bench.engine.client import ChatRequest
 from bench.engine.prompts import Part, Prompts
 from bench.records import Record
 
-TURNS = {
-    "cold": "first",
-    "encoder cache": "second",
-    "prefix cache": "second",
-}  # the beginning of each turn's prompt
+# the beginning of each turn's prompt
+TURNS = {"cold": "first", "encoder cache": "second", "prefix cache": "second"}
 WORDS = 16  # before the media, and of a question
 
 

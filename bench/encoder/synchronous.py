@@ -4,7 +4,7 @@ come first served.
 It has the cluster's own API, door, kernels and preprocessing threads; only the order of work differs. A step
 takes requests in order of arrival until `prefill.max_batch_tokens` are full, encodes the media of those that
 are new in it, and then runs their tokens in one forward, a long prompt over several steps. Nothing runs
-beside an encoder call, so all requests in that step and behind it wait for it. Every answer is one token:
+with an encoder call, so all requests in that step and after it wait for it. Every answer is one token:
 there is no decode.
 
 The engine's thread owns the reading end of the queue, both halves of the model and the KV; the door's event

@@ -1,3 +1,3 @@
-"""The cluster beside other inference servers, over HTTP, with the same weights on the same cores. See
+"""The cluster against other inference servers, over HTTP, with the same weights on the same cores. See
 README.md.
 """

@@ -1,4 +1,4 @@
-"""`python -m bench.engine agree`: greedy answers of every server beside transformers' `generate` in float32.
+"""`python -m bench.engine agree`: greedy answers of every server against transformers' `generate` in float32.
 
 Weights are random, so near-ties are common: in bfloat16 a correct server may deviate from the reference after
 some tokens. An answer whose first token already differs is wrong.

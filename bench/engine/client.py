@@ -60,7 +60,8 @@ class TimedAnswer:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's address, and the fields that it needs beside the common ones to force an answer's length."""
+    """A server's address, and the fields besides the common ones that it needs to force an answer's
+    length."""
 
     url: str
     model_id: str

@@ -1,4 +1,4 @@
-"""Makes PyPI's torchvision importable beside a CPU build of torch. Run once with the Python that has both.
+"""Makes PyPI's torchvision importable with a CPU build of torch. Run once with the Python that has both.
 
 The wheel's C++ operators are linked against CUDA's torch and do not load; importing then fails because their
 schemas are missing. vllm needs the Python half only, so this appends their declaration to

@@ -45,5 +45,5 @@ def vllm_environment(isa: str, cache: Path) -> Mapping[str, str]:
 
 
 def llama_server(folder: Path, isa: str) -> Path:
-    """In llama.cpp's folder."""
+    """The server for this instruction set in llama.cpp's folder."""
     return folder / f"llama-server-{isa}"

@@ -106,7 +106,7 @@ def role_of(command_line: bytes) -> str:
 
 
 def _stat(folder: Path) -> list[str]:
-    """The fields behind the process's name: state, parent, group, session, …"""
+    """The fields after the process's name: state, parent, group, session, …"""
     return (folder / "stat").read_text().rpartition(")")[2].split()
 
 

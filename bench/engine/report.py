@@ -133,7 +133,7 @@ def cpu_table(results: Results) -> str:
 
 
 def _cpu_costs(record: Record) -> dict[str, float]:
-    """Per 1,000 tokens: by role, and TOTALS. Older records have no roles, only the totals."""
+    """The costs per 1,000 tokens: by role, and TOTALS. Older records have no roles, only the totals."""
     totals = zip(TOTALS, (record["server_cpu_s"], record["client_cpu_s"]), strict=True)
     seconds = {**record.get("server_cpu_by_role_s", {}), **dict(totals)}
     return {name: 1000 * each / record["num_tokens"] for name, each in seconds.items()}

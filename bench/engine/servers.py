@@ -82,7 +82,7 @@ class RunningServer:
 
 
 def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] | None = None) -> ServerPlan:
-    """`overrides`: arguments of our cluster beside the usual ones; not for peers."""
+    """`overrides`: arguments of our cluster besides the usual ones; not for peers."""
     setup.work.mkdir(parents=True, exist_ok=True)
     log = setup.work / f"{name}-{model}.log"
     extra: dict[str, Any] = {}  # see Endpoint: None stands for the number of tokens
@@ -151,7 +151,8 @@ def vllm_command(setup: Setup, name: str, model: str) -> list[str]:
 
 
 def vllm_environment(setup: Setup, name: str) -> dict[str, str]:
-    """Without the binding vllm leaves a core unused; without the preloaded libraries it is slower."""
+    """The environment of vllm. Without the binding it leaves a core unused; without the preloaded libraries
+    it is slower."""
     scripts = setup.peers[name].parent
     libraries = [scripts.parent / "lib" / file for file in ("libtcmalloc_minimal.so.4", "libiomp5.so")]
     return {

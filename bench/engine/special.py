@@ -6,7 +6,7 @@ has, so only its prefill can disturb the streams. Compares the gaps of the strea
 the usual chunk budget and with a budget so large that the prompt is one chunk.
 
 `image-tax`: the same text load alone, and with one image request to nine text requests. Reports the loss of
-text throughput beyond the share that the additional tokens have in all tokens, and text TTFT beside TTFT of
+text throughput beyond the share that the additional tokens have in all tokens, and text TTFT next to TTFT of
 the text load alone.
 """
 
@@ -175,7 +175,7 @@ def _timed(server: RunningServer, dialogues: Sequence[Dialogue]) -> tuple[list[T
 def tax_values(
     alone: Sequence[TimedAnswer], alone_s: float, both: Sequence[TimedAnswer], both_s: float
 ) -> dict[str, float]:
-    """From the records and wall times of the text load alone and with images."""
+    """What images cost a text load, from the records and wall times of the load alone and with images."""
     texts = [record for record in both if record.kind == "text"]
     rate_alone = sum(record.num_tokens for record in alone) / alone_s
     rate_both = sum(record.num_tokens for record in texts) / both_s

@@ -40,9 +40,8 @@ def make_family(name: str) -> Callable[[Path], Path]:
 
 
 def make_whole_omni(folder: Path) -> Path:
-    """As on the hub: the served part is in `thinker_config` and under `thinker.`, beside a speech
-    generator.
-    """
+    """Makes the folder as on the hub: the served part is in `thinker_config` and under `thinker.`, next to a
+    speech generator."""
     from safetensors.torch import load_file, save_file
 
     make_family("qwen2_5_omni")(folder)

@@ -64,7 +64,7 @@ def write_config(
 
 
 def run_until_end(config: Path, model: str | None, environment: Mapping[str, str], cwd: Path) -> FailedStart:
-    """For set-ups that fail. Raises subprocess.TimeoutExpired for one that does not."""
+    """Runs a set-up that fails. Raises subprocess.TimeoutExpired for one that does not."""
     started_at, cpu_before = time.monotonic(), _cpu_of_children()
     done = subprocess.run(
         [*SERVE, str(config)],

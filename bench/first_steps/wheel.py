@@ -37,7 +37,7 @@ def run(folder: Path) -> tuple[int, ReadyServer, str]:
 
 
 def build(folder: Path) -> Path:
-    """From a copy of what git tracks, so that nothing is left behind in the checkout."""
+    """Builds a wheel from a copy of what git tracks, so that nothing is left over in the checkout."""
     source = folder / "source"
     names = _run(["git", "ls-files", "-z"], REPOSITORY).split("\0")
     for name in filter(None, names):

@@ -57,7 +57,7 @@ def set_ups(folder: Path, taken_port: int) -> list[WrongSetUp]:
 
 
 def run_all(folder: Path) -> Iterator[tuple[WrongSetUp, FailedStart, str]]:
-    """With what is wrong about each answer; empty if nothing is."""
+    """Runs all set-ups, with what is wrong about each answer; empty if nothing is."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for case in set_ups(folder, taken.getsockname()[1]):
             config = write_config(folder, case.args, case.port, **case.sections)

@@ -4,7 +4,7 @@ before.
     python -m bench.fuzz --url http://127.0.0.1:8000 --num 10000 --seed 1
 
 Sends mutations of valid requests (`bench.fuzz.mutator`) in phases: mutated requests, a quarter as many valid
-requests, none. A well-behaved stream runs beside all of them. Prints one JSON object: statuses, faults of the
+requests, none. A well-behaved stream runs during all of them. Prints one JSON object: statuses, faults of the
 server, the workers before and after, what is still held, delays of the door's event loop, and the stream's
 inter-token latency in each phase.
 
@@ -79,9 +79,8 @@ class Fuzz:
 
     async def _judged(self, number: int, kinds: tuple[str, ...]) -> None:
         case, reply = await self.one(number, kinds)
-        is_broken = (
-            not reply.status and case.kind != "wire"
-        )  # a server may disconnect a client that does not speak HTTP
+        # a server may disconnect a client that does not speak HTTP
+        is_broken = not reply.status and case.kind != "wire"
         outcome = "overload" if reply.is_overload else str(reply.status or reply.error)
         self.statuses[f"{case.kind} {outcome}"] += 1
         if is_broken or (reply.status >= 500 and not reply.is_overload):
@@ -127,7 +126,7 @@ def control(url: str, model_id: str) -> str:
 
 
 def latencies(beside: Beside) -> dict[str, dict[str, float]]:
-    """Of the stream beside the cases, in milliseconds, over all phases of a name."""
+    """The latencies of the stream that runs during the cases, in milliseconds, over all phases of a name."""
     report = {}
     for name in ("quiet", "valid", "fuzz"):
         gaps_s = [gap_s for phase, some in beside.gaps_s.items() if phase.startswith(name) for gap_s in some]

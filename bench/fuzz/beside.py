@@ -1,4 +1,4 @@
-"""A well-behaved client beside the fuzz: streams one request after the other and records the gaps between its
+"""A well-behaved client during the fuzz: streams one request after the other and records the gaps between its
 tokens.
 """
 

@@ -89,8 +89,8 @@ def _called(content: Any) -> list[dict[str, Any]]:
 
 
 def _tool_fields(tool: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of both endpoints that have tools. For a model whose chat template takes none, only the last is
-    valid."""
+    """The fields of both endpoints that have tools. For a model whose chat template takes none, only the last
+    is valid."""
     return [
         {"tools": [tool], "stream": True},
         {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
@@ -126,7 +126,7 @@ def _responses(model_id: str) -> list[dict[str, Any]]:
 
 
 def _fields() -> list[dict[str, Any]]:
-    """Of both generating endpoints."""
+    """The fields of both generating endpoints."""
     return [
         {},
         {"stream": True, "stream_options": {"include_usage": True}},

@@ -1,7 +1,7 @@
 """Almost valid requests. Equal seeds and numbers give equal requests, independent of what was sent before.
 
 tree     some values of the JSON are replaced, removed, repeated, wrapped, swapped or moved
-media    bytes of a media file are flipped, cut or repeated behind its valid header
+media    bytes of a media file are flipped, cut or repeated after its valid header
 bytes    bytes of the JSON text are flipped, cut, inserted or removed
 wire     headers, methods, lengths and chunks that do not fit the body
 valid    nothing is wrong: the cluster must answer it

@@ -109,6 +109,6 @@ GOALS = (
 
 
 def judged(records: Sequence[Mapping[str, Any]]) -> str:
-    """A table: met, missed or not measured beside each goal."""
+    """A table: met, missed or not measured, next to each goal."""
     last = {(record["part"], record["what"]): record for record in records}
     return "\n".join(table(("goal", "measured", "wanted", ""), (goal.line(last) for goal in GOALS)))

@@ -3,7 +3,7 @@
 A kind is found by a kernel's name: our Triton kernels by their whole names, those of libraries by a part. A
 name that no kind knows counts as *other*, and the table lists it, so that nothing hides. torch's general
 elementwise kernels are among these: the norms, rotations and sums of a layer that is not fused are made of
-them, and their names do not tell them apart.
+them, and their names do not distinguish them.
 
 On the CPU, operators stand for kernels, so that this can be rehearsed.
 """
@@ -55,8 +55,8 @@ def kind_of(name: str) -> str:
 
 @dataclass
 class KernelSums:
-    """Of one call. sums: by kernel name, how many and microseconds. num_launches: kernels that the host
-    launched one by one. num_replays: recorded graphs that it launched."""
+    """The kernels of one call. sums: by kernel name, how many and microseconds. num_launches: kernels that
+    the host launched one by one. num_replays: recorded graphs that it launched."""
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_launches: float = 0.0
@@ -83,7 +83,7 @@ class KernelSums:
         return {name: self.sums[name] for name in sorted(names, key=lambda name: -self.sums[name][1])}
 
     def record(self) -> dict[str, object]:
-        """As JSON holds it."""
+        """The sums as JSON holds them."""
         return {
             "kernels": self.num_kernels, "busy_us": self.busy_us, "launches": self.num_launches,
             "replays": self.num_replays, "kinds": self.by_kind(), "others": self.others(),
@@ -95,7 +95,7 @@ def _total(numbers: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def kernels_of(work: Callable[[], object], device: torch.device, calls: int = 3) -> KernelSums:
-    """Of one call, on average. Two calls come first, which are not counted. Blocks."""
+    """The kernels of one call, on average. Two calls come first, which are not counted. Blocks."""
     for _ in range(2):
         work()
     wait(device)
@@ -123,7 +123,7 @@ def summed(events: Iterable[Any], is_cuda: bool, calls: int) -> KernelSums:
 
 
 def kernel_table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Of records that `KernelSums.record` has made, each with its step's name as `what`: number and
+    """A table of records that `KernelSums.record` has made, each with its step's name as `what`: number and
     microseconds of each kind, and below the names of no kind."""
     heads = ("step", "kernels", "busy, us", "launched by the host", *KINDS)
     rows = []

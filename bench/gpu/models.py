@@ -68,7 +68,7 @@ def write_checkpoint(shape: ModelShape, folder: Path, device: torch.device, dtyp
 
 
 def write_served(shape: ModelShape, folder: Path, device: torch.device, dtype: torch.dtype) -> Path:
-    """With a tokenizer of its whole vocabulary. An existing folder is kept."""
+    """Writes a checkpoint with a tokenizer of its whole vocabulary. An existing folder is kept."""
     if not (folder / "tokenizer.json").exists():
         write_tokenizer(write_checkpoint(shape, folder, device, dtype))
     return folder

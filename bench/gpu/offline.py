@@ -40,7 +40,7 @@ class OfflineRequest:
 
 @dataclass
 class ClientReport:
-    """Of one client. Instants are those of the monotonic clock, which all processes share."""
+    """The report of one client. Instants are those of the monotonic clock, which all processes share."""
 
     started_at: float
     ended_at: float

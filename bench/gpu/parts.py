@@ -76,7 +76,7 @@ def steps(
 def attention(
     cases: Sequence[tuple[int, int]], formats: Sequence[tuple[KvCacheDtype, int]], rehearse: bool
 ) -> Measurements:
-    """Of 7B's heads. cases: answers, and tokens that each of them sees."""
+    """Measures the attention of 7B's heads. cases: answers, and tokens that each of them sees."""
     speed, name = _speed(rehearse), "tiny" if rehearse else "7b"
     with torch.inference_mode():
         for batch, context in [(2, 32)] if rehearse else cases:
@@ -141,7 +141,7 @@ def wire(rehearse: bool) -> Measurements:
 
 
 def _device_rate(work: Callable[[], None], num_bytes: int, speed: DeviceSpeed) -> dict[str, float]:
-    """By the profiler. Nothing on the CPU, whose native code it does not see."""
+    """The rate by the profiler. Nothing on the CPU, whose native code it does not see."""
     if speed.device.type != "cuda":
         return {}
     return {"device_gb_per_s": num_bytes / 1e3 / kernels_of(work, speed.device).busy_us}
@@ -171,7 +171,7 @@ def products(rehearse: bool) -> Measurements:
 
 
 def transfer(rehearse: bool) -> Measurements:
-    """Between two processes on one device, by NIXL."""
+    """Measures transfers between two processes on one device, by NIXL."""
     speed = probe_transport(torch.device("cpu" if rehearse else "cuda"))
     yield {"what": "NIXL between two processes", "gb_per_s": speed / 1e9}
 

@@ -43,7 +43,7 @@ Measurements = Iterator[Mapping[str, object]]
 
 
 def equality(topology: str, rehearse: bool) -> Measurements:
-    """In float32: greedy answers over HTTP, compared with `generate`."""
+    """Compares greedy answers over HTTP with `generate`, in float32."""
     content = configuration(topology, {"dtype": "float32"})
     if rehearse:
         yield {"what": "would serve", "config": content["applications"][0]}
@@ -61,7 +61,7 @@ def equality(topology: str, rehearse: bool) -> Measurements:
 
 
 def load(topology: str, codec: str, rehearse: bool) -> Measurements:
-    """In bfloat16, with random weights of Qwen2.5-0.5B's shape. `codec`: `transfer.codec`."""
+    """Measures a load in bfloat16, with random weights of Qwen2.5-0.5B's shape. `codec`: `transfer.codec`."""
     content = configuration(topology, {"dtype": "bfloat16", "transfer": {"codec": codec}})
     if rehearse:
         yield {"what": "would serve", "config": content["applications"][0]}

@@ -3,7 +3,7 @@ peak, with random weights; and one layer's attention over long contexts.
 
 A step is computed as a worker computes it: model, memory and recorded steps are those that `load_language`
 gives a worker of all phases, and its time ends when the drawn tokens are on the host. Its kernels, and
-whether it was recorded, are told by the profiler (`bench.gpu.kernels`), not by what was meant to happen.
+whether it was recorded, are reported by the profiler (`bench.gpu.kernels`), not by what was meant to happen.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_worker(
 
 
 def worker_args(model: str | Path, machine: DeviceSpeed, **fields: object) -> ClusterArgs:
-    """Of a cluster that is one worker."""
+    """The arguments of a cluster that is one worker."""
     return ClusterArgs.model_validate({
         "model": str(model), "roles": ["whole"], "block_size": BLOCK_SIZE,
         "device": machine.device.type, "dtype": str(machine.dtype).removeprefix("torch."),
@@ -145,7 +145,7 @@ class WorkerSteps:
         return StepTiming(what, step_s, seconds, self._bound_s(num_answers, context, chunk), kernels)
 
     def _bound_s(self, num_answers: int, context: int, chunk: int) -> float:
-        """The weights are read once, or multiplied with all tokens, whichever takes longer. Beside that the
+        """The weights are read once, or multiplied with all tokens, whichever takes longer. Then the
         KV of the answers is read. The head is multiplied for single rows only."""
         layout, machine, shape = self.language.kv.layout, self.machine, self.shape
         scores = shape.layers * 2 * chunk**2 * shape.heads * shape.head_width  # QK and PV, the visible half
@@ -155,7 +155,7 @@ class WorkerSteps:
         return max(products_s, weights_s) + kv_bytes / machine.bytes_per_s
 
     def _tables(self, lengths: Sequence[int]) -> list[list[int]]:
-        """So many tokens each."""
+        """The block tables of sequences with so many tokens each."""
         tables, first = [], 0
         for length in lengths:
             end = first + blocks_of(length)

@@ -1,2 +1,2 @@
-"""The router in the simulator: policies beside each other, splits beside data parallelism, overload. See
+"""The router in the simulator: policies against each other, splits against data parallelism, overload. See
 README.md."""

@@ -1,4 +1,4 @@
-"""What is simulated: frozen values, each one run, or one search, with one seed. The figures behind them stand
+"""What is simulated: frozen values, each one run, or one search, with one seed. The figures for them stand
 in README.md."""
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ NUM_SEEDS = 5
 
 
 def all_cases(num_seeds: int = NUM_SEEDS, first_seed: int = 0) -> list[Case]:
-    """Those that take longest first."""
+    """The cases, those that take longest first."""
     seeds = range(first_seed, first_seed + num_seeds)
     cases: list[Case] = [
         SplitCase(workload, split.name, slo, seed)
@@ -201,7 +201,7 @@ def all_cases(num_seeds: int = NUM_SEEDS, first_seed: int = 0) -> list[Case]:
 
 
 def names(case: Case) -> dict[str, Any]:
-    """What tells a case from others of its kind, for its record."""
+    """What distinguishes a case from others of its kind, for its record."""
     match case:
         case PolicyCase():
             return {"type": "policies", "scenario": case.scenario, "policy": case.policy}

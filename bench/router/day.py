@@ -48,7 +48,7 @@ HOUR_S = 60.0  # of a simulated day: 24 hours in 24 minutes
 
 
 def day(seed: int, hour_s: float = HOUR_S, text: Swing = TEXT, video: Swing = VIDEO) -> Iterator[SimRequest]:
-    """In order of arrival."""
+    """The requests of a day in order of arrival."""
     arrivals = merge(
         _instants(Random(f"text {seed}"), text, hour_s, "text"),
         _instants(Random(f"video {seed}"), video, hour_s, "video"),
@@ -68,7 +68,7 @@ def day(seed: int, hour_s: float = HOUR_S, text: Swing = TEXT, video: Swing = VI
 
 
 def _instants(rng: Random, swing: Swing, hour_s: float, kind: str) -> Iterator[tuple[float, str]]:
-    """By thinning."""
+    """Draws the instants of arrival by thinning."""
     now = 0.0
     while True:
         now += rng.expovariate(swing.high)

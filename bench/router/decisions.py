@@ -59,7 +59,7 @@ def decisions(num_workers: int, num_decisions: int = 200, seed: int = 0) -> list
 
 
 def loss(request: RequestView, cluster: ClusterView) -> float:
-    """By what part the cost of the placement that is found exceeds that of the best of many more."""
+    """The part by which the cost of the placement that is found exceeds that of the best of many more."""
     estimate = Estimate(request, cluster, 1.0)
     best = Search(estimate, len(cluster.prefills), UNLIMITED_STEPS).best()
     return Search(estimate).best().cost_s / best.cost_s - 1

@@ -48,7 +48,7 @@ EMULATED: Mapping[Role, ServiceCurves] = {
 
 @dataclass
 class Device:
-    """Of one worker process. `slowdown` may be changed at any time by any thread."""
+    """The emulated device of one worker process. `slowdown` may be changed at any time by any thread."""
 
     curves: ServiceCurves | None = None  # None: as fast as the CPU
     slowdown: float = 1.0
@@ -139,7 +139,8 @@ class _Encoder:
 
 
 def step_s(curve: Curve, chunks: Sequence[SequenceChunk]) -> float:
-    """Of a step that computes these; a token's context is what its prompt had before the step."""
+    """The duration of a step that computes these; a token's context is what its prompt had before the
+    step."""
     counts = [len(chunk.token_ids) for chunk in chunks]
     pairs = sum(count * chunk.num_computed_tokens for count, chunk in zip(counts, chunks, strict=True))
     return curve.seconds(sum(counts), pairs / max(1, sum(counts)))

@@ -16,7 +16,7 @@ TIMEOUT_S = 120.0  # of a load, beyond its last call
 
 
 async def open_loop(url: str, calls: Sequence[Call]) -> list[Answer]:
-    """In the order of the calls. What has no answer TIMEOUT_S after the last call is a failure."""
+    """Answers in the order of the calls. What has no answer TIMEOUT_S after the last call is a failure."""
     started_at = time.perf_counter()
 
     async with open_session() as session:

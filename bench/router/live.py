@@ -46,7 +46,7 @@ NUM_TO_MEASURE = 100  # calls of a closed loop
 
 
 def cluster_args(policy: str, **door: Any) -> ClusterArgs:
-    """Of a cluster whose door has that policy. Workers have one thread each."""
+    """The arguments of a cluster whose door has that policy. Workers have one thread each."""
     args: dict[str, Any] = {
         "encode": {"threads": 1, "cache_bytes": 16 << 20},
         "prefill": {"threads": 1, "kv_blocks": 2048, "feature_bytes": 16 << 20},

@@ -109,7 +109,8 @@ def prediction_table(records: Sequence[Record]) -> list[str]:
 
 
 def _ttfts(records: Iterable[Record]) -> dict[tuple[str, str], list[float]]:
-    """By (phase, policy), of phases in BY_KIND by kind of request, too; then of all phases."""
+    """Times to first token by (phase, policy), of phases in BY_KIND by kind of request, too; then of all
+    phases."""
     cells: dict[tuple[str, str], list[float]] = {}
     for record in records:
         phase, policy = record["phase"], record["policy"]

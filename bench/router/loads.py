@@ -35,7 +35,7 @@ SLOWDOWN = 3.0
 @dataclass(frozen=True)
 class Shape:
     """A request without its content. Of a group: the prefix of that group stands before its own text, its
-    images behind that."""
+    images after that."""
 
     kind: str
     num_text_tokens: int

@@ -17,7 +17,7 @@ WAITING_WEIGHT = 4
 
 
 def unpredicted(num_items: int) -> Prediction:
-    """Of a policy that predicts nothing."""
+    """The prediction of a policy that predicts nothing."""
     items = (ItemPrediction(),) * num_items
     nothing = (0.0,) * 8  # of each duration
     return Prediction(*nothing, items=items)

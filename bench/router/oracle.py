@@ -10,7 +10,7 @@ none to the prompt's own worker, and the next step, with the request in it, are 
 
 It is greedy: it knows neither what will arrive nor how much a single step will vary, and its encoders are
 chosen before its prefill worker, for the request alone. So it is no lower bound: a policy can be better by
-chance. Where a worker encodes beside its prompts, it does not see that the two take turns.
+chance. Where a worker encodes and computes prompts, it does not see that the two take turns.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def _calls(
 
 
 def _play(prefill: SimLanguage, plan: _PrefillSchedule) -> dict[str, float]:
-    """When each prompt's last step ends; a prompt that is never ready is left out."""
+    """The instants at which each prompt's last step ends; a prompt that is never ready is left out."""
     done_at: dict[str, float] = {}
     events = deque(sorted(plan.events))
     chunks, computed = plan.chunks, plan.computed

@@ -1,4 +1,4 @@
-"""What takes a live cluster time beside the calls that are emulated, measured on a part of a recorded run: a
+"""What takes a live cluster time besides the calls that are emulated, measured on a part of a recorded run: a
 few constants of the whole run, so that no phase and no policy has figures of its own."""
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ NO_LINK = Link(0.0, float("inf"))  # of a worker that has not sent anything yet
 @dataclass(frozen=True)
 class Overheads:
     """Seconds: for a message between a door and a worker; for an encoder call and for an item's way there and
-    from there, beside what workers measure of preparing and of links; for a step of prefill and of decode."""
+    from there, besides what workers measure of preparing and of links; for a step of prefill and of
+    decode."""
 
     message_s: float = 0.0
     encode_s: float = 0.0
@@ -44,13 +45,13 @@ def measure(recording: Recording, blocks: Sequence[Block]) -> Overheads:
 
 
 def links_of(curves: ServiceCurves, more_s: float = 0.0) -> dict[str, Link]:
-    """With the one to any other worker; so much later each."""
+    """The links of a worker, with the one to any other worker; so much later each."""
     links = {"": NO_LINK} | curves.links
     return {name: Link(link.latency_s + more_s, link.bytes_per_s) for name, link in links.items()}
 
 
 def _prefill_part(recording: Recording, block: Block, each: Recorded) -> Iterator[float]:
-    """Of a text whose prefill worker had nothing else to do."""
+    """The part of a text whose prefill worker had nothing else to do."""
     curve = _emulated(recording, each.prefill).prefill
     others = [other for other in block.requests if other is not each and other.prefill == each.prefill]
     is_alone = not any(

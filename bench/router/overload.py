@@ -51,7 +51,7 @@ FINISHED = "epdg_requests_total"
 
 @dataclass(frozen=True)
 class Class:
-    """As the door is told."""
+    """A class as the door's settings name it."""
 
     name: str
     priority: int
@@ -65,7 +65,7 @@ CLASSES = (Class("interactive", 0, 2.0, 2.5, 8.0), Class("batch", 1, 10.0, 12.0,
 
 @dataclass(frozen=True)
 class Sender:
-    """Of one request."""
+    """The sender of one request."""
 
     key: str
     of_class: Class
@@ -99,7 +99,7 @@ def draw_senders(count: int, rng: random.Random) -> list[Sender]:
 
 
 def summary(sent: Sequence[tuple[Sender, Answer]], window_s: float) -> Record:
-    """Of a load whose requests came within `window_s`, and of each key and class in it."""
+    """A record of a load whose requests came within `window_s`, and of each key and class in it."""
     groups = {
         f"{key} {each.name}": [(s, a) for s, a in sent if s.key == key and s.of_class is each]
         for key in ("heavy", "light")
@@ -235,7 +235,7 @@ def _phase() -> Any:
 
 
 def _start(sent: Sequence[tuple[Sender, Answer]]) -> float:
-    """When the first request was sent."""
+    """The instant at which the first request was sent."""
     return min((answer.started_at for _, answer in sent), default=0.0)
 
 

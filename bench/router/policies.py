@@ -23,7 +23,8 @@ def setting_of(name: str) -> str:
 
 
 def maker(name: str) -> MakePolicy:
-    """For a simulated door. `name`: of a policy above, or a value of `door.policy`. Raises ConfigError."""
+    """The policy's maker for a simulated door. `name`: of a policy above, or a value of `door.policy`. Raises
+    ConfigError."""
     if name in SEERS:
         return SEERS[name]
     make = policy_class(setting_of(name))

@@ -6,7 +6,7 @@ learning. The cluster is made of
 
     device calls          the curves that the run was emulated with, times the block's slowdowns
     preparing, links      what the workers had measured when the block was over
-    what doors are told   what workers had measured of all that: when the block before was over, if they were
+    what doors know       what workers had measured of all that: when the block before was over, if they were
                           as fast there, and from the middle of the block on when it was over itself
     admission             the real controller at each door, with the cluster's defaults
     overheads             constants for each message, call and item (see overheads.py)
@@ -60,7 +60,7 @@ class Replayed:
         return self.block.repetition > 0
 
     def fields(self) -> dict[str, Any]:
-        """As a line of JSON."""
+        """The fields as a line of JSON."""
         return {
             "type": "replayed",
             "phase": self.block.phase,
@@ -169,14 +169,14 @@ def table(replayed: Sequence[Replayed]) -> list[str]:
 
 def known_from(block: Block, before: Block | None) -> Block:
     """The block whose measurements doors know when `block` begins: the one before, if workers are as fast as
-    there. Else `block` itself: the load between blocks, which is not recorded, has told them."""
+    there. Else `block` itself: the load between blocks, which is not recorded, has reported them."""
     return before if before is not None and before.slowdowns == block.slowdowns else block
 
 
 def _make_simulation(
     recording: Recording, overheads: Overheads, seed: int | None, policies: Sequence[str], follows: bool
 ) -> Simulation:
-    """With a door for each policy."""
+    """Makes a simulation with a door for each policy."""
     followed = AsRecorded(recording.blocks)
     makers = [maker(policy) for policy in policies]
     return Simulation(

@@ -54,8 +54,8 @@ def policy_table(records: Iterable[Record]) -> list[str]:
 
 
 def overall_table(records: Iterable[Record]) -> list[str]:
-    """Over all scenarios: the geometric mean of what a policy's mean time to first token is to the oracle's.
-    The oracle's error of prediction is what is left without knowing the future."""
+    """A table over all scenarios: the geometric mean of what a policy's mean time to first token is to the
+    oracle's. The oracle's error of prediction is what is left without knowing the future."""
     cells = _cells(records, "scenario", "policy")
     lines = head("policy", "÷ oracle, geometric mean", "worst scenario", "÷ oracle there", "MAPE", "coverage")
     for policy in POLICY_NAMES:
@@ -215,7 +215,7 @@ def _milliseconds(cell: dict[int, Record], name: str) -> str:
 
 
 def _ratios(cell: dict[int, Record], other: dict[int, Record], name: str, minus: float = 0.0) -> str:
-    """With a confidence interval; a difference to 1 in per cent."""
+    """The ratios with a confidence interval; a difference to 1 in per cent."""
     values = [ratio - minus for ratio in _pairs(cell, other, name)]
     if not values:
         return "–"

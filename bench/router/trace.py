@@ -10,8 +10,8 @@
 
 `at_s` counts from the block's start; `ttft_s` is the client's, `placed_s` begins when the door placed the
 request: that is what a simulator without tokenizing and HTTP should arrive at. `rows` are before pooling.
-`measured` are the ServiceCurves that the workers told after the block: preparing and links are real. A block
-begins with an idle cluster. The content of a block is seen in no other one.
+`measured` are the ServiceCurves that the workers reported after the block: preparing and links are real. A
+block begins with an idle cluster. The content of a block is seen in no other one.
 """
 
 from __future__ import annotations

@@ -51,19 +51,19 @@ SERVICES = {
 
 
 class Slowdown(msgspec.Struct, frozen=True):
-    """To a worker: from now on every call takes so many times as long."""
+    """A message to a worker: from now on every call takes so many times as long."""
 
     factor: float
 
 
 class Run(msgspec.Struct, frozen=True):
-    """To a decode worker: Serve's call."""
+    """A message to a decode worker: Serve's call."""
 
     request_id: str
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """From a decode worker: its answer."""
+    """A message of a decode worker: its answer."""
 
     request_id: str
     error: str = ""
@@ -74,7 +74,7 @@ class Stop(msgspec.Struct, frozen=True):
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """From a worker, the last that it sends."""
+    """The last message that a worker sends."""
 
     wanted_s: float  # of all emulated calls
     taken_s: float  # that they took
@@ -187,19 +187,19 @@ class Cluster:
         return self.held()
 
     async def measured(self) -> dict[str, ServiceCurves]:
-        """What each worker tells a door that connects about its speed, by replica id. Raises ClusterError,
-        TimeoutError."""
+        """What each worker reports to a door that connects about its speed, by replica id. Raises
+        ClusterError, TimeoutError."""
         peers = next(iter(self.doors.values())).peers
         return {peer.member.replica_id: await _curves_of(peer.member.address) for peer in peers}
 
     def slow_down(self, factors: Mapping[str, float]) -> None:
-        """By replica id; a worker that is not named is as fast as it was made."""
+        """Slows workers down by replica id; a worker that is not named is as fast as it was made."""
         for replica_id, worker in self.workers.items():
             worker.slow_down(factors.get(replica_id, 1.0))
 
 
 def end_on_signals() -> None:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt behind `asyncio.run`, after its cleaning up; also in a
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt after `asyncio.run`, after its cleaning up; also in a
     shell's background job, which starts deaf to the first."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -270,9 +270,8 @@ async def _stop_all(workers: list[Worker]) -> None:
 
 def _work(spec: WorkerSpec, args: ClusterArgs, folder: str, pipe: Connection) -> None:
     """The worker's process. A folder of its own: its steps take no turns with the others'."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the terminal sends it to all; the end of the pipe ends this one
+    # the terminal sends it to all; the end of the pipe ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["EPDG_SOCKET_DIR"] = folder
     from bench.router.devices import Device, run_on
 

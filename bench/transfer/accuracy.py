@@ -18,9 +18,9 @@ The other codecs are compared with the hand-over over `raw`:
 it is no position.
 
 "long" prompts are harsher than serving. A conversation about text stands before the question and its media,
-drawn so that hardly a token is left over behind the last whole group. Decode also runs the prompt's last
+drawn so that hardly a token is left over after the last whole group. Decode also runs the prompt's last
 token again, so that the first token, too, depends on transferred KV. The model was not trained on media
-behind such turns: over raw, too, it is right less often.
+after such turns: over raw, too, it is right less often.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PlacedPrompt:
 
 @dataclass(frozen=True)
 class BatchOutcome:
-    """Of one batch and one codec."""
+    """The outcome of one batch and one codec."""
 
     answers: list[list[int]]  # greedy, with the end token
     is_right: list[bool]
@@ -176,7 +176,7 @@ def _earlier_turns(rng: random.Random) -> list[Turn]:
 
 
 def decoded_media(sample: Sample) -> list[tuple[Modality, np.ndarray]]:
-    """In the order of the message."""
+    """The media in the order of the message."""
     return [
         *((Modality.IMAGE, np.array(image)) for image in sample.images),
         *((Modality.VIDEO, frames) for frames in sample.videos),

@@ -92,7 +92,7 @@ def _away(owner: Any, name: str, counts: _Counts) -> Any:
 
 @contextmanager
 def _counted_locks(counts: _Counts) -> Iterator[None]:
-    """Of objects that are made inside."""
+    """Counts the locks of objects that are made inside."""
     lock, rlock = threading.Lock, threading.RLock
     with (
         mock.patch.object(threading, "Lock", lambda: _CountedLock(lock(), counts)),

@@ -1,4 +1,4 @@
-"""How much of the KV transfer hides behind the prefill.
+"""How much of the KV transfer the prefill hides.
 
 A prompt goes through prefill and decode over a link of a given speed, in three modes:
 * pipelined: layer by layer while prefill computes;
@@ -84,7 +84,7 @@ class EmulatedLink:
 
 @dataclass
 class RequestTimes:
-    """Of one request, as perf_counter reads; tokens at the door."""
+    """The times of one request, as perf_counter reads; tokens at the door."""
 
     started_at: float = 0.0
     prefilled_at: float = 0.0

@@ -1,4 +1,4 @@
-"""How fast blocks get from one process to another: per agent, codec and number of blocks, beside a memcpy
+"""How fast blocks get from one process to another: per agent, codec and number of blocks, next to a memcpy
 through shared memory and a plain TCP socket. A lane is one of these ways.
 
 Every lane has an owner, a process of its own, and blocks scattered over memories larger than the last cache.

@@ -91,8 +91,8 @@ def max_rope_length(text: Mapping[str, Any]) -> int | None:
         form = part.get("rope_type") or part.get("type")
         if form in _ROPE_BY_LENGTH:
             key, longest = "original_max_position_embeddings", text.get("max_position_embeddings")
-            own = part.get(key) or text.get(key)
-            lengths.append(longest if form == "dynamic" else own or longest)
+            original = part.get(key) or text.get(key)
+            lengths.append(longest if form == "dynamic" else original or longest)
     return min((length for length in lengths if length), default=None)
 
 
@@ -111,7 +111,7 @@ def takes_media(config: Mapping[str, Any]) -> bool:
 
 
 def check_family(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a model type or class that cannot be served, as far as the names tell."""
+    """Raises ConfigError for a model type or class that cannot be served, as far as the names show it."""
     name = config["model_type"]
     if reason := why_refused(name):
         _refuse(name, reason)
@@ -182,7 +182,7 @@ def _with_part(folder: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Raises ConfigError for a folder with an adapter of PEFT: with the base model's weights beside it the
+    """Raises ConfigError for a folder with an adapter of PEFT: with the base model's weights next to it the
     adapter would be left out."""
     file = next((file for name in _ADAPTER_FILES if (file := folder / name).is_file()), None)
     if file is not None:
@@ -196,7 +196,8 @@ def check_no_adapter(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """In transformers' order of preference. Empty for a checkpoint in a format without headers."""
+    """The weight files of a checkpoint, in transformers' order of preference. Empty for a checkpoint in a
+    format without headers."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -231,7 +232,7 @@ def _read_headers(file: Path) -> dict[str, Header]:
 
 
 def _num_parameters(headers: Mapping[str, Header], quantisation: Quantisation | None) -> int:
-    """As the plain model has them: without scales, and both weights that share a byte."""
+    """The parameters as the plain model has them: without scales, and both weights that share a byte."""
     count = sum(math.prod(header.shape) for header in headers.values())
     if quantisation is not None:
         for quantised, scales in quantisation.scales.items():

@@ -3,7 +3,7 @@
 EPDG_MODEL           model folder or hub id, unless the application's arguments name one
 EPDG_SOCKET_DIR      folder of Unix sockets and locks (default /tmp/epdg-<uid>), private to this user
 EPDG_CLUSTER_SECRET  shared by all hosts of one cluster; needed when side channels run over TCP
-EPDG_API_KEY         a key that clients must send, beside those of `door.access.key_file`
+EPDG_API_KEY         a key that clients must send, besides those of `door.access.key_file`
 EPDG_ADMIN_KEY       a key for the paths of operators, such as /metrics
 HF_HUB_OFFLINE       the Hugging Face hub's own variable: no model is downloaded
 RAY_AUTH_MODE        Ray's own variable: whether its token authentication is on. Ray passes it to all
@@ -43,20 +43,20 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def tell_local_rank(rank: int) -> None:
-    """Tells transformers, whose tensor parallelism reads it there, the rank, and tells Gloo that all ranks
-    are on this host. Changes this process's environment."""
+    """Sets the rank for transformers, whose tensor parallelism reads it there, and the interface of this host
+    for Gloo. Changes this process's environment."""
     os.environ["LOCAL_RANK"] = str(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 def tell_net_devices(devices: Sequence[str]) -> None:
-    """Tells UCX its network devices; otherwise it listens on every interface of the host. UCX reads them when
-    an agent is made. Changes this process's environment."""
+    """Sets the network devices for UCX; otherwise it listens on every interface of the host. UCX reads them
+    when an agent is made. Changes this process's environment."""
     os.environ["UCX_NET_DEVICES"] = ",".join(devices)
 
 
 def keep_process_without_peer() -> None:
-    """Tells NCCL's watchdog not to end this process when a peer of a process group is gone. NCCL reads it
+    """Makes NCCL's watchdog not end this process when a peer of a process group is gone. NCCL reads it
     when a group is made. Changes this process's environment."""
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
@@ -72,7 +72,8 @@ def python_path(first: Path) -> str:
 
 
 def bare_environment(**overrides: str) -> dict[str, str]:
-    """As `child_environment`, for a process that must not know secrets: only what a program is found by."""
+    """The same as `child_environment`, for a process that must not know secrets: only what a program is found
+    by."""
     kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME")
     return {**{name: os.environ[name] for name in kept if name in os.environ}, **overrides}
 

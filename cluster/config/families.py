@@ -36,7 +36,7 @@ class EncoderForm(Enum):
     MASKED_CROPS = auto()  # one image per call: crops of one size and a mask of their valid pixels
     SINGLE_IMAGES = auto()  # one image per call, whatever tensors the processor makes of it
     MEL_WINDOWS = auto()  # windows of a spectrum, with or without a mask of the valid frames
-    TIMED_MEL_WINDOWS = auto()  # the same; each window is told where in the sound it is
+    TIMED_MEL_WINDOWS = auto()  # the same; each window gets its position in the sound
     PADDED_MELS = auto()  # Qwen2.5-Omni: spectra padded to the longest, with a mask
     SINGLE_MELS = auto()  # Qwen3-Omni: one spectrum per call, with a mask
     FIXED_MEL_WINDOW = auto()  # Qwen2-Audio: one window of 30 s, with a mask
@@ -75,7 +75,7 @@ class ModelFamily:
     clips_are_written_as_images: bool = False  # the image's token stands for a clip's rows, too
     reads_placeholders_as_zero: bool = False  # as token 0, also those that it generated
     leaves_logits: bool = False  # transformers does not scale them as the text configuration says
-    package: str = ""  # that transformers needs for it, beside the requirements
+    package: str = ""  # that transformers needs for it, besides the requirements
     hears_clips: bool = False  # the processor takes a clip with its sound track
     cuts_sounds: bool = False  # into windows, of which its feature extractor truncates each
     whole: WholeCheckpoint | None = None

@@ -54,7 +54,7 @@ class ApiKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return bytes.fromhex(self.hash.removeprefix("sha256:"))
 
     def line(self) -> str:
-        """For a file, without limits."""
+        """The line of this key in a file, without limits."""
         admin = ", admin: true" if self.admin else ""
         return f'- {{name: {self.name}, hash: "{self.hash}"{admin}}}'
 
@@ -82,7 +82,7 @@ def key_entry(name: str, key: str, *, admin: bool = False) -> ApiKey:
 
 
 def key_bytes(key: str) -> bytes:
-    """As a client sends it. `key`: from this process's arguments or environment."""
+    """The key as a client sends it. `key`: from this process's arguments or environment."""
     return key.encode(errors="surrogateescape")
 
 

@@ -22,7 +22,7 @@ def available_memory() -> int:
 
 
 def max_open_files() -> int:
-    """That a process of this user may open at once, if it asks for so many."""
+    """The number of files that a process of this user may open at once, if it asks for so many."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 

@@ -2,7 +2,7 @@
 
 Two sides are judged independently. The *entry* is what the configuration declares: `quantization_config` at
 the top or in any part of config.json, and hf_quant_config.json. The *headers* are what the weight files show:
-tensors of 8 bits and less in place of a weight, and scales that stand beside one. What the entry does not
+tensors of 8 bits and less in place of a weight, and scales that stand next to one. What the entry does not
 explain is refused by the tensor's name, and so is an entry that no tensor bears out: transformers would leave
 out a scale that it does not know and compute with the rest.
 
@@ -200,7 +200,7 @@ def _older_export(folder: Path) -> _Declaration | None:
 def _of_part(
     headers: Mapping[str, Header], config: Mapping[str, Any], part_key: str | None
 ) -> Mapping[str, Header]:
-    """Without the tensors of parts that are not served."""
+    """The headers without the tensors of parts that are not served."""
     if part_key is None:
         return headers
     others = (key.removesuffix("_config") for key in config if key.endswith("_config") and key != part_key)
@@ -210,7 +210,7 @@ def _of_part(
 
 def _is_quantised(name: str, header: Header, headers: Mapping[str, Header]) -> bool:
     """Whether this tensor is less than a weight, or makes another one more than it looks. Decided by what it
-    stands beside: `logit_scale`, layer scales, KV scales and masks do not belong to a weight."""
+    stands next to: `logit_scale`, layer scales, KV scales and masks do not belong to a weight."""
     path, dot, leaf = name.rpartition(".")
     path += dot
     if _ADAPTER_NAME.search(name) or _PACKED_NAME.fullmatch(leaf):

@@ -2,7 +2,7 @@
 
 The values are frozen and made without I/O. An unknown name is refused, and the error names the nearest known
 one. `resolve` fills in what depends on the machine: the model's absolute path (after a download, if a hub id
-names it) and thread counts. Everything behind the composition root sees resolved values only.
+names it) and thread counts. Everything below the composition root sees resolved values only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cluster.config.environment import Environment
 from cluster.errors import ConfigError
 from cluster.types.members import Phase, Role
 
-# for an installed wheel: site-packages. `deploy` lies beside the packages in both cases
+# for an installed wheel: site-packages. `deploy` lies next to the packages in both cases
 REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
 
@@ -79,7 +79,7 @@ class SpeculationArgs(_Args):
 
 
 class _LanguageArgs(_PoolArgs):
-    # of a GPU's memory, for all that a worker keeps there; what is left beside weights and embeddings is KV,
+    # of a GPU's memory, for all that a worker keeps there; what weights and embeddings leave is KV,
     # unless `kv_blocks` says how much. The rest is for CUDA itself and a draft model
     memory_share: float = Field(default=0.9, gt=0, le=1)
 
@@ -137,7 +137,7 @@ class KvCacheArgs(_Args):
 
 
 class FetchArgs(_Args):
-    """From which URLs the door reads media; cluster/media/fetch/policy.py says how hosts are written."""
+    """The URLs from which the door reads media; cluster/media/fetch/policy.py says how hosts are written."""
 
     allowed_hosts: tuple[str, ...] = ()  # empty: any public host
     denied_hosts: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ class MediaArgs(_Args):
     max_picture_rows: int = Field(default=16_384, ge=1)
     max_rows: int = Field(default=65_536, ge=1)
     # When the shortest encoder queue has this many embedding rows, new media is reduced: the longer the queue
-    # the more, down to a quarter of its tokens. The answer tells the client. 0: never
+    # the more, down to a quarter of its tokens. The answer says so. 0: never
     reduce_from_queued_rows: int = Field(default=0, ge=0)
 
 
@@ -188,7 +188,7 @@ class AdmissionArgs(_Args):
         AdmissionClassArgs(name="batch", max_wait_s=300.0),
     )
     # predicted work in the cluster per worker of a pool; further requests wait at the door. Two of prefill's
-    # steps: less would leave workers idle, more would make urgent requests wait behind work that cannot be
+    # steps: less would leave workers idle, more would make urgent requests wait for work that cannot be
     # recalled
     max_outstanding_s: float = Field(default=1.0, gt=0)
     max_queued: int = Field(default=1024, ge=1)  # requests that wait at this door, which holds their media

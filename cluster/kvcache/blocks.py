@@ -75,8 +75,8 @@ class BlockPool:
         return found
 
     def num_held(self, hashes: Sequence[bytes]) -> int:
-        """Of the blocks that `lookup` would find, those that requests hold already. Only these need no free
-        block. Changes nothing."""
+        """How many of the blocks that `lookup` would find are held by requests already. Only these need no
+        free block. Changes nothing."""
         num_held = 0
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -158,7 +158,7 @@ class BlockPool:
         self._block_of.clear()
 
     def watch(self) -> None:
-        """From now on `take_changes` reports what is added and evicted."""
+        """Makes `take_changes` report what is added and evicted from now on."""
         self._changed = {}
 
     def content(self) -> tuple[bytes, ...]:
@@ -182,7 +182,7 @@ class BlockPool:
         )
 
     def note_cached(self) -> None:
-        """From now on `take_cached` reports blocks that lose their last reference."""
+        """Makes `take_cached` report blocks that lose their last reference from now on."""
         self._newly_cached = []
 
     def take_cached(self) -> list[tuple[int, bytes]]:

@@ -5,7 +5,7 @@
 
 Placeholder tokens are equal for all images of a model. So each run of an item's rows in a block adds
 (modality, media hash, first row, position in the block, number of rows): blocks of two images never share a
-name, and blocks that start at different rows of one image do not either. Text behind an image differs too,
+name, and blocks that start at different rows of one image do not either. Text after an image differs too,
 through the chain. Names are equal in all processes of one cluster (little- and big-endian hosts must not be
 mixed) and are used as cache keys only.
 """
@@ -37,7 +37,7 @@ class BlockHashes:
         self.block_size = block_size
         self.hashes: list[bytes] = []
         self._extras = _media_parts(prompt.media, block_size, len(prompt.token_ids))
-        self._tail = array("q")  # token ids behind the last full block
+        self._tail = array("q")  # token ids after the last full block
         start = prompt.cache_salt.encode() + struct.pack("<q", block_size)
         self._parent = blake2b(start, digest_size=_DIGEST_BYTES).digest()
         self.extend(prompt.token_ids)
@@ -61,7 +61,8 @@ class BlockHashes:
         del self._tail[: num_blocks * self.block_size]
 
     def fork(self) -> BlockHashes:
-        """Of a sequence that has the same tokens so far and continues on its own: another choice."""
+        """The hashes of a sequence that has the same tokens so far and continues on its own: another
+        choice."""
         other = copy(self)
         other.hashes, other._tail = self.hashes[:], self._tail[:]
         return other

@@ -172,7 +172,7 @@ def on_huge_pages(num_bytes: int) -> torch.Tensor:
     less often, and the kernel's copies between processes, which look up every page, take two thirds of the
     time. A page is allocated when it is first written to (`populate`)."""
     kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # shared memory gets no huge pages
-    memory = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=kind)  # a page behind it keeps neighbours apart
+    memory = mmap.mmap(-1, num_bytes + mmap.PAGESIZE, flags=kind)  # a page after it keeps neighbours apart
     with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:num_bytes]

@@ -38,9 +38,8 @@ logger = logging.getLogger(__name__)
 
 COPIED_TOGETHER = 16  # blocks
 OLD_SPEED_WEIGHT = 0.7  # of the speed known so far, against that of a new load
-OPTIMISM = (
-    0.9  # by which a load that seemed too slow makes the next one seem faster, so that it is tried again
-)
+# by which a load that seemed too slow makes the next one seem faster, so that it is tried again
+OPTIMISM = 0.9
 
 
 @dataclass(frozen=True)
@@ -159,9 +158,11 @@ class KvTier:
     def _keep(self, blocks: Sequence[KeptBlock]) -> None:
         for first in range(0, len(blocks), COPIED_TOGETHER):
             wanted = [block for block in blocks[first : first + COPIED_TOGETHER] if block.name not in self]
-            there = [block for block in wanted if self._is_there(block)]
-            rows = self._memory.read_blocks([block.block_id for block in there])
-            whole = [(block, row) for block, row in zip(there, rows, strict=True) if self._is_there(block)]
+            unchanged = [block for block in wanted if self._is_there(block)]
+            rows = self._memory.read_blocks([block.block_id for block in unchanged])
+            whole = [
+                (block, row) for block, row in zip(unchanged, rows, strict=True) if self._is_there(block)
+            ]
             self._count(num_stored=len(whole), num_missed=len(wanted) - len(whole))
             for block, row in whole:
                 self._put(0, block.name, make_record(block.name, row))

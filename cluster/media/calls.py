@@ -79,9 +79,8 @@ class ProcessorCalls:
         share = probe.num_frames if self._family.bounds_whole_clips else 1
         kwargs |= _area(processor.video_processor, kwargs, options, share)
         heard = None
-        if (
-            self._family.hears_clips
-        ):  # these processors compute times from the requested rate, not from the clip's own
+        # these processors compute times from the requested rate, not from the clip's own
+        if self._family.hears_clips:
             kwargs |= {} if options.fps is None else {"fps": options.fps}
             kwargs = {**self._kwargs, "videos_kwargs": kwargs}
             if sound is not None:

@@ -83,9 +83,9 @@ class Confinement:
         self.is_filtered = _install_filter(libc)
 
     def bound(self, settings: MediaSettings, timeout_s: float) -> None:
-        """Before an item. The limits of bytes can only fall from one item to the next. The limit of files is
-        set here, after the opener has sent its last descriptor: the kernel compares it also with the
-        descriptors that all processes of the user have under way."""
+        """Sets the limits for the next item. The limits of bytes can only fall from one item to the next. The
+        limit of files is set here, after the opener has sent its last descriptor: the kernel compares it also
+        with the descriptors that all processes of the user have under way."""
         _limit(resource.RLIMIT_NOFILE, NUM_FILES)
         _limit(resource.RLIMIT_AS, self._base_bytes + settings.limits.max_process_bytes)
         _limit(resource.RLIMIT_FSIZE, settings.max_result_bytes)
@@ -106,7 +106,7 @@ def _virtual_bytes() -> int:
 
 
 def _install_filter(libc: ctypes.CDLL) -> bool:
-    """For all threads of this process. False: this kernel or machine has no filters."""
+    """Installs the filter for all threads of this process. False: this kernel or machine has no filters."""
     column = _MACHINES.get(platform.machine())
     if column is None:
         return False

@@ -39,7 +39,7 @@ AUDIO_CODECS = frozenset((
     "adpcm_ima_wav", "adpcm_ms", "adpcm_ima_qt", "adpcm_swf", "g722", "g726",
     *(name for name in av.codecs_available if name.startswith("pcm_")),
 ))  # fmt: skip
-# WebM keeps transparency beside the picture, where FFmpeg's own decoders do not look.
+# WebM keeps transparency next to the picture, where FFmpeg's own decoders do not look.
 _DECODERS_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _MP4_FIRST_BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 _BY_FIRST_BYTES = {
@@ -124,10 +124,10 @@ def first_stream(container: InputContainer, kind: Literal["video", "audio"], bud
 
 def picture_decoder(stream: Any, budget: DecodeBudget) -> Any:
     """The decoder of a video stream, with its transparency if it has one."""
-    own = stream.codec_context
-    name = _DECODERS_WITH_ALPHA.get(own.name) if stream.metadata.get("alpha_mode") == "1" else None
+    context = stream.codec_context
+    name = _DECODERS_WITH_ALPHA.get(context.name) if stream.metadata.get("alpha_mode") == "1" else None
     if name is None or name not in av.codecs_available:
-        return own
+        return context
     decoder = av.CodecContext.create(name, "r")
     decoder.options = _codec_options(budget)
     return decoder

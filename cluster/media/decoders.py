@@ -43,8 +43,9 @@ class Decoders:
         options: MediaOptions,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> np.ndarray:
-        """As `cluster.media.decode.decode`, for an item without a number; the array is private to the caller.
-        Blocks no longer than the item `is_wanted`. Raises MediaError, NotWantedError and UnavailableError."""
+        """Does what `cluster.media.decode.decode` does, for an item without a number; the array is private to
+        the caller. Blocks no longer than the item `is_wanted`. Raises MediaError, NotWantedError and
+        UnavailableError."""
         order = DecodeOrder(modality, options, settings, settings.limits.max_decode_s)
         read = functools.partial(read_array, modality, settings)
         with open_memory_file() as file:

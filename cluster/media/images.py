@@ -84,7 +84,7 @@ def decode_image(data: bytes, budget: DecodeBudget) -> np.ndarray:
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """EXIF orientation. To look for it behind the pixels of a PNG, Pillow decodes the image, so a PNG without
+    """EXIF orientation. To look for it after the pixels of a PNG, Pillow decodes the image, so a PNG without
     marks is skipped."""
     if image.format == "PNG" and not any(mark in data for mark in _PNG_ORIENTATION_MARKS):
         return 1

@@ -1,4 +1,4 @@
-"""From the output of a processor for one item to the item's layout in a prompt. Pure."""
+"""Makes an item's layout in a prompt from the output of a processor. Pure."""
 
 from __future__ import annotations
 

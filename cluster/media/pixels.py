@@ -34,7 +34,7 @@ EIGHT_BITS = Samples()
 
 
 def samples_of(image: Image.Image, data: bytes) -> Samples:
-    """Of an image that is opened from these bytes."""
+    """The samples of an image that is opened from these bytes."""
     if image.format == "PNG":
         return Samples(data[_PNG_DEPTH_AT])
     tags = getattr(image, "tag_v2", None)

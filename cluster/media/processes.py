@@ -246,8 +246,8 @@ class OpenerPool:
                 self._idle.append(self._start())
 
     async def ask(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
-        """As `Opener.ask`, but an opener that ends is replaced, and too long an order is a MediaError. May be
-        cancelled at any time."""
+        """Does what `Opener.ask` does, but an opener that ends is replaced, and too long an order is a
+        MediaError. May be cancelled at any time."""
         ends_at = time.monotonic() + order.timeout_s
         bounded = order
         not_started = UnavailableError("the process that opens media files did not start")
@@ -338,7 +338,7 @@ def append(file: int, data: bytes | memoryview) -> None:
 
 
 def seal(file: int) -> None:
-    """From now on nothing can change it."""
+    """Seals the file: from now on nothing can change it."""
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
 
 
@@ -351,7 +351,7 @@ def check_size(file: int, num_bytes: int) -> None:
 
 
 async def wait_on_loop(end: socket.socket, timeout_s: float) -> None:
-    """For coroutines of an event loop."""
+    """Waits until the socket is readable, in a coroutine of an event loop."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
     loop.add_reader(end, lambda: readable.done() or readable.set_result(None))
@@ -363,7 +363,7 @@ async def wait_on_loop(end: socket.socket, timeout_s: float) -> None:
 
 
 def wait_while(is_wanted: Callable[[], bool]) -> Wait:
-    """For threads: blocks. Raises NotWantedError."""
+    """Makes a wait that blocks its thread. Raises NotWantedError."""
 
     async def wait(end: socket.socket, timeout_s: float) -> None:
         ends_at = time.monotonic() + timeout_s

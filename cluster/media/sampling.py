@@ -22,23 +22,23 @@ CUT_RATIO = 3.0
 CUT_NEIGHBOURS = 8  # frames on each side
 
 
-def video_sampling(own: VideoSampling, options: MediaOptions) -> VideoSampling:
-    """The model's sampling with the client's wishes; `own.max_frames` stays the ceiling. Raises
+def video_sampling(default: VideoSampling, options: MediaOptions) -> VideoSampling:
+    """The model's sampling with the client's wishes; `default.max_frames` stays the ceiling. Raises
     MediaError."""
-    _check(own, options)
-    max_frames = min(options.max_frames or own.max_frames, own.max_frames)
-    min_frames = min(own.min_frames, max_frames) if options.min_frames is None else options.min_frames
-    return VideoSampling(options.fps or own.fps, min_frames, max_frames, own.multiple)
+    _check(default, options)
+    max_frames = min(options.max_frames or default.max_frames, default.max_frames)
+    min_frames = min(default.min_frames, max_frames) if options.min_frames is None else options.min_frames
+    return VideoSampling(options.fps or default.fps, min_frames, max_frames, default.multiple)
 
 
-def _check(own: VideoSampling, options: MediaOptions) -> None:
+def _check(default: VideoSampling, options: MediaOptions) -> None:
     if options.fps is not None and not 0 < options.fps <= MAX_FPS:
         raise MediaError(f"fps is {options.fps:g}; it must be above 0 and at most {MAX_FPS:g}")
     for name in ("min_frames", "max_frames"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise MediaError(f"{name} is {value}; it must be at least 1")
-    ceiling = min(options.max_frames or own.max_frames, own.max_frames)
+    ceiling = min(options.max_frames or default.max_frames, default.max_frames)
     if options.min_frames is not None and options.min_frames > ceiling:
         raise MediaError(
             f"min_frames or num_frames is {options.min_frames}, more than the {ceiling} frames that may be "
@@ -49,8 +49,8 @@ def _check(own: VideoSampling, options: MediaOptions) -> None:
 
 
 def uniform(num_frames: int, source_fps: float, sampling: VideoSampling) -> list[int]:
-    """As transformers' `sample_frames`. If that would take no frame: the available frames of one temporal
-    patch."""
+    """The frames that transformers' `sample_frames` takes. If that would take no frame: the available frames
+    of one temporal patch."""
     wanted = min(
         max(num_frames / source_fps * sampling.fps, sampling.min_frames), sampling.max_frames, num_frames
     )

@@ -13,7 +13,7 @@ from cluster.types.media import MediaOptions, Modality
 DEFAULT_OPTIONS = MediaOptions()
 
 # Address space of a process that opens media, beyond its own: an image is held up to four times at four bytes
-# a pixel beside what its decoder holds; a clip's decoder holds some twenty frames.
+# a pixel besides what its decoder holds; a clip's decoder holds some twenty frames.
 BYTES_PER_PIXEL = 32
 OTHER_PROCESS_BYTES = 512 * 2**20  # stacks of a decoder's threads, free memory between blocks
 MAX_SURVEY_BYTES = 16 * 2**20
@@ -55,9 +55,8 @@ class MediaSettings(msgspec.Struct, frozen=True):
     limits: MediaLimits = MediaLimits()
     video: VideoSampling = VideoSampling()
     sampling_rate: int = 16000  # of the audio the model takes, in Hz
-    max_audio_samples: int | None = (
-        None  # at that rate; most that the feature extractor takes without truncating; None: any number
-    )
+    # at that rate; most that the feature extractor takes without truncating; None: any number
+    max_audio_samples: int | None = None
 
     def audio_cap(self) -> int:
         """Most samples that an item may have."""
@@ -66,7 +65,7 @@ class MediaSettings(msgspec.Struct, frozen=True):
 
     @property
     def max_result_bytes(self) -> int:
-        """Of the array or the survey of one item."""
+        """The largest array or survey of one item, in bytes."""
         num_pixels = max(self.limits.max_pixels, self.limits.max_video_pixels)
         return max(3 * num_pixels, 4 * self.audio_cap(), MAX_SURVEY_BYTES)
 

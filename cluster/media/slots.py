@@ -52,7 +52,7 @@ class FairSlots:
             queue = self._waiting.pop(tenant)
             granted = queue.popleft()
             if queue:
-                self._waiting[tenant] = queue  # behind the others
+                self._waiting[tenant] = queue  # after the others
             if not granted.done():
                 self._num_free -= 1
                 self._held[tenant] += 1

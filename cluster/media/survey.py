@@ -1,4 +1,4 @@
-"""What opening a file once tells about it (the survey), and what follows for one client's options (the
+"""What opening a file once shows about it (the survey), and what follows for one client's options (the
 probe).
 
 A survey needs the file and FFmpeg or Pillow (`probe.survey`). A probe is arithmetic on a survey. A file is

@@ -43,7 +43,8 @@ class SurveyedClip(msgspec.Struct, frozen=True):
 def survey_clip(
     data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
 ) -> SurveyedClip:
-    """With the strategy "scenes" in `options` all frames are decoded to find cuts. Raises MediaError."""
+    """Surveys a clip. With the strategy "scenes" in `options` all frames are decoded to find cuts. Raises
+    MediaError."""
     sampling.video_sampling(settings.video, options)  # refuses impossible options before the file is opened
     clip = open_clip(data, budget)
     timeline = clip.timeline()

@@ -1,11 +1,11 @@
 """Compiles a folder of C++ sources into one shared library per CPU variant, and keeps the library.
 
 The name of a library holds a hash of everything that went into it: a changed source, flag or torch gives
-another file, and nothing is ever rebuilt in place. The libraries lie in `_build` beside this file or, if that
-is not writable, in the user's cache folder. A library is code, so it is used only if root, this user and the
-owner of this file alone can have written it. If several processes start together, one builds and the others
-wait. The library uses the OpenMP runtime that torch ships: a second one in the process would be a second pool
-of threads on the same cores.
+another file, and nothing is ever rebuilt in place. The libraries lie in `_build` next to this file or, if
+that is not writable, in the user's cache folder. A library is code, so it is used only if root, this user and
+the owner of this file alone can have written it. If several processes start together, one builds and the
+others wait. The library uses the OpenMP runtime that torch ships: a second one in the process would be a
+second pool of threads on the same cores.
 
 `python -m cluster.native.build FOLDER ...` builds these folders ahead, for every variant.
 """

@@ -51,14 +51,14 @@ VARIANTS = (  # best first
 
 
 class _Selection:
-    """Of this process."""
+    """The selected variant of this process."""
 
     name = AUTO
 
 
 @cache
 def runnable_variants() -> tuple[Variant, ...]:
-    """Of this CPU, best first; none is a warning."""
+    """The variants that this CPU can run, best first; none is a warning."""
     flags = _cpu_flags()
     if flags >= _AMX and not _may_use_amx():
         flags -= _AMX
@@ -101,7 +101,7 @@ def _may_use_amx() -> bool:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """Of the first core; empty where /proc/cpuinfo has none."""
+    """The flags of the first core; empty where /proc/cpuinfo has none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

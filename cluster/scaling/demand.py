@@ -1,4 +1,4 @@
-"""From the doors' totals to the number of workers that each phase needs.
+"""Computes, from the doors' totals, the number of workers that each phase needs.
 
     encode, prefill   work that arrives in a second (= workers that are always busy) / utilisation
                       + work that waits beyond a normal queue / the time in which it is to be done
@@ -8,7 +8,7 @@
                       * requests that arrive in a second · worker-seconds that a request has lately taken
 
 All phases are computed from what arrives at the doors. A phase that is too slow therefore does not hide the
-needs of the phases behind it, which it keeps from getting work.
+needs of the later phases, which it keeps from getting work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOTALS = (
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Of one phase, in workers that are always busy. `backlog_s`: work that waits or is queued, in
+    """The need of one phase, in workers that are always busy. `backlog_s`: work that waits or is queued, in
     seconds."""
 
     arrivals: float
@@ -106,7 +106,7 @@ class DemandMeter:
         return max((fast_s - error_s) / FAST_S, min(slow, (fast_s + error_s) / FAST_S)) if fast_s else slow
 
     def _gained(self, total: str, window_s: float) -> float:
-        """Since the last observation that is at least so old."""
+        """What a total has gained since the last observation that is at least so old."""
         now, sums = self._history[-1]
         before = next(
             (old for at, old in reversed(self._history) if at <= now - window_s), self._history[0][1]

@@ -16,16 +16,16 @@ Phases = frozenset[Phase]
 def divide(
     wants: Mapping[Phase, float], replica_ids: Sequence[str], current: Mapping[str, Phases]
 ) -> dict[str, Phases]:
-    """Of each replica the phases that it shall do. `wants`: workers that each phase of the pool needs.
-    `current`: what they do now. Nothing changes as long as each phase has the workers that it needs."""
+    """The phases that each replica shall do. `wants`: workers that each phase of the pool needs. `current`:
+    what they do now. Nothing changes as long as each phase has the workers that it needs."""
     phases = sorted(wants)
     if len(replica_ids) < len(phases):
         return {replica_id: frozenset(phases) for replica_id in replica_ids}
-    own = {name: current[name] for name in replica_ids if len(current.get(name, ())) == 1}
-    counts = {phase: sum(phase in held for held in own.values()) for phase in phases}
-    if len(own) == len(replica_ids) and all(counts[phase] >= max(1.0, wants[phase]) for phase in phases):
-        return own
-    return _assigned(_counts(wants, len(replica_ids)), replica_ids, own)
+    single = {name: current[name] for name in replica_ids if len(current.get(name, ())) == 1}
+    counts = {phase: sum(phase in phases_of for phases_of in single.values()) for phase in phases}
+    if len(single) == len(replica_ids) and all(counts[phase] >= max(1.0, wants[phase]) for phase in phases):
+        return single
+    return _assigned(_counts(wants, len(replica_ids)), replica_ids, single)
 
 
 def _counts(wants: Mapping[Phase, float], num_workers: int) -> dict[Phase, int]:
@@ -37,12 +37,12 @@ def _counts(wants: Mapping[Phase, float], num_workers: int) -> dict[Phase, int]:
 
 
 def _assigned(
-    counts: dict[Phase, int], replica_ids: Sequence[str], own: Mapping[str, Phases]
+    counts: dict[Phase, int], replica_ids: Sequence[str], single: Mapping[str, Phases]
 ) -> dict[str, Phases]:
     """Workers keep what they do, as far as the counts allow it."""
     left, found = dict(counts), {}
     for replica_id in replica_ids:
-        for phase in own.get(replica_id, ()):
+        for phase in single.get(replica_id, ()):
             if left[phase]:
                 left[phase] -= 1
                 found[replica_id] = frozenset((phase,))

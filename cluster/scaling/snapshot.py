@@ -13,7 +13,7 @@ from cluster.types.members import Role
 
 @dataclass(frozen=True, slots=True)
 class DoorReport:
-    """Of one door. Totals since its start, which are summed over doors:
+    """The report of one door. Totals since its start, which are summed over doors:
 
     num_requests                       that arrived, refused ones included
     encode_s, prefill_s                predicted work of these
@@ -27,10 +27,11 @@ class DoorReport:
 
     Now, of the whole cluster, so the largest of the doors' figures counts:
 
-    queued_encode_s, queued_prefill_s  work in the workers' queues used_blocks_ratio                  the sum,
-    over workers that decode, of the part of its KV blocks in use answers_s                          the same
-    sum of how much longer a step is for the answers that run there step_s                             of such
-    a worker's step without them, on average"""
+    queued_encode_s, queued_prefill_s  work in the workers' queues
+    used_blocks_ratio                  the sum, over workers that decode, of the part of its KV blocks in use
+    answers_s                          the same sum of how much longer a step is for the answers there
+    step_s                             of such a worker's step without them, on average
+    """
 
     num_requests: float = 0.0
     encode_s: float = 0.0
@@ -51,7 +52,7 @@ class DoorReport:
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """Of one pool. `target`: replicas that it has or is to have; `replica_ids`: those that run."""
+    """The state of one pool. `target`: replicas that it has or is to have; `replica_ids`: those that run."""
 
     role: Role
     target: int

@@ -6,7 +6,7 @@ There are two class queues:
   resources are given in one order, requests cannot wait for each other in a circle. A media request that
   cannot be tried yet has its place all the same (`keep_place`).
 
-Of the two heads, the more urgent one goes first. No request overtakes it, with one exception: behind a media
+Of the two heads, the more urgent one goes first. No request overtakes it, with one exception: after a media
 request that must wait, text requests may go on as long as text holds less than `text_share` of the blocks and
 leaves as many blocks as the media request needs. On the other side, media never holds more than the rest of
 the blocks, unless a single request is larger. So a pool full of videos that are still being encoded does not
@@ -38,7 +38,7 @@ class PromptAdmission:
         self._held: dict[str, tuple[bool, int]] = {}  # request id → (is text, blocks)
 
     def keep_place(self, ticket: Ticket, num_blocks: int) -> None:
-        """The request has come, and `push` follows when what it needs beside memory is ready. If it has
+        """The request has come, and `push` follows when what it needs besides memory is ready. If it has
         media, no younger request with media goes before it. Text keeps no place."""
         if not ticket.is_text:
             self._media[ticket.request_id] = ticket, num_blocks

@@ -26,8 +26,8 @@ Number = TypeVar("Number", float, NDArray[np.float64])
 
 def tokens_that_fit(limit_s: Number, fixed_s: Number, token_s: Number, least: Number) -> Number:
     """How many tokens of prompts a step may compute that should last no longer than `limit_s`: those that
-    fill the time beside the step's fixed part, and at least `least`. Seconds and tokens, numbers or arrays of
-    one shape."""
+    fill the time that the step's fixed part leaves, and at least `least`. Seconds and tokens, numbers or
+    arrays of one shape."""
     fitting = (limit_s - fixed_s) / np.maximum(token_s, LEAST_TOKEN_S)
     return cast(Number, np.maximum(fitting, least))
 

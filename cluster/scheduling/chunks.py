@@ -7,8 +7,8 @@ of the budget as long as it can fill it. So a long video prompt slows text down 
 stalls it. What one class cannot use goes to the other.
 
 If the model attends in both directions within a media span (`uncut_spans`), a chunk ends before the span or
-contains all of it. A span that does not fit beside text's share runs when its prompt is the most urgent one:
-as the first chunk, whole, over the budget if necessary. Beside a chunk that exceeds the budget, only text's
+contains all of it. A span that does not fit with text's share runs when its prompt is the most urgent one:
+as the first chunk, whole, over the budget if necessary. With a chunk that exceeds the budget, only text's
 share runs.
 
 The most urgent runnable prompt always gets tokens, and the number of prompts that can be more urgent is
@@ -143,7 +143,7 @@ class ChunkScheduler:
         nothing, so the same state gives the same answer.
 
         At most `max_batch_tokens` in total. Exception: if the first chunk is one span that may not be cut and
-        does not fit beside text's share, then only that share runs with it."""
+        does not fit with text's share, then only that share runs with it."""
         step = _StepBuilder(max_batch_tokens, self._num_reserved(max_batch_tokens))
         num_text_seen = 0
         for _, prompt in merge(self._text, self._media):

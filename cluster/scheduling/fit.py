@@ -33,8 +33,8 @@ FIT_ORDER = (1, 2, 0)  # what cannot be separated is attributed to the units, wh
 
 
 class StepFit:
-    """Used on one engine's thread. Durations in seconds. The owner defines what a unit is, and what a unit
-    sees."""
+    """Fits how long steps last. Used on one engine's thread only. Durations in seconds. The owner defines
+    what a unit is, and what a unit sees."""
 
     def __init__(self, large_units: int, large_context: int):
         """Units and context of a large step. Both are divided by these values, so that the sweeps
@@ -82,15 +82,15 @@ class StepFit:
             fixed, per_unit / self._large_units, per_pair / (self._large_units * self._large_context)
         )
 
-    def has_deviated(self, told: Curve | None, ratio: float) -> bool:
-        """Whether the prediction for a step like the recent ones differs from that of `told` by more than
+    def has_deviated(self, reported: Curve | None, ratio: float) -> bool:
+        """Whether the prediction for a step like the recent ones differs from that of `reported` by more than
         `ratio`."""
         curve = self.curve()
-        if told is None or curve is None or self._usual is None:
-            return told is not curve
+        if reported is None or curve is None or self._usual is None:
+            return reported is not curve
         units, context = self._usual
-        now_s, told_s = curve.seconds(units, context), told.seconds(units, context)
-        return abs(now_s - told_s) > ratio * told_s
+        now_s, reported_s = curve.seconds(units, context), reported.seconds(units, context)
+        return abs(now_s - reported_s) > ratio * reported_s
 
     def _features(self, units: float, context: float) -> tuple[float, float, float]:
         share = units / self._large_units

@@ -65,11 +65,12 @@ def start_fast(config: Path, folder: Path, is_stopping: threading.Event) -> tupl
     """Returns Ray's processes and Serve's client. Raises RayChanged. If the deployment raises it, Ray runs
     already, and `run_plainly` uses it."""
     ray_internals.check_release()
-    own, sys.executable = sys.executable, fork_server.write_client(folder)  # Ray starts its processes with it
+    # Ray starts its processes with it
+    original, sys.executable = sys.executable, fork_server.write_client(folder)
     try:
         node = ray_internals.start_ray(agent_ports(len(ray_internals.AGENT_PORT_NAMES)))
     except RayChanged:
-        sys.executable = own
+        sys.executable = original
         raise
     threading.Thread(target=keep_gcs, args=(node, is_stopping), daemon=True).start()
     return node, ray_internals.deploy(yaml.safe_load(config.read_text()))

@@ -3,7 +3,7 @@ Serve's router thread.
 
 It has two jobs:
 
-* It tells this process's `Membership` which replicas Serve lists.
+* It reports to this process's `Membership` which replicas Serve lists.
 * It sends a call to the replica that the caller chose (`handle.options(session_id=replica_id)`). If the
   replica is gone, the call fails at once.
 

@@ -147,13 +147,13 @@ class LocalCluster:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-NOISE_LINES:])
 
     def dashboard_url(self) -> str | None:
-        """From the driver's log: if its usual port is taken, Ray uses the next free one. None: the dashboard
-        has not started yet, which it does after the applications."""
+        """The address in the driver's log: if its usual port is taken, Ray uses the next free one. None: the
+        dashboard has not started yet, which it does after the applications."""
         found = re.search(r"dashboard at.*?(127\.0\.0\.1:\d+)", self._log.read_text(errors="replace"))
         return f"http://{found[1]}" if found else None
 
     def _log_lines(self, beginning: str) -> list[str]:
-        """Of the driver's log."""
+        """The lines of the driver's log with this beginning."""
         lines = self._log.read_text(errors="replace").splitlines()
         return [line for line in lines if line.startswith(beginning)]
 

@@ -30,8 +30,8 @@ QUIET = {
     "METRICS_RECORD_INTERVAL_S": "30",  # the dashboard, about itself
     "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "2",
     "RAY_DASHBOARD_AGENT_POLL_INTERVAL_S": "30",
-    # The dashboard has a low priority (`fork_server`): beside busy pools it may start within minutes. Its
-    # address is not told later than this. Default: 60
+    # The dashboard has a low priority (`fork_server`): with busy pools it may start within minutes. Its
+    # address is known by then at the latest. Default: 60
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "1800",
     "RAY_DASHBOARD_AGGREGATOR_AGENT_CHECK_MAIN_THREAD_LIVENESS_INTERVAL_SECONDS": "5",
     # With more files than this, the log monitor lists its folder at LOG_NAME_UPDATE_INTERVAL_S only.
@@ -79,7 +79,7 @@ POOL_SLOTS = 16  # most replicas of one pool on this machine
 #   requests.
 # * Headers with which a client would steer Serve do not reach it. Serve answers 500 if one is not UTF-8; a
 #   request's timeout is `door.request_timeout_s`.
-# * Before Ray has told it any door, HAProxy does not listen: it would answer every request with 404.
+# * Before Ray has named it any door, HAProxy does not listen: it would answer every request with 404.
 HAPROXY_SCRIPT = r"""#!/bin/sh
 set -e
 sed -i -e '/^frontend prometheus$/,/^frontend http_frontend$/ s/bind :/bind 127.0.0.1:/' \

@@ -205,17 +205,17 @@ def _item_bytes(args: ClusterArgs, machine: Machine) -> int:
 
 
 def _weight_bytes(args: ClusterArgs, weights: Weights, machine: Machine) -> int:
-    """Of the whole checkpoint, as workers hold it."""
+    """The bytes of the whole checkpoint, as workers hold it."""
     return weights.num_parameters * (1 if args.weight_dtype == "int8" else _item_bytes(args, machine))
 
 
 def _quantised_note(args: ClusterArgs, weights: Weights, machine: Machine) -> list[str]:
     if weights.quantisation is None:
         return []
-    held, read = _weight_bytes(args, weights, machine) / _GIB, weights.file_bytes / _GIB
+    loaded_gib, stored_gib = _weight_bytes(args, weights, machine) / _GIB, weights.file_bytes / _GIB
     return [
         f"the checkpoint is quantised ({weights.quantisation}): it is dequantised while it is read, and "
-        f"takes {held:,.2f} GiB instead of {read:,.2f} GiB"
+        f"takes {loaded_gib:,.2f} GiB instead of {stored_gib:,.2f} GiB"
     ]
 
 

@@ -84,13 +84,13 @@ def start_ray(agent_ports: list[int]) -> LocalNode:
         persist_port = cast(Any, _raylet).persist_port
         for name in _NODE_CALLS:
             getattr(Node, name)
-        own = {name: getattr(Node, name) for name in _REPLACED}
+        originals = {name: getattr(Node, name) for name in _REPLACED}
 
     def start_raylet(node: Any, *memory: Any) -> None:
         for name, port in zip(AGENT_PORT_NAMES, agent_ports, strict=True):
             setattr(node._ray_params, name, port)
             persist_port(node.get_session_dir_path(), node.node_id, name, port)
-        own["start_raylet"](node, *memory)
+        originals["start_raylet"](node, *memory)
 
     threading.Thread(target=_import_serve, daemon=True).start()
     with _replaced(
@@ -197,14 +197,14 @@ def _names(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: type, **methods: Any) -> Iterator[None]:
-    """Inside, `owner` has these methods in place of its own."""
-    own = {name: getattr(owner, name) for name in methods}
+    """Inside, `owner` has these methods in place of its originals."""
+    originals = {name: getattr(owner, name) for name in methods}
     try:
         for name, method in methods.items():
             setattr(owner, name, method)
         yield
     finally:
-        for name, method in own.items():
+        for name, method in originals.items():
             setattr(owner, name, method)
 
 

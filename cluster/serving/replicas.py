@@ -109,7 +109,7 @@ class Replica:
         self._service.assign(by_rank[min(rank.rank, len(by_rank) - 1)] if by_rank else None)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve calls it once a second if the deployment has an `autoscaling_config`. The doors tell the
+        """Serve calls it once a second if the deployment has an `autoscaling_config`. The doors report to the
         policy how busy this worker is; this worker asks what it shall do."""
         from cluster.serving.scaling import assigned_phases
 

@@ -11,8 +11,8 @@ The file of the application names it, and gives each pool its bounds (deploy/clu
   load from the worker itself, so workers need not report here again.
 * Policy → Serve: the number of replicas of each pool. Serve applies the bounds once more.
 * Policy → workers: which phases the replicas of a pool of several phases shall do, through Ray's key-value
-  store. Each of these workers reads it when Serve asks it for its statistics, and tells the doors, as for
-  `phases_by_rank`. Without that store (`ray_internals`) each does all phases of its role.
+  store. Each of these workers reads it when Serve asks it for its statistics, and reports it to the doors,
+  as for `phases_by_rank`. Without that store (`ray_internals`) each does all phases of its role.
 
 Serve's controller must not get an exception from here: it would stop the scaling of other applications.
 """
@@ -50,7 +50,7 @@ class ScalingPolicy:
     def __init__(self, **settings: Any):
         self._scaler = Scaler(ScalingSettings(**settings))
         self._clock = SystemClock()
-        self._told: dict[str, list[str]] = {}
+        self._assigned: dict[str, list[str]] = {}
         self._gauges = _ScalingGauges()
         self._has_door = True
 
@@ -97,15 +97,15 @@ class ScalingPolicy:
         return reports
 
     def _tell(self, contexts: Contexts, phases: Mapping[str, Phases]) -> None:
-        told: dict[str, list[str]] = {replica_id: sorted(each) for replica_id, each in phases.items()}
-        if told != self._told:
+        assigned: dict[str, list[str]] = {replica_id: sorted(each) for replica_id, each in phases.items()}
+        if assigned != self._assigned:
             app = next(iter(contexts.values())).app_name
             try:
-                ray_internals.put(f"phases {app}", json.dumps(told))
-                logger.info("scaling: phases %s", told)
+                ray_internals.put(f"phases {app}", json.dumps(assigned))
+                logger.info("scaling: phases %s", assigned)
             except ray_internals.RayChanged as error:
                 logger.warning("scaling: each worker does all phases of its role: %s", error)
-            self._told = told
+            self._assigned = assigned
 
 
 def door_stats(report: DoorReport, first_tokens: Mapping[float, float]) -> dict[str, float]:
@@ -148,7 +148,7 @@ def _report(stats: Mapping[str, float], target_ttft_s: float) -> DoorReport:
 
 
 class _ScalingGauges:
-    """Of the controller's process, through Ray's own exporter."""
+    """Gauges of the controller's process, through Ray's own exporter."""
 
     def __init__(self) -> None:
         self._target = metrics.Gauge(

@@ -38,7 +38,7 @@ def welcome(url: str, folder: Path, seconds: float, modalities: Collection[Modal
 
 
 def ask_command(url: str, question: str, *files: Path) -> str:
-    """As it can be pasted into a shell in this folder."""
+    """The command in the form in which it can be pasted into a shell in this folder."""
     program = _near(Path(sys.executable).parent / "epdg")
     words = [program, "ask", question, *map(_near, files)]
     return shlex.join(words if url == DEFAULT_URL else [*words, "--url", url])

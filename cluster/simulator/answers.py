@@ -25,7 +25,7 @@ EPSILON = 1e-6  # of a step
 
 
 class SimAnswers:
-    """Owned by its worker, which is told what has ended or has lost its memory."""
+    """Owned by its worker, which it calls for what has ended or has lost its memory."""
 
     def __init__(
         self, worker: SimLanguage, loop: EventLoop, noise: Callable[[], float], prompt_pause_s: float
@@ -48,7 +48,7 @@ class SimAnswers:
 
     @property
     def prompts_limit_s(self) -> float:
-        """How long a step of prompts alone may last whose tokens run beside these answers."""
+        """How long a step of prompts alone may last whose tokens run with these answers."""
         if not self.running:
             return math.inf
         return self._prompt_pause_s + self._worker.answers_fixed_s
@@ -120,7 +120,7 @@ class SimAnswers:
         self._at = now
 
     def replan(self) -> None:
-        """When something happens next, if nothing comes: an answer ends, or memory does."""
+        """Plans the call for the next event, if nothing comes: an answer ends, or memory does."""
         self._version += 1
         if self._is_paused or not self.running:
             return

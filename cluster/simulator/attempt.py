@@ -78,7 +78,7 @@ class Held:
         return Ticket(request.request_id, request.arrived_at, num_tokens, is_text, request.priority)
 
     def hold_blocks(self, shared: list[bytes], num_new: int, num_cached_tokens: int) -> None:
-        """For the prompt. The shared ones have the KV of so many tokens."""
+        """Notes the blocks of the prompt. The shared ones have the KV of so many tokens."""
         self.has_blocks, self.shared, self.num_anonymous = True, shared, num_new
         self.sequence.share([0] * len(shared), num_cached_tokens)
 
@@ -95,7 +95,7 @@ class Held:
 
 
 def hold(attempt: SimAttempt, worker: SimLanguage, now: float) -> Held:
-    """When a door's message has come."""
+    """Makes the record of a request whose first message has come."""
     asked, arrived_at = attempt.asked, now - attempt.waited_s
     computes, sends = attempt.prefill is worker, attempt.decode is not worker
     request = LanguageRequest(asked, 0, inf, arrived_at, Stopwatch(now), computes, sends)

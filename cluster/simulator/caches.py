@@ -12,7 +12,7 @@ EPSILON = 1e-6  # of a block: answers grow by parts of it
 
 @dataclass(slots=True)
 class Changes:
-    """Since the last report. A key is in one of them, or in neither if it came and went."""
+    """What has changed since the last report. A key is in one of them, or in neither if it came and went."""
 
     added: dict = field(default_factory=dict)
     evicted: dict = field(default_factory=dict)
@@ -126,7 +126,7 @@ class MediaCache:
         return True
 
     def make_room(self, num_bytes: int) -> list[str]:
-        """For so many bytes. Returns what was evicted."""
+        """Makes room for so many bytes. Returns what was evicted."""
         evicted = []
         while self._items and self._num_bytes + num_bytes > self._max_bytes:
             gone, its_bytes = self._items.popitem(last=False)

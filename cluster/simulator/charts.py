@@ -9,7 +9,7 @@ WIDTH, BAR = 760, 13  # of a file; from one bar to the next
 
 
 def label(x: float, y: float, text: str) -> str:
-    """At its base line."""
+    """Text whose base line is at y."""
     return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 

@@ -40,7 +40,7 @@ class SimClient:
         self.prediction = None if decision is None else decision.prediction
 
     def outcome(self, status: str, now: float) -> Outcome:
-        """At the end."""
+        """What came of the request, at its end."""
         request, num_attempts = self.request, self.asked.num_attempts
         waited_s = self.asked.started_at - request.arrived_at if num_attempts else 0.0
         if self.ttft_s is None:
@@ -63,8 +63,8 @@ class SimClient:
 
 
 def name_of(request_id: str) -> str:
-    """Of the workload's request, of any of its attempts: the first one of "r5" is "r5/1", the second one
-    "r5/1.1", and so on."""
+    """The name of the workload's request, from the name of any of its attempts: the first one of "r5" is
+    "r5/1", the second one "r5/1.1", and so on."""
     return request_id.partition("/")[0]
 
 

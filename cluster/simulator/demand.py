@@ -22,7 +22,7 @@ TOKENS_PER_STEP = 2048  # of prefill, on average
 
 @dataclass(frozen=True)
 class Demand:
-    """Of a mean request, without any reuse."""
+    """What a mean request needs, without any reuse."""
 
     num_rows: float
     num_items: float
@@ -42,7 +42,7 @@ def demand(workload: Workload) -> Demand:
 
 
 def seconds(spec: WorkerSpec, wanted: Demand) -> float:
-    """Of the worker's device for a mean request, when it is busy."""
+    """How long the worker's device is busy for a mean request."""
     curves, busy_s = spec.curves, 0.0
     if spec.role.encodes:
         curve = (spec.encoder or curves).encode[Modality.IMAGE]

@@ -33,9 +33,8 @@ class Device:
         self._loop = loop
         self._waiting: deque[Stage] = deque()
         self._is_busy = False
-        self.language: SimLanguage | None = (
-            None  # its answers go on inside an encoder's calls, a step in each
-        )
+        # its answers go on inside an encoder's calls, a step in each
+        self.language: SimLanguage | None = None
         self.busy_s = 0.0
         self.running: Stage | None = None
         self.free_at = 0.0  # when the call that runs ends
@@ -81,8 +80,8 @@ class SimLink:
         self._free_at = 0.0
 
     def send(self, ready_at: float, num_bytes: float, link: Link, all_ready_at: float = 0.0) -> float:
-        """When the bytes are there. They are ready from `ready_at` on; the last of them, a layer's, not
-        before `all_ready_at`."""
+        """The instant at which the bytes are there. They are ready from `ready_at` on; the last of them, a
+        layer's, not before `all_ready_at`."""
         begins_at = max(self._free_at, ready_at)
         self._free_at = max(begins_at + num_bytes / link.bytes_per_s, all_ready_at)
         return self._free_at + link.latency_s

@@ -85,9 +85,9 @@ class SimDoor:
             self._run(self.flow.on_message, replica_id, message)
 
     def join(self, spec: WorkerSpec) -> None:
-        """A worker has started; it tells how fast it is."""
+        """A worker has started; it reports how fast it is."""
         self._run(self.flow.on_joined, member(spec, self._simulation.model))
-        self.receive(spec.replica_id, Measured(spec.told or spec.curves))
+        self.receive(spec.replica_id, Measured(spec.reported or spec.curves))
         if spec.encoder is not None:
             self.receive(spec.replica_id, Measured(spec.encoder, is_of_encoder=True))
 
@@ -100,7 +100,7 @@ class SimDoor:
         self._run(self.flow.on_listed, replica_id, False)
 
     def report(self) -> DoorReport:
-        """For the scaling policy."""
+        """The door's report for the scaling policy."""
         return door_report(self._admission, self._placer, self.num_answered, self.num_in_time)
 
     def client_of(self, request_id: str) -> SimClient:
@@ -147,7 +147,7 @@ class SimDoor:
             self._network.tell(part.receive, attempt, message)
 
     def _start(self, request: GenerateRequest) -> SimAttempt:
-        """With the first message of an attempt."""
+        """Makes the attempt, with its first message."""
         client = self.client_of(request.request_id)
         decision = client.asked.timeline.decision
         assert decision is not None

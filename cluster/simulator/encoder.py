@@ -88,7 +88,7 @@ class SimEncoder:
         self.slowdown = 1.0
 
     def receive(self, attempt: SimAttempt, message: AnyMessage) -> None:
-        """From the attempt's door."""
+        """Handles a message of the attempt's door."""
         if isinstance(message, StartEncode):
             self._ask(attempt, message)
         elif isinstance(message, Cancel):
@@ -137,7 +137,7 @@ class SimEncoder:
         self.report()
 
     def report(self) -> None:
-        """To all doors."""
+        """Sends a report to all doors."""
         added, evicted = self.changes.take()
         load = LoadReport(
             num_running=len(self.batch),
@@ -178,7 +178,7 @@ class SimEncoder:
         return self.true_call_s(self.batch[0][0].item, num_rows) * self._noise()
 
     def true_call_s(self, item: Item, num_rows: int) -> float:
-        """Of a call with so many rows of the item's modality, without noise."""
+        """How long a call with so many rows of the item's modality lasts, without noise."""
         return self.slowdown * self.spec.curves.encode[item.modality].seconds(num_rows)
 
     def true_prepare_s(self, item: Item) -> float:
@@ -206,7 +206,7 @@ class SimEncoder:
         self.device.wake(self)
 
     def unprepared(self) -> list[Job]:
-        """In order, those whose preparation has not begun."""
+        """The items whose preparation has not begun, in order."""
         return [job for _, _, job in sorted(self._unprepared, key=lambda entry: entry[:2])]
 
     def has(self, media_hash: str) -> bool:
@@ -242,8 +242,8 @@ class SimEncoder:
         self.device.wake(self)
 
     def _drop_unwanted(self) -> None:
-        """Of the items that could run next, those that no attempt waits for any more. As in the real one,
-        items that prefill has found in its prefix cache are encoded all the same."""
+        """Drops, of the items that could run next, those that no attempt waits for any more. As in the real
+        one, items that prefill has found in its prefix cache are encoded all the same."""
         for entry in self.ready[: CALLS_AHEAD * self.spec.max_items]:
             job = entry[2]
             if not any(ask.is_wanted for ask in job.asks):

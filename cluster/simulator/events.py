@@ -26,7 +26,7 @@ class EventLoop:
         self.at(self.now + delay_s, call, *args)
 
     def run(self, until: float = float("inf")) -> None:
-        """Until nothing is planned any more, or nothing before `until`."""
+        """Runs until nothing is planned any more, or nothing before `until`."""
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, call, args = heappop(heap)

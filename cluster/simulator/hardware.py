@@ -115,12 +115,12 @@ def mean_context(chunks: Chunks) -> float:
 def step_s(
     curves: ServiceCurves, max_batch: int, chunks: Chunks, num_answers: int, context_tokens: float
 ) -> float:
-    """Of one packed forward over parts of prompts and a token of each answer, which see `context_tokens`
-    together. Roofline: the longer of what is computed for all tokens and what is read for the answers, for
-    the weights are read once. Measured on a CPU, where the same cores do both, a step of 16 answers and 16 to
-    128 tokens of a prompt took 0.82 to 1.05 of the two steps apart (0.5 B, bf16; AMD EPYC, AVX-512 BF16, 2
-    cores); with the curves below and 500 tokens beside 32 answers it is 0.8, with fewer tokens less.
-    Answers beyond `max_batch` take turns."""
+    """The duration of one packed forward over parts of prompts and a token of each answer, which see
+    `context_tokens` together. Roofline: the longer of what is computed for all tokens and what is read for
+    the answers, for the weights are read once. Measured on a CPU, where the same cores do both, a step of 16
+    answers and 16 to 128 tokens of a prompt took 0.82 to 1.05 of the two steps apart (0.5 B, bf16; AMD EPYC,
+    AVX-512 BF16, 2 cores); with the curves below and 500 tokens with 32 answers it is 0.8, with fewer
+    tokens less. Answers beyond `max_batch` take turns."""
     prompts_s = answers_s = 0.0
     if num_answers and curves.decode is not None:
         rounds = max(1.0, num_answers / max_batch)
@@ -133,13 +133,13 @@ def step_s(
 
 
 def num_kv_blocks(model: Model, accelerator: Accelerator) -> int:
-    """What 0.9 of the memory leaves beside the weights and 5 GB of activations."""
+    """What 0.9 of the memory leaves after the weights and 5 GB of activations."""
     left = 0.9 * accelerator.num_bytes - 2 * model.num_parameters - 5e9
     return int(left / (model.kv_bytes_per_token * model.block_size))
 
 
 def curves(model: Model, accelerator: Accelerator, phases: str, step_tokens: int = 0) -> ServiceCurves:
-    """Of a worker with the phases "e", "p", "d" or "pd" ("dp": decode, and plain prompts)."""
+    """The curves of a worker with the phases "e", "p", "d" or "pd" ("dp": decode, and plain prompts)."""
     if phases == "e":
         return encoder_curves(model, accelerator)
     return ServiceCurves(
@@ -151,7 +151,7 @@ def curves(model: Model, accelerator: Accelerator, phases: str, step_tokens: int
 
 
 def encoder_curves(model: Model, accelerator: Accelerator, beside: str = "") -> ServiceCurves:
-    """Of an encoder. `beside`: of which worker, if it does other phases, too."""
+    """The curves of an encoder. `beside`: of which worker, if it does other phases, too."""
     modalities = (Modality.IMAGE, Modality.VIDEO)
     return ServiceCurves(
         encode=dict.fromkeys(modalities, encode_curve(model, accelerator)),

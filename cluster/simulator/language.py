@@ -1,6 +1,6 @@
 """A simulated language worker, of any role: the engine's own objects say which prompts get memory
 (`PromptAdmission`, `WaitingQueue`) and which of their tokens run in a step (`PromptPlanner`, with the step
-times that it learns, and with `prompt_pause_s` beside answers), in the engine's own records
+times that it learns, and with `prompt_pause_s` with answers), in the engine's own records
 (`LanguageRequest`). Durations follow from curves; answers progress without an event for each step
 (`SimAnswers`). Blocks of prompts are kept for reuse, those of answers are not.
 
@@ -87,7 +87,7 @@ class SimLanguage:
         self.num_preempted = 0
 
     def budget(self) -> StepBudget:
-        """As at the start of a real one: it learns how long steps last, up to the largest one."""
+        """The budget of a real engine at its start: it learns how long steps last, up to the largest one."""
         curves, size = self.spec.curves, self.block_size
         budget = StepBudget(self.spec.step_target_s, size, max(curves.max_step_units, size))
         while curves.prefill is not None and size < 2 * budget.max_step_tokens:
@@ -98,19 +98,19 @@ class SimLanguage:
 
     @property
     def max_step_tokens(self) -> int:
-        """Of prompts in the next step, if its tokens see as much context as those of the last one."""
+        """The most prompt tokens of the next step, if they see as much context as those of the last one."""
         return self.planner.budget.max_tokens(self.context, self.answers.prompts_limit_s)
 
     def true_step_s(self, chunks: Chunks = (), num_more: int = 0, more_context: float = 0) -> float:
-        """Of the next step, with these prompts and so many answers and tokens of their context more, without
-        noise."""
+        """How long the next step lasts without noise, with these prompts, and so many more answers and tokens
+        of context."""
         context, num_answers = self.answers.context_tokens + more_context, len(self.answers) + num_more
         return self.slowdown * step_s(self.spec.curves, self.spec.max_batch, chunks, num_answers, context)
 
     # Messages of doors, embeddings and KV
 
     def receive(self, attempt: SimAttempt, message: AnyMessage) -> None:
-        """From the attempt's door."""
+        """Handles a message of the attempt's door."""
         held = self.held.get(attempt.request_id)
         if self.is_dead:
             return
@@ -155,7 +155,7 @@ class SimLanguage:
             self._answer(held)
 
     def _go_on(self) -> None:
-        """At the end of the running step: requests enter, prompts are computed."""
+        """Goes on at the end of the running step: requests enter, prompts are computed."""
         if self.batch or self._step_ends_at > self._loop.now:
             return
         self._step_ends_at = self.answers.step_ends_at()
@@ -310,7 +310,7 @@ class SimLanguage:
 
     def ride(self, call_s: float) -> float:
         """An encoder's call of so many seconds begins on this worker's device. Returns how long it lasts with
-        a step of the answers in it, behind the step that runs."""
+        a step of the answers in it, after the step that runs."""
         rest_s = self.answers.step_ends_at() - self._loop.now
         self.answers.pause()
         if self.is_dead or not self.answers.running:
@@ -373,13 +373,13 @@ class SimLanguage:
                 self._tell(held, self._tokens(held, num_generated))
 
     def _tokens(self, held: Held, num_generated: int, finish_reason: FinishReason | None = None) -> Tokens:
-        """The tokens that the door has not been told, of `num_generated`, the first one included."""
+        """The tokens that the door has not received, of `num_generated`, the first one included."""
         num_new = num_generated - 1 - held.num_told
         held.num_told += num_new
         return Tokens((TokenEvent(held.attempt.request_id, ONE_TOKEN * num_new, finish_reason),))
 
     def report(self) -> None:
-        """To all doors."""
+        """Sends a report to all doors."""
         generates, num_in_work = self.spec.role.decodes, len(self.answers) + self._num_prompts
         load = LoadReport(
             num_running=num_in_work,

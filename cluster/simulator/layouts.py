@@ -21,7 +21,7 @@ ROLES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """So many workers of each role, a device each."""
+    """A number of workers of each role, a device each."""
 
     num_encode: int = 0
     num_prefill: int = 0
@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def counts(self) -> dict[str, int]:
-        """By the letters of `ROLES`."""
+        """The number of workers by the letters of `ROLES`."""
         return {
             "e": self.num_encode,
             "p": self.num_prefill,

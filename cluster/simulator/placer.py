@@ -1,4 +1,4 @@
-"""Between a simulated door's flow and its routing policy: the router's own placer, with what only a
+"""Connects a simulated door's flow with its routing policy: the router's own placer, with what only a
 simulation knows. Pure."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from cluster.simulator.planner import Plan
 from cluster.types.members import Role
 
 LEFT, BAR, VALUES = 260, 15, 150
-_ENABLED = (Role.ENCODE, Role.PREFILL, Role.DECODE)  # pools that the chart starts unless told otherwise
+_ENABLED = (Role.ENCODE, Role.PREFILL, Role.DECODE)  # pools that the chart starts by default
 COLOUR, ESTIMATE_COLOUR = "#2f6fb0", "#b5d3a8"
 
 
@@ -55,7 +55,7 @@ def plan_values(best: Plan, promise: str) -> str:
     name, counts = _pools(best)
     pools = [f"  {role}: {{enabled: true, pods: {count}}}" for role, count in counts.items()]
     pools += [f"  {role}: {{enabled: false}}" for role in _ENABLED if role not in counts]
-    return "\n".join([f"# {_told(best, promise)}", "device: cuda", f"pools: # {name}", *pools, ""])
+    return "\n".join([f"# {_heading(best, promise)}", "device: cuda", f"pools: # {name}", *pools, ""])
 
 
 def plan_config(best: Plan, promise: str, model: Model, command: str) -> str:
@@ -68,7 +68,7 @@ def plan_config(best: Plan, promise: str, model: Model, command: str) -> str:
     }
     return "\n".join(
         [
-            f"# {model.name} on {_told(best, promise)}.",
+            f"# {model.name} on {_heading(best, promise)}.",
             f"# {command}",
             "# Its curves are rooflines over data sheets.",
             "proxy_location: HeadOnly",
@@ -99,5 +99,5 @@ def _pools(best: Plan) -> tuple[str, dict[Role, int]]:
     return name, {ROLES[kind]: count for kind, count in layout.counts.items() if count}
 
 
-def _told(best: Plan, promise: str) -> str:
+def _heading(best: Plan, promise: str) -> str:
     return f"{best.name}, simulated: {best.rate:.2f} requests/s with {promise}"

@@ -92,7 +92,7 @@ def _roles(division: Division) -> frozenset[str]:
 
 
 def _ranked(plans: list[Plan], close: float) -> list[Plan]:
-    """By rate; the simplest of those that are close to the best goes first."""
+    """The plans by rate; the simplest of those that are close to the best goes first."""
 
     def place(each: Plan) -> tuple[bool, int, float]:
         is_close = each.rate >= close

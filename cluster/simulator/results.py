@@ -26,14 +26,14 @@ class Slo:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of the requests that arrived after the warm-up. Times in seconds, of those that finished; rates per
-    second of arrivals' time.
+    """Figures of the requests that arrived after the warm-up. Times in seconds, of those that finished; rates
+    per second of arrivals' time.
 
     arrivals_s       from the first arrival to the last
     growth_s         by how much the time to first token grew in that time, if it grew all the time as between
                      the last two thirds of the requests
     mape, coverage   of the policy's predictions of the time to first token: mean absolute percentage error,
-                     and the share inside the interval that was told
+                     and the share inside the predicted interval
     """
 
     num_requests: int
@@ -95,7 +95,7 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
 
 def keeps(summary: Summary, slo: Slo) -> bool:
     """Whether enough requests are within the limits, every request finished, and the queue does not grow: a
-    run is short beside a loose limit, and a queue that grows all the time would be within it until the
+    run is short against a loose limit, and a queue that grows all the time would be within it until the
     end."""
     # With a part e more load than the cluster can serve, waits grow by e * arrivals_s. But the number of
     # Poisson arrivals varies by sqrt(n), so by chance n of them are 1 / sqrt(n) more load than their rate
@@ -116,7 +116,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def fields(summary: Summary) -> dict[str, float]:
-    """For a record; rounded to what means something."""
+    """The fields of a record; rounded to what means something."""
     return {name: float(f"{value:.5g}") for name, value in asdict(summary).items()}
 
 

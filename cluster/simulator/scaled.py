@@ -55,7 +55,7 @@ class ScaledPools:
             simulation.loop.after(scaler.settings.period_s, self._tick, scaler)
 
     def device_seconds(self) -> float:
-        """Of all replicas, until now."""
+        """The device seconds of all replicas, until now."""
         now = self._simulation.loop.now
         return self.device_s + sum(now - at for at in self._started_at.values())
 
@@ -85,10 +85,10 @@ class ScaledPools:
                 self._simulation.retire(replicas.pop(), self._gone)
         for replica_id, phases in decision.phases.items():
             last = self._phases.get(replica_id)
-            told = PhasesAssigned(tuple(sorted(phases)), 1 if last is None else last.epoch + 1)
-            if last is None or last.phases != told.phases:
-                self._phases[replica_id] = told
-                self._simulation.network.tell_doors(replica_id, told)
+            assigned = PhasesAssigned(tuple(sorted(phases)), 1 if last is None else last.epoch + 1)
+            if last is None or last.phases != assigned.phases:
+                self._phases[replica_id] = assigned
+                self._simulation.network.tell_doors(replica_id, assigned)
 
     def _start(self, role: Role) -> None:
         now = self._simulation.loop.now

@@ -36,8 +36,8 @@ def run_once(
 def highest_rate(
     run: Callable[[float], Summary], slo: Slo, guess: float, precision: float = PRECISION
 ) -> tuple[float, Summary | None]:
-    """Where the limits are just kept, and what came out there. (0, None): nowhere. Raises ValueError if they
-    are kept at any rate, because too few requests are simulated.
+    """The rate at which the limits are just kept, and what came out there. (0, None): nowhere. Raises
+    ValueError if they are kept at any rate, because too few requests are simulated.
 
     `run` simulates a rate. The guess is bracketed by factors first, then halved in logarithms.
     """

@@ -91,13 +91,13 @@ class Simulation:
         self.loop.run(until)
         return self.outcomes
 
-    def set_curves(self, replica_id: str, curves: ServiceCurves, told: ServiceCurves) -> None:
-        """How fast a worker with a single engine is from its next call on; all doors are told at once."""
+    def set_curves(self, replica_id: str, curves: ServiceCurves, reported: ServiceCurves) -> None:
+        """How fast a worker with a single engine is from its next call on; all doors learn it at once."""
         (worker,) = self.parts(replica_id)
-        worker.spec = replace(worker.spec, curves=curves, told=told)
+        worker.spec = replace(worker.spec, curves=curves, reported=reported)
         if isinstance(worker, SimLanguage):
             worker.planner.budget = worker.budget()
-        self._each_door(SimDoor.receive, replica_id, Measured(told))
+        self._each_door(SimDoor.receive, replica_id, Measured(reported))
 
     def add(self, spec: WorkerSpec) -> None:
         """A worker more, which is ready at its time or now."""
@@ -189,12 +189,12 @@ class Simulation:
         self.network.tell(self._each_door, SimDoor.lose, spec.replica_id)
 
     def _throttle(self, spec: WorkerSpec, factor: float) -> None:
-        told = []
+        messages = []
         for part in self.parts(spec.replica_id):
             part.slowdown = factor
             is_beside = isinstance(part, SimEncoder) and spec.role is not Role.ENCODE
-            told.append(Measured(slower(part.spec.curves, factor), is_beside))
-        self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.receive, spec.replica_id, *told)
+            messages.append(Measured(slower(part.spec.curves, factor), is_beside))
+        self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.receive, spec.replica_id, *messages)
 
 
 def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
@@ -210,5 +210,5 @@ def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
 
 
 def slowed(curve: Curve, factor: float, more_s: float = 0.0) -> Curve:
-    """So many times longer, and then so much for each call."""
+    """The curve whose calls take so many times longer, and then so much more each."""
     return Curve(factor * curve.fixed_s + more_s, factor * curve.per_unit_s, factor * curve.per_pair_s)

@@ -27,8 +27,8 @@ GRANT = Grant("simulated", b"", 0, 0, Contract(0, "", 0, (), "", ""), (), (), tt
 class WorkerSpec:
     """One replica. `curves` is how fast it is.
 
-    encoder               of a worker that encodes beside other phases: how fast its encoder is
-    told                  how fast it says that it is; None: the truth
+    encoder               of a worker that encodes and has other phases: how fast its encoder is
+    reported              how fast it says that it is; None: the truth
     ready_at              when it has started, in seconds of the run
     dies_at               when it is killed, if at all
     throttled             (from when, so many times slower), if at all; it measures that, too, a second later
@@ -46,7 +46,7 @@ class WorkerSpec:
     hardware: str = ""
     bytes_per_row: int = 0
     encoder: ServiceCurves | None = None
-    told: ServiceCurves | None = None
+    reported: ServiceCurves | None = None
     step_target_s: float = math.inf
     cache_bytes: int = 4 << 30
     max_items: int = 16
@@ -89,7 +89,7 @@ class Network:
         self._loop.at(self._loop.now + self.delay_s, call, *args)
 
     def tell_doors(self, replica_id: str, *messages: AnyMessage) -> None:
-        """A worker tells all doors the same."""
+        """A worker reports the same to all doors."""
         self._loop.at(self._loop.now + self.delay_s, self._deliver, replica_id, messages)
 
     def _deliver(self, replica_id: str, messages: Sequence[AnyMessage]) -> None:

@@ -16,7 +16,7 @@ from random import Random
 from cluster.simulator.hardware import BLOCK_SIZE
 from cluster.types.media import Modality
 
-TAIL_TOKENS = 16  # of the question and the template's end, behind the media
+TAIL_TOKENS = 16  # of the question and the template's end, after the media
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Workload:
     burstiness: float = 1.0
 
     def requests(self, rate: float, num_requests: int, seed: int) -> Iterator[SimRequest]:
-        """In order of arrival, `rate` a second on average."""
+        """The requests in order of arrival, `rate` a second on average."""
         gaps, content = Random(f"gaps {seed}"), Random(f"content {seed}")
         now, shape = 0.0, 1 / self.burstiness
         for number, draft in enumerate(islice(self.drafts(content), num_requests)):
@@ -99,8 +99,8 @@ def block_keys(draft: Draft, number: int) -> list[bytes]:
     """One for each full block: of the stream while the block lies in what is shared, else of the request
     alone."""
     num_blocks, num_shared = draft.num_prompt_tokens // BLOCK_SIZE, draft.num_shared_tokens // BLOCK_SIZE
-    shared, own = (draft.stream << 20), (1 << 63) | (number << 20)
-    return [((shared if i < num_shared else own) | i).to_bytes(8, "big") for i in range(num_blocks)]
+    shared, unique = (draft.stream << 20), (1 << 63) | (number << 20)
+    return [((shared if i < num_shared else unique) | i).to_bytes(8, "big") for i in range(num_blocks)]
 
 
 def heavy_tailed(rng: Random, median: float, sigma: float, minimum: int, maximum: int) -> int:
@@ -109,7 +109,7 @@ def heavy_tailed(rng: Random, median: float, sigma: float, minimum: int, maximum
 
 
 def images(first: int, count: int, num_rows: int, start: int) -> tuple[Item, ...]:
-    """So many one behind the other, from the token `start` on; their hashes count from `first`."""
+    """So many images one after the other, from the token `start` on; their hashes count from `first`."""
     return tuple(
         Item(f"image-{first + i}", Modality.IMAGE, num_rows, start + i * num_rows) for i in range(count)
     )
@@ -141,7 +141,7 @@ def fixed_text(num_tokens: int, num_output: int) -> Drafts:
 
 
 def image_prompts(count: int, text_tokens: int, num_rows: int = 400, num_output: int = 150) -> Drafts:
-    """vLLM's set-up for encoder disaggregation: new images of 640 × 640, 400 rows each, behind the text."""
+    """vLLM's set-up for encoder disaggregation: new images of 640 × 640, 400 rows each, after the text."""
 
     def drafts(rng: Random) -> Iterator[Draft]:
         number = 0

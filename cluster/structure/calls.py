@@ -23,15 +23,14 @@ _PLACES = re.compile(r"\$(name|arguments)")
 
 
 class CallForm(msgspec.Struct, frozen=True):
-    """How a model writes calls: `begin`, a call, others behind `between`, `end`."""
+    """How a model writes calls: `begin`, a call, others after `between`, `end`."""
 
     call: str  # `$name` and `$arguments` stand for the function's name and for the JSON of its arguments
     begin: str = ""
     between: str | None = None  # None: an answer has one call
     end: str = ""
-    trigger: str = (
-        ""  # the beginning of `begin` and `call`: behind it in a text there is a call. Empty: unknown
-    )
+    # the beginning of `begin` and `call`: after it in a text there is a call. Empty: unknown
+    trigger: str = ""
 
 
 class ReasoningForm(msgspec.Struct, frozen=True):
@@ -87,7 +86,7 @@ class CallGrammar:
         is_parallel: bool,
         answer: Structure | None = None,
     ) -> str:
-        """Answers that are calls and nothing else, behind reasoning. `answer`: a JSON schema; JSON that is
+        """Answers that are calls and nothing else, after reasoning. `answer`: a JSON schema; JSON that is
         valid under it may come instead. Raises StructureError."""
         before = "" if where is Reasoning.NONE or self._reasoning is None else "reasoning"
         main = "calls" if answer is None else "(calls | answer)"

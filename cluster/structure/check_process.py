@@ -39,7 +39,7 @@ from cluster.types.structure import Structure
 HEADER_BYTES = 4  # length of a frame, little endian
 CPU_S = 0.7  # of one structure; 2,000 schemas like those that clients send take 5 ms each at most
 WALL_S = 10.0  # on a machine that is busy with other work
-MAX_BYTES = 1 << 30  # of address space, beside what the vocabulary has
+MAX_BYTES = 1 << 30  # of address space, besides what the vocabulary has
 PROBE_TOKENS = (128, 24, 24, 24)  # of the answers that are begun
 STACK_BYTES = 4 << 20  # half of what the threads of workers have
 NICENESS = 10
@@ -65,11 +65,11 @@ def framed(message: VocabularySource | Order | Checked) -> bytes:
 def check(order: Order, vocabulary: Vocabulary) -> Checked:
     """Compiles it in a fork."""
     reading, writing = os.pipe()
-    own = os.getpid()
+    parent_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _compile_and_exit(order, vocabulary, writing, own)
+        _compile_and_exit(order, vocabulary, writing, parent_pid)
     os.close(writing)
     with open(reading, "rb", buffering=0) as pipe:
         has_ended, _, _ = select.select([pipe], [], [], WALL_S)
@@ -85,7 +85,7 @@ def check(order: Order, vocabulary: Vocabulary) -> Checked:
 
 
 def _compile_and_exit(order: Order, vocabulary: Vocabulary, writing: int, forked_by: int) -> None:
-    """In the fork, which ends here whatever happens."""
+    """Compiles in the fork, which ends here whatever happens."""
     try:
         os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -119,7 +119,7 @@ class _CheckQueue:
 
 
 class CheckProcess:
-    """Used on one thread, `close` on any."""
+    """The process that checks. Used on one thread, `close` on any."""
 
     def __init__(self, load: Callable[[], VocabularySource]):
         self._load = load

@@ -1,7 +1,7 @@
 """The structures of an engine's requests, from their arrival to their end.
 
     prepare      a request has come; `ready` is called when its grammar is here
-    constraint   of one of its choices: a matcher behind the tokens that the choice has
+    constraint   of one of its choices: a matcher after the tokens that the choice has
     may_draw     whether a step can draw for a choice now
     start, take  the masks of a step
     forget       the request has ended
@@ -74,7 +74,8 @@ class Constraints:
         self._starts.pop(request_id, None)
 
     def constraint(self, request: GenerateRequest, generated: Sequence[int]) -> Matcher | None:
-        """Of a choice that has these tokens, those of earlier attempts first. None: it has no structure."""
+        """The matcher of a choice that has these tokens, those of earlier attempts first. None: it has no
+        structure."""
         start = self._starts.get(request.request_id)
         if start is None:
             return None

@@ -10,16 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SLOW_S = (
-    0.002  # more than this is slow. Masks of ordinary structures take 0.02 to 1.5 ms, tokens 0.4 ms at most
-)
+# more than this is slow. Masks of ordinary structures take 0.02 to 1.5 ms, tokens 0.4 ms at most
+SLOW_S = 0.002
 MAX_MASK_S = 0.1  # of one mask
 MAX_ASIDE_S = 10.0  # of all masks of a request that steps do not wait for
 MAX_IN_STEPS_S = 0.25  # of all that was slow and that steps had to wait for: tokens taken in, forced text
 
 
 class Effort:
-    """Of one request, all its choices together. A method is called by one thread at a time."""
+    """Time spent on the structures of one request, all its choices together. A method is called by one thread
+    at a time."""
 
     def __init__(self, timer: Callable[[], float] = time.thread_time):
         self.timer = timer

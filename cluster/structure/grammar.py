@@ -55,7 +55,8 @@ def loosened_structure(structure: Structure, vocabulary: Vocabulary) -> tuple[St
 
 
 def compile_structure(structure: Structure, vocabulary: Vocabulary) -> LLMatcher:
-    """At the start of an answer. Raises StructureError, which says what is not supported."""
+    """Compiles a structure at the start of an answer. Raises StructureError, which says what is not
+    supported."""
     from llguidance import LLMatcher
 
     try:

@@ -52,11 +52,11 @@ def _first_too_many(
     """The constraints before it can be held, and with it they cannot. None: not even without any."""
     if not is_held({}):
         return None
-    held, failing = 0, len(constraints)  # numbers of constraints
-    while failing - held > 1:
-        middle = (held + failing) // 2
+    passing, failing = 0, len(constraints)  # numbers of constraints
+    while failing - passing > 1:
+        middle = (passing + failing) // 2
         if is_held(_part(schema, frozenset(constraints[:middle]))):
-            held = middle
+            passing = middle
         else:
             failing = middle
     return failing - 1

@@ -83,7 +83,7 @@ class MaskFiller:
         return True
 
     def start(self, wanted: Wanted, num_words: int) -> None:
-        """For each matcher, 1 + the number of its drafts masks are filled. The drafts are legal. Does not
+        """Starts to fill 1 + the number of its drafts masks for each matcher. The drafts are legal. Does not
         wait."""
         if self._step is not None:  # the step before has failed
             self._leave(self._step)
@@ -152,7 +152,7 @@ class MaskFiller:
         self._pool = pool
         memory = masks.ctypes.data, masks.shape[1] * masks.itemsize, len(masks)
         for _, _, row, drafts in step.unknown:
-            masks[row : row + 1 + len(drafts)] = -1  # behind a draft that completes the answer: not read
+            masks[row : row + 1 + len(drafts)] = -1  # after a draft that completes the answer: not read
         plain = [(matcher.native, row) for _, matcher, row, drafts in step.unknown if not drafts]
         drafted = [(matcher.native, row, drafts) for _, matcher, row, drafts in step.unknown if drafts]
         if plain:

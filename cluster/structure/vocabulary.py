@@ -80,7 +80,7 @@ class Vocabulary:
 
     @property
     def num_words(self) -> int:
-        """Of 32 bits, in a mask."""
+        """The number of words of 32 bits in a mask."""
         return -(-self.native.vocab_size // 32)
 
     @cached_property

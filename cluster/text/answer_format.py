@@ -79,11 +79,12 @@ class AnswerSyntax:
         ConfigError."""
         families = map(Family.load, ORDER)
         known = next((each for each in families if all(text in chat_template for text in each.when)), None)
-        own = getattr(tokenizer, "response_template", None)
-        if own is not None:
-            form = known.calls if known is not None and _reads(own, known.calls) else None
+        template = getattr(tokenizer, "response_template", None)
+        if template is not None:
+            form = known.calls if known is not None and _reads(template, known.calls) else None
             return cls(
-                Family((), own, form, known and known.reasoning, known.id_chars if known else 0), tokenizer
+                Family((), template, form, known and known.reasoning, known.id_chars if known else 0),
+                tokenizer,
             )
         if known is None:
             return None
@@ -101,7 +102,7 @@ class AnswerSyntax:
 
     @cached_property
     def loaded(self) -> ResponseTemplate:
-        """As transformers reads it: patterns, and how the text of a call is parsed."""
+        """The syntax as transformers reads it: patterns, and how the text of a call is parsed."""
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         return load_response_template(self._template)
@@ -117,7 +118,7 @@ class AnswerSyntax:
 
     def _regions(self, *, has_calls: bool) -> ResponseTemplate:
         """The template that finds regions and leaves their text as it is. A call has the named groups of its
-        pattern beside it."""
+        pattern next to it."""
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         fields = {}
@@ -145,8 +146,8 @@ class AnswerSyntax:
 
 
 def _bare(pattern: str) -> str:
-    """Without the white space around it, which the parser of an answer drops: looking for it at each place of
-    a long run takes time in proportion to the square of its length."""
+    """The text without the white space around it, which the parser of an answer drops: looking for it at each
+    place of a long run takes time in proportion to the square of its length."""
     return pattern.removeprefix(r"\s*").removesuffix(r"\s*")
 
 

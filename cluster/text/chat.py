@@ -14,7 +14,7 @@ class ChatText(msgspec.Struct, frozen=True, tag="text"):
 
 
 class ChatMedia(msgspec.Struct, frozen=True, tag="media"):
-    """The place of one media item. The items themselves are passed beside the messages, in the same order."""
+    """The place of one media item. The items themselves are passed with the messages, in the same order."""
 
     modality: Modality
 
@@ -50,7 +50,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatOptions(msgspec.Struct, frozen=True):
-    """What a chat template gets beside the messages."""
+    """What a chat template gets besides the messages."""
 
     tools: tuple[str, ...] = ()  # in the API's form, as JSON
     variables: tuple[tuple[str, str], ...] = ()  # the client's `chat_template_kwargs`: names, values as JSON

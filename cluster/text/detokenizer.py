@@ -34,7 +34,7 @@ class Detokenizer:
         self._window: list[int] = []
         self._text = ""  # of the window
         self._num_emitted = 0  # characters of `_text` that are out
-        self._num_complete = 0  # tokens of the window behind which the text was complete last
+        self._num_complete = 0  # tokens of the window after which the text was complete last
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that has become certain; may be empty."""

@@ -12,7 +12,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 class TokenPieces:
     """A token's text depends on what stands before it: at the beginning of a text some tokenizers drop a
-    space. So tokens are decoded behind another one. Bytes that are not a character by themselves are read
+    space. So tokens are decoded after another one. Bytes that are not a character by themselves are read
     from the vocabulary, where byte-level tokenizers and byte fallback have them."""
 
     def __init__(

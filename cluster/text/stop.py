@@ -19,7 +19,7 @@ class StopStrings:
 
 
 class StopFilter:
-    """Cuts a stream before the first stop string, or behind it. Holds back only text that could still become
+    """Cuts a stream before the first stop string, or after it. Holds back only text that could still become
     a stop string.
 
     The first match is the one that ends first; of several with the same end, the one that starts first. Only

@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """Of the template that is used with tools. Empty if there is none."""
+        """The source of the template that is used with tools. Empty if there is none."""
         return self._source(has_tools=True)
 
     def check(self, options: ChatOptions) -> None:
@@ -64,7 +64,8 @@ class ChatTemplate:
         return name in self._variables and name not in self._reserved
 
     def render(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> str:
-        """Up to where the answer begins. Raises RequestError if the template refuses the conversation."""
+        """Renders the conversation up to where the answer begins. Raises RequestError if the template refuses
+        the conversation."""
         self.check(options)
         conversation = [self._message(message) for message in messages]
         try:

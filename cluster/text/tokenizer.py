@@ -121,12 +121,13 @@ class TextProcessor:
         return list(token_ids)
 
     def tokens(self, text: str, adds_special: bool) -> list[int]:
-        """Of any text; special tokens in it count. `adds_special`: with those that the tokenizer adds."""
+        """The token ids of any text; special tokens in it count. `adds_special`: with those that the
+        tokenizer adds."""
         with self._encoding:
             return self._tokenizer.encode(text, add_special_tokens=adds_special)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """As the vocabulary writes them; empty for ids that it does not have."""
+        """The tokens as the vocabulary writes them; empty for ids that it does not have."""
         return [name or "" for name in self._tokenizer.convert_ids_to_tokens(list(token_ids))]
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -150,8 +151,8 @@ class TextProcessor:
         return AnswerSyntax(Family.load(GENERIC), self._tokenizer, can_reason=can_reason)
 
     def word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that write these words, at the beginning of a text and behind a space. As in
-        vLLM: behind a space only if that is another sequence of the same length."""
+        """The token sequences that write these words, at the beginning of a text and after a space. As in
+        vLLM: after a space only if that is another sequence of the same length."""
         found: dict[tuple[int, ...], None] = {}
         with self._encoding:
             for word in words:
@@ -226,7 +227,7 @@ def _unmarked(pattern: str) -> re.Pattern[str]:
 
 
 def _added_ids(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts before and behind any text."""
+    """The ids that the tokenizer puts before and after any text."""
     bare, whole = tokenizer.encode("x", add_special_tokens=False), tokenizer.encode("x")
     start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
     return whole[:start], whole[start + len(bare) :]
@@ -258,6 +259,6 @@ def _placed(
 def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        own = type(backend).from_str(backend.to_str())
-        return lambda token_ids: own.decode(token_ids, skip_special_tokens=False)
+        private = type(backend).from_str(backend.to_str())
+        return lambda token_ids: private.decode(token_ids, skip_special_tokens=False)
     return lambda token_ids: tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)

@@ -1,4 +1,4 @@
-"""Tells the control tokens that a chat template writes from those that texts of a client form: alone,
+"""Tells apart the control tokens that a chat template writes from those that texts of a client form: alone,
 together with each other, or with letters of the template.
 
 1. `Typed.marked` puts marks around each control token in a client's text, and one into each part of a token

@@ -117,7 +117,7 @@ class PlacedMedia(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """Index behind the last placeholder token."""
+        """Index after the last placeholder token."""
         return sum(self.ranges[-1])
 
     def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -35,7 +35,7 @@ When something fails:
     door → any  Cancel; may come in every state, may repeat, needs no answer. The worker frees what it holds.
                 If it held the request, it answers with a `Tokens` entry of finish reason "cancelled"
     a door dials again after its connection broke: each `Hello` names the last message about a grant that was
-                read, so those behind it are lost (`cluster.rpc.sent_log`). The worker takes its lost grants
+                read, so those after it are lost (`cluster.rpc.sent_log`). The worker takes its lost grants
                 back; for a lost DecodeTarget or EncodeTarget the door returns the grant to its owner; a lost
                 GrantPassed or ReturnGrant is sent again
     door → any  Goodbye, before it closes the connection itself: as `Hello`, for a door that does not dial
@@ -182,23 +182,23 @@ class EncodeTarget(ItemMessage, frozen=True):
 
 
 class EncoderLost(ItemMessage, frozen=True):
-    """To the worker that computes the prompt: the encoder that had this grant for one item is lost. The
-    worker answers with another grant."""
+    """A message to the worker that computes the prompt: the encoder that had this grant for one item is lost.
+    The worker answers with another grant."""
 
     lease_id: str  # empty: the worker itself was to encode the item, and now another one does
 
 
 class GrantPassed(ChannelMessage, frozen=True):
-    """To the owner of a grant: the processes that received it. When all of them have ended, nothing can write
-    any more."""
+    """A message to the owner of a grant: the processes that received it. When all of them have ended, nothing
+    can write any more."""
 
     lease_id: str
     processes: tuple[ProcessId, ...]
 
 
 class ReturnGrant(ChannelMessage, frozen=True):
-    """To the owner of a grant that reached the door after the request had ended. The owner may reuse the
-    blocks at once: only the door passes grants on, so no writer ever had this one."""
+    """A message to the owner of a grant that reached the door after the request had ended. The owner may
+    reuse the blocks at once: only the door passes grants on, so no writer ever had this one."""
 
     lease_id: str
 
@@ -297,7 +297,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Of a decode worker since its start."""
+    """Totals of a decode worker since its start."""
 
     num_preempted: int = 0  # requests that lost their blocks
     num_drafted: int = 0  # tokens that speculation guessed
@@ -305,7 +305,7 @@ class DecodeTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncodeTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Of an encode worker since its start."""
+    """Totals of an encode worker since its start."""
 
     num_encoded: int = 0  # items that went through the encoder
     num_cached: int = 0  # requested items that were in the cache already

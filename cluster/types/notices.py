@@ -1,5 +1,5 @@
-"""What a writer tells the owner of the memory that it has written to, through the agents' notifications: the
-payload of its last one."""
+"""What a writer reports to the owner of the memory that it has written to, through the agents' notifications:
+the payload of its last one."""
 
 from __future__ import annotations
 

@@ -43,14 +43,15 @@ class Prompt(msgspec.Struct, frozen=True):
     num_generated: int = 0  # tokens at the end that an earlier attempt generated
 
     def text_indices(self, start: int, end: int) -> list[int]:
-        """Of the tokens [start, end) that are text."""
+        """The indices of the tokens [start, end) that are text."""
         ranges = [(offset, offset + length) for item in self.media for offset, length in item.ranges]
         shown = {i for first, last in ranges for i in range(max(start, first), min(end, last))}
         return [i for i in range(start, end) if i not in shown]
 
     @property
     def media_end(self) -> int:
-        """Behind the last token of any item; 0: there is none. Tokens from here on need no embeddings."""
+        """The index after the last token of any item; 0: there is none. Tokens from here on need no
+        embeddings."""
         return max((item.end for item in self.media), default=0)
 
     @property
@@ -67,7 +68,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Guidance(msgspec.Struct, frozen=True):
-    """Classifier-free guidance (Ho and Salimans 2022). Beside every choice runs a negative sequence: the same
+    """Classifier-free guidance (Ho and Salimans 2022). With every choice runs a negative sequence: the same
     generated tokens under a negative prompt. The tokens of the choice are pushed away from what the negative
     sequence makes likely."""
 
@@ -117,7 +118,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Tokens are drawn from the logits as they are, and nothing else is told of them."""
+        """Tokens are drawn from the logits as they are, and nothing else is reported of them."""
         return (
             self.guidance is None
             and self.changes is None

@@ -83,7 +83,7 @@ class Grant(msgspec.Struct, frozen=True):
     """
 
     lease_id: str
-    agent_metadata: bytes  # opaque; tells the writer's agent the owner's name, address and registered memory
+    agent_metadata: bytes  # opaque; gives the writer's agent the owner's name, address and registered memory
     base_address: int  # first byte of the block memory in the owner's address space
     num_blocks: int  # blocks in that memory (the stride between its segments)
     contract: Contract  # must equal the writer's own

@@ -47,7 +47,8 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 def built_backends() -> frozenset[Backend]:
-    """Of this build of torch. Raises ConfigError if it cannot make process groups at all."""
+    """The backends that this build of torch has. Raises ConfigError if it cannot make process groups at
+    all."""
     if not dist.is_available() or not dist.is_gloo_available():
         raise ConfigError("the collective transport needs a torch with torch.distributed and Gloo")
     return frozenset({"gloo", "nccl"} if dist.is_nccl_available() else {"gloo"})
@@ -198,5 +199,5 @@ class CollectiveAgent:
 
 
 def _identity(device: torch.device) -> str:
-    """Of a device, in all processes and on all hosts; "cpu" of the CPU."""
+    """The identity of a device, the same in all processes and on all hosts; "cpu" of the CPU."""
     return "cpu" if device.type == "cpu" else str(torch.cuda.get_device_properties(device).uuid)

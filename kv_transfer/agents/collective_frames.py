@@ -1,4 +1,4 @@
-"""Small messages between two collective agents, on one TCP connection, whose end tells that the peer is dead.
+"""Small messages between two collective agents, on one TCP connection, whose end shows that the peer is dead.
 
 frame        4 bytes little-endian length, then msgpack
 dialler      Greeting

@@ -8,7 +8,7 @@ the connection of the pair. Hence each link has a thread, and `Channel.sever` en
 wait time out.
 
 NCCL (untried on hardware): the same calls on device tensors. Its watchdog, which would end the process when a
-peer dies, is told not to.
+peer dies, is set not to.
 """
 
 from __future__ import annotations

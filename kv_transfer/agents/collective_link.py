@@ -114,7 +114,7 @@ class OutgoingLink:
         self._waiting.put(Notification(payload))
 
     def progress(self) -> None:
-        """Take in the owner's answers. Never raises; `error` tells."""
+        """Take in the owner's answers. Never raises; `error` says why it failed."""
         if self.error is not None:
             return
         failure = self._failure  # read first: answers that came before it still count

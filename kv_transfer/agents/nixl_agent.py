@@ -12,10 +12,10 @@ death; the bytes go by CMA or CUDA IPC.
 Metadata. What peers exchange wraps NIXL's own metadata with the list of registered ranges: a grant names
 addresses only, and NIXL needs to know of each whether it is DRAM or VRAM and on which device.
 
-Transports. UCX does not tell which of its transports it took for a peer, but the first writes show it: only
+Transports. UCX does not report which of its transports it took for a peer, but the first writes show it: only
 the copy between processes of one host (CMA) is over when the call returns. The log names the transport once.
 On one host any other transport is a warning, because it is several times slower (containers and hardened
-kernels forbid that copy). A write behind a notification shows nothing: it is over when the peer has read the
+kernels forbid that copy). A write after a notification shows nothing: it is over when the peer has read the
 notification.
 
 An agent belongs to one thread at a time; it may be made and registered on one thread and used on another.

@@ -86,8 +86,7 @@ def check_sizes(local: np.ndarray, remote: np.ndarray) -> None:
 
 
 def locate(rows: np.ndarray, regions: Sequence[Region]) -> np.ndarray:
-    """For each row the index of the region that holds it. Raises TransferError for a row that no region
-    holds."""
+    """The index of the region that holds each row. Raises TransferError for a row that no region holds."""
     owners = np.full(len(rows), -1)
     for index, region in enumerate(regions):
         size = np.uint64(region.num_bytes)

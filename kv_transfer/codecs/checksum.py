@@ -124,7 +124,7 @@ class BlockSums:
     for between two calls of `begin` are one launch on a GPU."""
 
     def __init__(self, memory: BlockMemory):
-        """On a GPU it waits until the kernel is compiled."""
+        """Waits, on a GPU, until the kernel is compiled."""
         self._memory = memory
         self._batch = Batch(memory, self._run)
         self.begin = self._batch.begin
@@ -172,7 +172,7 @@ class BlockSums:
         )
 
     def _enqueue(self, jobs: Sequence[Sequence[int]], elements: Tensor, segments: Tensor) -> Tensor:
-        """One copy to the device: the totals, which begin as zeros, and the blocks behind them."""
+        """One copy to the device: the totals, which begin as zeros, and the blocks after them."""
         from kv_transfer.codecs.triton_checksum import add_sums
 
         first = len(jobs) + len(jobs) % 2  # the kernel is compiled for pointers to 16 bytes
@@ -182,9 +182,9 @@ class BlockSums:
         blocks[:, 0] = np.repeat(np.arange(len(jobs)), counts)
         blocks[:, 1] = np.concatenate([np.arange(count) for count in counts])
         blocks[:, 2] = np.concatenate([np.asarray(ids) for ids in jobs])
-        there = upload(table, self._memory.buffer.device)
-        add_sums(elements, segments, there[:first], there[first:].view(-1, 3))
-        return there[: len(jobs)]
+        uploaded = upload(table, self._memory.buffer.device)
+        add_sums(elements, segments, uploaded[:first], uploaded[first:].view(-1, 3))
+        return uploaded[: len(jobs)]
 
     def _bytes(self, block_ids: Sequence[int]) -> Iterator[Tensor]:
         ids = upload(np.asarray(block_ids, dtype=np.int64), self._memory.buffer.device)

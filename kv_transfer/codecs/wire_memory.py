@@ -1,4 +1,4 @@
-"""A wire memory beside a KV memory, on either side of a lease: room for KV that travels coded.
+"""A wire memory next to a KV memory, on either side of a lease: room for KV that travels coded.
 
     owner   grants a wire block for each whole group of 64 tokens, together with the KV blocks
     writer  codes a group into a wire block of its own, writes that block to the owner's and keeps it until
@@ -34,7 +34,7 @@ LOOK_EVERY = 1 << 15
 
 @dataclass
 class CodingCounts:
-    """Of a writer's wire since the start. The fields are those of `SentTotals`."""
+    """What a writer's wire has coded since the start. The fields are those of `SentTotals`."""
 
     coded_groups: int = 0
     crowded_groups: int = 0  # that went raw because there was no room
@@ -143,7 +143,7 @@ class Wire:
         return when_computed(self._kv, lambda: [None] * len(jobs))
 
     def _measured(self) -> tuple[CodecSpeed, CodecSpeed]:
-        """Of encoding and of decoding: the fastest of a few rounds."""
+        """The speeds of encoding and of decoding: the fastest of a few rounds."""
         per_group = self.blocks_per_group
         count = min(MEASURED_GROUPS, self.memory.num_blocks, self._kv.num_blocks // per_group)
         if count == 0:  # no group fits the memory: none will be coded

@@ -37,8 +37,8 @@ LeaseEvent = Completed | Aborted | Expired
 
 @dataclass(frozen=True)
 class LateWrite:
-    """Not the end of a lease: a lease that was taken back has been written to later. What reads these blocks
-    must fail."""
+    """A lease that was taken back has been written to later. This is not the end of a lease. What reads these
+    blocks must fail."""
 
     lease_id: str
     block_ids: tuple[int, ...]
@@ -49,14 +49,14 @@ class LateWrite:
 
 @dataclass(frozen=True)
 class Finished:
-    """All bytes are in the owner's memory, and the owner was told."""
+    """All bytes are in the owner's memory, and the owner was notified."""
 
     lease_id: str
 
 
 @dataclass(frozen=True)
 class SendAborted:
-    """The caller's abort is complete: nothing is in flight, and the owner was told, if it lives."""
+    """The caller's abort is complete: nothing is in flight, and the owner was notified, if it lives."""
 
     lease_id: str
     reason: str

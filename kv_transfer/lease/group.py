@@ -64,14 +64,13 @@ class RankLink:
     def __init__(self, connection: Connection):
         self._connection = connection
         self._lock = threading.Lock()  # several threads send
-        self._answers: queue.SimpleQueue[RankReady | Granted | None] = (
-            queue.SimpleQueue()
-        )  # None: the pipe has ended
+        # None: the pipe has ended
+        self._answers: queue.SimpleQueue[RankReady | Granted | None] = queue.SimpleQueue()
         self.sent = SentTotals()  # of that rank, when its last event came
         self.received = ReceivedTotals()  # likewise
 
     def order(self, order: Order) -> None:
-        """Never raises: the end of the pipe tells that the rank is gone."""
+        """Never raises: the end of the pipe shows that the rank is gone."""
         with self._lock, suppress(OSError):
             self._connection.send(order)
 
@@ -145,7 +144,8 @@ class GroupTransferEngine:
 
     @property
     def sent(self) -> SentTotals:
-        """By all ranks; of the others, when they last ended a lease. The errors of the codec are rank 0's."""
+        """What all ranks have sent; of the others, when they last ended a lease. The errors of the codec are
+        rank 0's."""
         own, others = self._transfer_engine.sent, [link.sent for link in self._links]
         return msgspec.structs.replace(
             own,
@@ -157,7 +157,7 @@ class GroupTransferEngine:
 
     @property
     def received(self) -> ReceivedTotals:
-        """By all ranks; of the others, when they last ended a lease."""
+        """What all ranks have received; of the others, when they last ended a lease."""
         totals = [self._transfer_engine.received, *(link.received for link in self._links)]
         return ReceivedTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
 

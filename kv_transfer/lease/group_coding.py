@@ -25,7 +25,7 @@ class BlockWrite:
 
 @dataclass(frozen=True, eq=False)
 class CodedWrite:
-    """From wire memory to wire memory, once it is coded."""
+    """A write from wire memory to wire memory, once it is coded."""
 
     coding: Pending[None]
     write: BlockWrite

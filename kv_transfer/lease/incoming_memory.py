@@ -67,7 +67,7 @@ class IncomingMemory:
             yield wire_sums.match([wire_ids[i] for i in envelope.coded], envelope.coded_checksum)
 
     def _decode(self, grant: Grant, envelope: Envelope) -> Pending[None]:
-        """Of a notification that fits the grant."""
+        """Decodes the coded groups of a notification that fits the grant."""
         wire, part = self.wire, grant.coded
         if not envelope.coded or wire is None or part is None:
             return done(None)

@@ -1,4 +1,4 @@
-"""One lease on the writer's agent thread: posts what is queued, waits until it has arrived, tells the owner.
+"""One lease on the writer's agent thread: posts what is queued, waits for its arrival, notifies the owner.
 
     open --finish--> draining --all writes DONE--> summing --checksums there, done notified--> Finished
     any --abort--> draining --nothing under way, abort notified--> SendAborted
@@ -7,7 +7,7 @@
 Nothing is posted after the grant's deadline, which is checked before each post. A write that was posted
 cannot be called off: the transport reads its source and writes its target until it is DONE or FAILED. So the
 lease stays open until then, also after its deadline, and its source blocks stay out of use. Then an abort
-tells the owner that bytes were written, perhaps after the owner gave the blocks away. If the peer stays
+reports to the owner that bytes were written, perhaps after the owner gave the blocks away. If the peer stays
 unreachable, the lease waits until the transport gives the connection up (PeerLostError).
 
 Coding and summing read the source blocks, too, and may take several rounds on a GPU. They are under way like
@@ -49,7 +49,7 @@ MAX_DESCRIPTORS = 1 << 16
 
 @dataclass
 class SentBytes:
-    """By all leases of a sender."""
+    """The bytes that all leases of a sender have sent."""
 
     raw: int = 0
     coded: int = 0  # as they travelled
@@ -69,7 +69,7 @@ class SenderSide:
 
 @dataclass(frozen=True)
 class Summing:
-    """The checksums that the owner is told, of what was written raw and coded."""
+    """The checksums that the owner gets, of what was written raw and coded."""
 
     written: tuple[int, ...]
     checksum: Pending[Checksum]
@@ -105,7 +105,7 @@ class LeaseWriter:
         self._summing: Summing | None = None
         self._has_posted = False
         self._error: TransferError | None = None
-        # Bytes may still land: the owner must not be told that the writer has stopped.
+        # Bytes may still land: the owner must not be notified that the writer has stopped.
         self._is_silent = False
 
     @property
@@ -189,7 +189,7 @@ class LeaseWriter:
     def _post(
         self, peer: str, memory: BlockMemory, write: BlockWrite, base_address: int, num_blocks: int
     ) -> int:
-        """From one memory to the owner's memory of the same layout, as writes of a bounded number of
+        """Posts from one memory to the owner's memory of the same layout, as writes of a bounded number of
         descriptors. Blocks that are successive on both sides share one, whatever the order of their ids: a
         pool gives blocks that were used out in falling runs. Returns the number of bytes."""
         local, remote = merged(

@@ -28,9 +28,8 @@ class WriterSide:
     num_blocks: int  # of the memory that is sent from
     now: Callable[[], float]
     wake: Callable[[], None]  # called when the agent's thread has something new to do
-    block_s: Callable[
-        [bytes, bool], float | None
-    ]  # by the owner's agent metadata, and whether the KV travels coded
+    # by the owner's agent metadata, and whether the KV travels coded
+    block_s: Callable[[bytes, bool], float | None]
 
 
 class Outgoing:
@@ -59,7 +58,7 @@ class Outgoing:
         ones.
 
         The content must be final, or become final before `ready()` is true: the agent's thread asks before it
-        posts, and later writes of this lease wait behind this one. After the transfer has failed the call is
+        posts, and later writes of this lease wait for this one. After the transfer has failed the call is
         ignored: its event is on the way. Raises LeaseExpiredError after the grant's time (the event still
         follows), ValueError for a call that makes no sense.
         """
@@ -92,7 +91,7 @@ class Outgoing:
         return self._side.block_s(self.grant.agent_metadata, self.coding is not None)
 
     def finish(self, payload: bytes) -> None:
-        """Tell the owner, with `payload`, when all writes are in its memory. Raises like `write`."""
+        """Notify the owner, with `payload`, when all writes are in its memory. Raises like `write`."""
         if self.payload is not None:
             raise ValueError(f"lease {self.lease_id} is finished twice")
         self._check_time()
@@ -100,8 +99,8 @@ class Outgoing:
         self._side.wake()
 
     def abort(self, reason: str) -> None:
-        """Stop: post nothing more, wait for what is in flight, tell the owner. No effect after the end of the
-        lease."""
+        """Stop: post nothing more, wait for what is in flight, notify the owner. No effect after the end of
+        the lease."""
         if self.abort_reason is None:
             self.abort_reason = reason
         self._side.wake()

@@ -25,7 +25,7 @@ class PeerLinks:
 
     @property
     def measured(self) -> dict[str, Link]:
-        """To every peer whose speed has been measured. Any thread."""
+        """The link to every peer whose speed has been measured. Any thread."""
         meters = list(self._meters.items())
         return {
             peer: Link(meter.latency_s, meter.bytes_per_s)

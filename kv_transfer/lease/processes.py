@@ -18,7 +18,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_id(pid: int) -> ProcessId | None:
-    """Of a process in this one's pid namespace. None: this system does not tell."""
+    """The identity of a process in this one's pid namespace. None: this system does not say."""
     started_at = _started_at(pid)
     return None if started_at is None else ProcessId(*_here(), pid, started_at)
 
@@ -60,6 +60,5 @@ def _started_at(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return int(
-        stat.rpartition(")")[2].split()[19]
-    )  # the fields after the command's name, which may hold anything
+    # the fields after the command's name, which may hold anything
+    return int(stat.rpartition(")")[2].split()[19])

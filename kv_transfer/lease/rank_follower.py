@@ -49,7 +49,7 @@ class RankFollower:
         self._transfer_engine = transfer_engine
 
     def on_event(self, event: TransferEvent) -> None:
-        """Of the transfer engine, on its thread."""
+        """Reports an event of the transfer engine. Called on its thread."""
         if not isinstance(event, TransferEngineFailed):  # that one is in the log
             with self._lock:
                 self._open.pop(event.lease_id, None)

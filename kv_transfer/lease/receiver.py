@@ -28,7 +28,7 @@ A lease has exactly one event. Only after it may the owner free or reuse the blo
 Why no late write reaches a block that has a new holder. Writes are one-sided: the owner cannot refuse one,
 and registered memory stays writable. So blocks are fenced, out of use, until one of these is known:
 
-1. The writer's word, done or abort. It is sent behind the last write, so no write of this writer follows it.
+1. The writer's word, done or abort. It is sent after the last write, so no write of this writer follows it.
 2. No process was given the grant (`revoke`). The door says so, because it alone passes grants on, or it has
    never read the grant (`cluster.worker.shell`).
 3. The writer's processes have ended. The kernel that runs both says so (`kv_transfer.lease.processes`). What
@@ -40,7 +40,7 @@ and registered memory stays writable. So blocks are fenced, out of use, until on
    a replica live that does not answer.
 
 Only the fourth is a bound on time and not a fact. Such a lease is remembered as taken back. If its writer
-runs again after all, its word comes behind its last write and says that it has written. Then leases that are
+runs again after all, its word comes after its last write and says that it has written. Then leases that are
 open on those blocks end as Aborted, and the owner gets a `LateWrite`: everything that reads those blocks must
 fail.
 
@@ -278,7 +278,7 @@ class Receiver:
             self._close(lease, Aborted(lease_id, reason))
 
     def _close(self, lease: _Lease, event: LeaseEvent) -> None:
-        """Under the lock."""
+        """Ends the lease with this event. Called under the lock."""
         del self._leases[lease.lease_id]
         self._incoming.free_wire(lease.grant)
         if isinstance(event, Completed):
@@ -302,7 +302,7 @@ class Receiver:
             self._settle(lease)
 
     def _on_word(self, lease: _Lease, envelope: Envelope, peer: str) -> None:
-        """Under the lock."""
+        """Takes in a writer's notification. Called under the lock."""
         if lease.settling is not None:  # its writer has said its last word
             self.num_ignored += 1
         elif envelope.digest != lease.digest:

@@ -1,4 +1,4 @@
-"""The writer's half of leases: takes up grants, writes blocks into the owners' memories and tells the owners.
+"""The writer's half of leases: takes up grants, writes blocks into the owners' memories, notifies the owners.
 
 In call order:
 
@@ -89,7 +89,7 @@ class Sender:
 
     @property
     def sent(self) -> SentTotals:
-        """Since the start."""
+        """What was sent since the start."""
         totals = SentTotals(self._sent.raw, self._sent.coded)
         if self.wire is None:
             return totals
@@ -97,7 +97,7 @@ class Sender:
 
     @property
     def links(self) -> dict[str, Link]:
-        """To every agent whose speed has been measured. Any thread."""
+        """The link to every agent whose speed has been measured. Any thread."""
         return self._links.measured
 
     def open(self, received: ReceivedGrant) -> Outgoing:
@@ -144,7 +144,7 @@ class Sender:
                 gathered.begin()
 
     def fail_all(self, error: TransferError) -> list[SendEvent]:
-        """The agent is closed: every open lease ends here, and its owner is not told."""
+        """The agent is closed: every open lease ends here, and its owner is not notified."""
         writers = self._writers()
         for writer in writers:
             self._close(writer)

@@ -107,12 +107,12 @@ class TransferEngine:
 
     @property
     def sent(self) -> SentTotals:
-        """Since the engine was made."""
+        """What was sent since the engine was made."""
         return SentTotals() if self._sender is None else self._sender.sent
 
     @property
     def received(self) -> ReceivedTotals:
-        """Since the engine was made."""
+        """What was received since the engine was made."""
         return ReceivedTotals() if self._receiver is None else self._receiver.totals
 
     @property
@@ -122,7 +122,7 @@ class TransferEngine:
 
     @property
     def codecs(self) -> dict[str, CodecSpeed]:
-        """In which KV can be sent or received here, besides raw."""
+        """The codecs, besides raw, in which KV can be sent or received here."""
         if self._sender is not None and (wire := self._sender.wire) is not None:
             return {wire.codec.name: wire.encoding}
         if self._receiver is not None and (wire := self._receiver.wire) is not None:
@@ -175,10 +175,10 @@ class TransferEngine:
             has_moved = self._step_in()
             if self._sender is not None:
                 for event in self._sender.poll():
-                    self._step_in()  # what the owner was told leaves now: only this drives the transport
+                    self._step_in()  # what the owner gets leaves now: only this drives the transport
                     self._deliver([event])
             self._is_failing = False
-        except Exception as error:  # the thread's edge: the owner is told, the thread lives on
+        except Exception as error:  # the thread's edge: the owner is notified, the thread lives on
             if not self._is_failing:
                 logger.exception("a transfer step failed")
                 self._deliver([TransferEngineFailed(error)])

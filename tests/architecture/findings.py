@@ -1,7 +1,7 @@
 """What the tests of this folder look for in names, sentences and lines, and where it is found.
 
-Identifiers are looked at word by word (`EncodeTarget`, `num_open_leases`). Everything is counted per room: a
-folder, two levels deep.
+Identifiers are looked at word by word (`EncodeTarget`, `num_open_leases`). Everything is counted per room, a
+folder two levels deep; fragments are counted per file.
 
     python -m tests.architecture.findings        lists everything
     python -m tests.architecture.findings write  lowers the limits in tests/architecture/not_done.py
@@ -34,7 +34,7 @@ from tests.architecture.sources import (
 PRODUCT_FILES = [path for path in SOURCES if name_of(path).startswith(PRODUCT)]
 ALL_FILES = [*SOURCES, *TESTS]
 
-Found = dict[str, list[str]]  # room → places
+Found = dict[str, list[str]]  # room or file → places
 
 # A word, or words that follow each other in a name, and what to write for it.
 FORBIDDEN = {
@@ -107,6 +107,15 @@ OLD = re.compile(
     re.IGNORECASE,
 )
 
+# A docstring that begins like this needs the name of its function to be read: "Of one attempt.", "That are
+# connected.", "In which KV can be sent." A condition that comes first has a comma after it.
+WITHOUT_SUBJECT = re.compile(r"(Of|That|(In|By|On|For|To|From|With|At) (which|whom|whose|what))\b")
+PREPOSITION = re.compile(
+    r"(As|At(?! least| most)|After|Before|Behind|Beside|Between|By|During|For|From|In|Into|On|Over|Per|Since|"
+    r"Through|To|Towards|Under|Until|Up|With|Within|Without)\b"
+)
+END_OF_SENTENCE = re.compile(r"(?<=[.;!?])\s")
+
 MAX_COLUMNS = 110
 BRACKET_AND_COMMENT = re.compile(r"\s*[)\]}]\s+(#.*)")
 DIRECTIVES = ("# fmt:", "# type:", "# pyright:", "# noqa")  # they must stand where they are
@@ -151,6 +160,28 @@ def comments_behind_brackets() -> Found:
             if match and not match[1].startswith(DIRECTIVES):
                 found[room_of(path)].append(f"{name_of(path)}:{number}")
     return found
+
+
+def fragments() -> Found:
+    """Docstrings whose first sentence has no subject, as far as its opening words show it."""
+    found = defaultdict(list)
+    for path in SOURCES:
+        for docstring in docstrings_of(path):
+            sentence = first_sentence(docstring.text)
+            if is_fragment(sentence):
+                found[name_of(path)].append(f"{name_of(path)}:{docstring.line} {sentence[:80]}")
+    return found
+
+
+def first_sentence(docstring: str) -> str:
+    paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
+    return END_OF_SENTENCE.split(paragraph)[0]
+
+
+def is_fragment(sentence: str) -> bool:
+    if WITHOUT_SUBJECT.match(sentence):
+        return True
+    return PREPOSITION.match(sentence) is not None and not {",", ":"} & set(sentence)
 
 
 def classes() -> Found:
@@ -212,6 +243,7 @@ LIMITS = {
     "OLD_WORDS": ("sentences with a word that the glossary replaces", old_words, not_done.OLD_WORDS),
     "LONG_LINES": ("lines over 110 columns", long_lines, not_done.LONG_LINES),
     "COMMENTS": ("lines that their comment has broken", comments_behind_brackets, not_done.COMMENTS),
+    "FRAGMENTS": ("docstrings that begin without a subject", fragments, not_done.FRAGMENTS),
     "CLASSES": ("modules that define one class name", classes, not_done.CLASSES),
 }
 

@@ -37,8 +37,8 @@ FOREVER = Freshness(True, MAX_FRESH_S)
 
 
 def freshness(cache_control: str, age: str | None = None) -> Freshness:
-    """From the header fields of one answer (several Cache-Control lines joined by commas). With an unreadable
-    field: not fresh."""
+    """The freshness that the header fields of one answer give (several Cache-Control lines joined by commas).
+    With an unreadable field: not fresh."""
     directives: dict[str, str] = {}
     for directive in cache_control.lower().split(","):
         name, _, value = directive.strip().partition("=")

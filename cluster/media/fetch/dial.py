@@ -27,7 +27,7 @@ MayDial = Callable[[str], bool]
 
 
 class AddressRefusedError(OSError):
-    """An address that may not be dialled. Never shown, because it would tell a client how names inside the
+    """An address that may not be dialled. Never shown, because it would show a client how names inside the
     cluster resolve."""
 
 
