@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bench.workload import Reference, make_cases
 from cluster.kvcache.memory import MemoryLayout
-from cluster.model.kv_format import dequantize, kv_segments, quantize
+from cluster.model.kv_format import dequantise, kv_segments, quantise
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 OUTLIER = 20.0
@@ -56,7 +56,7 @@ class FormatScore:
 
 
 def _int8(rows: Tensor) -> Tensor:
-    return dequantize(*quantize(rows), rows.dtype)
+    return dequantise(*quantise(rows), rows.dtype)
 
 
 FORMATS = (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cluster.model.attention import LayerAttention, ModelAttention, PagedBatch
-from cluster.model.kv_format import LayerCache, PlainRows, QuantizedRows, RowStore
+from cluster.model.kv_format import LayerCache, PlainRows, QuantisedRows, RowStore
 
 MAX_WIDTH = 256  # kMaxWidth
 MAX_GROUP = 128  # kTile
@@ -137,7 +137,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 def _holds(store: RowStore, dtype: torch.dtype) -> bool:
     """Whether the store keeps rows of `dtype`, plain or quantised."""
-    return isinstance(store, QuantizedRows) or (isinstance(store, PlainRows) and store.data.dtype == dtype)
+    return isinstance(store, QuantisedRows) or (isinstance(store, PlainRows) and store.data.dtype == dtype)
 
 
 def _with_dense_rows(x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def _with_dense_rows(x: Tensor) -> Tensor:
 
 def row_pointers(store: RowStore) -> tuple[int, int | None]:
     """Addresses of rows or codes, and of scales."""
-    if isinstance(store, QuantizedRows):
+    if isinstance(store, QuantisedRows):
         return store.codes.data_ptr(), store.scales.data_ptr()
     assert isinstance(store, PlainRows)
     return store.data.data_ptr(), None

@@ -74,7 +74,7 @@ class PlainRows:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedRows:
+class QuantisedRows:
     """codes [N, block_size, H, D] int8, scales [N, block_size, H, G] float16."""
 
     codes: Tensor
@@ -85,16 +85,16 @@ class QuantizedRows:
         return self.codes.shape[2], self.codes.shape[3]
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        codes, scales = quantize(rows)
+        codes, scales = quantise(rows)
         self.codes.flatten(0, 1).index_copy_(0, slots, codes)
         self.scales.flatten(0, 1).index_copy_(0, slots, scales)
 
     def rows(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
-        return dequantize(self.codes.flatten(0, 1)[slots], self.scales.flatten(0, 1)[slots], dtype)
+        return dequantise(self.codes.flatten(0, 1)[slots], self.scales.flatten(0, 1)[slots], dtype)
 
     def blocks(self, block_ids: Tensor, dtype: torch.dtype, out: Tensor) -> Tensor:
         target = _front(out, (len(block_ids), *self.codes.shape[1:]))
-        return target.copy_(dequantize(self.codes[block_ids], self.scales[block_ids], dtype))
+        return target.copy_(dequantise(self.codes[block_ids], self.scales[block_ids], dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def layer_cache(memory: BlockMemory, layer_idx: int) -> LayerCache:
     """Views of the layer's segments."""
     if memory.layout.segments[0].dtype == torch.int8:
         key, key_scales, value, value_scales = memory.segments[4 * layer_idx : 4 * layer_idx + 4]
-        return LayerCache(QuantizedRows(key, key_scales), QuantizedRows(value, value_scales))
+        return LayerCache(QuantisedRows(key, key_scales), QuantisedRows(value, value_scales))
     key, value = memory.segments[2 * layer_idx : 2 * layer_idx + 2]
     return LayerCache(PlainRows(key), PlainRows(value))
 
@@ -139,7 +139,7 @@ def num_groups(width: int) -> int:
     return -(-width // GROUP_WIDTH)
 
 
-def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     """[..., D] → codes [..., D] int8 and scales [..., G] float16. A row of zeros gets scale 0 and codes 0.
     The scale is rounded before the codes are made, so the error of an element is at most half a scale (plus
     4e-6 if the scale is below float16's normal range)."""
@@ -152,8 +152,8 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     return codes.flatten(-2)[..., : rows.shape[-1]].to(torch.int8), scales
 
 
-def dequantize(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `quantize`: products in float32, rounded to `dtype`."""
+def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of `quantise`: products in float32, rounded to `dtype`."""
     rows = _grouped(codes.float()).mul_(scales.float()[..., None])
     return rows.flatten(-2)[..., : codes.shape[-1]].to(dtype)
 

@@ -1,5 +1,5 @@
-"""Tiny models of every family on a GPU in float32: layers by our kernels where they are recognised, prompts in
-chunks beside answers, unrecorded. The tokens are those of `generate`."""
+"""Tiny models of every family on a GPU in float32: layers by our kernels where they are recognised, prompts
+in chunks next to answers. The tokens are those of `generate`."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def rope_write(
     Rounds to the model's dtype: the sums of shares, norms as their form says, and the rotation once (the
     modules round both of its products as well, so bfloat16 is closer to float32 than theirs; in float32 the
     bits are the modules'). K and V are written from the rounded values: plain ones bit by bit, INT8 ones with
-    the codes and scales of `kv_format.quantize`."""
+    the codes and scales of `kv_format.quantise`."""
     from cluster.model.cuda import layer_kernels
 
     num_shares, num_tokens, _ = shares.shape
@@ -238,7 +238,7 @@ def rope_write(
 def write_rows(key: Tensor, value: Tensor, slots: Tensor, cache: LayerCache) -> None:
     """K and V of modules that are not fused into `cache`, plain or INT8: key [T, Hk, D], value [T, Hk, Dv],
     of any strides, copied only if their columns are not contiguous. slots [T] int32 or int64. Plain rows are
-    written bit by bit, INT8 ones with the codes and scales of `kv_format.quantize`."""
+    written bit by bit, INT8 ones with the codes and scales of `kv_format.quantise`."""
     from cluster.model.cuda import layer_kernels
 
     key_store, key_scales = tensors_of(cache.key)

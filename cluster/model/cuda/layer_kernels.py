@@ -144,7 +144,7 @@ def _write(
     NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """rows [HEADS, PAD] float32, rounded to the model's dtype and zero from WIDTH on, to one slot. Codes and
-    scales are those of `kv_format.quantize`."""
+    scales are those of `kv_format.quantise`."""
     columns = tl.arange(0, PAD)
     is_head = heads < NUM_HEADS
     mask = is_head[:, None] & (columns < WIDTH)[None, :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cluster.model.kv_format import PlainRows, QuantizedRows, RowStore
+from cluster.model.kv_format import PlainRows, QuantisedRows, RowStore
 
 
 def power_of_two(size: int) -> int:
@@ -17,6 +17,6 @@ def tensors_of(store: RowStore) -> tuple[Tensor, Tensor | None]:
     match store:
         case PlainRows(data):
             return data, None
-        case QuantizedRows(codes, scales):
+        case QuantisedRows(codes, scales):
             return codes, scales
     raise TypeError(f"no kernel reads {type(store).__name__}")

@@ -15,7 +15,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.cuda.step_inputs import StepBuffers, answers_of
 from cluster.model.cuda.uploads import Uploads
-from cluster.model.kv_format import kv_segments, quantize
+from cluster.model.kv_format import kv_segments, quantise
 from encoder_service.cache import EmbeddingCache
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.codecs import checksum, codec
@@ -75,7 +75,7 @@ def test_kv_is_quantised_to_the_cpus_codes_and_scales(device: SimulatedCuda) -> 
     rows = torch.zeros(8, 2, 80)
     half_way = 127 * (1 + (2 * torch.arange(8) + 1) / 2**11)  # between two scales of float16
     rows[:, 0, 3] = torch.nextafter(half_way, torch.tensor(1e4))
-    for ours, theirs in zip(quantize(rows.to("cuda")), quantize(rows), strict=True):
+    for ours, theirs in zip(quantise(rows.to("cuda")), quantise(rows), strict=True):
         assert torch.equal(ours.cpu(), theirs)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch, Span
-from cluster.model.kv_format import KvCacheDtype, LayerCache, dequantize, kv_segments, layer_cache, quantize
+from cluster.model.kv_format import KvCacheDtype, LayerCache, dequantise, kv_segments, layer_cache, quantise
 
 UNWRITTEN = 100  # fills rows that nothing may read
 
@@ -93,7 +93,7 @@ def dense(shape: Shape, step: Step, layer: LayerAttention) -> Tensor:
     outs, start = [], 0
     for i, (key, value) in enumerate(step.contexts):
         if shape.kv_cache_dtype == "int8":
-            key, value = (dequantize(*quantize(rows), shape.dtype) for rows in (key, value))
+            key, value = (dequantise(*quantise(rows), shape.dtype) for rows in (key, value))
         query = step.query[start : start + step.batch.query_lens[i]]
         spans = step.batch.bidirectional_spans[i]
         outs.append(_dense_sequence(layer, query.float(), key.float(), value.float(), spans))

@@ -31,7 +31,7 @@ from cluster.model.cuda.layer_calls import (
     rope_write,
     write_rows,
 )
-from cluster.model.kv_format import KvCacheDtype, LayerCache, QuantizedRows, kv_segments, layer_cache
+from cluster.model.kv_format import KvCacheDtype, LayerCache, QuantisedRows, kv_segments, layer_cache
 
 pytestmark = [
     pytest.mark.skipif(
@@ -138,7 +138,7 @@ def bits_of(cache: LayerCache) -> list[Tensor]:
     return [
         part.clone()
         for store in stores
-        for part in ((store.codes, store.scales) if isinstance(store, QuantizedRows) else (store.data,))
+        for part in ((store.codes, store.scales) if isinstance(store, QuantisedRows) else (store.data,))
     ]
 
 

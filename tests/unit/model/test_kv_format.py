@@ -11,11 +11,11 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import (
     GROUP_WIDTH,
     KvCacheDtype,
-    dequantize,
+    dequantise,
     kv_segments,
     layer_cache,
     num_groups,
-    quantize,
+    quantise,
 )
 
 HEADS, K_WIDTH, V_WIDTH, BLOCK_SIZE, NUM_BLOCKS = 2, 80, 24, 4, 6
@@ -42,29 +42,29 @@ def test_a_quantised_element_is_off_by_half_a_scale_at_most(
     rows = torch.randn(3, 2, width, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     rows[..., seed % width] *= outlier
     rows = rows.to(dtype)
-    codes, scales = quantize(rows)
+    codes, scales = quantise(rows)
     step = scales.float().repeat_interleave(GROUP_WIDTH, -1)[..., :width]
-    error = (dequantize(codes, scales, torch.float32) - rows.float()).abs()
+    error = (dequantise(codes, scales, torch.float32) - rows.float()).abs()
     assert (error <= step * 0.5001 + 4e-6).all()
     assert scales.shape == (3, 2, num_groups(width))
 
 
 def test_zeros_stay_zeros_and_tiny_rows_do_not_blow_up() -> None:
-    codes, scales = quantize(torch.tensor([[0.0] * 70, [1e-30] * 70, [1e-7] * 70]))
+    codes, scales = quantise(torch.tensor([[0.0] * 70, [1e-30] * 70, [1e-7] * 70]))
     assert not codes.any()
-    assert not dequantize(codes, scales, torch.float32).any()
+    assert not dequantise(codes, scales, torch.float32).any()
 
 
 def test_quantising_what_was_dequantised_changes_nothing() -> None:
-    codes, scales = quantize(torch.randn(5, 2, 100, generator=torch.Generator().manual_seed(1)))
-    again, scales_again = quantize(dequantize(codes, scales, torch.float32))
+    codes, scales = quantise(torch.randn(5, 2, 100, generator=torch.Generator().manual_seed(1)))
+    again, scales_again = quantise(dequantise(codes, scales, torch.float32))
     assert torch.equal(codes, again)
     torch.testing.assert_close(scales, scales_again, rtol=1e-3, atol=0)
 
 
 def test_groups_do_not_share_a_scale() -> None:
     row = torch.cat([torch.full((GROUP_WIDTH,), 1000.0), torch.full((6,), 0.001)])
-    assert torch.allclose(dequantize(*quantize(row), torch.float32), row, rtol=1e-3)
+    assert torch.allclose(dequantise(*quantise(row), torch.float32), row, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -78,7 +78,7 @@ def test_written_rows_come_back_from_their_slots_and_no_other_slot_changes(
     key, value = torch.randn(4, HEADS, K_WIDTH).to(dtype), torch.randn(4, HEADS, V_WIDTH).to(dtype)
     cache.write(slots, key, value)
     for store, rows in ((cache.key, key), (cache.value, value)):
-        expected = rows if kv_cache_dtype == "auto" else dequantize(*quantize(rows), dtype)
+        expected = rows if kv_cache_dtype == "auto" else dequantise(*quantise(rows), dtype)
         assert torch.equal(store.rows(slots, dtype), expected)
         others = torch.tensor([slot for slot in range(NUM_BLOCKS * BLOCK_SIZE) if slot not in slots.tolist()])
         assert not store.rows(others, dtype).any()
