@@ -101,7 +101,7 @@ class PromptPlanner:
 
     def _max_tokens(self, limit_s: float, room: int | None) -> int:
         tokens = self.budget.max_tokens(self._context, limit_s)
-        return tokens if room is None else max(self.budget.min_tokens, min(tokens, room))
+        return tokens if room is None else min(tokens, max(self.budget.min_tokens, room))
 
     def _sequences_of(self, chunks: Sequence[Chunk]) -> list[TokenSequence]:
         return [self._sequences[chunk.request_id][1] for chunk in chunks]

@@ -34,6 +34,7 @@ from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import SamplingParams
 
 OnLayer = Callable[[int, Ready], None]
+LEAST_ROOM = 4  # a recorded step is filled up with prompts where they get this part of it, or more
 
 
 class LanguageRunner:
@@ -88,11 +89,13 @@ class LanguageRunner:
 
     def room_for_prompts(self, answers: Sequence[LanguageRequest]) -> int | None:
         """Tokens of prompts that a recorded step holds next to these answers and their drafts. None: no step
-        with prompts is recorded."""
-        held = self._steps.recorded_tokens
+        with prompts is recorded, or the answers leave too little room for them: they then run in larger
+        steps that are not."""
+        recorded = self._steps.recorded_tokens
         num_rows = sum(len(choice.sequences) for request in answers for choice in request.live_choices)
         num_drafts = 0 if self._speculator is None else self._speculator.max_draft_tokens
-        return held - num_rows * (1 + num_drafts) if held else None
+        room = recorded - num_rows * (1 + num_drafts)
+        return room if recorded and room >= recorded // LEAST_ROOM else None
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:

@@ -74,7 +74,7 @@ def test_steps_end_at_what_a_recorded_step_holds_unless_kv_is_sent_layer_by_laye
     add(planner, "a", 0.0, is_ready=True)
     add(planner, "b", 0.1, is_ready=True)
     assert next_step(planner, room=512) == [("a", 512)]
-    assert next_step(planner, room=-7) == [("a", 16)], "as many answers as a step holds: prompts go on"
+    assert next_step(planner, room=1) == [("a", 16)], "a block at least"
     assert next_step(planner) == [("a", NUM_TOKENS), ("b", NUM_TOKENS)]
     add(planner, "sent", 0.2, is_ready=True, sends=True)
     assert [name for name, _ in next_step(planner, room=512)] == ["a", "b", "sent"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,3 +214,17 @@ def test_a_proposer_that_raises_keeps_nothing_of_the_choices_that_it_was_asked_f
         )
     assert broken.forgotten == ["a/0", "a/1", "b/0", "b/1"]
     assert not speculator._lengths
+
+
+@pytest.mark.parametrize(
+    ("num_answers", "max_drafts", "room"), [(0, None, 512), (300, None, 212), (385, None, None), (64, 3, 256)]
+)
+def test_prompts_get_what_answers_and_drafts_leave_of_a_recorded_step(num_answers, max_drafts, room) -> None:
+    unused: Any = None
+    speculator = None if max_drafts is None else Speculator(unused, max_drafts)
+    steps: Any = SimpleNamespace(recorded_tokens=512)
+    runner = LanguageRunner(unused, steps, unused, unused, speculator=speculator)
+    answer: Any = SimpleNamespace(live_choices=[SimpleNamespace(sequences=[None])])
+    assert runner.room_for_prompts([answer] * num_answers) == room
+    steps.recorded_tokens = 0
+    assert runner.room_for_prompts([answer]) is None
