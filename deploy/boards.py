@@ -21,7 +21,7 @@ TTFT = "epdg_time_to_first_token_seconds"
 
 
 def boards() -> dict[str, dict[str, Any]]:
-    """By file name without its ending."""
+    """Returns boards by file name without its ending."""
     found = {"overview": board("epdg-overview", "epdg / Overview", _overview())}
     for role in Role:
         name = role.value.replace("_", "-")
@@ -244,8 +244,8 @@ def _doors() -> list[Panel]:
 
 
 def _pool(role: Role) -> Rows:
-    """Per replica. Of a worker that encodes and does more, the encoder reports as pool `encode`; its board
-    shows both."""
+    """Makes a row per replica. Of a worker that encodes and does more, the encoder reports as pool `encode`;
+    its board shows both."""
     pools = (
         f'pool=~"encode|{role.value}"' if role.encodes and len(role.phases) > 1 else f'pool="{role.value}"'
     )

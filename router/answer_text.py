@@ -82,8 +82,8 @@ class AnswerText:
         )
 
     def _scores_out(self, *, is_cut: bool, is_over: bool) -> tuple[TokenScores, ...]:
-        """Of the tokens whose text is out. A token without text of its own goes with the next that has some:
-        it may be the first part of a character."""
+        """Returns the scores of the tokens whose text is out. A token without text of its own goes with the
+        next that has some: it may be the first part of a character."""
         out: list[TokenScores] = []
         while self._waiting and (is_cut or is_over or self._waiting[0][0] <= self._num_out):
             end, scores = self._waiting.popleft()

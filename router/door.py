@@ -270,11 +270,11 @@ class Door:
         return replace(prepared, release=media.release)
 
     def _media_share(self) -> float:
-        """Of its tokens that new media keeps while encoders are behind."""
+        """The share of its tokens that new media keeps while encoders lag."""
         return load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
 
     async def _changes(self, call: ChatCall | CompletionCall) -> LogitChanges | None:
-        """With the tokens of bad words."""
+        """Returns the changes with the tokens of bad words."""
         if not call.bad_words:
             return call.changes
         word_ids = await self._off_loop(self._text.word_ids, call.bad_words)

@@ -155,7 +155,7 @@ class MemberTable:
             self._dialling[member.replica_id] = asyncio.ensure_future(self._dial(member))
 
     async def _dial(self, member: Member) -> None:
-        """Until it answers or Serve no longer lists it."""
+        """Dials until the member answers or Serve no longer lists it."""
         delay_s = 0.05
         try:
             while (listed := self._listed[member.role].get(member.replica_id)) is not None:

@@ -47,7 +47,7 @@ class PromptReport:
 
     @property
     def num_chars(self) -> int:
-        """Of the answer before what is generated."""
+        """Characters of the answer before what is generated."""
         return 0 if self._echo is None else len(self._echo.text)
 
     async def introduce(self, logprobs: Sequence[TokenLogprobs], delta: TextDelta) -> TextDelta:

@@ -53,7 +53,7 @@ class ConstraintMasks(Protocol[_Constraint]):
     there: the tokens are the same, and other requests do not wait."""
 
     def constraint(self, request: GenerateRequest, generated: Sequence[int]) -> _Constraint | None:
-        """Of a choice that has these tokens already. None: any token may come."""
+        """Returns the constraint of a choice that has these tokens already. None: any token may come."""
         ...
 
     def may_draw(self, constraint: _Constraint, /) -> bool:

@@ -43,7 +43,7 @@ class Drawn:
     late: frozenset[int] = frozenset()  # indices at which a choice begins whose tokens mean nothing
 
     def logprobs_of(self, start: int, end: int) -> tuple[TokenLogprobs, ...]:
-        """Of tokens [start, end), of one request; empty if it does not want them."""
+        """Returns those of tokens [start, end), of one request; empty if it does not want them."""
         return tuple(self.logprobs[i] for i in range(start, end)) if start in self.logprobs else ()
 
 
@@ -152,7 +152,7 @@ class Drawer:
         return choice.draw_state
 
     def _first_state(self, request: LanguageRequest) -> DrawState:
-        """Of every choice, before its first token."""
+        """Returns the state of every choice before its first token."""
         prompt = request.request.prompt
         return DrawState(request.request, prompt.token_ids[prompt.num_asked :], self._masks)
 

@@ -245,8 +245,8 @@ def _new_blocks(
 def _places(
     request: LanguageRequest, sequence: TokenSequence, blocks: range
 ) -> tuple[list[int], Sequence[int]]:
-    """Of these blocks of the sequence, those that the other worker lacks: their ids here, and their indices
-    in the grant."""
+    """Returns those of these blocks that the other worker lacks: their ids here, and their indices in the
+    grant."""
     if request.places is None:
         raise InternalError("a grant is placed before it is used")
     wanted, indices = request.places.of(request.sequences.index(sequence), blocks)

@@ -231,8 +231,8 @@ def _is_last(work: PromptWork) -> bool:
 
 
 def _scores(work: PromptWork, start: int, end: int) -> PromptScores | None:
-    """Of the text tokens behind tokens [start, end) of the prompt. None: there are none, or they are not
-    wanted."""
+    """Returns room for the scores of the text tokens after tokens [start, end) of the prompt. None: there are
+    none, or they are not wanted."""
     request, prompt = work.request, work.sequence.prompt
     num_top = request.request.num_prompt_logprobs
     if num_top is None or not request.scores_prompt or work.sequence is not request.main:

@@ -75,7 +75,7 @@ class FeatureCopy:
 
 
 class SharedCopies(Mapping[ItemKey, FeatureCopy]):
-    """By the items of requests that consume them."""
+    """Copies are found by the items of requests that consume them."""
 
     def __init__(self) -> None:
         self._copies: dict[ItemKey, FeatureCopy] = {}

@@ -102,7 +102,7 @@ class AnswerChoice:
         self.drafts = []
 
     def draw_with(self, state: DrawState) -> None:
-        """From now on `state` gets each token of the choice."""
+        """Passes each further token of the choice to `state`."""
         self.draw_state = state
 
     def take(self, sequence: TokenSequence) -> None:
@@ -214,7 +214,7 @@ class LanguageRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """The tokens of all prompts."""
         return sum(len(prompt.token_ids) for prompt in self.request.prompts)
 
     @property
@@ -346,7 +346,7 @@ class WorkResult:
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """Of a request whose prompts are computed: one per choice."""
+    """First tokens of a request whose prompts are computed: one per choice."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # if the request wants them

@@ -34,6 +34,6 @@ class Stopwatch:
         self.part = part
 
     def timing(self, at: float) -> PrefillTiming:
-        """Up to the instant `at`."""
+        """Returns the parts up to the instant `at`."""
         self.turn_to(self.part, at)
         return PrefillTiming(**self.spent)

@@ -89,7 +89,7 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """By which a backend is chosen."""
+    """What a backend is chosen by."""
 
     layout: MemoryLayout  # of the KV of one layer, or of several that are like the first
     block_size: int

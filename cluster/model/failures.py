@@ -11,8 +11,8 @@ class DeviceLostError(Exception):
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """After a CUDA error every later call fails as well. cuBLAS and cuDNN report errors without an exception
-    class of their own."""
+    """Whether every later call fails as well, as after a CUDA error. cuBLAS and cuDNN report errors without
+    an exception class of their own."""
     if isinstance(error, DeviceLostError | torch.AcceleratorError):
         return True
     return isinstance(error, RuntimeError) and "CUDA error" in str(error)

@@ -204,7 +204,7 @@ class LanguageModel:
 
     @property
     def kernels_s(self) -> float | None:
-        """Of the last step: how long each thread was in native kernels, on average. None: not known, as the
+        """How long each thread was in native kernels in the last step, on average. None: not known, as the
         model does not run in one native call."""
         return None if self._decoder is None else self._decoder.kernels_s
 

@@ -97,8 +97,8 @@ def probed_parts(
     model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype,
     shapes: Sequence[LayerShape] | None = None,
 ) -> LanguageParts:  # fmt: skip
-    """With transformers' own modules. shapes: what probing this model gave before; None: it is probed. Raises
-    ConfigError for everything that is not supported."""
+    """Returns the parts with transformers' own modules. shapes: what probing this model gave before; None: it
+    is probed. Raises ConfigError for everything that is not supported."""
     family, base = family_of(model.config), backbone_of(model)
     text = getattr(base, family.text_module) if family.modalities else base
     check_class(type(text))
@@ -145,7 +145,7 @@ def make_backend(
 def _attention_shape(
     model: PreTrainedModel, shape: LayerShape, layout: MemoryLayout, block_size: int
 ) -> AttentionShape:
-    """Of the first layer, as this rank has it."""
+    """Returns the shape of the first layer, as this rank has it."""
     config = model.config.get_text_config()
     (kv_heads, width), first = shape.key, config.per_layer_config[0]
     num_heads = first.num_attention_heads
@@ -164,7 +164,7 @@ def _layer_kernels(parts: LanguageParts, weight_dtype: WeightDtype, making: Maki
 
 
 def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
-    """With the kernels in place of all modules that they can replace."""
+    """Puts the kernels in place of all modules that they can replace."""
     trial = Trial(parts.text, parts.kv_layout, parts.attention, RULES[parts.family.positions].with_axes)
     replace_layers(parts.text, kernels, trial)
     if (head := kernels.replace_modules(parts.text, parts.head)) is not None:

@@ -23,8 +23,8 @@ Top = tuple[list[int], list[float]]  # token ids, log-probabilities
 
 
 class PromptScores:
-    """Of tokens of a prompt: what a forward finds out about one chunk of it. The forward makes logits of a
-    few rows at a time and hands them over; what is kept is bounded by `num_top`."""
+    """What a forward finds out about the tokens of one chunk of a prompt. The forward makes logits of a few
+    rows at a time and hands them over; what is kept is bounded by `num_top`."""
 
     def __init__(self, rows: Sequence[int], targets: Sequence[int], num_top: int):
         """`targets[i]`: the token of the prompt behind the chunk's token `rows[i]`. `num_top`: how many of
@@ -43,7 +43,8 @@ class PromptScores:
 
 
 class RawLogprobs:
-    """Of some rows of a step. Made before anything changes the logits; read when tokens are drawn."""
+    """Log-probabilities of some rows of a step. Made before anything changes the logits; read when tokens are
+    drawn."""
 
     def __init__(self, logits: Tensor, wanted: Mapping[int, tuple[int, int]], *, together: bool = False):
         """logits: [R, V] float32. `wanted`: for rows that are drawn from, the row of `logits` behind it and

@@ -67,8 +67,8 @@ def _qwen_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
 
 
 def _hunyuan_vl(base: nn.Module, prompt: Prompt) -> PromptPositions:
-    """As many axes as the configuration has sections. The text model gives every axis the positions of a text
-    alone."""
+    """Returns as many axes as the configuration has sections. The text model gives every axis the positions
+    of a text alone."""
     if not prompt.media:
         return _one_dimensional(base, prompt)
     ids = torch.tensor([prompt.token_ids])

@@ -44,7 +44,7 @@ def grant_name(message: ChannelMessage) -> str:
 
 
 class SentLog(Generic[Entry]):
-    """With one other process."""
+    """The log of what was sent to one other process."""
 
     def __init__(self, peer_name: str, last_read: str | None = ""):
         """`last_read`: None if there may have been a log that was forgotten."""

@@ -99,7 +99,7 @@ def ends_engine(error: Exception) -> bool:
 
 
 def bookkeeping(function: Callable[P, T]) -> Callable[P, T]:
-    """For a function that allocates or frees. If it raises, something may be held for ever."""
+    """Marks a function that allocates or frees. If it raises, something may be held for ever."""
 
     @functools.wraps(function)
     def kept(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -173,8 +173,8 @@ def no_cpu_slots(clock: Clock, on_progress: Callable[[], None] = lambda: None) -
 def shared_cpu_slots(
     clock: Clock, folder: Path, num_threads: int, on_progress: Callable[[], None] = lambda: None
 ) -> CpuSlots:
-    """For a worker whose steps run on `num_threads` of the cores that this process may use. `folder` must be
-    private to the user; otherwise ConfigError."""
+    """Returns the slots of a worker whose steps run on `num_threads` of the cores that this process may use.
+    `folder` must be private to the user; otherwise ConfigError."""
     make_private(folder)
     cores = os.sched_getaffinity(0)
     mask = sum(1 << core for core in cores)

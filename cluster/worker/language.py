@@ -115,7 +115,8 @@ def load_language(
 def _recording(
     model: LanguageModel, decode: DecodeArgs, max_step_tokens: int, group: ParallelGroup | None
 ) -> Recording | None:
-    """Of steps that need not say when a layer's KV is written. Ranks say it in every step with prompts."""
+    """Records steps that need not say when a layer's KV is written. Ranks say it in every step with
+    prompts."""
     if group is not None:
         return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, 0))
     drafts = 0 if decode.speculation.method == "off" else decode.speculation.max_draft_tokens

@@ -33,7 +33,8 @@ _NUM_BYTES = ctypes.sizeof(ctypes.c_int64)
 
 
 class LateMemory:
-    """Of one process. All methods but the thread of `populate`: the thread that builds the worker."""
+    """Memory of one process that is filled late. All methods belong to the thread that builds the worker, but
+    for what the thread of `populate` does."""
 
     def __init__(self, folder: Path | None):
         """`folder`: common to the processes that share this host's memory, private to their user. None: on a

@@ -47,7 +47,7 @@ class Outbox:
         self._messages.append((door, message))
 
     def broadcast(self, message: ChannelMessage) -> None:
-        """To every door that is connected now."""
+        """Sends the message to every door that is connected now."""
         self._messages += [(door, message) for door in self._doors]
 
     def token(self, door: DoorId, event: TokenEvent) -> None:

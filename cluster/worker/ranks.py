@@ -131,7 +131,7 @@ class Ranks:
 
     @property
     def pids(self) -> list[int]:
-        """Of the other ranks."""
+        """The process ids of the other ranks."""
         return [process.pid for process in self._processes]
 
     def attach(self, on_event: Callable[[int, TransferEvent], None], on_lost: Callable[[int], None]) -> None:

@@ -120,7 +120,7 @@ class WorkerShell:
         self._broadcast(self._stalled)
 
     def assign(self, phases: Collection[Phase]) -> None:
-        """From now on new requests use this worker for these phases. Event loop only."""
+        """Makes new requests use this worker for these phases. Event loop only."""
         self._assigned = PhasesAssigned(tuple(sorted(phases)), self._assigned.epoch + 1)
         logger.info("assigned phases: %s (epoch %d)", ", ".join(phases), self._assigned.epoch)
         self._broadcast(self._assigned)

@@ -67,7 +67,7 @@ class AdmittedWork:
         return self._prefill.num_requests == 0
 
     def report(self, reported: Reported) -> None:
-        """Of this door's part of the workers' reports and what this door has sent, the larger counts."""
+        """Takes the larger of this door's part of the workers' reports and of what this door has sent."""
         doors = self._num_doors
         parts = (reported.encode_s / doors, reported.prefill_s / doors, ceil(reported.num_blocks / doors))
         self._reported = Reported(*parts)
@@ -146,7 +146,7 @@ class AdmittedWork:
 
     @property
     def _num_free_blocks(self) -> float:
-        """Of this door's part."""
+        """Free blocks of this door's part."""
         return self._blocks_limit - max(self._num_blocks, self._reported.num_blocks)
 
     @property

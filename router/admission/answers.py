@@ -10,8 +10,8 @@ from cluster.errors import OverloadedError
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of the whole cluster, as this door sees it. A worker counts by the part of its time that running
-    answers leave."""
+    """Capacity of the whole cluster, as this door sees it. A worker counts by the part of its time that
+    running answers leave."""
 
     num_encoders: float
     num_prefills: float
@@ -20,7 +20,7 @@ class Capacity:
 
     @property
     def num_workers(self) -> float:
-        """That encode or prefill."""
+        """Workers that encode or prefill."""
         return self.num_encoders + self.num_prefills - self.num_both
 
     def seconds(self, encode_s: float, prefill_s: float) -> float:

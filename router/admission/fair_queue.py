@@ -232,7 +232,7 @@ class FairQueue:
         return request_id in self._waiting
 
     def of_class(self, name: str) -> ClassQueue:
-        """For reading."""
+        """Returns the queue of a class, for reading."""
         return self._classes[name]
 
     def push(self, ticket: AdmissionTicket, latest_at: float, cost_s: float) -> None:

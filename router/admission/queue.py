@@ -221,9 +221,9 @@ class AdmissionQueue:
     def _refusal(
         self, ticket: AdmissionTicket, reason: RefusalReason, message: str, excess_s: float, now: float
     ) -> AdmissionRefusal:
-        """After `excess_s` the queue is short enough for one request. Requests that are refused one after the
-        other get later and later times, so that each finds room when those before it have come back and
-        started."""
+        """Makes the refusal of a request: after `excess_s` the queue is short enough for it. Requests that
+        are refused one after the other get later and later times, so that each finds room when those before
+        it have come back and started."""
         rate = self._rate(ticket)
         longest_s = max(excess_s, MAX_PROMISE_S)
         in_s = min(max(excess_s, rate.promised_until - now), longest_s)
@@ -260,8 +260,8 @@ class AdmissionQueue:
         return num_of_tenant, ticket.class_name, self._args.max_queued
 
     def _latest_at(self, ticket: AdmissionTicket, now: float) -> float:
-        """Until when the request may wait. A target that it would miss even on an idle cluster does not
-        count, because otherwise the request could never be served."""
+        """Returns until when the request may wait. A target that it would miss even on an idle cluster does
+        not count, because otherwise the request could never be served."""
         limits = self._classes[ticket.class_name]
         is_within_reach = now + ticket.work_s < ticket.arrived_at + limits.target_ttft_s
         latest_at = now + limits.max_wait_s

@@ -43,7 +43,7 @@ MAX_ATTEMPTS = 3  # of one item, over all encoders
 
 
 class MediaFlow:
-    """Of all attempts of a door."""
+    """The media of all attempts of a door."""
 
     def __init__(self, context: FlowContext):
         self._context = context
@@ -251,7 +251,8 @@ class MediaFlow:
         self._pass_on(attempt, item_idx)
 
     def _move(self, attempt: Attempt, item_idx: int, error: ClusterError, now: float) -> None:
-        """To another encoder. The attempt fails with `error` if there is none, or after too many."""
+        """Moves the item to another encoder. The attempt fails with `error` if there is none, or after too
+        many."""
         state = attempt.media[item_idx]
         state.num_attempts += 1
         state.lease_id = ""

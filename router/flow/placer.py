@@ -144,7 +144,8 @@ class Placer:
         return self._policy.place_item(item, self.cluster, now, (last,))
 
     def first_token(self, attempt: Attempt, timing: PrefillTiming | None, now: float) -> None:
-        """Of the attempt. A later attempt does not test predictions: the timeline is that of the first."""
+        """Notes the first token of the attempt. A later attempt does not test predictions: the timeline is
+        that of the first."""
         request_id, client = attempt.request_id, attempt.client
         self.cluster.prefilled(request_id)
         if not client.has_first_token:

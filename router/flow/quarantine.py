@@ -48,7 +48,7 @@ class _Suspicion:
 
 
 class Quarantine:
-    """Of media items, by media hash, and of requests, by `content_of`."""
+    """A quarantine of media items, by media hash, and of requests, by `content_of`."""
 
     def __init__(self) -> None:
         self._suspicions: OrderedDict[Hashable, _Suspicion] = OrderedDict()

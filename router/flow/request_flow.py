@@ -105,12 +105,12 @@ class RequestFlow:
         return not self._clients and not self._attempts and self._admission.is_idle and self._cluster.is_idle
 
     def is_running(self, request_id: str) -> bool:
-        """Of one attempt."""
+        """Whether an attempt of this name is under way."""
         return request_id in self._attempts
 
     @property
     def workers(self) -> Collection[WorkerState]:
-        """That are connected."""
+        """The workers that are connected."""
         return self._context.workers.values()
 
     # What the driver has to do

@@ -177,7 +177,7 @@ class ClientRequest:
         return True
 
     def waited_s(self, now: float) -> float:
-        """Since the client asked. Workers order requests by it, wherever the time has passed."""
+        """Seconds since the client asked. Workers order requests by it, wherever the time has passed."""
         return now - self.timeline.arrived_at
 
     def request_at(self, now: float) -> GenerateRequest:
@@ -290,7 +290,7 @@ class Attempt:
         self.has_failed, self.failure, self.blamed = True, failure, blamed
 
     def move_item(self, item_idx: int, encoder: WorkerState) -> None:
-        """From now on this encoder is asked for the item."""
+        """Asks this encoder for the item instead."""
         self.media[item_idx].encoder = encoder
         if encoder not in self.workers:
             self.workers.append(encoder)

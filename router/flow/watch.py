@@ -42,7 +42,7 @@ LATE_S = (
 
 @dataclass(eq=False, slots=True)
 class _Progress:
-    """Of one worker."""
+    """What is known of one worker's progress."""
 
     heard_at: float
     asked_at: float | None = None  # and not answered

@@ -65,7 +65,7 @@ class StaticFile:
 
 
 def read_static() -> dict[str, StaticFile]:
-    """By name. Blocks."""
+    """Reads the files, by name. Blocks."""
     found = {}
     for path in STATIC.iterdir():
         if (media_type := TYPES.get(path.suffix)) is not None:

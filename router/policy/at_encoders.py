@@ -43,8 +43,9 @@ class EncodeEstimate:
         excluded: Collection[str] = (),
         avoided: Collection[str] = (),
     ):
-        """Of encoders by replica id: those that are excluded take none of the items, those that are avoided
-        only what no other can take. Raises UnavailableError if no encoder can take one of the items."""
+        """Encoders are named by replica id: those that are excluded take none of the items, those that are
+        avoided only what no other can take. Raises UnavailableError if no encoder can take one of the
+        items."""
         pool = cluster.encoders
         self.replica_ids = pool.replica_ids
         self.items = items

@@ -102,13 +102,13 @@ class PrefillEstimate:
         self._correct(request, cluster)
 
     def awaiting_s(self, arrivals: Floats, tails_s: Floats, prefill: int) -> Floats:
-        """Until the first token at that worker if only these embeddings delay it; any shape. If the worker is
-        busy with other prompts when they arrive, a step is running."""
+        """Seconds until the first token at that worker if only these embeddings delay it; any shape. If the
+        worker is busy with other prompts when they arrive, a step is running."""
         at_boundary_s = np.minimum(arrivals + self._half_step_s[prefill], self._busy_s[prefill])
         return self._awaited * (np.maximum(arrivals, at_boundary_s) + tails_s)
 
     def ttft_s(self, arrivals: Floats, prefill: int) -> float:
-        """Until the first token at that worker. `arrivals`: [items]."""
+        """Seconds until the first token at that worker. `arrivals`: [items]."""
         awaiting_s = self.awaiting_s(arrivals, self.tail_s[:, prefill], prefill)
         needed_s = awaiting_s[self.is_needed[:, prefill]]
         return max(float(self.text_s[prefill]), float(needed_s.max(initial=0.0)))

@@ -45,7 +45,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CalibrationStatistics:
-    """Over the last `ACCURACY_WINDOW` observations. NaN before the first."""
+    """Statistics over the last `ACCURACY_WINDOW` observations. NaN before the first."""
 
     num_observed: int
     mape: float  # mean absolute percentage error of ttft_s, as a ratio to the actual
@@ -88,7 +88,7 @@ class Factor:
 
 
 class ConformalInterval:
-    """Of the logarithm of actual / predicted."""
+    """An interval of the logarithm of actual / predicted."""
 
     def __init__(self) -> None:
         self._scores = Window(INTERVAL_WINDOW)

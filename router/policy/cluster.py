@@ -279,7 +279,7 @@ class ClusterView:
         return self._encoder_media.arriving_s(slot, media_hash, now)
 
     def num_cached_tokens(self, request: RequestView, replica_id: str) -> int:
-        """Of the prompt, that a worker need not compute."""
+        """Tokens of the prompt that a worker need not compute."""
         return self._num_cached_blocks(request, self.prefills.slots[replica_id]) * request.block_size
 
     def num_queued_rows(self) -> float:

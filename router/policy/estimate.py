@@ -61,7 +61,7 @@ class Estimate:
         return end_s + float(self.decodes.cost_s[decode] + self.prefills.cost_s[prefill] + encode_cost_s)
 
     def ttft_s(self, prefill: int, encoders: Sequence[int]) -> float:
-        """Until the first token."""
+        """Seconds until the first token."""
         items = self.encoders.predict(prefill, encoders, self.prefills.is_needed[:, prefill])
         return self._ttft_of(prefill, items)
 

@@ -40,7 +40,8 @@ class InFlightRequest:
 def num_early_tokens(
     request: RequestView, prediction: Prediction, num_tokens: float, num_cached: int
 ) -> float:
-    """Of the tokens to compute, those before the first item whose embeddings still have to arrive."""
+    """Counts those of the tokens to compute that come before the first item whose embeddings still have to
+    arrive."""
     coming = [
         item.start
         for item, predicted in zip(request.media, prediction.items, strict=True)

@@ -125,9 +125,9 @@ class PendingPrompts:
     def ahead(
         self, pool: WorkerPool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
     ) -> Ahead:
-        """Of a new prompt with virtual deadlines `keys`. All arguments are [slots]; `soon`: when its own
-        embeddings have arrived; `token_s`: seconds per token. Its turn comes when the prompts ahead of it
-        that can run by `soon` are computed, and not before `not_before`."""
+        """Returns what is ahead of a new prompt with virtual deadlines `keys`. All arguments are [slots];
+        `soon`: when its own embeddings have arrived; `token_s`: seconds per token. Its turn comes when the
+        prompts ahead of it that can run by `soon` are computed, and not before `not_before`."""
         slots, is_text = self._slots[: len(self)], self._is_text[: len(self)]
         is_before = self._keys[: len(self)] <= keys[slots]
         able = self._left(pool, soon[slots], now)

@@ -199,7 +199,7 @@ class WorkerPool:
         self._forget_resolved()
 
     def curve(self, kind: str, unmeasured_s: float = UNMEASURED_S) -> CurveArrays:
-        """Of all workers. `unmeasured_s`: per unit, before any worker has measured it."""
+        """Returns the curves of all workers. `unmeasured_s`: per unit, before any worker has measured it."""
         if kind not in self._resolved:
             parts = self._own(kind)
             self._fill(parts, (0.0, unmeasured_s, 0.0))
@@ -207,7 +207,8 @@ class WorkerPool:
         return self._resolved[kind]
 
     def own_curve(self, kind: str) -> CurveArrays:
-        """Of the workers that have measured it themselves; NaN for the others, which cannot do this work."""
+        """Returns the curves of the workers that have measured it themselves; NaN for the others, which
+        cannot do this work."""
         key = f"own {kind}"
         if key not in self._resolved:
             self._resolved[key] = CurveArrays(*np.ascontiguousarray(self._own(kind).T))

@@ -29,8 +29,8 @@ class Found:
 
 
 class Search:
-    """For one request. `least_s`: [prefills], lower bound of the cost of any placement there; infinite if
-    there is none."""
+    """The search for one request. `least_s`: [prefills], lower bound of the cost of any placement there;
+    infinite if there is none."""
 
     def __init__(self, estimate: Estimate, max_prefills: int = MAX_PREFILLS, max_steps: int = MAX_STEPS):
         self._estimate = estimate

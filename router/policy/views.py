@@ -55,7 +55,8 @@ class RequestView:
 
     @property
     def media_end(self) -> int:
-        """Behind the last token of any item; 0: there is none. Tokens from here on need no embeddings."""
+        """The place after the last token of any item; 0: there is none. Tokens from here on need no
+        embeddings."""
         return max((item.end for item in self.media), default=0)
 
 
@@ -90,7 +91,7 @@ class ItemPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of one placement. The first three sum to the time to first token."""
+    """What is predicted of one placement. The first three sum to the time to first token."""
 
     media_s: float  # prefill waits for embeddings, not hidden behind other work
     queue_s: float  # at prefill

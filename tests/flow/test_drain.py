@@ -41,7 +41,7 @@ CLUSTERS = {
 }
 
 
-@pytest.mark.parametrize("role", often(CLUSTERS, [Role.ENCODE, Role.PREFILL, Role.DECODE]))
+@pytest.mark.parametrize("role", often(CLUSTERS, [Role.ENCODE, Role.DECODE]))
 async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, role):
     num_replicas, num_cases = CLUSTERS[role]
     cases, expected = zip(*media_cases[:num_cases], strict=True)

@@ -11,7 +11,7 @@ from bench.workload import make_cases
 from tests.fakes.cases import Answered, Pair, part_of
 from tests.fakes.slow_params import often
 
-NUM_REQUESTS, NUM_ALL_REQUESTS = 90, 204  # in every run; in the slow test
+NUM_REQUESTS, NUM_ALL_REQUESTS = 60, 204  # in every run; in the slow test
 
 
 @pytest.fixture(scope="module")

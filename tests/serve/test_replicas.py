@@ -75,7 +75,7 @@ def test_a_replica_is_forked_and_leads_a_process_group(cluster, pool):
         assert group == pid  # the raylet kills the group of a worker that has ended
 
 
-@pytest.mark.parametrize("pool", often(["Encode", "Prefill", "Decode"], ["Encode", "Decode"]))
+@pytest.mark.parametrize("pool", often(["Encode", "Prefill", "Decode"], ["Decode"]))
 def test_a_killed_worker_is_noticed_at_once_and_replaced(cluster, pool):
     """The door notices the end of its connection. A prefill worker: test_tensor_parallel."""
     old = pid_of(cluster, pool)

@@ -129,7 +129,7 @@ def _trial(parts: BlockParts, arguments: list[str]) -> tuple[Tensor, dict[str, o
 
 
 def _parts_of(block: nn.Module) -> BlockParts | None:
-    """By the names and types of all parts; the comparison finds out whether it computes the same."""
+    """Finds the parts by their names and types; the comparison finds out whether it computes the same."""
     children = dict(block.named_children())
     norms = pick(children, *_NORMS)
     attention = next((children[name] for name in _ATTENTIONS if name in children), None)

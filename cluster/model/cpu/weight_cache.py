@@ -141,7 +141,7 @@ class WeightCache:
         return model
 
     def _name(self, key: WeightKey, kernels: Kernels) -> str | None:
-        """Of the file; None: there can be none, and the log says why."""
+        """Returns the file's name; None: there can be none, and the log says why."""
         files = sorted(file for pattern in _CHECKPOINT for file in key.checkpoint.glob(pattern))
         if self._max_bytes == 0:
             return None
@@ -280,7 +280,7 @@ def _state_of(file: Path) -> tuple[str, bool]:
 
 @functools.cache
 def _code_digest() -> str:
-    """Of the code that decides what is packed, and how."""
+    """Returns the digest of the code that decides what is packed, and how."""
     digest = hashlib.sha256()
     for file in sorted(file for pattern in _CODE for file in _MODEL_CODE.glob(pattern)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())

@@ -35,7 +35,7 @@ _ACTIVATIONS: tuple[tuple[GateActivation, Callable[[Tensor], Tensor]], ...] = (
 
 
 def norm_of(module: nn.Module) -> Norm | None:
-    """As the kernels take it. None: the module computes something else."""
+    """Returns the norm as the kernels take it; None: the module computes something else."""
     weight, epsilon = module.get_parameter("weight"), cast(float, epsilon_of(module))
     x = _random(weight, weight.numel())
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)

@@ -109,7 +109,7 @@ def plan_of(batch: PagedBatch, tiles: Tiles, window: int | None) -> AttentionPla
 
 
 def step_tensors(batch: PagedBatch) -> StepTensors:
-    """Of a step whose sizes are on the host. One copy to the device."""
+    """Makes those of a step whose sizes are on the host, with one copy to the device."""
     counts, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
     starts = np.concatenate([[0], counts.cumsum()])
     seqs = np.repeat(np.arange(len(counts)), counts)

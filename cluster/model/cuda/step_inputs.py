@@ -32,7 +32,7 @@ _ALIGNED = 4  # numbers of 16 bytes
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Of a recorded step, with its padding."""
+    """Sizes of a recorded step, with its padding."""
 
     num_tokens: int  # T
     num_rows: int  # B, sequences
@@ -194,12 +194,12 @@ class StepBuffers:
         return self._first_table - sum(_aligned(count) for count in self._counts(sizes))
 
     def _counts(self, sizes: StepSizes) -> list[int]:
-        """Of the numbers of each field, in the order of `_Fields`."""
+        """Returns how many numbers each field has, in the order of `_Fields`."""
         tokens, rows = sizes.num_tokens, sizes.num_rows
         return [tokens, self._axes * tokens, tokens, tokens, tokens, tokens, rows + 1, rows, sizes.num_wanted]
 
     def _views(self, sizes: StepSizes, buffer: Any) -> list[Any]:
-        """Of a tensor or an array."""
+        """Returns the fields as views of a tensor or an array."""
         first, views = self._first_field(sizes), []
         for count in self._counts(sizes):
             views.append(buffer[first : first + count])

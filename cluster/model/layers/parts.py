@@ -151,8 +151,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """By name and parts. The comparison finds out whether it adds 1 to its weight or rounds at another
-    place."""
+    """Decides by name and parts. The comparison finds out whether it adds 1 to its weight or rounds at
+    another place."""
     weight = getattr(module, "weight", None)
     is_named_so = (
         type(module).__name__.endswith("RMSNorm") and isinstance(weight, nn.Parameter) and weight.ndim == 1

@@ -38,7 +38,7 @@ class Heads:
     attention: LayerAttention
 
     def to_json(self) -> dict[str, Any]:
-        """Without sinks."""
+        """Returns the fields without sinks."""
         return asdict(replace(self, attention=replace(self.attention, sinks=None)))
 
     @classmethod
@@ -84,7 +84,7 @@ class RandomStep:
             cache.write(every.to(device), key, value)
 
     def batch(self) -> PagedBatch:
-        """With a memo of its own."""
+        """Returns the step with a memo of its own."""
         return PagedBatch(
             self.memory, self.memory.layout.segments[0].rows, self.slots, self._query_lens, self._lens,
             self._tables, torch.tensor(self._lens, device=self.slots.device), [()] * len(self._lens),
@@ -96,7 +96,7 @@ class WholeDecoder(Protocol):
 
     @property
     def kernels_s(self) -> float | None:
-        """Of the last step: how long each thread was in kernels, on average. None: not known."""
+        """How long each thread was in kernels in the last step, on average. None: not known."""
         ...
 
     def logits(self, embeds: Tensor, positions: Tensor, batch: PagedBatch, wanted: Tensor) -> Tensor:

@@ -52,11 +52,11 @@ class Tool:
 
     @property
     def line(self) -> str:
-        """As the chat template shows it."""
+        """Returns it as the chat template shows it."""
         return f"{self.name}({', '.join(self.parameters)})\n"
 
     def function(self) -> dict:
-        """As a request offers it."""
+        """Returns it as a request offers it."""
         properties = {name: {"type": "string"} for name in self.parameters}
         parameters = {"type": "object", "properties": properties, "required": list(self.parameters)}
         return {"type": "function", "function": {"name": self.name, "parameters": parameters}}

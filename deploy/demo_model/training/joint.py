@@ -103,7 +103,7 @@ class MovingMean:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Behind every step."""
+        """Is called after every step."""
         for name, parameter in self._trained.items():
             self.weights[name].lerp_(parameter, 1 - self._decay)
 

@@ -37,20 +37,20 @@ class Known:
 
 
 def known_image(shape: str, colour: str) -> Known:
-    """Of one image."""
+    """Returns what is known of one image."""
     values = {"shape": shape, "color": colour, "description": f"The image shows a {colour} {shape}."}
     return Known(("the image", "this picture", "the photo"), values, ("shape", "color"))
 
 
 def known_video(shape: str, colour: str, direction: str) -> Known:
-    """Of one clip."""
+    """Returns what is known of one clip."""
     description = f"The video shows a {colour} {shape} moving {direction}."
     values = {"shape": shape, "color": colour, "direction": direction, "description": description}
     return Known(("the video", "this clip", "the video"), values, ("shape", "color", "direction"))
 
 
 def known_sound(words: Sequence[str]) -> Known:
-    """Of one sound."""
+    """Returns what is known of one sound."""
     values = {"words": list(words), "text": " ".join(words), "count": len(words)}
     return Known(
         ("the sound", "this audio", "the recording"),

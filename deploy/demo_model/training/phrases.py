@@ -130,7 +130,7 @@ class Wordings:
         return self.expand(rng, text)
 
     def expand(self, rng: random.Random, text: str) -> str:
-        """Without choices and parts; slots stay."""
+        """Returns a text without choices and parts; slots stay."""
         while True:
             chosen = _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), text)
             named = _NAME.sub(self._part, chosen)
@@ -210,7 +210,8 @@ def loosened(rng: random.Random, text: str) -> str:
 
 
 def slipped(rng: random.Random, text: str) -> str:
-    """With one word of a longer question exchanged for one that has nothing to do with it. Slots stay."""
+    """Returns the text with one word of a longer question exchanged for one that has nothing to do with it.
+    Slots stay."""
     words = text.split(" ")
     plain = [idx for idx, word in enumerate(words) if word.isalpha() and word.lower() not in NEGATIONS]
     if len(words) < MIN_WORDS_OF_SLIP or not plain:

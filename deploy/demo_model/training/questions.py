@@ -138,7 +138,7 @@ class Asker:
         return kind in self._questions.kinds(self._split)
 
     def _draw_claim(self, rng: random.Random, facts: Sequence[Fact]) -> Claim:
-        """In training yes and no stay about equally likely."""
+        """Draws a claim; in training yes and no stay about equally likely."""
         if self._split != TRAINING:
             return draw_claim(rng, facts)
         if rng.random() < UNKNOWN_RATIO:
@@ -308,7 +308,7 @@ class Asker:
         return Turn(self.word(rng, "both"), f"{describe_image(shape, colour)} {spoken}")
 
     def text(self, rng: random.Random, kind: str = "") -> Turn:
-        """Without media."""
+        """Returns a turn without media."""
         if self._split == TRAINING and not kind and rng.random() < FORMER_WORDING_RATIO:
             return data.text_question(rng)
         kind = kind or rng.choice(

@@ -114,7 +114,7 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 def make_optimizers(
     parameters: dict[str, torch.nn.Parameter], schedule: Schedule, slow_prefixes: tuple[str, ...]
 ) -> list[torch.optim.Optimizer]:
-    """Without decay on vectors; parameters under a slow prefix learn at `ENCODER_SCALE` of the rate.
+    """Vectors have no decay; parameters under a slow prefix learn at `ENCODER_SCALE` of the rate.
 
     Muon (Jordan et al., 2024) with updates scaled to AdamW's (Liu et al., 2025, "Muon is scalable").
     """

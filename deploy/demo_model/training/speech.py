@@ -102,7 +102,7 @@ def resample(sound: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 
 
 def trim(sound: np.ndarray) -> np.ndarray:
-    """Without the silence at both ends."""
+    """Returns the sound without the silence at both ends."""
     loud = np.nonzero(np.abs(sound) > SILENCE_LEVEL)[0]
     return sound[loud[0] : loud[-1] + 1] if len(loud) else sound
 

@@ -52,7 +52,7 @@ class AllowedTools(StrictModel):
 
 
 class AllowedChoice(StrictModel):
-    """As if the request had no other tools."""
+    """A choice of tools, as if the request had no others."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
