@@ -24,6 +24,8 @@ from tests.fakes.http_server import serving
 from tests.unit.api.test_app import call, error_of
 
 MIB = 1 << 20
+# Times slower than the host on which the bounds were set. They find costs that grow without a bound.
+SLOW_HOST = 5
 CHUNK = 64 << 10
 HEAD = '{"model":"org/demo",'
 LARGE = Limits(max_model_len=32_768, vocab_size=152_000)
@@ -103,7 +105,7 @@ def test_64_mib_of_values_or_text_cost_little(door, name):
     spent_s = time.process_time() - started_s
     assert status == 413 and "connection" not in headers, answer
     assert json.loads(answer)["error"]["code"] == "request_too_large"
-    assert spent_s < 0.5
+    assert spent_s < SLOW_HOST * 0.5
     assert not door.calls
 
 
@@ -124,7 +126,7 @@ def test_what_may_be_parsed_is_parsed_fast(door, body):
     door.limits = LARGE
     started_s = time.process_time()
     response = call(door, "POST", "/v1/chat/completions", content=body)
-    assert time.process_time() - started_s < 0.5
+    assert time.process_time() - started_s < SLOW_HOST * 0.5
     assert response.status_code in (200, 400, 413)
 
 
@@ -139,7 +141,7 @@ def test_the_costliest_values_are_bounded(door):
     started_s = time.process_time()
     body = b'{"user":"base64,",' + chains(LARGE.max_marks)[1:]
     assert call(door, "POST", "/v1/chat/completions", content=body).status_code in (200, 400)
-    assert time.process_time() - started_s < 1.0
+    assert time.process_time() - started_s < SLOW_HOST * 1.0
     response = call(door, "POST", "/v1/chat/completions", content=b'{"user":"base64,",' + chains(300_000)[1:])
     assert response.status_code == 413 and "values" in error_of(response)["message"]
 
@@ -168,7 +170,7 @@ def test_media_hide_no_text(door, rest):
     body = f'{HEAD}"messages":[{{"role":"user","content":[{image},{{"type":"text","text":"{rest}"}}]}}]}}'
     started_s = time.process_time()
     status, _, answer = asyncio.run(respond(door, chunks_of(body.encode())))
-    assert time.process_time() - started_s < 1.0
+    assert time.process_time() - started_s < SLOW_HOST * 1.0
     assert status == 400 and json.loads(answer)["error"]["code"] == "context_length_exceeded"
 
 
