@@ -149,8 +149,7 @@ def _device_rate(work: Callable[[], None], num_bytes: int, speed: DeviceSpeed) -
 
 def products(rehearse: bool) -> Measurements:
     """Matrices of decode steps, times few tokens, from graphs and by turns on several copies, so that none is
-    read from the cache. us: by our kernel, which serves up to 16
-    tokens; torch_us: by cuBLAS."""
+    read from the cache. us: by our kernel, which serves up to 16 tokens; torch_us: by cuBLAS."""
     speed, sizes = _speed(rehearse), ((1, 16) if rehearse else (1, 4, 16, 32, 64))
     few = product if rehearse else product_of_few  # which needs triton
     for name in ("tiny",) if rehearse else ("0.5b", "7b"):

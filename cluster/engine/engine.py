@@ -179,9 +179,8 @@ class LanguageEngine:
                 self._lifecycle.expire(request_id)
         self._intake.admit()
         answers = self._answers.next(self._limits.max_sequences)
-        prompts, is_long = self.planner.next_step(
-            self._prompts_limit_s if answers else math.inf, self._runner.room_for_prompts(answers)
-        )
+        room = self._runner.room_for_prompts(answers) if self.planner.has_prompts else None
+        prompts, is_long = self.planner.next_step(self._prompts_limit_s if answers else math.inf, room)
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
         if not answers and not prompts:

@@ -56,6 +56,10 @@ class PromptPlanner:
     def has_computed(self, sequence: TokenSequence) -> None:
         self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
 
+    @property
+    def has_prompts(self) -> bool:
+        return bool(self._sequences)
+
     def can_run(self, request: LanguageRequest) -> bool:
         """Whether tokens of the request could be computed now, in a step of their own."""
         return any(
@@ -74,7 +78,7 @@ class PromptPlanner:
         `room`: tokens above which a step is launched kernel by kernel, which on a GPU takes the host several
         times as long as the device takes to compute them; None: no such limit. Prompts whose KV is sent layer
         by layer are launched so in any case, and keep large steps."""
-        if any(request.sends for request, _ in self._sequences.values()):
+        if room is not None and any(request.sends for request, _ in self._sequences.values()):
             room = None
         chunks = self._chunks.schedule(self._max_tokens(limit_s, room))
         chosen = self._sequences_of(chunks)

@@ -34,7 +34,7 @@ from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import SamplingParams
 
 OnLayer = Callable[[int, Ready], None]
-LEAST_ROOM = 4  # a recorded step is filled up with prompts where they get this part of it, or more
+LEAST_SHARE = 0.25  # of a recorded step, below which prompts are not cut to what answers leave of it
 
 
 class LanguageRunner:
@@ -91,11 +91,12 @@ class LanguageRunner:
         """Tokens of prompts that a recorded step holds next to these answers and their drafts. None: no step
         with prompts is recorded, or the answers leave too little room for them: they then run in larger
         steps that are not."""
-        recorded = self._steps.recorded_tokens
+        if not (recorded := self._steps.recorded_tokens):
+            return None
         num_rows = sum(len(choice.sequences) for request in answers for choice in request.live_choices)
         num_drafts = 0 if self._speculator is None else self._speculator.max_draft_tokens
         room = recorded - num_rows * (1 + num_drafts)
-        return room if recorded and room >= recorded // LEAST_ROOM else None
+        return room if room >= LEAST_SHARE * recorded else None
 
     @torch.inference_mode()
     def run(self, works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:

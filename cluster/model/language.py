@@ -245,7 +245,7 @@ class LanguageModel:
         """embeds [T, hidden_size] → [T, hidden_size]."""
         output = self._text(
             inputs_embeds=embeds[None],
-            position_ids=self._position_rule.with_axes(position_ids.to(self.device)),
+            position_ids=self._position_rule.with_axes(position_ids),
             use_cache=False,
             paged=(batch, self._backend),
             **extra,

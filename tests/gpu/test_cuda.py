@@ -37,7 +37,7 @@ if not torch.cuda.is_available():
 needs_triton = pytest.mark.skipif(not has_triton(), reason="triton or its C compiler is not installed")
 DEVICE = "cuda"
 HEADS = [(28, 4, 128, 128), (14, 2, 64, 64), (8, 8, 80, 80), (8, 1, 256, 256), (16, 1, 192, 128)]
-# Each is compiled anew, which takes most of the time.
+# The compiler makes kernels for each of these, which takes most of the time.
 KINDS = [
     *((heads, torch.bfloat16, kv) for kv in ("auto", "int8") for heads in HEADS),
     *((heads, torch.float32, kv) for kv in ("auto", "int8") for heads in (HEADS[0], HEADS[-1])),
