@@ -16,7 +16,7 @@ Outside the calls, an exception that one item or one delivery causes ends that i
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -104,6 +104,11 @@ class EncoderEngine:
             max_step_units=limits.max_batch_rows,
             links=lambda: transfer_engine.links,
         )
+
+    @property
+    def items(self) -> Mapping[str, EncodeItem]:
+        """Those in work, by media hash. To be read only."""
+        return self._items
 
     def attach(self, loop: StepLoop) -> None:
         """`loop`: where results of the thread pool are handed to the engine's thread. Set once, before the

@@ -4,16 +4,19 @@ on the way."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from bench.claims.claim import SIMULATED, Claim, Found
 from bench.claims.virtual import request, simulation
+from cluster.engine.runner import OnLayer
+from cluster.engine.state import AnswerWork, Work, WorkResult
+from cluster.simulator.device import SimRunner
 from cluster.simulator.hardware import VL_7B, Model, step_s
-from cluster.simulator.language import SimLanguage
 from cluster.simulator.layouts import Layout
 from cluster.simulator.simulation import SCHEDULING
 from cluster.types.curves import Link
+from cluster.types.members import Phase
 
 NUM_ANSWERS, LONG_TOKENS, COMES_AT = 16, 7744, 2.0
 APART, TOGETHER = Layout(num_prefill=1, num_decode=1), Layout(num_language=1)
@@ -25,11 +28,19 @@ SYSTEMS = {
 AFTER, NO_LINK = replace(VL_7B, num_layers=1), Link(0.0, 1e15)  # a single layer: sent when all is computed
 
 
-def noted(worker: SimLanguage, begin: Callable[[], float | None], gaps: list[float]) -> float | None:
-    """`begin` a step, and note how long it takes if all answers wait for it."""
-    took_s = begin()
-    gaps += [took_s] if took_s is not None and len(worker.answers) == NUM_ANSWERS else []
-    return took_s
+def noted(runner: SimRunner, gaps: list[float]) -> None:
+    """Every step with prompts that all answers wait for goes into `gaps`."""
+    run, clock = runner.run, runner.device.clock
+
+    def timed(works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:
+        began_at = clock.now()
+        results = run(works, on_layer)
+        num_answers = sum(isinstance(work, AnswerWork) for work in works)
+        if num_answers == NUM_ANSWERS < len(works):
+            gaps.append(clock.now() - began_at)
+        return results
+
+    runner.run = timed  # type: ignore[method-assign]
 
 
 def chunked_prefill() -> Found:
@@ -38,10 +49,11 @@ def chunked_prefill() -> Found:
     requests.append(request(NUM_ANSWERS, COMES_AT, LONG_TOKENS, 1))
     for name, (layout, scheduling) in SYSTEMS.items():
         run, gaps = simulation(layout, scheduling=scheduling), []
-        (worker,) = run.decodes.values()
-        worker.begin = lambda worker=worker, begin=worker.begin, gaps=gaps: noted(worker, begin, gaps)
+        (worker,) = run.alive(Phase.DECODE).values()
+        assert worker.language is not None
+        noted(worker.language.runner, gaps)
         (long,) = (each for each in run.run(requests) if each.request.num_prompt_tokens == LONG_TOKENS)
-        usual_s = step_s(worker.spec.curves, worker.spec.max_batch, (), NUM_ANSWERS, NUM_ANSWERS * 300)
+        usual_s = step_s(worker.spec.curves, (), NUM_ANSWERS, NUM_ANSWERS * 300)
         longest_s = max(gaps, default=usual_s)
         times = (f"{1e3 * each:.0f}" for each in (usual_s, longest_s, long.ttft_s))
         rows.append((name, *times, f"{longest_s / usual_s:.1f}"))

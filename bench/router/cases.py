@@ -12,7 +12,7 @@ from bench.router.policies import ORACLE, WHOLE, WHOLE_IN_TURN
 from cluster.simulator.hardware import A100, H200, H200_PAIR, VL_7B, VL_32B, Accelerator, Model
 from cluster.simulator.layouts import Layout, throttled, workers
 from cluster.simulator.results import Slo
-from cluster.simulator.worker import WorkerSpec
+from cluster.simulator.spec import WorkerSpec
 
 POLICY_NAMES = ("joint", "round_robin", "least_loaded", "linear", "per_stage", ORACLE)
 

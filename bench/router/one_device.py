@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from cluster.engine.state import LanguagePhase
 from cluster.errors import UnavailableError
+from cluster.types.members import Phase
 from router.policy import ClusterView, Decision, ItemPrediction, ItemView, Placement, Prediction, RequestView
 
 if TYPE_CHECKING:
-    from cluster.simulator.language import SimLanguage
     from cluster.simulator.simulation import Simulation
+    from cluster.simulator.worker import SimWorker
 
 # A request without its first token counts like so many with it, as in vLLM's data-parallel balancer.
 WAITING_WEIGHT = 4
@@ -31,18 +33,20 @@ class OneDevice:
         self._simulation = simulation
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        left = [worker for worker in self._simulation.decodes.values() if not worker.is_dead]
+        left = self._simulation.alive(Phase.DECODE)
         if not left:
             raise UnavailableError("no device is left")
-        name = min(left, key=lambda worker: (self._load(worker), worker.spec.replica_id)).spec.replica_id
+        name = min(left, key=lambda name: (self._load(left[name]), name))
         num_items = len(request.media)
         return Decision(Placement((name,) * num_items, name, name), unpredicted(num_items))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
         raise UnavailableError("the device is gone")
 
-    def _load(self, worker: SimLanguage) -> int:
-        return WAITING_WEIGHT * (len(worker.held) - len(worker.answers)) + len(worker.answers)
+    def _load(self, worker: SimWorker) -> int:
+        phases = [request.phase for request in worker.requests.values()]
+        num_running = phases.count(LanguagePhase.RUNNING)
+        return WAITING_WEIGHT * (len(phases) - num_running) + num_running
 
 
 class OneDeviceRoundRobin(OneDevice):
@@ -56,6 +60,6 @@ class OneDeviceRoundRobin(OneDevice):
         self._num_placed += 1
         return super().decide(request, cluster, now)
 
-    def _load(self, worker: SimLanguage) -> int:
-        names = list(self._simulation.decodes)
-        return (names.index(worker.spec.replica_id) - self._num_placed) % len(names)
+    def _load(self, worker: SimWorker) -> int:
+        names = list(self._simulation.alive(Phase.DECODE))
+        return (names.index(worker.replica_id) - self._num_placed) % len(names)

@@ -25,9 +25,12 @@ from bench.router.one_device import unpredicted
 from cluster.errors import UnavailableError
 from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import OrderKey, Ticket, order_key
-from cluster.simulator.attempt import hold
 from cluster.simulator.encoder import SimEncoder
 from cluster.simulator.language import SimLanguage
+from cluster.simulator.worker import SimWorker
+from cluster.types.members import Phase
+from cluster.types.messages import StartEncode
+from cluster.types.request import GenerateRequest
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ class _Coming:
     media_hash: str
     num_rows: int
     order: OrderKey
-    at: float  # when it is there to be prepared, or is prepared
+    at: float  # when it is there to be prepared
 
 
 @dataclass(slots=True)
@@ -80,77 +83,70 @@ class Oracle:
         self._network_s = simulation.network.delay_s
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
-        encoders = [e for e in self._simulation.encoders.values() if not e.is_dead]
-        prefills = [p for p in self._simulation.prefills.values() if not p.is_dead]
-        decodes = [d for d in self._simulation.decodes.values() if not d.is_dead]
+        encoders, prefills, decodes = (list(self._simulation.alive(phase).values()) for phase in Phase)
         if not prefills or not decodes or (request.media and not encoders):
             raise UnavailableError("a pool is empty")
-        coming: dict[str, list[_Coming]] = {encoder.spec.replica_id: [] for encoder in encoders}
+        coming: dict[str, list[_Coming]] = {encoder.replica_id: [] for encoder in encoders}
         chosen, arrivals = [], []
         for item in request.media:
             by_encoder = [self._item_ready_at(e, item, coming, request, now) for e in encoders]
-            place = _nearly_least(by_encoder, [encoder.num_queued_rows for encoder in encoders])
+            place = _nearly_least(by_encoder, [_encoder_of(encoder).num_queued_rows for encoder in encoders])
             encoder, ready_at = encoders[place], by_encoder[place]
-            coming[encoder.spec.replica_id].append(self._new(item, request, encoder, now))
-            chosen.append(encoder.spec.replica_id)
-            link = encoder.spec.link("")
-            arrivals.append(ready_at + link.seconds(item.num_bytes))
+            coming[encoder.replica_id].append(self._new(item, request, encoder, now))
+            chosen.append(encoder.replica_id)
+            arrivals.append(ready_at + encoder.spec.link("").seconds(item.num_bytes))
         ready = self._all_ready(encoders, coming, now)
         estimates = [self._estimate(p, request, arrivals, ready, now) for p in prefills]
-        place = _nearly_least(
-            [cost for cost, _ in estimates], [p.num_queued_tokens + len(p.coming) for p in prefills]
-        )
+        place = _nearly_least([cost for cost, _ in estimates], list(map(_num_queued_tokens, prefills)))
         prefill, ttft_s = prefills[place], estimates[place][1] - now + self._network_s
         num_tokens = request.num_prompt_tokens
         num_bytes = num_tokens * self._simulation.model.kv_bytes_per_token
 
-        def second_token_s(decode: SimLanguage) -> float:
-            sent_s = (
-                0.0 if decode is prefill else prefill.spec.link(decode.spec.replica_id).seconds(num_bytes)
-            )
-            return sent_s + decode.true_step_s((), 1, num_tokens)
+        def second_token_s(decode: SimWorker) -> float:
+            sent_s = 0.0 if decode is prefill else prefill.spec.link(decode.replica_id).seconds(num_bytes)
+            language = _language_of(decode)
+            num_answers, context = language.answers
+            return sent_s + language.runner.step_s((), num_answers + 1, context + num_tokens)
 
-        decode = min(decodes, key=lambda d: (second_token_s(d), d.blocks.num_used))
-        placement = Placement(tuple(chosen), prefill.spec.replica_id, decode.spec.replica_id)
+        decode = min(decodes, key=lambda d: (second_token_s(d), _language_of(d).blocks.num_referenced))
+        placement = Placement(tuple(chosen), prefill.replica_id, decode.replica_id)
         return Decision(placement, replace(unpredicted(len(request.media)), ttft_s=ttft_s))
 
     def place_item(self, item: ItemView, cluster: ClusterView, now: float, excluded: Collection[str]) -> str:
-        encoders = [
-            e
-            for e in self._simulation.encoders.values()
-            if not e.is_dead and e.spec.replica_id not in excluded
-        ]
-        if not encoders:
+        encoders = self._simulation.alive(Phase.ENCODE)
+        left = [name for name in encoders if name not in excluded]
+        if not left:
             raise UnavailableError("no encoder is left")
-        return min(encoders, key=lambda e: e.num_queued_rows).spec.replica_id
+        return min(left, key=lambda name: _encoder_of(encoders[name]).num_queued_rows)
 
     def _item_ready_at(
         self,
-        encoder: SimEncoder,
+        worker: SimWorker,
         item: ItemView,
         coming: dict[str, list[_Coming]],
         request: RequestView,
         now: float,
     ) -> float:
-        if encoder.has(item.media_hash):
-            return now + self._network_s
-        extra = coming[encoder.spec.replica_id]
-        if item.media_hash not in encoder.jobs:
-            extra = [*extra, self._new(item, request, encoder, now)]
-        return run_ahead(encoder, extra, now)[item.media_hash]
+        encoder = _encoder_of(worker)
+        if item.media_hash in encoder.cache:
+            return max(now, encoder.busy_until) + self._network_s
+        extra = coming[worker.replica_id]
+        if item.media_hash not in encoder.engine.items:
+            extra = [*extra, self._new(item, request, worker, now)]
+        return run_ahead(worker, extra, now)[item.media_hash]
 
     def _all_ready(
-        self, encoders: list[SimEncoder], coming: dict[str, list[_Coming]], now: float
+        self, encoders: list[SimWorker], coming: dict[str, list[_Coming]], now: float
     ) -> dict[str, float]:
         """When each item in work anywhere will be encoded, the new ones included."""
         found: dict[str, float] = {}
         for encoder in encoders:
-            found |= run_ahead(encoder, coming[encoder.spec.replica_id], now)
+            found |= run_ahead(encoder, coming[encoder.replica_id], now)
         return found
 
     def _estimate(
         self,
-        prefill: SimLanguage,
+        worker: SimWorker,
         request: RequestView,
         arrivals: list[float],
         ready: dict[str, float],
@@ -158,11 +154,12 @@ class Oracle:
     ) -> tuple[float, float]:
         """The instant of the request's first token at this worker plus by how much the prompts that are there
         wait longer for theirs; and that instant."""
-        without = self._plan(prefill, ready, now)
+        prefill = _language_of(worker)
+        without = self._plan(worker, ready, now)
         others = sum(_play(prefill, without).values())
-        plan = self._plan(prefill, ready, now)
+        plan = self._plan(worker, ready, now)
         size = request.block_size
-        blocks = prefill.blocks.match(request.block_hashes) * size
+        blocks = prefill.blocks.num_known(request.block_hashes) * size
         num_cached = usable_prefix(blocks, request.num_prompt_tokens, size, ())
         num_tokens, name = request.num_prompt_tokens, request.request_id
         arrived_at = now - request.waited_s
@@ -174,27 +171,23 @@ class Oracle:
         done_at = _play(prefill, plan)
         return sum(done_at.values()) - others, done_at[name]
 
-    def _plan(self, prefill: SimLanguage, ready: dict[str, float], now: float) -> _PrefillSchedule:
-        """What is in work at a worker, from the end of its running step on."""
-        plan = _PrefillSchedule(ChunkScheduler(self._simulation.scheduling), max(now, prefill.device.free_at))
-        running = {work.request.request_id: work.num_tokens for work in prefill.batch}
-        coming = (hold(attempt, prefill, now) for attempt in prefill.coming.values())
-        for held in (*prefill.held.values(), *coming):
-            sequence, media = held.sequence, held.attempt.request.media
-            num_computed = sequence.num_computed_tokens + running.get(held.attempt.request_id, 0)
-            if not held.request.computes or num_computed >= held.attempt.num_tokens:
+    def _plan(self, worker: SimWorker, ready: dict[str, float], now: float) -> _PrefillSchedule:
+        """What is in work at a worker, from the end of its running step on, which its records contain."""
+        chunks = ChunkScheduler(self._simulation.scheduling)
+        plan = _PrefillSchedule(chunks, max(now, _language_of(worker).busy_until))
+        for request in worker.requests.values():
+            if request.num_missing_tokens == 0 or not request.sequences:
                 continue
-            at = [
-                0.0
-                if item.end <= num_computed or i in sequence.items_ready
-                else ready.get(item.media_hash, now)
-                for i, item in enumerate(media)
-            ]
-            ticket = held.ticket(held.attempt.num_tokens - sequence.num_cached_tokens)
-            plan.add(ticket, held.attempt.num_tokens, num_computed, [item.start for item in media], at)
+            main, num_items = request.main, len(request.main.prompt.media)
+            here = main.items_ready | {
+                i for i in range(num_items) if main.prompt.media[i].end <= main.num_computed_tokens
+            }
+            _add(plan, request.request, main.num_computed_tokens, here, ready, request.arrived_at, now)
+        for asked in _language_of(worker).asked:
+            _add(plan, asked, 0, set(), ready, now - asked.waited_s, now)
         return plan
 
-    def _new(self, item: ItemView, request: RequestView, encoder: SimEncoder, now: float) -> _Coming:
+    def _new(self, item: ItemView, request: RequestView, encoder: SimWorker, now: float) -> _Coming:
         num_rows = sum(each.num_rows for each in request.media if each.start <= item.start)
         ticket = Ticket(request.request_id, now - request.waited_s, num_rows, False, request.priority)
         order = order_key(ticket, encoder.policy)
@@ -207,45 +200,84 @@ def _nearly_least(costs: list[float], queued: list[int]) -> int:
     return min((queued[i], cost, i) for i, cost in enumerate(costs) if cost <= enough)[2]
 
 
-def run_ahead(encoder: SimEncoder, extra: list[_Coming], now: float) -> dict[str, float]:
+def _language_of(worker: SimWorker) -> SimLanguage:
+    assert worker.language is not None
+    return worker.language
+
+
+def _encoder_of(worker: SimWorker) -> SimEncoder:
+    assert worker.encoder is not None
+    return worker.encoder
+
+
+def _num_queued_tokens(worker: SimWorker) -> int:
+    """With the prompts that are on their way, as one each."""
+    requests = worker.requests.values()
+    return sum(request.num_missing_tokens for request in requests) + len(_language_of(worker).asked)
+
+
+def _add(
+    plan: _PrefillSchedule,
+    request: GenerateRequest,
+    num_computed: int,
+    here: Collection[int],
+    ready: dict[str, float],
+    arrived_at: float,
+    now: float,
+) -> None:
+    """`here`: the items whose embeddings are there, or not needed."""
+    media, num_tokens = request.prompt.media, len(request.prompt.token_ids)
+    at = [0.0 if i in here else ready.get(item.media_hash, now) for i, item in enumerate(media)]
+    ticket = Ticket(request.request_id, arrived_at, num_tokens - num_computed, not media, request.priority)
+    plan.add(ticket, num_tokens, num_computed, [item.ranges[0][0] for item in media], at)
+
+
+def run_ahead(worker: SimWorker, extra: list[_Coming], now: float) -> dict[str, float]:
     """When each item in work at an encoder, and each of the extra ones, will be encoded, if nothing else
     comes."""
-    done_at: dict[str, float] = {}
-    clock = max(now, encoder.device.free_at)
+    encoder, policy = _encoder_of(worker), worker.policy
+    clock = max(now, encoder.busy_until)
     waiting: list[tuple[float, OrderKey, str, int]] = []  # (prepared at, order, hash, rows)
-    for job, num_rows in encoder.batch:
-        left = job.num_rows_left - num_rows
-        if left:
-            waiting.append((clock, job.order, job.item.media_hash, left))
+    unprepared, preparing = [], encoder.threads.ends_at
+    for name, item in encoder.engine.items.items():
+        order = order_key(item.ticket, policy)
+        if item.prepared is not None:
+            left = item.num_call_rows * (1 - item.num_units_done / item.prepared.num_units)
+            waiting.append((clock if item.num_units_done else now, order, name, int(left)))
+        elif name in preparing:
+            waiting.append((preparing[name], order, name, item.num_call_rows))
         else:
-            done_at[job.item.media_hash] = clock
-    threads = [at for at in encoder.preparing_until() if at > now]
-    for job in encoder.jobs.values():
-        if job.prepared_at and job.item.media_hash not in done_at and not encoder.is_in_call(job):
-            waiting.append((job.prepared_at, job.order, job.item.media_hash, job.num_rows_left))
-    threads += [now] * (encoder.spec.num_prepare_threads - len(threads))
+            unprepared.append(_Coming(name, item.num_call_rows, order, now))
+    known = {name for _, _, name, _ in waiting} | {each.media_hash for each in unprepared}
+    for message in encoder.asked:
+        name = message.item.media_hash
+        if name not in encoder.cache and name not in known:
+            unprepared.append(_Coming(name, message.item.num_call_rows, _order(message, worker, now), clock))
+    threads = [at for at in preparing.values() if at > now]
+    threads += [now] * (worker.spec.num_prepare_threads - len(threads))
     heapify(threads)
-    unprepared = [_Coming(j.item.media_hash, j.num_rows_left, j.order, now) for j in encoder.unprepared()]
-    for ask in encoder.asked:
-        item = ask.item
-        if not encoder.has(item.media_hash) and item.media_hash not in encoder.jobs:
-            unprepared.append(_Coming(item.media_hash, item.num_rows, ask.order, clock))
-    curves = encoder.spec.curves
+    curves = worker.spec.encoder_curves
     image = next(iter(curves.prepare))
     for each in sorted([*unprepared, *extra], key=lambda c: (c.at, c.order)):
         begins_at = max(heappop(threads), each.at)
-        prepared_at = begins_at + encoder.slowdown * curves.prepare[image].seconds(each.num_rows)
+        prepared_at = begins_at + worker.device.slowdown * curves.prepare[image].seconds(each.num_rows)
         heappush(threads, prepared_at)
         waiting.append((prepared_at, each.order, each.media_hash, each.num_rows))
-    return done_at | _calls(encoder, waiting, clock)
+    return _calls(worker, waiting, clock)
+
+
+def _order(message: StartEncode, worker: SimWorker, now: float) -> OrderKey:
+    num_rows = message.num_rows_before + message.item.num_call_rows
+    ticket = Ticket(message.request_id, now - message.waited_s, num_rows, False, message.priority)
+    return order_key(ticket, worker.policy)
 
 
 def _calls(
-    encoder: SimEncoder, waiting: list[tuple[float, OrderKey, str, int]], clock: float
+    worker: SimWorker, waiting: list[tuple[float, OrderKey, str, int]], clock: float
 ) -> dict[str, float]:
     """One after the other, by the rules of the encoder; items of several calls count as one long call."""
-    curve = next(iter(encoder.spec.curves.encode.values()))
-    max_rows = encoder.spec.curves.max_step_units
+    curves = worker.spec.encoder_curves
+    curve, max_rows = next(iter(curves.encode.values())), curves.max_step_units
     waiting.sort()
     ready: list[tuple[OrderKey, str, int]] = []
     done_at: dict[str, float] = {}
@@ -259,15 +291,13 @@ def _calls(
             next_idx += 1
         batch, num_rows = [], 0
         while (
-            ready
-            and len(batch) < encoder.spec.max_items
-            and (not batch or num_rows + ready[0][2] <= max_rows)
+            ready and len(batch) < worker.spec.max_items and (not batch or num_rows + ready[0][2] <= max_rows)
         ):
             _, media_hash, rows = heappop(ready)
             batch.append(media_hash)
             num_rows += rows
         num_calls = -(-num_rows // max_rows)
-        clock += encoder.slowdown * (num_calls * curve.fixed_s + curve.per_unit_s * num_rows)
+        clock += worker.device.slowdown * (num_calls * curve.fixed_s + curve.per_unit_s * num_rows)
         for media_hash in batch:
             done_at[media_hash] = clock
     return done_at
@@ -278,18 +308,20 @@ def _play(prefill: SimLanguage, plan: _PrefillSchedule) -> dict[str, float]:
     done_at: dict[str, float] = {}
     events = deque(sorted(plan.events))
     chunks, computed = plan.chunks, plan.computed
+    max_tokens, answers = prefill.max_step_tokens, prefill.answers
     while len(done_at) < len(computed):
         while events and events[0][0] <= plan.clock:
             _, name, num_ready = events.popleft()
             if name in chunks:
                 chunks.set_ready(name, num_ready)
-        step = chunks.schedule(prefill.max_step_tokens)
+        step = chunks.schedule(max_tokens)
         if not step and not events:
             break
         if not step:
             plan.clock = events[0][0]
             continue
-        plan.clock += prefill.true_step_s([(computed[c.request_id], c.num_scheduled_tokens) for c in step])
+        parts = [(computed[chunk.request_id], chunk.num_scheduled_tokens) for chunk in step]
+        plan.clock += prefill.runner.step_s(parts, *answers)
         for chunk in step:
             name = chunk.request_id
             computed[name] += chunk.num_scheduled_tokens

@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.simulator.hardware import Model
-from cluster.simulator.worker import WorkerSpec
+from cluster.simulator.spec import WorkerSpec
 from cluster.simulator.workload import Item, SimRequest
 from cluster.types.curves import ServiceCurves
 from cluster.types.media import Modality

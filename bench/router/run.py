@@ -29,7 +29,7 @@ from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.results import Slo, Summary, fields
 from cluster.simulator.search import highest_rate, run_once
 from cluster.simulator.simulation import SCHEDULING
-from cluster.simulator.worker import WorkerSpec
+from cluster.simulator.spec import WorkerSpec
 from cluster.simulator.workload import WORKLOADS
 
 NO_LIMIT = Slo(float("inf"))

@@ -22,7 +22,7 @@ request causes ends that request only (`Blame`). How requests end: `Lifecycle`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
@@ -169,17 +169,19 @@ class LanguageEngine:
         )
 
     @property
+    def requests(self) -> Mapping[str, LanguageRequest]:
+        """Those that have not ended, by id. To be read only."""
+        return self._requests
+
+    @property
     def num_preempted(self) -> int:
         """Requests that lost their blocks, since the start."""
         return self._lifecycle.num_preempted
 
     def step(self) -> float | None:
-        for request_id in self._requests.deadlines.expired():
-            with self._blame.of(request_id):
-                self._lifecycle.expire(request_id)
-        self._intake.admit()
+        self._admit()
         answers = self._answers.next(self._limits.max_sequences)
-        room = self._runner.room_for_prompts(answers) if self.planner.has_prompts else None
+        room = self._runner.room_for_prompts(answers) if self.planner.has_runnable else None
         prompts, is_long = self.planner.next_step(self._prompts_limit_s if answers else math.inf, room)
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
@@ -188,6 +190,18 @@ class LanguageEngine:
         self._run(answers, prompts, is_long)
         self._tell_doors(None if prompts else self.load())
         return 0
+
+    def admit(self) -> None:
+        """The part of a step that computes nothing: requests that have waited too long end, others get
+        blocks, and the doors are told."""
+        self._admit()
+        self._tell_doors(self.load())
+
+    def _admit(self) -> None:
+        for request_id in self._requests.deadlines.expired():
+            with self._blame.of(request_id):
+                self._lifecycle.expire(request_id)
+        self._intake.admit()
 
     @property
     def _prompts_limit_s(self) -> float:

@@ -57,8 +57,9 @@ class PromptPlanner:
         self._chunks.set_computed(sequence.sequence_id, sequence.num_computed_tokens)
 
     @property
-    def has_prompts(self) -> bool:
-        return bool(self._sequences)
+    def has_runnable(self) -> bool:
+        """Whether a token of any prompt could be computed now."""
+        return self._chunks.has_runnable
 
     def can_run(self, request: LanguageRequest) -> bool:
         """Whether tokens of the request could be computed now, in a step of their own."""

@@ -74,6 +74,12 @@ class BlockPool:
             found.append(block_id)
         return found
 
+    def num_known(self, hashes: Sequence[bytes]) -> int:
+        """How many blocks `lookup` would find. Changes nothing."""
+        return next(
+            (i for i, block_hash in enumerate(hashes) if block_hash not in self._block_of), len(hashes)
+        )
+
     def num_held(self, hashes: Sequence[bytes]) -> int:
         """How many of the blocks that `lookup` would find are held by requests already. Only these need no
         free block. Changes nothing."""

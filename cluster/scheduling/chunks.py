@@ -101,6 +101,11 @@ class ChunkScheduler:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._prompts
 
+    @property
+    def has_runnable(self) -> bool:
+        """Whether a token of any prompt could be computed now."""
+        return bool(self._text or self._media)
+
     def add(self, ticket: Ticket, num_tokens_total: int, uncut_spans: Sequence[Span] = ()) -> None:
         """Takes a prompt into work. Nothing is computed. All tokens are ready if it is text; none are ready
         if it has media.

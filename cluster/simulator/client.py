@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from hashlib import blake2b
 
-from cluster.simulator.attempt import SimAttempt
+from cluster.kvcache.hashing import block_hashes
 from cluster.simulator.outcome import Outcome
 from cluster.simulator.workload import Item, SimRequest
 from cluster.types.media import MediaGeometry, MediaItem, PlacedMedia
@@ -15,7 +16,7 @@ from router.policy import Prediction
 from router.telemetry.timeline import RequestTimeline
 
 SAMPLING = (SamplingParams(),)
-MAX_PROMPT_TOKENS = 1 << 20
+OWN_TOKENS = 1 << 60  # token ids from here on belong to a single request
 
 
 @dataclass(eq=False, slots=True)
@@ -24,16 +25,19 @@ class SimClient:
 
     request: SimRequest
     asked: ClientRequest
-    attempts: list[SimAttempt] = field(default_factory=list)  # in order; the last one runs
     ttft_s: float | None = None
+    second_s: float = 0.0  # from the arrival to the second token
     decided_ttft_s: float = 0.0
     num_cached: int = 0
     prediction: Prediction | None = None
 
     def on_tokens(self, event: TokenEvent, now: float) -> None:
+        since_s = now - self.request.arrived_at
         if self.ttft_s is not None:
+            if not self.second_s:
+                self.second_s = since_s
             return
-        self.ttft_s = now - self.request.arrived_at
+        self.ttft_s = since_s
         self.decided_ttft_s = now - self.asked.started_at
         self.num_cached = event.num_cached_tokens
         decision = self.asked.timeline.decision
@@ -52,7 +56,7 @@ class SimClient:
             status=status,
             waited_s=waited_s,
             ttft_s=self.ttft_s,
-            second_s=max(0.0, self.attempts[0].second_at - request.arrived_at),
+            second_s=self.second_s,
             finished_at=now,
             tpot_s=(now - request.arrived_at - self.ttft_s) / max(1, request.num_output_tokens - 1),
             num_attempts=num_attempts,
@@ -68,25 +72,32 @@ def name_of(request_id: str) -> str:
     return request_id.partition("/")[0]
 
 
-def make_client(request: SimRequest, number: int) -> SimClient:
-    """`number`: of the request at its door. It sets its prompt apart from others of equal length: prompts
-    have token ids that mean nothing, as ranges, which cost no memory."""
-    first = number * MAX_PROMPT_TOKENS
+def make_client(request: SimRequest, door: int, number: int, block_size: int) -> SimClient:
+    """`number`: of the request at its door."""
     placed, items = [], []
     for each in request.media:
         geometry = MediaGeometry(each.num_tokens)
         placed.append(PlacedMedia(each.modality, each.media_hash, ((each.start, each.num_tokens),), geometry))
         items.append(_media_item(each, geometry))
-    token_ids = range(first, first + request.num_prompt_tokens)
+    prompt = Prompt(_token_ids(request, door, number, block_size), tuple(placed))
     asked = GenerateRequest(
         f"{request.request_id}/1",
-        Prompt(token_ids, tuple(placed)),  # pyright: ignore[reportArgumentType]  # a range instead of a tuple
+        prompt,
         SAMPLING,
         StopParams(request.num_output_tokens),
         priority=request.priority,
     )
-    timeline = RequestTimeline(request.arrived_at)
-    return SimClient(request, ClientRequest(asked, items, request.block_hashes, timeline, request.tenant))
+    hashes, timeline = block_hashes(prompt, block_size), RequestTimeline(request.arrived_at)
+    return SimClient(request, ClientRequest(asked, items, hashes, timeline, request.tenant))
+
+
+def _token_ids(request: SimRequest, door: int, number: int, block_size: int) -> tuple[int, ...]:
+    """Blocks of equal keys have equal tokens; those without a key are the request's own."""
+    token_ids: list[int] = []
+    for key in request.block_keys:
+        token_ids += [int.from_bytes(blake2b(key, digest_size=7).digest())] * block_size
+    own = OWN_TOKENS + (door << 32) + number
+    return (*token_ids, *[own] * (request.num_prompt_tokens - len(token_ids)))
 
 
 def _media_item(item: Item, geometry: MediaGeometry) -> MediaItem:

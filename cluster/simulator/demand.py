@@ -10,7 +10,7 @@ from itertools import islice
 from random import Random
 
 from cluster.simulator.hardware import BLOCK_SIZE
-from cluster.simulator.worker import WorkerSpec
+from cluster.simulator.spec import WorkerSpec
 from cluster.simulator.workload import Workload
 from cluster.types.media import Modality
 from cluster.types.members import Phase

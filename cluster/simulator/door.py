@@ -2,8 +2,7 @@
 
     submit                 a request of the workload enters the flow
     receive, join, lose    messages of workers, their starts and losses enter it as at a real door
-    Send                   the message is at its worker after the network's delay. Messages about grants are
-                           dropped: simulated workers need none to write
+    Send                   the message is at its worker after the network's delay
     Deliver                an answer's events; the last one, or an error, makes the request's outcome
     Drained                a worker that retires has no request of this door any more
     CallDecode, Placed     nothing: there is no Serve and no clock
@@ -22,24 +21,11 @@ from typing import TYPE_CHECKING, Any
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import InternalError, OverloadedError
 from cluster.scaling import DoorReport
-from cluster.simulator.attempt import SimAttempt
 from cluster.simulator.client import SimClient, make_client, name_of
 from cluster.simulator.placer import UNLIMITED, SimPlacer
-from cluster.simulator.worker import WorkerSpec, member
+from cluster.simulator.spec import WorkerSpec, member
 from cluster.simulator.workload import SimRequest
-from cluster.types.messages import (
-    AnyMessage,
-    Cancel,
-    DecodeTarget,
-    EncoderLost,
-    Measured,
-    Ping,
-    Pong,
-    StartDecode,
-    StartEncode,
-    StartPrefill,
-)
-from cluster.types.request import GenerateRequest
+from cluster.types.messages import AnyMessage, Ping, Pong
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue
 from router.flow.outputs import Deliver, Drained, Output, Send
@@ -53,14 +39,19 @@ if TYPE_CHECKING:
 
 class SimDoor:
     def __init__(
-        self, simulation: Simulation, policy: Policy, cluster: ClusterView, admission: AdmissionArgs | None
+        self,
+        number: int,
+        simulation: Simulation,
+        policy: Policy,
+        cluster: ClusterView,
+        admission: AdmissionArgs | None,
     ):
-        self.cluster = cluster
+        """`number`: by which workers know the door."""
+        self.number, self.cluster = number, cluster
         queue = AdmissionQueue(admission or AdmissionArgs(), cluster.scheduling.text_share, UNLIMITED)
         self._simulation, self._admission = simulation, AdmissionController(queue)
         self._loop, self._network = simulation.loop, simulation.network
         self._clients: dict[str, SimClient] = {}
-        self._attempts: dict[str, SimAttempt] = {}  # of these clients, the last one each
         self._num_submitted = 0
         self._timer_at = inf
         self.num_answered = self.num_in_time = 0  # within `target_ttft_s`
@@ -70,11 +61,12 @@ class SimDoor:
 
     @property
     def is_idle(self) -> bool:
-        return self.flow.is_idle and not self._clients and not self._attempts
+        return self.flow.is_idle and not self._clients
 
     def submit(self, request: SimRequest) -> None:
         self._num_submitted += 1
-        client = make_client(request, self._num_submitted)
+        block_size = self._simulation.model.block_size
+        client = make_client(request, self.number, self._num_submitted, block_size)
         self._clients[request.request_id] = client
         self._run(self.flow.submit, client.asked)
 
@@ -85,11 +77,8 @@ class SimDoor:
             self._run(self.flow.on_message, replica_id, message)
 
     def join(self, spec: WorkerSpec) -> None:
-        """A worker has started; it reports how fast it is."""
+        """A worker has started."""
         self._run(self.flow.on_joined, member(spec, self._simulation.model))
-        self.receive(spec.replica_id, Measured(spec.reported or spec.curves))
-        if spec.encoder is not None:
-            self.receive(spec.replica_id, Measured(spec.encoder, is_of_encoder=True))
 
     def lose(self, replica_id: str) -> None:
         """The connection to the worker has ended."""
@@ -131,35 +120,10 @@ class SimDoor:
     def _send(self, replica_id: str, message: AnyMessage) -> None:
         if isinstance(message, Ping):
             return self.flow.on_message(replica_id, Pong(), self._loop.now)
-        if isinstance(message, StartPrefill):
-            attempt = self._start(message.request)
-        elif isinstance(message, StartDecode):
-            attempt = (
-                self._start(message.request)
-                if message.prefills
-                else self._attempts[message.request.request_id]
-            )
-        elif isinstance(message, StartEncode | DecodeTarget | EncoderLost | Cancel):
-            attempt = self._attempts[message.request_id]
-        else:
-            return
-        for part in self._simulation.parts(replica_id):
-            self._network.tell(part.receive, attempt, message)
-
-    def _start(self, request: GenerateRequest) -> SimAttempt:
-        """Makes the attempt, with its first message."""
-        client = self.client_of(request.request_id)
-        decision = client.asked.timeline.decision
-        assert decision is not None
-        placement, simulation = decision.placement, self._simulation
-        prefill, decode = (simulation.languages[name] for name in (placement.prefill, placement.decode))
-        attempt = SimAttempt(client.request, request, self, prefill, decode, request.waited_s)
-        prefill.coming[attempt.request_id] = attempt
-        if client.attempts:
-            del self._attempts[client.attempts[-1].request_id]
-        client.attempts.append(attempt)
-        self._attempts[attempt.request_id] = attempt
-        return attempt
+        worker = self._simulation.workers.get(replica_id)
+        if worker is not None:  # else it has gone
+            worker.expect(message)
+            self._network.tell(worker.receive, self.number, message)
 
     def _deliver(self, output: Deliver) -> bool:
         """Whether this was the last event of the request."""
@@ -180,9 +144,7 @@ class SimDoor:
         return True
 
     def _forget(self, request_id: str) -> None:
-        client = self._clients.pop(name_of(request_id))
-        if client.attempts:
-            del self._attempts[client.attempts[-1].request_id]
+        del self._clients[name_of(request_id)]
 
     def _set_timer(self, deadline: float) -> None:
         if deadline < self._timer_at:

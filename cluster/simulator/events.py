@@ -1,9 +1,10 @@
-"""Virtual time: what is to happen, in order of its instant, then of its being planned. One thread; no clock
-is read."""
+"""Virtual time: what is to happen, in order of its instant, then of its being planned; and the clock that
+simulated workers read. One thread; no real clock is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from typing import Any
 
@@ -32,3 +33,35 @@ class EventLoop:
             self.now, _, call, args = heappop(heap)
             self.num_run += 1
             call(*args)
+
+
+class VirtualClock:
+    """The clock of all workers of a simulation.
+
+    A model's call takes virtual time, but runs in one event. Code inside `at` spends its time on the clock
+    (`spend`): what it reads, and what it plans for others, belongs to the instant that it has come to. The
+    worker must not run again before that instant; others, whose events are earlier, may."""
+
+    def __init__(self, loop: EventLoop):
+        self._loop = loop
+        self._ahead_s = 0.0
+
+    def now(self) -> float:
+        return self._loop.now + self._ahead_s
+
+    def spend(self, seconds: float) -> None:
+        """The code that runs has taken so long more."""
+        self._ahead_s += seconds
+
+    @contextmanager
+    def at(self, instant: float) -> Iterator[None]:
+        """The block begins at this instant, which may lie before the event's."""
+        self._ahead_s = instant - self._loop.now
+        try:
+            yield
+        finally:
+            self._ahead_s = 0.0
+
+    def plan(self, call: Callable[..., object], *args: Any) -> None:
+        """The call happens at this clock's instant."""
+        self._loop.at(self.now(), call, *args)

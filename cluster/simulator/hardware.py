@@ -112,19 +112,16 @@ def mean_context(chunks: Chunks) -> float:
     return sum(computed * count for computed, count in chunks) / sum(count for _, count in chunks)
 
 
-def step_s(
-    curves: ServiceCurves, max_batch: int, chunks: Chunks, num_answers: int, context_tokens: float
-) -> float:
+def step_s(curves: ServiceCurves, chunks: Chunks, num_answers: int, context_tokens: float) -> float:
     """The duration of one packed forward over parts of prompts and a token of each answer, which see
     `context_tokens` together. Roofline: the longer of what is computed for all tokens and what is read for
     the answers, for the weights are read once. Measured on a CPU, where the same cores do both, a step of 16
     answers and 16 to 128 tokens of a prompt took 0.82 to 1.05 of the two steps apart (0.5 B, bf16; AMD EPYC,
     AVX-512 BF16, 2 cores); with the curves below and 500 tokens with 32 answers it is 0.8, with fewer
-    tokens less. Answers beyond `max_batch` take turns."""
+    tokens less."""
     prompts_s = answers_s = 0.0
     if num_answers and curves.decode is not None:
-        rounds = max(1.0, num_answers / max_batch)
-        answers_s = rounds * curves.decode.seconds(num_answers / rounds, context_tokens / num_answers)
+        answers_s = curves.decode.seconds(num_answers, context_tokens / num_answers)
         prompts_s = num_answers * curves.decode.per_unit_s if chunks else 0.0
     if chunks and curves.prefill is not None:
         num_tokens = sum(count for _, count in chunks)

@@ -3,14 +3,11 @@ simulation knows. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cluster.types.media import MediaItem
-from cluster.types.request import GenerateRequest
 from router.admission.queue import Capacity, Reported
 from router.flow.placer import Placer
-from router.policy import Policy, RequestView
+from router.policy import Policy
 
 if TYPE_CHECKING:
     from cluster.simulator.door import SimDoor
@@ -20,7 +17,7 @@ UNLIMITED, NO_LOAD = Capacity(1e9, 1e9, 1 << 60), Reported()  # every request is
 
 
 class SimPlacer(Placer):
-    """Names blocks by the keys of the workload."""
+    """Admits every request at once, if a simulation has no admission."""
 
     def __init__(self, door: SimDoor, simulation: Simulation, policy: Policy, has_admission: bool):
         """`has_admission`: false where every request is admitted at once."""
@@ -32,14 +29,3 @@ class SimPlacer(Placer):
 
     def reported(self) -> Reported:
         return super().reported() if self._has_admission else NO_LOAD
-
-    def view(
-        self,
-        request: GenerateRequest,
-        items: Sequence[MediaItem],
-        hashes: Sequence[bytes],
-        avoided: frozenset[str] = frozenset(),
-    ) -> RequestView:
-        """For another attempt the flow has hashed token ids, which mean nothing here."""
-        hashes = self._door.client_of(request.request_id).request.block_hashes
-        return super().view(request, items, hashes, avoided)

@@ -17,7 +17,7 @@ from cluster.simulator.hardware import ACCELERATORS, Model
 from cluster.simulator.layouts import Layout, workers
 from cluster.simulator.results import Slo, Summary
 from cluster.simulator.search import highest_rate, run_once
-from cluster.simulator.worker import WorkerSpec
+from cluster.simulator.spec import WorkerSpec
 from cluster.simulator.workload import Workload
 from router.policy import make_policy
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from cluster.scaling import PoolState, Scaler, ScalingDecision, Snapshot
 from cluster.scaling.scaler import Change
 from cluster.simulator.simulation import Simulation
-from cluster.simulator.worker import WorkerSpec
+from cluster.simulator.spec import WorkerSpec
 from cluster.types.members import Role
 from cluster.types.messages import PhasesAssigned
 

@@ -9,7 +9,7 @@ from cluster.scheduling.keys import SchedulingPolicy
 from cluster.simulator.hardware import Model
 from cluster.simulator.results import Slo, Summary, keeps, summarise
 from cluster.simulator.simulation import SCHEDULING, MakePolicy, Simulation
-from cluster.simulator.worker import WorkerSpec
+from cluster.simulator.spec import WorkerSpec
 from cluster.simulator.workload import Workload
 
 PRECISION = 0.04  # of the rate

@@ -10,24 +10,23 @@ from random import Random
 
 from cluster.config.settings import AdmissionArgs
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.device import Device
 from cluster.simulator.door import SimDoor
-from cluster.simulator.encoder import SimEncoder
-from cluster.simulator.events import EventLoop
+from cluster.simulator.events import EventLoop, VirtualClock
 from cluster.simulator.hardware import Model
-from cluster.simulator.language import SimLanguage
+from cluster.simulator.network import NETWORK_S, Network
 from cluster.simulator.outcome import Outcome
-from cluster.simulator.worker import NETWORK_S, Network, WorkerSpec
+from cluster.simulator.spec import WorkerSpec
+from cluster.simulator.process import World
+from cluster.simulator.worker import SimWorker
 from cluster.simulator.workload import SimRequest
 from cluster.types.curves import Curve, ServiceCurves
-from cluster.types.members import Role
+from cluster.types.members import Phase
 from cluster.types.messages import Measured
 from router.policy import ClusterView, Policy
 
 # Of the cluster's defaults, with a speed of the simulated GPUs: 20,000 tokens count like a second of waiting.
 SCHEDULING = SchedulingPolicy(aging_s=5.0, tokens_per_s=20_000, text_share=0.3)
 NOISE = 0.03  # standard deviation of a step's duration, as a ratio
-MEASURES_AGAIN_S = 1.0  # a worker that has become slower says so after this long
 
 MakePolicy = Callable[["Simulation"], Policy]
 
@@ -49,7 +48,9 @@ class Simulation:
         on_outcome: Callable[[Outcome], None] | None = None,
     ):
         self.loop = EventLoop()
-        self.network = Network(self.loop, network_s)
+        clock = VirtualClock(self.loop)
+        self.network = Network(self.loop, clock, network_s)
+        self.world = World(self.network, self.loop, clock, model)
         self.model = model
         self.specs = {spec.replica_id: spec for spec in specs}
         self.outcomes: list[Outcome] = []
@@ -57,21 +58,19 @@ class Simulation:
         self.has_arrivals = False  # requests are still to come
         self.scheduling = scheduling
         self._rng, self._noise = Random(f"noise {seed}"), noise
-        self.encoders: dict[str, SimEncoder] = {}
-        self.languages: dict[str, SimLanguage] = {}
-        self.prefills: dict[str, SimLanguage] = {}
-        self.decodes: dict[str, SimLanguage] = {}
+        self.workers: dict[str, SimWorker] = {}
         self._draining: dict[str, tuple[set[SimDoor], Callable[[str], None]]] = {}
         for spec in specs:
             self._make(spec)
         self.doors = [
             SimDoor(
+                number,
                 self,
                 make(self),
                 ClusterView(scheduling, model.kv_bytes_per_token, model.num_layers),
                 admission,
             )
-            for make in policies
+            for number, make in enumerate(policies)
         ]
         self.network.doors = self.doors
         for spec in specs:
@@ -92,11 +91,10 @@ class Simulation:
         return self.outcomes
 
     def set_curves(self, replica_id: str, curves: ServiceCurves, reported: ServiceCurves) -> None:
-        """How fast a worker with a single engine is from its next call on; all doors learn it at once."""
-        (worker,) = self.parts(replica_id)
-        worker.spec = replace(worker.spec, curves=curves, reported=reported)
-        if isinstance(worker, SimLanguage):
-            worker.planner.budget = worker.budget()
+        """How fast a worker with a single engine is from its next call on, as it has measured again; all
+        doors learn at once what it reports."""
+        worker = self.workers[replica_id]
+        worker.measure(replace(worker.spec, curves=curves, reported=reported))
         self._each_door(SimDoor.receive, replica_id, Measured(reported))
 
     def add(self, spec: WorkerSpec) -> None:
@@ -121,17 +119,18 @@ class Simulation:
         if waiting or on_gone is None:
             return
         del self._draining[replica_id], self.specs[replica_id]
-        for part in self.parts(replica_id):
-            part.is_dead = True
+        self.workers.pop(replica_id).kill()
         self._each_door(SimDoor.lose, replica_id)
-        for table in (self.encoders, self.languages, self.prefills, self.decodes):
-            table.pop(replica_id, None)
         on_gone(replica_id)
 
-    def parts(self, replica_id: str) -> list[SimEncoder | SimLanguage]:
-        """The engines of a worker: an encoder, a language engine, or one of each."""
-        parts = (self.encoders.get(replica_id), self.languages.get(replica_id))
-        return [part for part in parts if part is not None]
+    def alive(self, phase: Phase) -> dict[str, SimWorker]:
+        """The workers with this phase, by replica id."""
+        workers = self.workers.items()
+        return {
+            name: worker
+            for name, worker in workers
+            if phase in worker.spec.role.phases and not worker.is_dead
+        }
 
     def _next_arrival(self) -> None:
         for door, request in self._arrivals:
@@ -147,17 +146,7 @@ class Simulation:
         return max(0.5, 1.0 + self._noise * self._rng.gauss(0.0, 1.0)) if self._noise else 1.0
 
     def _make(self, spec: WorkerSpec) -> None:
-        common = (self.loop, Device(self.loop), self.network)
-        if spec.role.encodes:
-            its_encoder = replace(spec, curves=spec.encoder or spec.curves)
-            self.encoders[spec.replica_id] = SimEncoder(its_encoder, *common, self.scheduling, self._draw)
-        if spec.role is not Role.ENCODE:
-            worker = SimLanguage(spec, *common, self.scheduling, self._draw, self.model)
-            self.languages[spec.replica_id] = worker
-            if spec.role.prefills:
-                self.prefills[spec.replica_id] = worker
-            if spec.role.decodes:
-                self.decodes[spec.replica_id] = worker
+        self.workers[spec.replica_id] = SimWorker(spec, self.world, self.scheduling, self._draw)
 
     def _plan(self, spec: WorkerSpec) -> None:
         """The worker's start, its death and its throttling."""
@@ -173,40 +162,20 @@ class Simulation:
 
     def _join(self, spec: WorkerSpec) -> None:
         if spec.replica_id in self.specs:  # it has not gone before it was ready
-            self._each_door(SimDoor.join, spec)
+            for door in self.doors:
+                door.join(spec)
+                self.workers[spec.replica_id].connect(door.number)
 
     def _each_door(self, call: Callable[..., object], *args: object) -> None:
         for door in self.doors:
             call(door, *args)
 
     def _kill(self, spec: WorkerSpec) -> None:
-        worker = self.languages.get(spec.replica_id)
-        for decode in self.decodes.values():
-            if worker is not None and not decode.is_dead:
-                decode.tell_tokens(worker)
-        for part in self.parts(spec.replica_id):
-            part.is_dead = True
+        self.workers[spec.replica_id].kill()
         self.network.tell(self._each_door, SimDoor.lose, spec.replica_id)
 
     def _throttle(self, spec: WorkerSpec, factor: float) -> None:
-        messages = []
-        for part in self.parts(spec.replica_id):
-            part.slowdown = factor
-            is_beside = isinstance(part, SimEncoder) and spec.role is not Role.ENCODE
-            messages.append(Measured(slower(part.spec.curves, factor), is_beside))
-        self.loop.after(MEASURES_AGAIN_S, self._each_door, SimDoor.receive, spec.replica_id, *messages)
-
-
-def slower(curves: ServiceCurves, factor: float) -> ServiceCurves:
-    """The same worker, with all its durations so many times longer; its links are as fast as before."""
-    return ServiceCurves(
-        encode={modality: slowed(curve, factor) for modality, curve in curves.encode.items()},
-        prepare={modality: slowed(curve, factor) for modality, curve in curves.prepare.items()},
-        prefill=curves.prefill and slowed(curves.prefill, factor),
-        decode=curves.decode and slowed(curves.decode, factor),
-        max_step_units=curves.max_step_units,
-        links=curves.links,
-    )
+        self.workers[spec.replica_id].device.slowdown = factor
 
 
 def slowed(curve: Curve, factor: float, more_s: float = 0.0) -> Curve:

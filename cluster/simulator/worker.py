@@ -1,97 +1,82 @@
-"""What simulated workers have in common: their description, and the network between them and the doors."""
+"""A simulated worker: the engines of a real one and their inbox, over a device that computes nothing
+(`device`), links (`transfer`) and threads in virtual time (`engine_loop`)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from cluster.simulator.events import EventLoop
-from cluster.simulator.hardware import PREPARE_THREADS, Model
-from cluster.types.curves import Link, ServiceCurves
-from cluster.types.members import Member, Role
-from cluster.types.messages import AnyMessage
-from cluster.types.transfer import Contract, Grant
+from cluster.engine.state import LanguageRequest
+from cluster.scheduling.keys import SchedulingPolicy
+from cluster.simulator.device import Noise
+from cluster.simulator.encoder import SimEncoder
+from cluster.simulator.language import SimLanguage
+from cluster.simulator.process import SimProcess, World
+from cluster.simulator.spec import WorkerSpec
+from cluster.types.members import Role
+from cluster.types.messages import AnyMessage, DecodeTarget, StartDecode, StartPrefill
+from cluster.worker.outbox import DoorId
 
-if TYPE_CHECKING:
-    from cluster.simulator.door import SimDoor
-
-NETWORK_S = 5e-4  # a message between a door and a worker
-ONE_TOKEN = (0,)  # simulated tokens have no meaning, only a number
-# Simulated workers need no grant to write, so all grants are this one.
-GRANT = Grant("simulated", b"", 0, 0, Contract(0, "", 0, (), "", ""), (), (), ttl_s=math.inf)
+NUM_REPEATS = 32  # steps of each size, after which a fit has forgotten what was before (`StepFit`)
 
 
-@dataclass(frozen=True)
-class WorkerSpec:
-    """One replica. `curves` is how fast it is.
+class SimWorker:
+    """One incarnation of a replica."""
 
-    encoder               of a worker that encodes and has other phases: how fast its encoder is
-    reported              how fast it says that it is; None: the truth
-    ready_at              when it has started, in seconds of the run
-    dies_at               when it is killed, if at all
-    throttled             (from when, so many times slower), if at all; it measures that, too, a second later
-    step_target_s         prompts: no step of more than a block is planned to last longer
-    cache_bytes           encoder: for embeddings
-    max_items             encoder: in one call
-    num_prepare_threads   encoder
-    max_batch             decode: sequences in one step
-    """
+    def __init__(self, spec: WorkerSpec, world: World, policy: SchedulingPolicy, noise: Noise):
+        self.process = process = SimProcess(spec, world, policy, noise)
+        self.device, self.policy = process.device, policy
+        self.encoder = SimEncoder(process) if spec.role.encodes else None
+        self.language = None if spec.role is Role.ENCODE else SimLanguage(process, self.encoder)
+        if self.encoder is not None and self.language is None:
+            self.encoder.attach(process)
+            process.attach(self.encoder.on_message)
 
-    replica_id: str
-    role: Role
-    curves: ServiceCurves
-    num_blocks: int = 0
-    hardware: str = ""
-    bytes_per_row: int = 0
-    encoder: ServiceCurves | None = None
-    reported: ServiceCurves | None = None
-    step_target_s: float = math.inf
-    cache_bytes: int = 4 << 30
-    max_items: int = 16
-    num_prepare_threads: int = PREPARE_THREADS
-    max_batch: int = 256
-    ready_at: float = 0.0
-    dies_at: float | None = None
-    throttled: tuple[float, float] | None = None
+    @property
+    def spec(self) -> WorkerSpec:
+        return self.device.spec
 
-    def link(self, replica_id: str) -> Link:
-        return self.curves.links.get(replica_id) or self.curves.links[""]
+    @property
+    def replica_id(self) -> str:
+        return self.device.spec.replica_id
 
+    @property
+    def is_dead(self) -> bool:
+        return self.process.is_dead
 
-def member(spec: WorkerSpec, model: Model) -> Member:
-    """The worker as doors see it."""
-    return Member(
-        replica_id=spec.replica_id,
-        role=spec.role,
-        address="",
-        model=model.name,
-        layout="",
-        num_blocks=spec.num_blocks,
-        modalities=tuple((spec.encoder or spec.curves).encode),
-        hardware=spec.hardware,
-        block_bytes=model.kv_bytes_per_token * model.block_size,
-        num_layers=model.num_layers,
-        row_bytes=spec.bytes_per_row,
-    )
+    @property
+    def requests(self) -> Mapping[str, LanguageRequest]:
+        """The requests of its language engine. Raises AssertionError for a worker that only encodes."""
+        assert self.language is not None
+        return self.language.engine.requests
 
+    def expect(self, message: AnyMessage) -> None:
+        """A door has sent this message."""
+        is_prompt = isinstance(message, StartPrefill) or (isinstance(message, StartDecode) and message.prefills)
+        if self.language is not None and is_prompt:
+            self.language.coming[message.request.request_id] = message.request
 
-class Network:
-    """A message reaches its door or worker `delay_s` later; messages overtake none that were sent before."""
+    def receive(self, door: DoorId, message: AnyMessage) -> None:
+        """A message of a door has arrived."""
+        if self.language is not None and isinstance(message, StartPrefill | StartDecode):
+            self.language.coming.pop(message.request.request_id, None)
+        if isinstance(message, DecodeTarget):
+            self.process.kv_transfer_engine.expect(message.grant)
+        self.process.receive(door, message)
 
-    def __init__(self, loop: EventLoop, delay_s: float = NETWORK_S):
-        self._loop, self.delay_s = loop, delay_s
-        self.doors: Sequence[SimDoor] = ()
+    def connect(self, door: DoorId) -> None:
+        """A door has come: each engine greets it."""
+        for seat in self.process.seats:
+            seat.loop.call(seat.outbox.add_door, door)
 
-    def tell(self, call: Callable[..., object], *args: Any) -> None:
-        """The call happens when the message has arrived."""
-        self._loop.at(self._loop.now + self.delay_s, call, *args)
+    def measure(self, spec: WorkerSpec) -> None:
+        """The worker is as this says from now on, and has measured how fast it is, until it has forgotten how
+        fast it was."""
+        self.device.spec = spec
+        parts: list[Any] = [part for part in (self.encoder, self.language) if part is not None]
+        for part in parts * NUM_REPEATS:
+            part.warm_up()
 
-    def tell_doors(self, replica_id: str, *messages: AnyMessage) -> None:
-        """A worker reports the same to all doors."""
-        self._loop.at(self._loop.now + self.delay_s, self._deliver, replica_id, messages)
-
-    def _deliver(self, replica_id: str, messages: Sequence[AnyMessage]) -> None:
-        for door in self.doors:
-            door.receive(replica_id, *messages)
+    def kill(self) -> None:
+        """The process ends now."""
+        self.process.kill()

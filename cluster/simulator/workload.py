@@ -44,7 +44,7 @@ class SimRequest:
     arrived_at: float
     num_prompt_tokens: int
     num_output_tokens: int
-    block_hashes: Sequence[bytes]
+    block_keys: Sequence[bytes]  # one for each full block; equal ones have equal prompts so far
     media: tuple[Item, ...] = ()
     tenant: str = ""
     priority: int = 0

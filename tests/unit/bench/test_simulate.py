@@ -14,10 +14,11 @@ from bench.router.oracle import Oracle
 from bench.router.policies import maker
 from cluster.simulator.hardware import H200, NETWORK, VL_7B, encode_curve
 from cluster.simulator.layouts import Layout, throttled, workers
+from cluster.simulator.network import NETWORK_S
 from cluster.simulator.outcome import Outcome
 from cluster.simulator.results import Slo, summarise
 from cluster.simulator.simulation import MakePolicy, Simulation
-from cluster.simulator.worker import NETWORK_S, WorkerSpec
+from cluster.simulator.spec import WorkerSpec
 from cluster.simulator.workload import (
     WORKLOADS,
     SimRequest,
@@ -53,16 +54,18 @@ def simulate(
 
 
 def assert_nothing_is_left(simulation: Simulation) -> None:
-    for encoder in simulation.encoders.values():
-        assert encoder.is_dead or (not encoder.jobs and encoder.num_queued_rows == 0)
-    for worker in simulation.languages.values():
-        assert worker.is_dead or (
-            worker.blocks.num_used,
-            worker.num_queued_tokens,
-            len(worker.held),
-            len(worker.answers),
-            worker.max_step_tokens > 0 and worker.planner.next_step(),
-        ) == (0, 0, 0, 0, ([], False))
+    for worker in simulation.workers.values():
+        if worker.is_dead:
+            continue
+        if worker.encoder is not None:
+            load = worker.encoder.engine.load()
+            assert not worker.encoder.engine.items
+            assert (load.num_queued_units, load.num_used_blocks, load.num_open_leases) == (0, 0, 0)
+        if worker.language is not None:
+            load, blocks = worker.language.engine.load(), worker.language.blocks
+            assert not worker.requests and blocks.num_referenced == 0
+            assert (load.num_queued_units, load.num_used_blocks, load.num_open_leases) == (0, 0, 0)
+            blocks.check_integrity()
     for door in simulation.doors:
         assert door.is_idle
 
@@ -149,7 +152,7 @@ def test_nothing_happens_between_the_steps_of_an_answer() -> None:
     workload = Workload("one", fixed_text(256, 400))
     simulation, (outcome,) = simulate(workers(Layout(0, 1, 1), VL_7B, H200), workload, 1, 1)
     assert outcome.finished_at - outcome.request.arrived_at > 2.0
-    assert simulation.loop.num_run < 20
+    assert simulation.loop.num_run < 40
 
 
 # --- queueing theory
@@ -227,7 +230,7 @@ def test_a_replica_gets_work_from_when_it_has_started() -> None:
     specs = [early, replace(late, ready_at=2.0), decode]
     simulation = Simulation(specs, [maker("round_robin")], VL_7B)
     started: list[float] = []
-    late_prefill = simulation.prefills[late.replica_id]
+    late_prefill = simulation.workers[late.replica_id]
     original = late_prefill.receive
     late_prefill.receive = lambda *told: (started.append(simulation.loop.now), original(*told))[1]  # type: ignore[method-assign]
     simulation.run(WORKLOADS["text"].requests(20, 100, 0))
@@ -239,7 +242,8 @@ def test_memory_that_runs_out_sends_the_newest_back_and_all_finish() -> None:
     specs = [replace(s, num_blocks=40) if s.role is Role.DECODE else s for s in specs]
     workload = Workload("long answers", fixed_text(256, 400))
     simulation, outcomes = simulate(specs, workload, 50, 20)
-    assert simulation.decodes[specs[1].replica_id].num_preempted > 0
+    decode = simulation.workers[specs[1].replica_id].language
+    assert decode is not None and decode.engine.num_preempted > 0
     assert max(outcome.num_attempts for outcome in outcomes) > 1
     assert {outcome.status for outcome in outcomes} == {"finished"}
     assert_nothing_is_left(simulation)
@@ -275,7 +279,8 @@ def test_doors_that_are_asked_for_the_same_new_images_at_once_have_each_encoded_
     simulation = Simulation(workers(layout, VL_7B, H200), [JOINT] * 4, VL_7B)
     assert len(simulation.run(requests)) == len(requests)
     hashes = {request.media[0].media_hash for request in requests}
-    num_encoded = sum(encoder.has(each) for encoder in simulation.encoders.values() for each in hashes)
+    caches = [worker.encoder.cache for worker in simulation.workers.values() if worker.encoder is not None]
+    num_encoded = sum(each in cache for cache in caches for each in hashes)
     assert num_images <= num_encoded <= 1.05 * num_images
 
 

@@ -14,7 +14,7 @@ from cluster.simulator.layouts import ROLES, Layout, worker, workers
 from cluster.simulator.scaled import Bounds, ScaledPools
 from cluster.simulator.simulation import Simulation
 from cluster.simulator.workload import Draft, SimRequest, block_keys
-from cluster.types.members import Role
+from cluster.types.members import Phase, Role
 from router.policy import make_policy
 
 LETTERS = {role: letters for letters, role in ROLES.items()}
@@ -55,7 +55,7 @@ def test_a_load_step_up_and_down_loses_no_request():
     assert next(at for at, size in sizes if size >= 2) <= 15.0
     assert max(size for _, size in sizes) >= 3  # 1.6 workers would be busy all the time
     assert sizes[-1][1] == 1
-    (left,) = simulation.prefills
+    (left,) = simulation.alive(Phase.PREFILL)
     assert len(simulation.specs) == 2 and left in simulation.specs
     most = 1 + max(size for _, size in sizes)
     assert pools.device_seconds() < 0.75 * most * simulation.loop.now

@@ -1,0 +1,171 @@
+"""The thread of an engine in virtual time: as `cluster.worker.loop.StepLoop`, it runs what was asked of it
+between two steps, and steps as long as the engine has work.
+
+Where answers alone are generated, one step is like the next until something comes or an answer ends. Such
+steps are not events: the engine rests (`Rest`), and what it would have done meanwhile is done in one step,
+as with drafts that are all right, when something comes, or at the end of the first answer."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cluster.simulator.events import EventLoop, VirtualClock
+from cluster.worker.loop import Engine
+
+Call = tuple[Callable[..., None], tuple[Any, ...]]  # a function, and its arguments
+
+
+@dataclass(frozen=True)
+class Rest:
+    """At most `num_steps` steps of the same answers. Step i, counted from 0, lasts first_s + i · more_s."""
+
+    began_at: float
+    num_steps: int
+    first_s: float
+    more_s: float
+
+    def seconds(self, num_steps: int) -> float:
+        return num_steps * (self.first_s + 0.5 * (num_steps - 1) * self.more_s)
+
+    def ends_at(self, num_steps: int) -> float:
+        return self.began_at + self.seconds(num_steps)
+
+    def steps_at(self, instant: float) -> int:
+        """How many steps have ended at the instant, or will have when the one that runs then has."""
+        left_s, half = max(0.0, instant - self.began_at), 0.5 * self.more_s
+        linear = self.first_s - half
+        if half > 0:
+            steps = (math.sqrt(linear * linear + 4 * half * left_s) - linear) / (2 * half)
+        else:
+            steps = left_s / self.first_s
+        return max(1, min(self.num_steps, math.ceil(steps - 1e-9)))
+
+
+class RestingEngine(Protocol):
+    """An engine, with its device, that may rest."""
+
+    def may_take(self, calls: Sequence[Call], num_steps: int) -> bool:
+        """Whether the calls change nothing for the answers that are generated: requests enter whose prompts
+        others compute, and they leave the memory that so many steps need."""
+        ...
+
+    def admit(self) -> bool:
+        """Takes in what has come. Whether only answers are to be generated all the same."""
+        ...
+
+    def plan(self, began_at: float) -> Rest | None:
+        """What the engine does from `began_at` on, when a step is over, if nothing comes. None: it may be
+        more than steps of the same answers."""
+        ...
+
+    def max_steps(self) -> int:
+        """How many steps of these answers there is memory for, from the beginning of the rest on."""
+        ...
+
+    def make_up(self, rest: Rest, num_steps: int) -> None:
+        """The next step of the engine is so many of these."""
+        ...
+
+
+class EngineLoop:
+    def __init__(
+        self, loop: EventLoop, clock: VirtualClock, engine: Engine, resting: RestingEngine | None = None
+    ):
+        """`resting`: of an engine that may rest."""
+        self._loop, self._clock, self._engine, self._resting = loop, clock, engine, resting
+        self._calls: deque[Call] = deque()
+        self._next_at = math.inf  # when it runs next
+        self.busy_until = 0.0  # what it has done by then is done already in its records
+        self._rest: Rest | None = None
+        self.is_dead = False
+
+    def asked(self, function: Callable[..., None]) -> list[tuple[Any, ...]]:
+        """The arguments of the calls of `function` that wait."""
+        return [args for each, args in self._calls if each == function]
+
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Runs `function(*args)` between two steps. Inside an event that spends time, at its end."""
+        self._calls.append((function, args))
+        self.interrupt()
+
+    def interrupt(self) -> float:
+        """The engine runs as soon as it can: returns when. A step that runs then ends
+        first."""
+        at, rest = max(self._clock.now(), self.busy_until), self._rest
+        if rest is not None:
+            at = rest.ends_at(rest.steps_at(at))
+        self._run_at(at)
+        return at
+
+    def kill(self) -> None:
+        """The process ends now. What it has done before this instant counts."""
+        if self._rest is not None and (num_steps := self._rest.steps_at(self._loop.now) - 1):
+            self._make_up(num_steps)
+        self.is_dead = True
+
+    def _run_at(self, at: float) -> None:
+        if at < self._next_at:
+            self._next_at = at
+            self._loop.at(at, self._run, at)
+
+    def _run(self, at: float) -> None:
+        if at != self._next_at or self.is_dead:
+            return  # it has run sooner
+        self._next_at = math.inf
+        if self._rest is not None and self._goes_on(self._rest, at):
+            return
+        if self._rest is not None:
+            self._make_up(self._rest.steps_at(at))
+        with self._clock.at(at):
+            self._take_calls()
+            wait_s = self._engine.step()
+            self.busy_until = self._clock.now()
+        if wait_s == 0 and self._resting is not None and not self._calls:
+            self._rest = self._resting.plan(self.busy_until)
+        if self._rest is not None:
+            self._run_at(self._rest.ends_at(self._rest.num_steps))
+        elif wait_s is not None and wait_s != math.inf:
+            self._run_at(self.busy_until + wait_s)
+
+    def _goes_on(self, rest: Rest, at: float) -> bool:
+        """Whether the engine rests on, or again, after it has taken in what has come."""
+        resting = self._resting
+        assert resting is not None
+        num_steps = rest.steps_at(at)
+        if not resting.may_take(self._calls, num_steps):
+            return False
+        if is_over := num_steps == rest.num_steps:
+            self._make_up(num_steps)
+        self.busy_until = at
+        with self._clock.at(at):
+            self._take_calls()
+            if not resting.admit():
+                return False
+        if is_over:
+            self._rest = resting.plan(at)
+        elif (most := min(rest.num_steps, resting.max_steps())) > num_steps:
+            self._rest = replace(rest, num_steps=most)
+        else:
+            return False
+        if self._rest is None:
+            return False
+        self._run_at(self._rest.ends_at(self._rest.num_steps))
+        return True
+
+    def _take_calls(self) -> None:
+        while self._calls:
+            function, args = self._calls.popleft()
+            function(*args)
+
+    def _make_up(self, num_steps: int) -> None:
+        """The rest is over, after so many steps."""
+        rest, resting = self._rest, self._resting
+        assert rest is not None and resting is not None
+        self._rest = None
+        resting.make_up(rest, num_steps)
+        with self._clock.at(rest.began_at):
+            self._engine.step()
