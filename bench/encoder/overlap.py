@@ -36,11 +36,11 @@ from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
-from cluster.serving.ports import free_port
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import Modality
 from cluster.worker.cpu_slots import no_cpu_slots
 from decode_service.service import DecodeService
+from deploy.serving.ports import free_port
 from encoder_service.runner import EncoderRunner, Piece
 from encoder_service.service import EncoderService
 from prefill_service.service import PrefillService

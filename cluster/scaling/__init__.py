@@ -4,7 +4,7 @@ no clock, no I/O, no numpy; the controller of Ray Serve and the simulator run th
     DoorReport (of every door), PoolState (of every pool) → Snapshot → Scaler.decide → ScalingDecision
 
 `snapshot` has the values, `demand` turns the doors' totals into workers that each phase needs, `phases`
-divides workers of several phases, `scaler` decides. `cluster.serving.scaling` feeds it under Ray Serve,
+divides workers of several phases, `scaler` decides. `deploy.serving.scaling` feeds it under Ray Serve,
 `cluster.simulator.scaled` in virtual time."""
 
 from cluster.scaling.scaler import Scaler, ScalingDecision, ScalingSettings

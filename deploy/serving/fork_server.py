@@ -8,8 +8,8 @@ real interpreter if there is no fork server, if the fork server refuses, and for
 these, agents, log monitor and dashboard run with a low priority: neither a start nor a request waits for
 them.
 
-Life cycle: `launch` starts the process `python -m cluster.serving.fork_server FOLDER MODEL`. The driver
-(`cluster.serving.driver`) holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS`
+Life cycle: `launch` starts the process `python -m deploy.serving.fork_server FOLDER MODEL`. The driver
+(`deploy.serving.driver`) holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS`
 and what MODEL needs, and ends when its stdin ends, which is when the driver ends. Between two imports it
 forks up to `MAX_EARLY` children: Serve's controller, its proxies and the task that builds the application are
 the first workers and need no torch. Later requests wait for the last import.
