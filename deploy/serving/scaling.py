@@ -29,10 +29,10 @@ from ray.serve.config import AutoscalingContext
 from ray.util import metrics
 
 from cluster.clock import SystemClock
-from cluster.scaling import DoorReport, PoolState, Scaler, ScalingDecision, ScalingSettings, Snapshot
-from cluster.scaling.phases import Phases
 from cluster.types.members import Role
 from deploy.serving import ray_internals
+from router.scaling import DoorReport, PoolState, Scaler, ScalingDecision, ScalingSettings, Snapshot
+from router.scaling.phases import Phases
 
 logger = logging.getLogger("ray.serve")  # the controller's own log
 

@@ -35,7 +35,7 @@ MAX_FUNCTION_LINES = 60
 REASON = "# size:"  # followed by why this is longer
 
 # Decisions and state machines: data in, data out; the time is an argument.
-PURE = ("router/flow", "router/admission", "router/policy", "cluster/scheduling", "cluster/scaling")
+PURE = ("router/flow", "router/admission", "router/policy", "router/scaling", "cluster/scheduling")
 IMPURE = {
     "asyncio",
     "concurrent",

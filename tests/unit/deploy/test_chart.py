@@ -16,11 +16,11 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config.settings import ClusterArgs
-from cluster.scaling import ScalingSettings
 from cluster.types.members import Role
 from deploy.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, actor_options_of
 from deploy.serving.local_environment import FRONT
 from deploy.serving.scaling import ScalingPolicy
+from router.scaling import ScalingSettings
 from tests.unit.deploy.charts import (
     CHART,
     VALUES,

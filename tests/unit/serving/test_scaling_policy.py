@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from cluster.scaling import DoorReport, ScalingSettings
 from deploy.generate import CHART
 from deploy.serving.scaling import ScalingPolicy, assigned_phases, door_stats
+from router.scaling import DoorReport, ScalingSettings
 
 
 class ReplicaId(NamedTuple):
