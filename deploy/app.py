@@ -45,11 +45,11 @@ logger = logging.getLogger(__name__)
 # Import paths: each process loads only its own classes.
 SERVICES = {
     Role.ENCODE: "encoder_service.service:EncoderService",
-    Role.PREFILL: "prefill_service.service:PrefillService",
-    Role.DECODE: "decode_service.service:DecodeService",
-    Role.LANGUAGE: "decode_service.service:LanguageService",
-    Role.ENCODE_PREFILL: "cluster.whole:EncodePrefillService",
-    Role.WHOLE: "cluster.whole:WholeService",
+    Role.PREFILL: "prefill_service.service:prefill_worker",
+    Role.DECODE: "decode_service.service:decode_worker",
+    Role.LANGUAGE: "decode_service.service:language_worker",
+    Role.ENCODE_PREFILL: "deploy.whole:encode_prefill_worker",
+    Role.WHOLE: "deploy.whole:whole_worker",
 }
 DOOR = "router.door:Door"
 API = "router.api.app:build_api"

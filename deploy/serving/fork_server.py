@@ -62,7 +62,7 @@ IMPORTS = (
     "torch", "transformers",
     "router.door", "router.api.app",
     "torch._dynamo", "cluster.model", "transformers.modeling_utils",
-    "prefill_service.service", "decode_service.service", "encoder_service.service", "cluster.whole",
+    "prefill_service.service", "decode_service.service", "encoder_service.service", "deploy.whole",
 )  # fmt: skip
 # Variables that may differ from one worker to the next. Ray sets its own and SPT_NOENV, and reads them in the
 # child; the others are read when a worker starts to compute.
