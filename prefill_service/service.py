@@ -1,11 +1,11 @@
-"""One prefill worker process: it computes prompts and sends their KV to the workers that generate the
-answers."""
+"""One prefill worker process: a language engine that computes prompts and sends their KV to the workers that
+generate the answers. It has no open Serve calls: to Serve it always looks idle."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
 
-
-class PrefillService(LanguageWorker):
-    role = Role.PREFILL
+prefill_worker = partial(LanguageWorker, Role.PREFILL)

@@ -26,7 +26,6 @@ from cluster.ids import new_request_id
 from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.processor import MediaProcessor
 from cluster.media.surveyors import SurveyorPool
-from cluster.scaling import DoorReport
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.structure.checker import StructureChecker
 from cluster.structure.vocabulary import VocabularySource
@@ -58,7 +57,8 @@ from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake
 from router.prompts.media import MediaPlanner
 from router.prompts.media_budget import load_share
-from router.scaling import door_report
+from router.scaling import DoorReport
+from router.scaling.report import door_report
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 

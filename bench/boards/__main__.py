@@ -37,8 +37,8 @@ from bench.chromium import Chromium
 from bench.records import REPOSITORY
 from bench.workload import make_cases
 from cluster.config.settings import ClusterArgs
-from cluster.serving.launch import LocalCluster
 from deploy.boards import boards
+from deploy.serving.launch import LocalCluster
 
 CONFIG = Path(__file__).parent / "cluster.yaml"
 SCRAPE_S = 5

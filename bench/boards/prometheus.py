@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 
 from bench.boards.chart import Span
-from cluster.serving.launch import LocalCluster
-from cluster.serving.ports import free_port
+from deploy.serving.launch import LocalCluster
+from deploy.serving.ports import free_port
 
 BINARY = shutil.which("prometheus")
 HANG_S = 60.0

@@ -8,7 +8,7 @@ import asyncio
 
 from bench.chromium import HANG_S, Chromium
 from bench.ray_access import ray_headers
-from cluster.serving.launch import LocalCluster
+from deploy.serving.launch import LocalCluster
 
 # Picture → page, a JavaScript expression that is true when it shows what it should, size in pixels
 PAGES = {

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.serving.launch import processes_of
+from deploy.serving.launch import processes_of
 
 REPLICAS = ("encode", "prefill", "decode", "door")
 # Kind → how its command line begins, or the title that Ray has given it

@@ -26,9 +26,9 @@ from bench.chaos.client import Choices, FrontProbe, Load, Sending, open_session
 from bench.chaos.processes import REPLICAS, SIGNALS, Processes, send_signal
 from bench.chaos.recovery import Doors, Fault, Recovery, Watch
 from bench.records import Record
-from cluster.serving.command import DEFAULT_CONFIG
-from cluster.serving.launch import LocalCluster
-from cluster.serving.ports import free_port
+from deploy.serving.command import DEFAULT_CONFIG
+from deploy.serving.launch import LocalCluster
+from deploy.serving.ports import free_port
 
 IDLE_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 300.0

@@ -14,9 +14,9 @@ from bench.in_process import setup_here, started
 from bench.records import REPOSITORY
 from cluster.config.settings import ClusterArgs
 from cluster.engine.state import PromptWork
-from decode_service.service import DecodeService
+from decode_service.service import decode_worker
 from encoder_service.service import EncoderService
-from prefill_service.service import PrefillService
+from prefill_service.service import prefill_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
@@ -75,7 +75,7 @@ async def count() -> dict[str, Counter[str]]:
     """The counts of a greedy answer to each call, one after the other."""
     args = ClusterArgs.model_validate({**SETTINGS, **WORKERS})
     encoder = EncoderService(args, setup_here(args, "e"))
-    prefill, decode = PrefillService(args, setup_here(args, "p")), DecodeService(args, setup_here(args, "d"))
+    prefill, decode = prefill_worker(args, setup_here(args, "p")), decode_worker(args, setup_here(args, "d"))
     door, totals, found = Door(args, lambda replica_id, request_id: decode.run(request_id)), Counter(), {}
     for worker in (prefill, decode):
         worker._engine._runner.run = counted(worker._engine._runner.run, totals)

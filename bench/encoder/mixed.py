@@ -24,7 +24,7 @@ from bench.engine.client import ChatRequest
 from bench.engine.prompts import Prompts
 from bench.engine.servers import is_healthy
 from bench.records import REPOSITORY, Record
-from cluster.serving.ports import free_port
+from deploy.serving.ports import free_port
 
 OURS, BASELINE = "cluster", "synchronous"
 READY_TIMEOUT_S = 120.0

@@ -36,14 +36,14 @@ from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs, resolve
-from cluster.serving.ports import free_port
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import Modality
 from cluster.worker.cpu_slots import no_cpu_slots
-from decode_service.service import DecodeService
+from decode_service.service import decode_worker
+from deploy.serving.ports import free_port
 from encoder_service.runner import EncoderRunner, Piece
 from encoder_service.service import EncoderService
-from prefill_service.service import PrefillService
+from prefill_service.service import prefill_worker
 from router.api.app import build_api
 from router.door import Door
 
@@ -127,8 +127,8 @@ async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
     """All four phases in this process behind HTTP, with a slowed-down encoder. Yields the URL."""
     unique = secrets.token_hex(4)
     encoder = EncoderService(args, setup_here(args, f"e-{unique}"))
-    prefill = PrefillService(args, setup_here(args, f"p-{unique}"))
-    decode = DecodeService(args, setup_here(args, f"d-{unique}"))
+    prefill = prefill_worker(args, setup_here(args, f"p-{unique}"))
+    decode = decode_worker(args, setup_here(args, f"d-{unique}"))
     slow_down(encoder._engine._runner, ENCODE_S)
     encoder._engine._cpu_slots = no_cpu_slots(SystemClock())
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.engine.client import Endpoint
 from bench.engine.processes import role_of
-from cluster.serving.launch import LocalCluster, processes_of
-from cluster.serving.ports import free_port
+from deploy.serving.launch import LocalCluster, processes_of
+from deploy.serving.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "cluster.yaml"
 ENCODER_ITEMS = "epdg_encoder_items_total"

@@ -89,7 +89,7 @@ def make_plan(setup: Setup, name: str, model: str, overrides: Mapping[str, Any] 
     if name == OURS:
         config = setup.work / f"ours-{model}.yaml"
         config.write_text(yaml.safe_dump(cluster_config(setup, model, overrides or {}), sort_keys=False))
-        command = [sys.executable, "-m", "cluster.serving.command", "serve", str(config)]
+        command = [sys.executable, "-m", "deploy.serving.command", "serve", str(config)]
         environment = isa.torch_environment(setup.isa)
     elif name in (VLLM, VLLM_FP32):
         command, environment = vllm_command(setup, name, model), vllm_environment(setup, name)
@@ -132,7 +132,7 @@ def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> di
             {
                 "name": "epdg",
                 "route_prefix": "/",
-                "import_path": "cluster.app:build",
+                "import_path": "deploy.app:build",
                 "args": args,
                 "deployments": [{"name": pool, "num_replicas": 1} for pool in pools],
             }

@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from cluster.config.settings import REPOSITORY
-from cluster.serving.ports import free_port
+from deploy.serving.ports import free_port
 
-SERVE = (sys.executable, "-m", "cluster.serving.command", "serve")
+SERVE = (sys.executable, "-m", "deploy.serving.command", "serve")
 CLUSTER = REPOSITORY / "deploy" / "cluster.yaml"
 READY = re.compile(r"^ready in ([\d.]+) s: (\S+)")
 START_TIMEOUT_S = 300.0

@@ -109,7 +109,7 @@ def _joined(reports: Sequence[ClientReport]) -> Mapping[str, object]:
 
 def configuration(topology: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """A Serve configuration for one GPU, on a free port."""
-    from cluster.serving.ports import free_port
+    from deploy.serving.ports import free_port
 
     roles, shares = TOPOLOGIES[topology]
     content = yaml.safe_load(CONFIG.read_text())
@@ -126,7 +126,7 @@ def configuration(topology: str, args: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def running(content: Mapping[str, Any], **environment: str) -> Iterator[str]:
     """The URL of a cluster that is ready. Its lines of progress go to stderr."""
-    from cluster.serving.launch import LocalCluster
+    from deploy.serving.launch import LocalCluster
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"

@@ -18,7 +18,6 @@ from typing import Any
 from bench.router.day import HOUR_S, TEXT, VIDEO, day, text_draft, video_draft
 from bench.tables import head
 from cluster.config.settings import AdmissionArgs
-from cluster.scaling import Scaler, ScalingSettings
 from cluster.simulator.demand import Demand, seconds
 from cluster.simulator.hardware import A100, VL_7B
 from cluster.simulator.layouts import ROLES, Layout, worker, workers
@@ -27,6 +26,7 @@ from cluster.simulator.results import interval
 from cluster.simulator.scaled import Bounds, ScaledPools
 from cluster.simulator.simulation import Simulation
 from router.policy import make_policy
+from router.scaling import Scaler, ScalingSettings
 
 LETTERS = {role: letters for letters, role in ROLES.items()}
 START = Layout(1, 2, 1)  # of the pools that are scaled

@@ -42,11 +42,11 @@ IDLE_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 10.0
 SERVICES = {
     Role.ENCODE: "encoder_service.service:EncoderService",
-    Role.PREFILL: "prefill_service.service:PrefillService",
-    Role.DECODE: "decode_service.service:DecodeService",
-    Role.LANGUAGE: "decode_service.service:LanguageService",
-    Role.ENCODE_PREFILL: "cluster.whole:EncodePrefillService",
-    Role.WHOLE: "cluster.whole:WholeService",
+    Role.PREFILL: "prefill_service.service:prefill_worker",
+    Role.DECODE: "decode_service.service:decode_worker",
+    Role.LANGUAGE: "decode_service.service:language_worker",
+    Role.ENCODE_PREFILL: "deploy.whole:encode_prefill_worker",
+    Role.WHOLE: "deploy.whole:whole_worker",
 }
 
 
@@ -283,8 +283,10 @@ def _work(spec: WorkerSpec, args: ClusterArgs, folder: str, pipe: Connection) ->
 async def _serve(spec: WorkerSpec, args: ClusterArgs, device: Device, pipe: Connection) -> None:
     import importlib
 
+    from cluster.worker.setup import set_up
+
     module, _, name = SERVICES[spec.role].partition(":")
-    service: Any = getattr(importlib.import_module(module), name)(args, spec.replica_id)
+    service: Any = getattr(importlib.import_module(module), name)(args, set_up(args, spec.replica_id))
     member = await service.start()
     if spec.emulated is not None:  # a device of its own, whatever it is made of
         member = msgspec.structs.replace(member, hardware="emulated")

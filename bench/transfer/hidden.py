@@ -33,13 +33,14 @@ from cluster.engine import engine as language_engine
 from cluster.engine import forward, kv_output
 from cluster.engine.kv_output import send_computed
 from cluster.engine.state import FirstTokens, LanguageRequest
+from cluster.engine.worker import LanguageWorker
 from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from decode_service.service import DecodeService
+from decode_service.service import decode_worker
 from kv_transfer.agents.agent import TransferState
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.lease.events import Completed
-from prefill_service.service import PrefillService
+from prefill_service.service import prefill_worker
 from router.door import Door
 from router.telemetry.timeline import RequestTimeline
 
@@ -145,15 +146,15 @@ async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
     with patch(
         "cluster.worker.process.make_agent", lambda transport, name, *_: SlowLink(network.agent(name), link)
     ):
-        prefill = PrefillService(args, setup_here(args, f"p-{unique}"))
-        decode = DecodeService(args, setup_here(args, f"d-{unique}"))
+        prefill = prefill_worker(args, setup_here(args, f"p-{unique}"))
+        decode = decode_worker(args, setup_here(args, f"d-{unique}"))
     _watch(prefill, decode, times)
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
     async with started(door, (prefill, decode)):
         yield door
 
 
-def _watch(prefill: PrefillService, decode: DecodeService, times: RequestTimes) -> None:
+def _watch(prefill: LanguageWorker, decode: LanguageWorker, times: RequestTimes) -> None:
     report, on_event = prefill._engine._on_prompt, decode._process.transfer_engine._on_event
 
     def report_first_tokens(request: LanguageRequest, first: FirstTokens) -> None:

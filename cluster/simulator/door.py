@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import InternalError, OverloadedError
-from cluster.scaling import DoorReport
 from cluster.simulator.client import SimClient, make_client, name_of
 from cluster.simulator.placer import UNLIMITED, SimPlacer
 from cluster.simulator.spec import WorkerSpec, member
@@ -31,7 +30,8 @@ from router.admission.queue import AdmissionQueue
 from router.flow.outputs import Deliver, Drained, Output, Send
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.policy import ClusterView, Policy
-from router.scaling import door_report
+from router.scaling import DoorReport
+from router.scaling.report import door_report
 
 if TYPE_CHECKING:
     from cluster.simulator.simulation import Simulation

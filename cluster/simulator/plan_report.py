@@ -77,7 +77,7 @@ def plan_config(best: Plan, promise: str, model: Model, command: str) -> str:
             "applications:",
             "  - name: epdg",
             "    route_prefix: /",
-            "    import_path: cluster.app:build",
+            "    import_path: deploy.app:build",
             "    args:",
             *(f"      {key}: {value}" for key, value in settings.items()),
             "    deployments:",

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cluster.scaling import PoolState, Scaler, ScalingDecision, Snapshot
-from cluster.scaling.scaler import Change
 from cluster.simulator.simulation import Simulation
 from cluster.simulator.spec import WorkerSpec
 from cluster.types.members import Role
 from cluster.types.messages import PhasesAssigned
+from router.scaling import PoolState, Scaler, ScalingDecision, Snapshot
+from router.scaling.scaler import Change
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ ALLOWED = {
     "LEDGER": "the same",
 }
 ALLOWED_IN = {
-    ("launch", "cluster/serving"): "processes are launched",
+    ("launch", "deploy/serving"): "processes are launched",
     ("ledger", "router/api"): "the HTTP field and header, which clients know",
     ("flight", "cluster/media"): "single flight: calls that share one execution",
     ("flights", "cluster/media"): "the same",

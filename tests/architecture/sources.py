@@ -17,8 +17,9 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SERVICES = ("encoder_service", "prefill_service", "decode_service")
-PRODUCT = ("cluster", "router", *SERVICES, "kv_transfer")
-PACKAGES = (*PRODUCT, "deploy", "bench")
+ROOF = ("deploy/__init__.py", "deploy/app.py", "deploy/serving")  # what composes the product, in `deploy`
+PRODUCT = ("cluster", "router", *SERVICES, "kv_transfer", *ROOF)
+PACKAGES = ("cluster", "router", *SERVICES, "kv_transfer", "deploy", "bench")
 SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))
 TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 DOCUMENTS = sorted(

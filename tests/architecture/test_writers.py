@@ -14,7 +14,7 @@ import pytest
 
 from tests.architecture.sources import SOURCES, classes_of, name_of, nodes_of, room_of
 
-ROOMS = ("cluster/engine", "cluster/scheduling", "cluster/scaling", "cluster/text")
+ROOMS = ("cluster/engine", "cluster/scheduling", "router/scaling", "cluster/text")
 # Their lists, sets and dicts are changed by calls as well.
 RECORDS = ("cluster/engine/sequence.py", "cluster/engine/state.py", "cluster/engine/shared_copies.py")
 # Methods of lists, sets and dicts that change them.

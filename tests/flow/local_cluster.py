@@ -22,12 +22,12 @@ from cluster.engine.engine import LanguageEngine
 from cluster.engine.state import LanguagePhase
 from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
-from cluster.whole import EncodePrefillService, WholeService
 from cluster.worker.setup import set_up
-from decode_service.service import DecodeService, LanguageService
+from decode_service.service import decode_worker, language_worker
+from deploy.whole import encode_prefill_worker, whole_worker
 from encoder_service.service import EncoderService
 from kv_transfer.agents.factory import Transport
-from prefill_service.service import PrefillService
+from prefill_service.service import prefill_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
@@ -47,7 +47,7 @@ class LocalCluster:
     doors: list[Door]
     encoders: list[EncoderService]
     prefills: list[LanguageWorker]
-    decodes: list[DecodeService]
+    decodes: list[LanguageWorker]
 
     @property
     def door(self) -> Door:
@@ -148,9 +148,11 @@ async def local_cluster(
         return [service(args, setup, lease_margin_s=lease_margin_s) for setup in setups]
 
     encoders = made(lambda *args, **_: EncoderService(*args), Role.ENCODE, "e")
-    prefills = made(PrefillService, Role.PREFILL, "p") + made(EncodePrefillService, Role.ENCODE_PREFILL, "ep")
-    decodes = made(DecodeService, Role.DECODE, "d") + made(LanguageService, Role.LANGUAGE, "l")
-    decodes += made(WholeService, Role.WHOLE, "w")
+    prefills = made(prefill_worker, Role.PREFILL, "p") + made(
+        encode_prefill_worker, Role.ENCODE_PREFILL, "ep"
+    )
+    decodes = made(decode_worker, Role.DECODE, "d") + made(language_worker, Role.LANGUAGE, "l")
+    decodes += made(whole_worker, Role.WHOLE, "w")
     by_id = {service.replica_id: service for service in decodes}
 
     async def call_decode(replica_id: str, request_id: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from bench.workload import make_cases
 from cluster.errors import ClusterError, MediaError, UnavailableError
 from cluster.text.defaults import GenerationDefaults
+from decode_service.calls import GenerationCalls
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
@@ -95,6 +96,5 @@ async def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
 
 
 async def test_a_serve_call_whose_request_never_comes_ends_by_itself():
-    async with local_cluster(cluster_args(64)) as cluster:
-        with pytest.raises(UnavailableError, match="did not reach this worker"):
-            await cluster.decodes[0].run("never sent", start_timeout_s=0.05)
+    with pytest.raises(UnavailableError, match="did not reach this worker"):
+        await GenerationCalls(start_timeout_s=0.05).run("never sent")

@@ -13,12 +13,13 @@ import pytest
 from bench.workload import KINDS, Answer, Case
 from cluster.config.settings import ClusterArgs, TransferArgs
 from cluster.engine.state import LanguageRequest
+from cluster.engine.worker import LanguageWorker
 from cluster.errors import ConfigError
 from cluster.ids import new_request_id
 from cluster.types.curves import Link
 from cluster.types.request import GenerateRequest, StopParams
 from cluster.worker.setup import set_up
-from decode_service.service import DecodeService
+from decode_service.service import decode_worker
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.sender import Sender
@@ -222,7 +223,7 @@ async def test_new_requests_use_workers_for_their_assigned_phases(expected):
             cluster.decodes[0].assign(["encode"])
 
 
-def sent_bytes(worker: DecodeService) -> int:
+def sent_bytes(worker: LanguageWorker) -> int:
     return worker._process.transfer_engine.sent.raw_bytes
 
 
@@ -306,13 +307,13 @@ async def test_int4_that_a_probe_finds_too_coarse_is_refused_with_what_was_measu
     with pytest.raises(
         ConfigError, match=r"int4 changes this model's answers too much: .* stay, divergence .* nats"
     ):
-        DecodeService(args, set_up(args, "d"))
+        decode_worker(args, set_up(args, "d"))
 
 
 async def test_kv_that_cannot_be_coded_is_refused_with_the_reason():
     args = cluster_args(48).model_copy(update={"transfer": TransferArgs(codec="int8"), "block_size": 48})
     with pytest.raises(ConfigError, match=r"int8 needs plain K and V .* divides 64"):
-        DecodeService(args, set_up(args, "d"))
+        decode_worker(args, set_up(args, "d"))
 
 
 async def test_a_seed_draws_the_same_tokens_alone_and_in_company(expected):

@@ -29,7 +29,7 @@ from cluster.model.parallel import (
 )
 from cluster.model.step_model import StepModel
 from cluster.worker.setup import set_up
-from decode_service.service import DecodeService
+from decode_service.service import decode_worker
 from tests.fakes.processes import fork_server
 from tests.flow.quantised_folders import (
     FP8_ENTRY,
@@ -210,7 +210,7 @@ def test_what_cannot_be_shared_out_is_refused_and_leaves_no_process(changes, mes
     settings = {"model": str(REPOSITORY / "deploy" / "demo_model"), "tensor_parallel_size": 2, **changes}
     args = ClusterArgs.model_validate(settings)
     with pytest.raises(ConfigError, match=message):
-        DecodeService(args, set_up(args, "d"))
+        decode_worker(args, set_up(args, "d"))
     assert not multiprocessing.active_children() and not children_of(os.getpid())
 
 

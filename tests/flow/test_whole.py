@@ -12,7 +12,7 @@ import pytest
 
 from bench.workload import Answer, Case, Reference, make_cases
 from cluster.engine.features import FeatureStore
-from decode_service.service import DecodeService
+from cluster.engine.worker import LanguageWorker
 from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.lease.receiver import Receiver
 from kv_transfer.lease.sender import Sender
@@ -85,7 +85,7 @@ def encoded(cluster: LocalCluster) -> list[int]:
     return [encoder_of(whole).engine.load().encoded.num_encoded for whole in cluster.decodes]
 
 
-def encoder_of(whole: DecodeService) -> Any:
+def encoder_of(whole: LanguageWorker) -> Any:
     return whole._encoder
 
 
@@ -158,6 +158,6 @@ async def test_of_two_requests_with_one_image_the_first_may_leave(image):
         assert whole._features.num_used_blocks == 0 and asked[0].cancelled()
 
 
-def requests_with_items(whole: DecodeService) -> set[str]:
+def requests_with_items(whole: LanguageWorker) -> set[str]:
     assert whole._features is not None
     return {request_id for request_id, _ in whole._features._copies}

@@ -22,8 +22,8 @@ import torch
 
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
+from cluster.engine.inbox import Inbox, OwnEmbeddings
 from cluster.engine.limits import StepLimits
-from cluster.engine.worker import LanguageWorker, OwnEmbeddings
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.kvcache.tier import KvTier
@@ -196,14 +196,15 @@ class SimulatedEncoder(Encoder):
         self._seat, self._clock = seat, worker.clock
 
 
-class SimulatedLanguage(LanguageWorker):
+class SimulatedLanguage(Inbox):
     def __init__(self, worker: SimulatedWorker, role: Role):
         self.role = role
         self._host, sizes = worker.host, worker.host.sizes
         host = self._host
         self.kv = BlockMemory(KV_LAYOUT, sizes.kv_blocks)
         feature_memory = BlockMemory(FEATURE_LAYOUT, sizes.feature_blocks)
-        self._encoder = encoder = SimulatedEncoder(worker) if role.encodes else None
+        self._encoder = SimulatedEncoder(worker) if role.encodes else None
+        encoder: Any = self._encoder
         process = SimulatedParts(
             worker,
             kv_out=self.kv if role.prefills else None,
@@ -248,8 +249,8 @@ class SimulatedLanguage(LanguageWorker):
         self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
         if sizes.is_warm and not role.prefills:
             self._engine.planner.budget.observe(sizes.step_tokens, 0.0, STEP_S + TOKEN_S * sizes.step_tokens)
-        self._process, self._model = process, model
-        self._take_seats(process)
+        self._process = process
+        super().__init__(role, process, self._engine, self._features, encoder)
         if self._tier is not None:
             self._tier.start(process.loop.call)
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.serving.launch import LocalCluster, processes_of
-from cluster.serving.ports import free_port
+from deploy.serving.launch import LocalCluster, processes_of
+from deploy.serving.ports import free_port
 from tests.flow.local_cluster import PATIENT_DOOR
 
 CLUSTER = Path(__file__).parents[2] / "deploy" / "cluster.yaml"

@@ -14,7 +14,7 @@ import pytest
 
 from bench.boards.page import queries
 from bench.boards.prometheus import BINARY, latest, prometheus
-from cluster.serving.launch import LocalCluster
+from deploy.serving.launch import LocalCluster
 from tests.serve.test_replicas import HANG_S
 from tests.unit.deploy.charts import CHART
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 
 from bench.workload import Reference, make_cases
-from cluster.serving.launch import LocalCluster
+from deploy.serving.launch import LocalCluster
 from tests.serve.conftest import audit
 from tests.serve.test_replicas import pid_of, until_running
 

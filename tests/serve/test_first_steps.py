@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from bench.first_steps.folders import make_text
 from bench.first_steps.launcher import SERVE, run_until_end, running, write_config
-from cluster.serving.launch import processes_of
+from deploy.serving.launch import processes_of
 from tests.serve.test_replicas import HANG_S, ask
 
 pytestmark = pytest.mark.slow  # each starts a cluster of its own

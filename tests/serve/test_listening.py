@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from bench.ray_access import ray_headers
-from cluster.serving.launch import processes_of
+from deploy.serving.launch import processes_of
 from tests.fakes.sockets import listeners_of, unix_paths_of, with_descendants
 from tests.serve.test_replicas import HANG_S
 

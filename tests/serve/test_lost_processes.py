@@ -15,7 +15,7 @@ import pytest
 
 from bench.chaos.processes import REPLICAS, Processes
 from bench.ray_access import ray_headers
-from cluster.serving.launch import LocalCluster, processes_of
+from deploy.serving.launch import LocalCluster, processes_of
 from tests.serve.conftest import audit, configuration
 from tests.serve.test_replicas import GUARD_S, HANG_S, pid_of
 
@@ -115,7 +115,7 @@ async def test_no_worker_outlives_the_driver(tmp_path: Path) -> None:
 
 
 def is_driver(pid: int) -> bool:
-    return b"cluster.serving.driver" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return b"deploy.serving.driver" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 async def until_taken_over(cluster: LocalCluster, client: httpx.AsyncClient) -> None:

@@ -26,9 +26,9 @@ import yaml
 from bench import soak
 from bench.ray_access import ray_headers
 from bench.workload import make_cases
-from cluster.serving.launch import processes_of
-from cluster.serving.local_environment import cluster_environment
-from cluster.serving.ports import free_port
+from deploy.serving.launch import processes_of
+from deploy.serving.local_environment import cluster_environment
+from deploy.serving.ports import free_port
 from tests.flow.test_law import ask
 from tests.serve.conftest import CLUSTER
 

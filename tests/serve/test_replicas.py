@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from bench.chaos.processes import Processes
-from cluster.serving.launch import processes_of
+from deploy.serving.launch import processes_of
 from tests.fakes.slow_params import often
 
 PAUSE_S, HANG_S, GUARD_S = 0.05, 120.0, 300.0
@@ -71,7 +71,7 @@ def test_a_replica_has_the_priority_of_the_command_that_started_it(cluster, pool
 def test_a_replica_is_forked_and_leads_a_process_group(cluster, pool):
     for pid in pids_of(cluster, pool):
         parent, group = map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1:3])
-        assert b"cluster.serving.fork_server" in Path(f"/proc/{parent}/cmdline").read_bytes()
+        assert b"deploy.serving.fork_server" in Path(f"/proc/{parent}/cmdline").read_bytes()
         assert group == pid  # the raylet kills the group of a worker that has ended
 
 

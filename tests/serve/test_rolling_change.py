@@ -16,7 +16,7 @@ import yaml
 from bench.ray_access import ray_headers
 from bench.soak import stream
 from bench.workload import make_cases
-from cluster.serving.launch import LocalCluster
+from deploy.serving.launch import LocalCluster
 from tests.serve.conftest import running
 
 DEADLINE_S = 300.0

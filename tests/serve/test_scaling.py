@@ -11,8 +11,8 @@ import httpx
 import pytest
 import yaml
 
-from cluster.serving.launch import LocalCluster
-from cluster.serving.ports import free_port
+from deploy.serving.launch import LocalCluster
+from deploy.serving.ports import free_port
 from tests.serve.conftest import CLUSTER, audit
 from tests.serve.test_replicas import HANG_S, until_running
 

@@ -10,7 +10,7 @@ import time
 
 import httpx
 
-from cluster.serving.launch import LocalCluster
+from deploy.serving.launch import LocalCluster
 from tests.serve.test_replicas import pid_of, until_running
 
 GUARD_S = 60.0

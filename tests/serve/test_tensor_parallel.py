@@ -14,7 +14,7 @@ import pytest
 
 from bench import equality
 from bench.workload import Reference, make_cases
-from cluster.serving.launch import LocalCluster, processes_of
+from deploy.serving.launch import LocalCluster, processes_of
 from tests.serve.test_replicas import (
     HANG_S,
     ask,

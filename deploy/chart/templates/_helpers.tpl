@@ -95,7 +95,7 @@ app.kubernetes.io/part-of: {{ include "epdg.fullname" . }}
 {{- $host -}}
 {{- end }}
 
-{{/* GPUs of one worker, as cluster.app gives them to the replica. */}}
+{{/* GPUs of one worker, as deploy.app gives them to the replica. */}}
 {{- define "epdg.workerGpus" -}}
 {{- if ne .root.Values.device "cuda" -}}0
 {{- else if eq .role "encode" -}}1

@@ -1,4 +1,4 @@
-{{/* The Serve file of the application: the same that `serve deploy` takes, with `args` as cluster.app accepts them. */}}
+{{/* The Serve file of the application: the same that `serve deploy` takes, with `args` as deploy.app accepts them. */}}
 {{- define "epdg.serveConfig" -}}
 proxy_location: EveryNode
 http_options: {host: 0.0.0.0, port: 8000}
@@ -6,12 +6,12 @@ logging_config: {log_level: WARNING, enable_access_log: false}
 applications:
   - name: epdg
     route_prefix: /
-    import_path: cluster.app:build
+    import_path: deploy.app:build
     {{- $isScaled := include "epdg.scaledGroups" . }}
     {{- if $isScaled }}
     {{- $scaling := .Values.scaling }}
     autoscaling_policy:
-      policy_function: cluster.serving.scaling:ScalingPolicy
+      policy_function: deploy.serving.scaling:ScalingPolicy
       policy_kwargs:
         target_ttft_s: {{ $scaling.targetTtftSeconds }}
         target_tpot_s: {{ $scaling.targetTpotSeconds }}

@@ -26,8 +26,8 @@ from typing import Any
 import httpx
 import yaml
 
-from cluster.serving.launch import LocalCluster
-from cluster.serving.ports import free_port
+from deploy.serving.launch import LocalCluster
+from deploy.serving.ports import free_port
 from tests.conformance import own_document
 
 HERE = Path(__file__).parent

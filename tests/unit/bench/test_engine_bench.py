@@ -259,7 +259,7 @@ def test_a_process_is_found_by_the_mark_in_its_environment_or_by_its_session(
         (b"ray::ServeReplica:epdg:Something", "ray"),
         (b"ray::ProxyActor\0", "ray"),
         (b"/venv/site-packages/ray/core/src/ray/raylet/raylet\0--x=ray::ServeReplica:a:Door", "ray"),
-        (b"python\0-m\0cluster.serving.launch\0ours.yaml\0", "other"),
+        (b"python\0-m\0deploy.serving.launch\0ours.yaml\0", "other"),
         (b"VLLM::EngineCore\0", "other"),
         (b"", "other"),
     ],

@@ -71,11 +71,11 @@ REHEARSED = {  # test file: places
         cluster/worker/memory_plan.py:available_bytes cluster/worker/memory_plan.py:gpu_bytes
         cluster/worker/setup.py:set_up """,
     "../engine/test_mixed_roles.py": "cluster/engine/limits.py:_num_kv_blocks",
-    "../serving/test_composition.py": "cluster/app.py:actor_options_of",
-    "../serving/test_preflight.py": """ cluster/serving/preflight.py:_check_machine
-        cluster/serving/preflight.py:_is_on_gpu
+    "../serving/test_composition.py": "deploy/app.py:actor_options_of",
+    "../serving/test_preflight.py": """ deploy/serving/preflight.py:_check_machine
+        deploy/serving/preflight.py:_is_on_gpu
     """,
-    "../serving/test_fork_server.py": "cluster/serving/fork_server.py:check_forkable",
+    "../serving/test_fork_server.py": "deploy/serving/fork_server.py:check_forkable",
     "../kv_transfer/test_nixl_import.py": "kv_transfer/agents/nixl_agent.py:load_nixl",
     "../../faults/test_engine_faults.py": "cluster/model/failures.py:is_device_lost",
     "../../contract/test_transport_probe.py": "cluster/worker/setup.py:check_device_transport",

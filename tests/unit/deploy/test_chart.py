@@ -15,12 +15,12 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, actor_options_of
 from cluster.config.settings import ClusterArgs
-from cluster.scaling import ScalingSettings
-from cluster.serving.local_environment import FRONT
-from cluster.serving.scaling import ScalingPolicy
 from cluster.types.members import Role
+from deploy.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, actor_options_of
+from deploy.serving.local_environment import FRONT
+from deploy.serving.scaling import ScalingPolicy
+from router.scaling import ScalingSettings
 from tests.unit.deploy.charts import (
     CHART,
     VALUES,

@@ -10,7 +10,7 @@ import yaml
 
 from cluster.config.environment import read_environment
 from cluster.config.settings import ClusterArgs
-from cluster.serving.local_environment import FRONT
+from deploy.serving.local_environment import FRONT
 from tests.unit.deploy.charts import CHART, Objects, example, needs_helm, one, pod_templates, render, walk
 
 pytestmark = needs_helm

@@ -7,12 +7,12 @@ import re
 import pytest
 import yaml
 
-from cluster.app import Hosts, actor_options_of
 from cluster.config.settings import REPOSITORY, ClusterArgs
 from cluster.engine.limits import limits_of, sizes_of
 from cluster.errors import ConfigError
-from cluster.serving.preflight import Machine, check
 from cluster.types.members import Role
+from deploy.app import Hosts, actor_options_of
+from deploy.serving.preflight import Machine, check
 from tests.fakes.model_folders import whole_omni_folder
 
 FILE = REPOSITORY / "deploy" / "cluster-one-gpu.yaml"
@@ -26,7 +26,7 @@ def args_of(**changes: object) -> ClusterArgs:
 
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_it_starts_where_there_is_a_gpu(has_gpu: bool, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("cluster.serving.preflight.check_port", lambda host, port: None)
+    monkeypatch.setattr("deploy.serving.preflight.check_port", lambda host, port: None)
     machine = Machine(cores=(0,), has_gpu=lambda: has_gpu)
     variables = {"EPDG_MODEL": str(whole_omni_folder(tmp_path / "m"))}
     if not has_gpu:

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from cluster.config.environment import read_environment
 from cluster.config.hub import NOT_WANTED
 from cluster.config.settings import REPOSITORY, ClusterArgs, resolve
-from cluster.serving.local_environment import FRONT, ONE_LOOP
 from cluster.types.members import Role
 from deploy.generate import DECIDED, files
+from deploy.serving.local_environment import FRONT, ONE_LOOP
 from tests.unit.deploy.charts import CHART, EXAMPLES, SCHEMA, VALUES, example
 
 JUDGE = jsonschema.Draft7Validator(SCHEMA)

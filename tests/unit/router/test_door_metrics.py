@@ -8,10 +8,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from cluster.serving.gauges import WorkerGauges
 from cluster.types.curves import Link
 from cluster.types.members import Member, Role
 from cluster.types.messages import LoadReport, PhasesAssigned
+from deploy.serving.gauges import WorkerGauges
 from router.admission.answers import RefusalReason
 from router.admission.fair_queue import AdmissionTicket
 from router.admission.totals import AdmissionTotals

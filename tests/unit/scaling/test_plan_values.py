@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cluster.app import Hosts, actor_options_of
 from cluster.config.settings import REPOSITORY, ClusterArgs
 from cluster.simulator.__main__ import main
 from cluster.simulator.hardware import ACCELERATORS, MODELS, VL_7B
 from cluster.simulator.layouts import Layout
 from cluster.simulator.plan_report import plan_config, plan_values
 from cluster.simulator.planner import Plan
+from deploy.app import Hosts, actor_options_of
 from deploy.generate import CHART
 
 EXAMPLES = sorted((REPOSITORY / "deploy").glob("cluster-*-gpus.yaml"))

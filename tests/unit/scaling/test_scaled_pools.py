@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import count
 
 from cluster.config.settings import AdmissionArgs
-from cluster.scaling import Scaler, ScalingSettings
 from cluster.simulator.hardware import A100, VL_7B
 from cluster.simulator.layouts import ROLES, Layout, worker, workers
 from cluster.simulator.scaled import Bounds, ScaledPools
@@ -16,6 +15,7 @@ from cluster.simulator.simulation import Simulation
 from cluster.simulator.workload import Draft, SimRequest, block_keys
 from cluster.types.members import Phase, Role
 from router.policy import make_policy
+from router.scaling import Scaler, ScalingSettings
 
 LETTERS = {role: letters for letters, role in ROLES.items()}
 SETTINGS = ScalingSettings(target_ttft_s=2.0, start_s=2.0, drain_s=2.0)

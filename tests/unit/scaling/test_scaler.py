@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.scaling import DoorReport, PoolState, Scaler, ScalingDecision, ScalingSettings, Snapshot
 from cluster.types.members import Phase, Role
+from router.scaling import DoorReport, PoolState, Scaler, ScalingDecision, ScalingSettings, Snapshot
 
 SETTINGS = ScalingSettings(utilisation=0.75, start_s=30.0, drain_s=15.0)
 SPLIT = (Role.ENCODE, Role.PREFILL, Role.DECODE)

@@ -11,9 +11,9 @@ import pytest
 from cluster.config.environment import read_environment
 from cluster.config.settings import AccessArgs
 from cluster.errors import OverloadedError
-from cluster.serving import command
-from cluster.serving.welcome import DEFAULT_URL, EXAMPLES, welcome
 from cluster.types.media import Modality
+from deploy.serving import command
+from deploy.serving.welcome import DEFAULT_URL, EXAMPLES, welcome
 from router.calls import ChatCall
 from router.http.keys import Access
 from tests.fakes.fake_door import FakeDoor

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.config.keys import key_entry, read_key_file
 from cluster.config.settings import REPOSITORY
-from cluster.serving import command, launch
-from cluster.serving.ports import free_port
+from deploy.serving import command, launch
+from deploy.serving.ports import free_port
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_make_help_names_every_target_and_variable():
 
 def test_the_package_declares_the_command_and_everything_that_it_imports():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"epdg": "cluster.serving.command:main"}
+    assert project["scripts"] == {"epdg": "deploy.serving.command:main"}
     declared = {each.partition("[")[0].partition(">")[0].lower() for each in project["dependencies"]}
     assert imported_distributions() <= declared | NOT_DECLARED
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from cluster.app import Hosts, actor_options_of, compose
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Role
+from deploy.app import Hosts, actor_options_of, compose
 from tests.fakes.model_folders import DEMO_MODEL, text_folder, whole_omni_folder
 
 NOTHING = Hosts(frozenset(), frozenset())

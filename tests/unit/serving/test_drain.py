@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import pytest
 
-from cluster.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, compose
 from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.errors import ConfigError
-from cluster.serving.replicas import DRAIN_S, DecodeReplica, Replica
 from cluster.worker.process import STOP_TIMEOUT_S
+from deploy.app import DOOR_STOP_S, DRAIN_TIMEOUT_S, Hosts, compose
+from deploy.serving.replicas import DRAIN_S, DecodeReplica, Replica
 from tests.fakes.model_folders import DEMO_MODEL
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from cluster.serving import driver
-from cluster.serving.driver import GCS_MIN_LIFE_S, keep_gcs, wait_for_raylet
-from cluster.serving.ports import free_port
-from cluster.serving.ray_internals import RELEASE, SERVE_NAMESPACE
-from cluster.serving.status import PLAIN_START, are_running, read_status
+from deploy.serving import driver
+from deploy.serving.driver import GCS_MIN_LIFE_S, keep_gcs, wait_for_raylet
+from deploy.serving.ports import free_port
+from deploy.serving.ray_internals import RELEASE, SERVE_NAMESPACE
+from deploy.serving.status import PLAIN_START, are_running, read_status
 
 
 class ScriptedNode:

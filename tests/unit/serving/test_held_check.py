@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.serving.held_check import HeldCheck
+from deploy.serving.held_check import HeldCheck
 
 FOREVER_S = 3600.0
 

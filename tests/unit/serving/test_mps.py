@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.serving.mps import DAEMON, shares_gpus, start_mps
+from deploy.serving.mps import DAEMON, shares_gpus, start_mps
 
 OPENS = (sys.executable, "-c", "import os; assert os.environ['CUDA_MPS_PIPE_DIRECTORY']")
 FAILS = (sys.executable, "-c", "raise SystemExit(3)")

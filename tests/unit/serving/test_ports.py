@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.serving import ports as given
+from deploy.serving import ports as given
 
 SERVES_FIRST_PORT = 30_000  # that Ray gives to a door
 

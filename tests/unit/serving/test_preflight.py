@@ -17,8 +17,8 @@ import yaml
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
 from cluster.native.variants import VARIANTS
-from cluster.serving.ports import free_port
-from cluster.serving.preflight import Machine, StartPlan, check
+from deploy.serving.ports import free_port
+from deploy.serving.preflight import Machine, StartPlan, check
 from tests.fakes.model_folders import text_folder, whole_omni_folder, write_tensors
 
 GIB = 1 << 30
@@ -57,7 +57,7 @@ def names(plan: StartPlan) -> list[str]:
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 @pytest.mark.parametrize("make", [text_folder, whole_omni_folder])
 def test_a_shipped_file_names_no_deployment_that_a_model_lacks(tmp_path, file, make, monkeypatch):
-    monkeypatch.setattr("cluster.serving.preflight.check_port", lambda host, port: None)
+    monkeypatch.setattr("deploy.serving.preflight.check_port", lambda host, port: None)
     machine = Machine(cores=(0,), has_gpu=lambda: True)
     variables = {"EPDG_MODEL": str(make(tmp_path / "m")), "EPDG_CLUSTER_SECRET": "s"}
     plan = check(file, variables, machine)
@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_or_cannot_be_had_is_named(tmp_path):
 
 def test_nothing_large_is_imported_before_ray_starts():
     code = (
-        "import sys; from cluster.serving import command, preflight; from pathlib import Path\n"
+        "import sys; from deploy.serving import command, preflight; from pathlib import Path\n"
         "preflight.check(Path(sys.argv[1]), {})\n"
         "print(sorted({'torch', 'ray', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
     )

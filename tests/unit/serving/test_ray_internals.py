@@ -14,10 +14,10 @@ from ray.serve._private import replica
 
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
-from cluster.serving import ray_internals
-from cluster.serving.door import take_freed_port
-from cluster.serving.exposure import bind_to_node_address
-from cluster.serving.ray_internals import RELEASE, RayChanged
+from deploy.serving import ray_internals
+from deploy.serving.door import take_freed_port
+from deploy.serving.exposure import bind_to_node_address
+from deploy.serving.ray_internals import RELEASE, RayChanged
 
 NODE_METHODS = ("start_api_server", "start_monitor", "start_raylet")
 

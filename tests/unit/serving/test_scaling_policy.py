@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from cluster.scaling import DoorReport, ScalingSettings
-from cluster.serving.scaling import ScalingPolicy, assigned_phases, door_stats
 from deploy.generate import CHART
+from deploy.serving.scaling import ScalingPolicy, assigned_phases, door_stats
+from router.scaling import DoorReport, ScalingSettings
 
 
 class ReplicaId(NamedTuple):
@@ -74,7 +74,7 @@ def test_an_error_stays_inside_the_policy():
 
 
 def test_first_tokens_in_time_are_counted_by_the_buckets_of_the_door():
-    from cluster.serving.scaling import _report
+    from deploy.serving.scaling import _report
 
     stats = door_stats(DoorReport(num_answered=10), {1.0: 3.0, 2.5: 8.0, float("inf"): 10.0})
     assert _report(stats, 2.0).num_in_time == 8.0
@@ -84,7 +84,7 @@ def test_first_tokens_in_time_are_counted_by_the_buckets_of_the_door():
 def test_the_shipped_file_gives_settings_that_exist():
     (application,) = yaml.safe_load((CHART.parent / "cluster-scaled.yaml").read_text())["applications"]
     policy = application["autoscaling_policy"]
-    assert policy["policy_function"] == "cluster.serving.scaling:ScalingPolicy"
+    assert policy["policy_function"] == "deploy.serving.scaling:ScalingPolicy"
     ScalingSettings(**policy["policy_kwargs"])
     assert all("autoscaling_config" in each for each in application["deployments"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.serving.status import (
+from deploy.serving.status import (
     ClusterFailed,
     StartProgress,
     are_running,
@@ -18,7 +18,7 @@ TRACEBACK = """A replica failed to start with exception. Retrying 2 more time(s)
   File "ray/serve/_private/replica.py", line 1, in initialize_and_get_metadata
     raise RuntimeError(traceback.format_exc()) from None
 RuntimeError: Traceback (most recent call last):
-  File "cluster/serving/replicas.py", line 58, in __init__
+  File "deploy/serving/replicas.py", line 58, in __init__
     self._service = load(service)(local, replica_id)
 cluster.errors.ConfigError: this worker needs more memory than there is:
   weights                 9.7 MiB  (loaded)

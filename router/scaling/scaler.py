@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, inf
 
-from cluster.scaling.demand import DemandMeter, Need
-from cluster.scaling.phases import Phases, divide
-from cluster.scaling.snapshot import PoolState, Snapshot
 from cluster.types.members import Phase, Role
+from router.scaling.demand import DemandMeter, Need
+from router.scaling.phases import Phases, divide
+from router.scaling.snapshot import PoolState, Snapshot
 
 SLACK = 0.05  # of a worker, which is not worth another replica
 BAND = 0.1  # a pool shrinks only as far as it would not grow again if it needed so much more

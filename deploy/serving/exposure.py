@@ -15,7 +15,7 @@ import ray
 
 from cluster.config.environment import Environment
 from cluster.errors import ConfigError
-from cluster.serving import ray_internals
+from deploy.serving import ray_internals
 
 
 def bind_to_node_address() -> None:

@@ -1,14 +1,14 @@
-"""What one door tells the scaling policy (`cluster.scaling`): what arrives here, what waits here, and how
+"""What one door reports to the scaling policy: what arrives here, what waits here, and how
 busy the workers are, as this door sees them. Pure; reads only."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from cluster.scaling import DoorReport
 from router.admission.controller import AdmissionController
 from router.flow.placer import Placer
 from router.policy import answers_step_s
+from router.scaling.snapshot import DoorReport
 
 
 def door_report(

@@ -29,17 +29,17 @@ from ray import serve
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError, UnavailableError
-from cluster.serving.exposure import bind_to_node_address
-from cluster.serving.gauges import WorkerGauges
-from cluster.serving.held_check import HeldCheck
-from cluster.serving.published import encode_member
 from cluster.types.members import Member
 from cluster.types.messages import LoadReport
+from deploy.serving.exposure import bind_to_node_address
+from deploy.serving.gauges import WorkerGauges
+from deploy.serving.held_check import HeldCheck
+from deploy.serving.published import encode_member
 
 if TYPE_CHECKING:
     from cluster.worker.setup import WorkerSetup
 
-DRAIN_S = 14.0  # part of the time that Serve gives a replica to end (cluster.app); the rest is for stopping
+DRAIN_S = 14.0  # part of the time that Serve gives a replica to end (deploy.app); the rest is for stopping
 
 
 class WorkerService(Protocol):
@@ -111,7 +111,7 @@ class Replica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls it once a second if the deployment has an `autoscaling_config`. The doors report to the
         policy how busy this worker is; this worker asks what it shall do."""
-        from cluster.serving.scaling import assigned_phases
+        from deploy.serving.scaling import assigned_phases
 
         phases = await asyncio.to_thread(assigned_phases, self._app, self._replica_id)
         if phases is not None:

@@ -37,10 +37,11 @@ import yaml
 from cluster.config.checkpoint import read_config
 from cluster.config.environment import child_environment
 from cluster.config.families import family_of_type
-from cluster.serving import preflight
-from cluster.serving.local_environment import cluster_environment
-from cluster.serving.mps import shares_gpus, start_mps
-from cluster.serving.status import (
+from cluster.types.media import Modality
+from deploy.serving import preflight
+from deploy.serving.local_environment import cluster_environment
+from deploy.serving.mps import shares_gpus, start_mps
+from deploy.serving.status import (
     PLAIN_START,
     ClusterFailed,
     StartProgress,
@@ -49,7 +50,6 @@ from cluster.serving.status import (
     own_message,
     read_status,
 )
-from cluster.types.media import Modality
 
 READY_TIMEOUT_S = 1800.0  # large models on slow disks take long; failures are noticed much sooner
 POLL_S = 0.1
@@ -189,13 +189,13 @@ class LocalCluster:
             self._fork_server = self._spawn(
                 log,
                 {**environment, "OMP_NUM_THREADS": "1"},
-                ["cluster.serving.fork_server", str(self.folder), _model_of(plan)],
+                ["deploy.serving.fork_server", str(self.folder), _model_of(plan)],
                 stdin=ends_with_driver,
             )
             self._process = self._spawn(
                 log,
                 environment,
-                ["cluster.serving.driver", str(config), str(self.folder)],
+                ["deploy.serving.driver", str(config), str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[held_by_driver],
             )

@@ -26,10 +26,10 @@ from cluster.config.keys import read_key_file
 from cluster.config.machine import available_memory, has_gpu, max_open_files
 from cluster.errors import ConfigError
 from cluster.native.variants import Variant, check_choice, runnable_variants
-from cluster.serving.local_environment import HAPROXY_FILES, POOL_SLOTS
 from cluster.types.members import Role
+from deploy.serving.local_environment import HAPROXY_FILES, POOL_SLOTS
 
-BUILDER = "cluster.app:build"
+BUILDER = "deploy.app:build"
 _SERVE_SECTIONS = (  # Serve would ignore an unknown name
     "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config",
     "tracing_config",
@@ -118,7 +118,7 @@ def check_port(host: str, port: int) -> None:
 def _complete(
     application: dict[str, Any], file: Path, environment: Environment, machine: Machine
 ) -> list[str]:
-    """Checks one application that `cluster.app` builds and fills in what is known now. Returns notes for the
+    """Checks one application that `deploy.app` builds and fills in what is known now. Returns notes for the
     operator."""
     args = _settings(application.get("args") or {}, file)
     resolved = resolve(args, environment, num_cores=len(machine.cores))

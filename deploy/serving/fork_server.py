@@ -8,8 +8,8 @@ real interpreter if there is no fork server, if the fork server refuses, and for
 these, agents, log monitor and dashboard run with a low priority: neither a start nor a request waits for
 them.
 
-Life cycle: `launch` starts the process `python -m cluster.serving.fork_server FOLDER MODEL`. The driver
-(`cluster.serving.driver`) holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS`
+Life cycle: `launch` starts the process `python -m deploy.serving.fork_server FOLDER MODEL`. The driver
+(`deploy.serving.driver`) holds the other end of its stdin. The process listens in FOLDER, imports `IMPORTS`
 and what MODEL needs, and ends when its stdin ends, which is when the driver ends. Between two imports it
 forks up to `MAX_EARLY` children: Serve's controller, its proxies and the task that builds the application are
 the first workers and need no torch. Later requests wait for the last import.
@@ -62,7 +62,7 @@ IMPORTS = (
     "torch", "transformers",
     "router.door", "router.api.app",
     "torch._dynamo", "cluster.model", "transformers.modeling_utils",
-    "prefill_service.service", "decode_service.service", "encoder_service.service", "cluster.whole",
+    "prefill_service.service", "decode_service.service", "encoder_service.service", "deploy.whole",
 )  # fmt: skip
 # Variables that may differ from one worker to the next. Ray sets its own and SPT_NOENV, and reads them in the
 # child; the others are read when a worker starts to compute.

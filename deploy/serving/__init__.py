@@ -1,4 +1,4 @@
-"""The adapters between Ray Serve and our plain classes. With `cluster.app`, the only code that imports Ray;
+"""The adapters between Ray Serve and our plain classes. With `deploy.app`, the only code that imports Ray;
 nothing passes per token.
 
 * `replicas`: wraps a worker service. `door`: wraps the HTTP door.

@@ -4,21 +4,14 @@ language engine (`cluster.engine`). What it encodes for its own prompts stays in
 
 from __future__ import annotations
 
+from functools import partial
+
 from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
-from decode_service.service import DecodeService
+from decode_service.service import decode_worker
 from encoder_service.service import Encoder
 
-
-class EncodePrefillService(LanguageWorker):
-    """Sends the KV of its prompts to the workers that generate the answers."""
-
-    role = Role.ENCODE_PREFILL
-    load_encoder = Encoder.load
-
-
-class WholeService(DecodeService):
-    """Generates answers, too."""
-
-    role = Role.WHOLE
-    load_encoder = Encoder.load
+# It sends the KV of its prompts to the workers that generate the answers.
+encode_prefill_worker = partial(LanguageWorker, Role.ENCODE_PREFILL, load_encoder=Encoder.load)
+# It generates answers, too.
+whole_worker = partial(decode_worker, role=Role.WHOLE, load_encoder=Encoder.load)

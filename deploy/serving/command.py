@@ -14,10 +14,10 @@ from cluster.config.environment import read_environment
 from cluster.config.keys import key_entry, new_key
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError, RequestError
-from cluster.serving.ask import ask
-from cluster.serving.launch import LocalCluster
-from cluster.serving.status import ClusterFailed
-from cluster.serving.welcome import DEFAULT_URL, welcome
+from deploy.serving.ask import ask
+from deploy.serving.launch import LocalCluster
+from deploy.serving.status import ClusterFailed
+from deploy.serving.welcome import DEFAULT_URL, welcome
 
 DEFAULT_CONFIG = REPOSITORY / "deploy" / "cluster.yaml"
 DESCRIPTION = (

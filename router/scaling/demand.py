@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from cluster.scaling.snapshot import DoorReport
 from cluster.types.members import Phase
+from router.scaling.snapshot import DoorReport
 
 # Arrivals count over both windows. The short one sees a step within seconds; because the work of few requests
 # varies, it counts by its confidence interval only.

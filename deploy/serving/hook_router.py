@@ -39,9 +39,9 @@ class HookRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        from cluster.serving.membership import MEMBERSHIP
-        from cluster.serving.published import decode_members
         from cluster.types.members import Role
+        from deploy.serving.membership import MEMBERSHIP
+        from deploy.serving.published import decode_members
 
         MEMBERSHIP.publish(Role(self._role), decode_members(_metadata(replica) for replica in replicas))
 

@@ -20,10 +20,10 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
-from cluster.serving import ray_internals
-from cluster.serving.exposure import bind_to_node_address
-from cluster.serving.membership import MEMBERSHIP
 from cluster.types.members import Member, Role
+from deploy.serving import ray_internals
+from deploy.serving.exposure import bind_to_node_address
+from deploy.serving.membership import MEMBERSHIP
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ def take_freed_port() -> None:
 class DoorReplica:
     async def __init__(self, args: ClusterArgs, door: str, api: str, pools: dict[str, DeploymentHandle]):
         """`pools`: handles of all worker pools, by role. `door` and `api` are import paths."""
-        from cluster.serving.gauges import DoorGauges
-        from cluster.serving.held_check import HeldCheck
-        from cluster.serving.replicas import freeze_what_is_loaded, load
+        from deploy.serving.gauges import DoorGauges
+        from deploy.serving.held_check import HeldCheck
+        from deploy.serving.replicas import freeze_what_is_loaded, load
 
         bind_to_node_address()
         take_freed_port()
@@ -68,7 +68,7 @@ class DoorReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls it once a second if the deployment has an `autoscaling_config`."""
-        from cluster.serving.scaling import door_stats
+        from deploy.serving.scaling import door_stats
 
         return door_stats(*self._door.scaling_report())
 

@@ -3,7 +3,7 @@ times a second; the doors' reports come once a second.
 
 The file of the application names it, and gives each pool its bounds (deploy/cluster-scaled.yaml):
 
-    autoscaling_policy: {policy_function: "cluster.serving.scaling:ScalingPolicy", policy_kwargs: {…}}
+    autoscaling_policy: {policy_function: "deploy.serving.scaling:ScalingPolicy", policy_kwargs: {…}}
 
 `policy_kwargs` are the fields of `ScalingSettings`. Ways of the data:
 
@@ -29,10 +29,10 @@ from ray.serve.config import AutoscalingContext
 from ray.util import metrics
 
 from cluster.clock import SystemClock
-from cluster.scaling import DoorReport, PoolState, Scaler, ScalingDecision, ScalingSettings, Snapshot
-from cluster.scaling.phases import Phases
-from cluster.serving import ray_internals
 from cluster.types.members import Role
+from deploy.serving import ray_internals
+from router.scaling import DoorReport, PoolState, Scaler, ScalingDecision, ScalingSettings, Snapshot
+from router.scaling.phases import Phases
 
 logger = logging.getLogger("ray.serve")  # the controller's own log
 
