@@ -15,8 +15,8 @@ from cluster.simulator.events import EventLoop, VirtualClock
 from cluster.simulator.hardware import Model
 from cluster.simulator.network import NETWORK_S, Network
 from cluster.simulator.outcome import Outcome
-from cluster.simulator.spec import WorkerSpec
 from cluster.simulator.process import World
+from cluster.simulator.spec import WorkerSpec
 from cluster.simulator.worker import SimWorker
 from cluster.simulator.workload import SimRequest
 from cluster.types.curves import Curve, ServiceCurves

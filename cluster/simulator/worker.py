@@ -52,7 +52,9 @@ class SimWorker:
 
     def expect(self, message: AnyMessage) -> None:
         """A door has sent this message."""
-        is_prompt = isinstance(message, StartPrefill) or (isinstance(message, StartDecode) and message.prefills)
+        is_prompt = isinstance(message, StartPrefill) or (
+            isinstance(message, StartDecode) and message.prefills
+        )
         if self.language is not None and is_prompt:
             self.language.coming[message.request.request_id] = message.request
 
