@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-import pytest_asyncio
 
 from bench.workload import data_uri, png_bytes
 from deploy.demo_model.training.media import jpeg_bytes
@@ -40,20 +39,6 @@ from tests.flow.test_law import MAX_TOKENS, MODEL
 from tests.flow.test_media_crowd import Gate, gate
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-Served = tuple[LocalCluster, httpx.AsyncClient]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def _served() -> AsyncIterator[Served]:
-    async with serving() as served:
-        yield served
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def served(_served: Served) -> AsyncIterator[Served]:
-    """A cluster that is as it comes, and its client: for tests that change nothing of it."""
-    yield _served
-    await _served[0].audit()
 
 
 def num_encoded(cluster: LocalCluster) -> int:
