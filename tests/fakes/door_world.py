@@ -8,33 +8,10 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
 
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from router.admission.queue import AdmissionQueue, AdmissionRefusal, AdmissionTicket, Admitted, Capacity
-
-
-@dataclass
-class Story:
-    """What became of one request."""
-
-    ticket: AdmissionTicket
-    offered_at: float
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-    refused_at: float | None = None
-    refused: AdmissionRefusal | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        assert self.first_token_at is not None
-        return self.first_token_at - self.ticket.arrived_at
-
-    @property
-    def wait_s(self) -> float:
-        assert self.admitted_at is not None
-        return self.admitted_at - self.offered_at
+from tests.histories.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -47,14 +24,43 @@ class Arrival:
     num_blocks: int = 0
     decode_s: float = 0.0
 
+    @property
+    def stages_s(self) -> tuple[float, float]:
+        return self.encode_s, self.prefill_s
+
+
+@dataclass
+class Story:
+    """What became of one request."""
+
+    arrival: Arrival
+    ticket: AdmissionTicket
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    refused_at: float | None = None
+    refused: AdmissionRefusal | None = None
+
+    @property
+    def offered_at(self) -> float:
+        return self.arrival.at
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_token_at is not None
+        return self.first_token_at - self.ticket.arrived_at
+
+    @property
+    def wait_s(self) -> float:
+        assert self.admitted_at is not None
+        return self.admitted_at - self.offered_at
+
 
 class _Pool:
     """Workers that serve one queue in order of arrival."""
 
     def __init__(self, num_workers: int):
-        self.free = num_workers
-        self.num_workers = num_workers
-        self.waiting: deque[tuple[int, Story, Arrival]] = deque()  # with the stage
+        self.num_workers = self.num_free = num_workers
+        self.waiting: deque[tuple[int, Story]] = deque()  # with the stage
         self.outstanding_s = 0.0
 
 
@@ -66,107 +72,98 @@ class DoorWorld:
         num_encoders: int = 1,
         num_whole: int = 0,
         num_blocks: int = 10**9,
-        text_share: float = 0.3,
         slowdown: float = 1.0,
         **args: float,
     ):
         """`num_whole`: workers that encode and prefill, in place of the others. `slowdown`: how much longer
         everything takes than is predicted."""
-        self.now = 0.0
         self.stories: list[Story] = []
         self._slowdown = slowdown
         whole = _Pool(num_whole)
         self._pools = (whole, whole) if num_whole else (_Pool(num_encoders), _Pool(num_prefills))
-        self._events: list[tuple[float, int, object]] = []
-        self._numbers = count()
-        self._running: dict[str, tuple[Story, Arrival]] = {}
+        self._scheduler = Scheduler()
+        self._scheduler.after_event = self._settle
+        self._running: dict[str, Story] = {}
         settings = AdmissionArgs.model_validate({"classes": classes, **args} if classes else args)
         num_encoders, num_prefills = (pool.num_workers for pool in self._pools)
-        capacity = Capacity(num_encoders, num_prefills, num_blocks, num_whole)
-        self.queue = AdmissionQueue(settings, text_share, capacity)
+        self.queue = AdmissionQueue(
+            settings, 0.3, Capacity(num_encoders, num_prefills, num_blocks, num_whole)
+        )
 
     def run(self, arrivals: Iterable[Arrival]) -> list[Story]:
         """Until all has ended; every request has ended exactly once."""
         for arrival in arrivals:
-            self._at(arrival.at, lambda arrival=arrival: self._arrive(arrival))
-        while self._events or self.queue.num_waiting:
-            deadline = self.queue.next_deadline()
-            if deadline is not None and (not self._events or deadline <= self._events[0][0]):
-                self.now = max(self.now, deadline)
+            self._scheduler.at(arrival.at, None, "", self._arrive, arrival)
+        while self._scheduler.next_at is not None or self.queue.num_waiting:
+            next_at, deadline = self._scheduler.next_at, self.queue.next_deadline()
+            if deadline is not None and (next_at is None or deadline < next_at):
+                self._scheduler.run_until(deadline)
+                self._settle()
             else:
-                self.now, _, action = heappop(self._events)
-                action()  # type: ignore[operator]
-            self._settle()
+                self._scheduler.run_next()
         assert self.queue.is_idle and not self._running
         return self.stories
 
-    def _at(self, at: float, action: object) -> None:
-        heappush(self._events, (at, next(self._numbers), action))
-
     def _arrive(self, arrival: Arrival) -> None:
-        encoders, prefills = self._pools
-        work_s = arrival.prefill_s + arrival.encode_s
-        queued_s = prefills.outstanding_s / prefills.num_workers
-        if arrival.encode_s:
-            queued_s = max(queued_s, encoders.outstanding_s / encoders.num_workers)
+        work_s = sum(arrival.stages_s)
+        queued_s = max(
+            pool.outstanding_s / pool.num_workers
+            for pool, stage_s in zip(self._pools, arrival.stages_s, strict=True)
+            if stage_s
+        )
+        now = self._scheduler.now
         ticket = AdmissionTicket(
             f"r{len(self.stories)}", arrival.tenant, arrival.class_name, arrival.encode_s == 0, work_s,
-            arrival.num_blocks, queued_s + work_s, self.now, arrival.encode_s,
+            arrival.num_blocks, queued_s + work_s, now, arrival.encode_s,
         )  # fmt: skip
-        story = Story(ticket, self.now)
+        story = self._running[ticket.request_id] = Story(arrival, ticket)
         self.stories.append(story)
-        self._running[ticket.request_id] = (story, arrival)
-        answer = self.queue.offer(ticket, self.now)
+        answer = self.queue.offer(ticket, now)
         if isinstance(answer, Admitted):
-            self._admit(story, arrival)
+            self._admit(story)
         elif isinstance(answer, AdmissionRefusal):
             self._refuse(story, answer)
 
     def _settle(self) -> None:
-        for ticket in self.queue.freed(self.now):
-            self._admit(*self._running[ticket.request_id])
-        for ticket, refused in self.queue.expired(self.now):
-            self._refuse(self._running[ticket.request_id][0], refused)
+        for ticket in self.queue.freed(self._scheduler.now):
+            self._admit(self._running[ticket.request_id])
+        for ticket, refused in self.queue.expired(self._scheduler.now):
+            self._refuse(self._running[ticket.request_id], refused)
 
     def _refuse(self, story: Story, refused: AdmissionRefusal) -> None:
         assert story.admitted_at is None and story.refused is None
-        story.refused, story.refused_at = refused, self.now
+        story.refused, story.refused_at = refused, self._scheduler.now
         del self._running[story.ticket.request_id]
 
-    def _admit(self, story: Story, arrival: Arrival) -> None:
+    def _admit(self, story: Story) -> None:
         assert story.admitted_at is None and story.refused is None
-        story.admitted_at = self.now
-        for pool, work_s in zip(self._pools, (arrival.encode_s, arrival.prefill_s), strict=True):
-            pool.outstanding_s += work_s
-        self._enter(0 if arrival.encode_s else 1, story, arrival)
+        story.admitted_at = self._scheduler.now
+        for pool, stage_s in zip(self._pools, story.arrival.stages_s, strict=True):
+            pool.outstanding_s += stage_s
+        self._enter(0 if story.arrival.encode_s else 1, story)
 
-    def _enter(self, stage: int, story: Story, arrival: Arrival) -> None:
-        self._pools[stage].waiting.append((stage, story, arrival))
+    def _enter(self, stage: int, story: Story) -> None:
+        self._pools[stage].waiting.append((stage, story))
         self._start(self._pools[stage])
 
     def _start(self, pool: _Pool) -> None:
-        while pool.free and pool.waiting:
-            stage, story, arrival = pool.waiting.popleft()
-            pool.free -= 1
-            work_s = (arrival.encode_s, arrival.prefill_s)[stage]
-            self._at(
-                self.now + work_s * self._slowdown,
-                lambda stage=stage, story=story, arrival=arrival, work_s=work_s: self._finish(
-                    stage, story, arrival, work_s
-                ),
-            )
+        while pool.num_free and pool.waiting:
+            stage, story = pool.waiting.popleft()
+            pool.num_free -= 1
+            seconds = story.arrival.stages_s[stage] * self._slowdown
+            self._scheduler.after(seconds, None, "", self._finish, stage, story)
 
-    def _finish(self, stage: int, story: Story, arrival: Arrival, work_s: float) -> None:
+    def _finish(self, stage: int, story: Story) -> None:
         pool = self._pools[stage]
-        pool.free += 1
-        pool.outstanding_s -= work_s
+        pool.num_free += 1
+        pool.outstanding_s -= story.arrival.stages_s[stage]
         if stage == 0:
             self.queue.encoded(story.ticket.request_id)
-            self._enter(1, story, arrival)
+            self._enter(1, story)
         else:
-            story.first_token_at = self.now
+            story.first_token_at = self._scheduler.now
             self.queue.done(story.ticket.request_id)
-            self._at(self.now + arrival.decode_s, lambda: self._leave(story))
+            self._scheduler.after(story.arrival.decode_s, None, "", self._leave, story)
         self._start(pool)
 
     def _leave(self, story: Story) -> None:

@@ -5,16 +5,13 @@ a queue until a test lets it happen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 
-from cluster.engine import kv_output
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
 from cluster.engine.limits import StepLimits
@@ -352,19 +349,6 @@ class Rig:
                 worker.step()
                 for transfer_engine in worker.transfer_engines:
                     transfer_engine.step()
-
-    @contextmanager
-    def cut_ends(self, num_blocks: int) -> Iterator[None]:
-        """At most `num_blocks` of a prompt travel, and those of its media; decode computes the others, one in
-        a step."""
-
-        def plan_end(request: Any, *_: Any) -> None:
-            cut = max(num_blocks, -(-request.main.prompt.media_end // BLOCK_SIZE)) * BLOCK_SIZE
-            if cut < request.main.num_prompt_tokens:
-                request.main.leave_to_receiver(cut)
-
-        with patch.object(kv_output, "plan_end", plan_end):
-            yield
 
     def audit(self) -> None:
         for worker in self.workers.values():

@@ -1,5 +1,5 @@
-"""The real request flow between the rig's engines, message by message: over ordered channels that a test
-empties when it likes.
+"""The real request flow between the rig's engines, message by message: a worker is handed its next message,
+and the door hears the next one, when a test likes.
 
 Placements are fixed, admission is open and timers do not fire, so that a test alone decides what happens and
 when.
@@ -7,39 +7,24 @@ when.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
-from cluster.config.settings import AdmissionArgs
-from cluster.errors import ClusterError, UnavailableError
-from cluster.scheduling.keys import SchedulingPolicy
+from cluster.errors import UnavailableError
 from cluster.types.media import MediaItem
-from cluster.types.members import Member, Role
-from cluster.types.messages import AnyMessage, BlocksChanged, Failed, FinishReason, TokenEvent
+from cluster.types.members import Role
+from cluster.types.messages import AnyMessage, BlocksChanged, Failed, FinishReason
 from cluster.types.request import GenerateRequest
 from cluster.worker.blame import UNEXPECTED
 from cluster.worker.outbox import Outbox
-from router.admission.controller import AdmissionController
-from router.admission.queue import AdmissionQueue, Capacity
-from router.flow.outputs import Deliver, Send
-from router.flow.placer import Placer
-from router.flow.request_flow import RequestFlow, Timeouts
-from router.flow.state import ClientRequest
+from router.flow.request_flow import Timeouts
 from router.policy import ClusterView, Decision, ItemPrediction, ItemView, Placement, Prediction, RequestView
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.engines import BLOCK_SIZE, MARGIN_S, TIMEOUT_S, Rig
+from tests.fakes.scripted_flow import Reader, ScriptedFlow
 
 ROLES = {"encoder": Role.ENCODE, "prefill": Role.PREFILL, "decode": Role.DECODE}
-
-
-@dataclass
-class Line:
-    """What one choice has come to."""
-
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
 
 
 @dataclass
@@ -47,9 +32,11 @@ class Story:
     """What one request has come to, over all its attempts."""
 
     request: GenerateRequest
-    lines: list[Line]
-    error: str | None = None
-    is_closed: bool = False
+    lines: list[Reader]
+
+    @property
+    def error(self) -> str | None:
+        return next((line.error.message for line in self.lines if line.error is not None), None)
 
     @property
     def is_over(self) -> bool:
@@ -57,11 +44,11 @@ class Story:
 
     @property
     def is_open(self) -> bool:
-        return not self.is_closed and self.error is None and not self.is_over
+        return not all(line.has_ended for line in self.lines)
 
     @property
     def tokens(self) -> list[int]:
-        return self.lines[0].tokens
+        return self.lines[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -94,57 +81,54 @@ class FixedPolicy:
         return self._replica_ids["encoder"]
 
 
-class Relay:
+class Relay(ScriptedFlow):
+    """Its workers are the rig's."""
+
+    block_size = BLOCK_SIZE
+    timeouts = Timeouts(TIMEOUT_S, inf)
+
     def __init__(self, rig: Rig, expects_faults: bool = False):
         """`expects_faults`: requests may fail because engines meet errors of their own."""
         self.rig = rig
         self._expects_faults = expects_faults
-        self.to_worker: dict[str, deque[AnyMessage]] = {name: deque() for name in rig.workers}
         self.stories: dict[str, Story] = {}
         self._replica_ids: dict[str, str] = {}
         self._num_joined = 0
         self._policy = FixedPolicy(self._replica_ids, rig.codec)
-        cluster = ClusterView(SchedulingPolicy(5.0, 2000.0, 0.3), 1.0, 1, codecs=("raw", rig.codec))
-        queue = AdmissionQueue(AdmissionArgs(max_outstanding_s=1e9), 0.3, Capacity(0, 0, 0))
-        self.flow = RequestFlow(
-            Placer(self._policy, cluster, BLOCK_SIZE), AdmissionController(queue), Timeouts(TIMEOUT_S, inf)
-        )
+        super().__init__(self._policy, (), rig.clock, ("raw", rig.codec), max_outstanding_s=1e9)
         for name in rig.workers:
             self._join(name)
+
+    @property
+    def to_worker(self) -> dict[str, list[AnyMessage]]:
+        """What the door has sent to each worker and the worker has not received."""
+        return {name: self.messages[replica_id] for name, replica_id in self._replica_ids.items()}
 
     def start(
         self, request: GenerateRequest, items: Sequence[MediaItem] = (), prefills_locally: bool = False
     ) -> Story:
-        request_id = request.request_id
-        self.stories[request_id] = story = Story(request, [Line() for _ in request.sampling])
         if prefills_locally:
-            self._policy.local.add(request_id)
-        now = self.rig.clock.at
-        timeline = RequestTimeline(now - request.waited_s)
-        self.flow.submit(ClientRequest(request, items, (), timeline), now)
-        self._carry_out()
+            self._policy.local.add(request.request_id)
+        lines = self.submit(request, items, timeline=RequestTimeline(self.now - request.waited_s))
+        self.stories[request.request_id] = story = Story(request, lines)
         return story
 
     def send_one(self, name: str) -> None:
         if self.to_worker[name]:
-            self.rig.receive(name, self.to_worker[name].popleft())
+            self.rig.receive(name, self.to_worker[name].pop(0))
 
     def hear_one(self, name: str) -> None:
         said = self.rig.workers[name].said
         if said:
             message = said.popleft()
             self._check(name, message)
-            self.flow.on_message(self._replica_ids[name], message, self.rig.clock.at)
-            self._carry_out()
+            self.tell(self._replica_ids[name], message)
 
     def land(self, request_id: str) -> None:
         """The client leaves."""
-        story = self.stories[request_id]
-        if story.is_open:
-            story.is_closed = True
-            for choice_idx in range(len(story.lines)):
-                self.flow.close(request_id, choice_idx, self.rig.clock.at)
-            self._carry_out()
+        for line in self.stories[request_id].lines:
+            if not line.has_ended:
+                self.close(line)
 
     def play(self, rounds: int = 60) -> None:
         """Everything happens at once, `rounds` times."""
@@ -159,62 +143,33 @@ class Relay:
 
     def finish(self) -> None:
         """All clients leave; what is under way ends, by its deadline if need be; then nothing is held."""
-        for request_id in list(self.stories):
+        for request_id in self.stories:
             self.land(request_id)
         self.play(20)
         self.rig.clock.at += TIMEOUT_S + MARGIN_S
         self.play(5)
         self.rig.audit()
-        assert self.flow.is_idle and self.flow.num_crashed == 0
+        self.audit()
+        assert self.flow.num_crashed == 0
 
-    def lose(self, name: str, *, dies: bool) -> None:
+    def lose_worker(self, name: str, *, dies: bool) -> None:
         """A worker's connection ends, with its process or alone; the next one is there before."""
-        self.to_worker[name].clear()
         if dies:
             self.rig.start_worker(name)
         else:
             self.rig.reconnect(name)
         lost = self._replica_ids[name]
         self._join(name)
-        self.flow.on_lost(lost, self.rig.clock.at)
+        self.lose(lost)
         if not dies:
             self.flow.quarantine.came_back(lost)
-        self._carry_out()
 
     def _join(self, name: str) -> None:
         """Under a name of its own: the flow knows the earlier worker for a while."""
         self._num_joined += 1
         self._replica_ids[name] = f"{name}#{self._num_joined}"
         processes = (self.rig.workers[name].process,)
-        member = Member(
-            replica_id=self._replica_ids[name],
-            role=ROLES[name],
-            address="",
-            model="",
-            layout="",
-            num_blocks=10**9,
-            processes=processes,
-        )
-        self.flow.on_joined(member, self.rig.clock.at)
-
-    def _carry_out(self) -> None:
-        for output in self.flow.take_outputs():
-            if isinstance(output, Send):
-                name = output.replica_id.partition("#")[0]
-                if self._replica_ids[name] == output.replica_id:
-                    self.to_worker[name].append(output.message)
-            elif isinstance(output, Deliver):
-                self._deliver(self.stories[output.request_id], output.choice_idx, output.event)
-
-    @staticmethod
-    def _deliver(story: Story, choice_idx: int, event: TokenEvent | ClusterError) -> None:
-        line = story.lines[choice_idx]
-        assert line.finish_reason is None, "a choice has one end"
-        if isinstance(event, ClusterError):
-            story.error = event.message
-        else:
-            line.tokens += event.token_ids
-            line.finish_reason = event.finish_reason
+        self.join(ROLES[name], self._replica_ids[name], num_blocks=10**9, processes=processes)
 
     def _check(self, name: str, message: AnyMessage) -> None:
         if isinstance(message, Failed) and not self._expects_faults and message.error.message == UNEXPECTED:

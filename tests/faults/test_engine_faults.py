@@ -160,7 +160,7 @@ def play_until_over(relay: Relay) -> None:
 
 def has_answer(story: Story) -> bool:
     wanted = list(range(50, 50 + MAX_TOKENS))
-    return all(line.tokens == wanted and line.finish_reason is not None for line in story.lines)
+    return all(line.token_ids == wanted and line.finish_reason is not None for line in story.lines)
 
 
 def errors(relay: Relay) -> list[str]:

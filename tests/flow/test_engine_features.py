@@ -4,11 +4,13 @@ priorities."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 import torch
 import transformers as hf
 
@@ -22,6 +24,7 @@ from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
 from tests.flow.text_models import SIZES, save_text_model
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 MAX_TOKENS = 24
 NEGATIVE = "Say three numbers."
 
@@ -41,6 +44,21 @@ def expected(reference: Reference, cases: list[Case]) -> list[Answer]:
     return reference.answers(cases, MAX_TOKENS)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def _plain() -> AsyncIterator[LocalCluster]:
+    async with local_cluster(cluster_args(48)) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def plain(_plain: LocalCluster) -> AsyncIterator[LocalCluster]:
+    """A cluster with memory for all, which the tests of this file share: what each answers alone is the
+    measure."""
+    yield _plain
+    await _plain.audit()
+    assert _plain.decodes[0]._engine.num_preempted == 0
+
+
 def with_decode(args: ClusterArgs, **decode: Any) -> ClusterArgs:
     return args.model_copy(update={"decode": type(args.decode).model_validate(decode)})
 
@@ -55,13 +73,11 @@ async def choices(cluster: LocalCluster, case: Case, **fields: object) -> list[s
     return [choice["message"]["content"] for choice in response.json()["choices"]]
 
 
-async def test_answers_that_were_preempted_equal_generate(cases, expected):
+async def test_answers_that_were_preempted_equal_generate(plain, cases, expected):
     """Blocks for less than three conversations; everybody wants to run, and goes on after `generate`'s last
     token."""
     cases, expected = cases[:12], expected[:12]
-    async with local_cluster(cluster_args(48)) as cluster:
-        alone = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
-        assert cluster.decodes[0]._engine.num_preempted == 0
+    alone = await asyncio.gather(*(choices(plain, case, ignore_eos=True) for case in cases))
     assert all(texts[0].startswith(answer.text) for texts, answer in zip(alone, expected, strict=True))
     async with local_cluster(with_decode(cluster_args(48), kv_blocks=11)) as cluster:
         overcommit(cluster)
@@ -73,17 +89,15 @@ async def test_answers_that_were_preempted_equal_generate(cases, expected):
         assert cluster.decodes[0]._engine.num_preempted > 0
 
 
-async def test_several_choices_equal_generate_and_each_other(cases, expected):
-    async with local_cluster(cluster_args(48)) as cluster:
-        got = await asyncio.gather(*(choices(cluster, case, n=3) for case in cases[:12]))
+async def test_several_choices_equal_generate_and_each_other(plain, cases, expected):
+    got = await asyncio.gather(*(choices(plain, case, n=3) for case in cases[:12]))
     assert got == [[answer.text] * 3 for answer in expected[:12]]
 
 
-async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(cases):
+async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(plain, cases):
     sampled = {"temperature": 2.0, "seed": 3, "ignore_eos": True}
-    async with local_cluster(cluster_args(48)) as cluster:
-        together = [await choices(cluster, case, n=2, **sampled) for case in cases[:5]]
-        first = [await choices(cluster, case, **sampled) for case in cases[:5]]
+    together = [await choices(plain, case, n=2, **sampled) for case in cases[:5]]
+    first = [await choices(plain, case, **sampled) for case in cases[:5]]
     assert [texts[0] for texts in together] == [texts[0] for texts in first]
     assert any(texts[0] != texts[1] for texts in together)
     async with local_cluster(with_decode(cluster_args(48), kv_blocks=13)) as cluster:
@@ -135,23 +149,21 @@ async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_
             assert got == wanted
 
 
-async def test_guided_media_answers_equal_two_full_forwards_per_token(reference, cases):
+async def test_guided_media_answers_equal_two_full_forwards_per_token(plain, reference, cases):
     """transformers' guided `generate` fails on this family, so the reference is written out: both prompts are
     run from their first token for every token."""
     media = [case for case in cases if case.kind in ("image", "audio", "video")][:3]
-    async with local_cluster(cluster_args(48)) as cluster:
-        fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "max_tokens": 10}
-        got = await asyncio.gather(*(choices(cluster, case, **fields) for case in media))
+    fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "max_tokens": 10}
+    got = await asyncio.gather(*(choices(plain, case, **fields) for case in media))
     wanted = [guided_forwards(reference, case, 1.6, negative_ids(reference), 10) for case in media]
     assert [answer[0] for answer in got] == wanted
 
 
-async def test_guided_choices_that_were_preempted_do_not_change(cases):
+async def test_guided_choices_that_were_preempted_do_not_change(plain, cases):
     """Prompts of one kind and long answers: several are in decode at once, however fast the machine is."""
     fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "ignore_eos": True, "max_tokens": 48}
     pictures = [case for case in cases if case.kind in ("image", "two images")][:5]
-    async with local_cluster(cluster_args(48)) as cluster:
-        alone = [await choices(cluster, case, **fields) for case in pictures]
+    alone = [await choices(plain, case, **fields) for case in pictures]
     async with local_cluster(with_decode(cluster_args(48), kv_blocks=18)) as cluster:
         overcommit(cluster)
         crowded = await asyncio.gather(*(choices(cluster, case, **fields) for case in pictures))
@@ -160,7 +172,7 @@ async def test_guided_choices_that_were_preempted_do_not_change(cases):
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-async def test_speculation_changes_no_token(cases, expected, sampled):
+async def test_speculation_changes_no_token(plain, cases, expected, sampled):
     fields = {"temperature": 1.2, "seed": 5, "n": 2} if sampled else {}
     cases = cases[:12] if sampled else cases  # few drafts fit greedy answers
     args = with_decode(
@@ -170,19 +182,17 @@ async def test_speculation_changes_no_token(cases, expected, sampled):
         got = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases))
         assert cluster.decodes[0]._engine.load().totals.num_accepted > 0
     if sampled:
-        async with local_cluster(cluster_args(48)) as cluster:
-            wanted = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases))
+        wanted = await asyncio.gather(*(choices(plain, case, **fields) for case in cases))
     else:
         wanted = [[answer.text] for answer in expected]
     assert got == wanted
 
 
-async def test_an_answer_is_at_least_min_tokens_long(cases):
-    async with local_cluster(cluster_args(48)) as cluster:
-        plain, longer = [
-            await choices(cluster, cases[0], min_tokens=min_tokens, max_tokens=20) for min_tokens in (0, 20)
-        ]
-    assert longer[0].startswith(plain[0]) and len(longer[0]) > len(plain[0])
+async def test_an_answer_is_at_least_min_tokens_long(plain, cases):
+    short, longer = [
+        await choices(plain, cases[0], min_tokens=min_tokens, max_tokens=20) for min_tokens in (0, 20)
+    ]
+    assert longer[0].startswith(short[0]) and len(longer[0]) > len(short[0])
 
 
 def negative_ids(reference: Reference) -> torch.Tensor:

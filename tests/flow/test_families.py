@@ -28,6 +28,17 @@ from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
 
 NUM_TOKENS = 12
 BLOCK_SIZE = 16
+FAMILIES = [*TEXT_FAMILIES, *MEDIA_FAMILIES]
+# By what is kept of a token and how it is read: windows, capped scores, sinks, latent heads, scaled queries,
+# positions in several dimensions, deep stacks, spans in both directions.
+KEPT = (
+    "llama", "mistral_window", "gemma2_softcap_window", "gemma3_window", "gpt_oss_sinks_window",
+    "deepseek_v3_mla", "mistral4_mla", "qwen2_vl", "qwen3_vl", "qwen3_omni", "hunyuan_vl", "kimi_k25",
+    "muse_glimmer", "gemma3", "step3p7",
+)  # fmt: skip
+of_those_kept_differently = pytest.mark.parametrize(
+    "family", often(FAMILIES, KEPT), indirect=True, scope="module"
+)
 
 
 @dataclass
@@ -98,7 +109,7 @@ def split(case: TinyCase) -> Split:
     return Split(case, expected, encoder, language, text, expected_text)
 
 
-@pytest.fixture(scope="module", params=[*TEXT_FAMILIES, *MEDIA_FAMILIES])
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Iterator[Split]:
     builder = TEXT_FAMILIES.get(request.param) or MEDIA_FAMILIES[request.param]
     yield split(builder())
@@ -161,6 +172,7 @@ def test_packed_chunked_prefill_and_batched_decode_equal_generate(family: Split,
     assert decode(family.language, kv, sequences) == family.expected
 
 
+@of_those_kept_differently
 def test_a_prompt_on_cached_blocks_of_another_equals_generate(family: Split) -> None:
     kv = memory(family.language)
     owners, heirs = admit(family), admit(family, first_block=128)
@@ -173,6 +185,7 @@ def test_a_prompt_on_cached_blocks_of_another_equals_generate(family: Split) -> 
     assert decode(family.language, kv, heirs) == family.expected
 
 
+@of_those_kept_differently
 def test_kv_copied_to_other_blocks_of_a_second_memory_equals_generate(family: Split) -> None:
     source, target = memory(family.language), memory(family.language)
     sequences = admit(family)
@@ -185,6 +198,7 @@ def test_kv_copied_to_other_blocks_of_a_second_memory_equals_generate(family: Sp
     assert decode(family.language, target, sequences) == family.expected
 
 
+@of_those_kept_differently
 @pytest.mark.parametrize("size", often([7, BLOCK_SIZE, 53], [7]))
 def test_a_text_that_decode_computes_in_stretches_equals_generate(family: Split, size: int) -> None:
     """Without a word about positions or spans from prefill."""

@@ -38,6 +38,12 @@ from tests.flow.media_reference import MediaReference
 from tests.flow.test_law import MAX_TOKENS, MODEL
 from tests.flow.test_media_crowd import Gate, gate
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def num_encoded(cluster: LocalCluster) -> int:
+    return cluster.encoders[0]._engine.load().encoded.num_encoded
+
 
 @pytest.fixture(scope="module")
 def reference() -> MediaReference:
@@ -47,48 +53,47 @@ def reference() -> MediaReference:
 # What it may cost
 
 
-async def test_reduced_media_is_told_with_honest_numbers_and_frames_go_before_pixels():
+async def test_reduced_media_is_told_with_honest_numbers_and_frames_go_before_pixels(served):
     parts = [clip_part(16), picture_part(6)]
-    async with serving() as (_, client):
-        whole = await ask(client, parts)
-        assert not notes_of(whole)
-        fewer = await ask(client, parts, max_media_tokens=150)
-        (clip,) = notes_of(fewer)
-        assert (clip["item"], clip["modality"], clip["reason"]) == (0, "video", "budget")
-        assert clip["num_frames"] < 16 and "max_pixels" not in clip
-        num_words = num_prompt_tokens(fewer) - clip["num_tokens"] - 64
-        assert 100 <= clip["num_tokens"] + 64 <= 150
-        assert num_prompt_tokens(whole) == num_words + 8 * 16 + 64
+    _, client = served
+    whole = await ask(client, parts)
+    assert not notes_of(whole)
+    fewer = await ask(client, parts, max_media_tokens=150)
+    (clip,) = notes_of(fewer)
+    assert (clip["item"], clip["modality"], clip["reason"]) == (0, "video", "budget")
+    assert clip["num_frames"] < 16 and "max_pixels" not in clip
+    num_words = num_prompt_tokens(fewer) - clip["num_tokens"] - 64
+    assert 100 <= clip["num_tokens"] + 64 <= 150
+    assert num_prompt_tokens(whole) == num_words + 8 * 16 + 64
 
-        least = await ask(client, parts, max_media_tokens=40)
-        clip, still = notes_of(least)
-        assert clip["num_frames"] == 4 and still["modality"] == "image" and "num_frames" not in still
-        assert (
-            num_prompt_tokens(least) == num_words + clip["num_tokens"] + still["num_tokens"] <= num_words + 40
-        )
+    least = await ask(client, parts, max_media_tokens=40)
+    clip, still = notes_of(least)
+    assert clip["num_frames"] == 4 and still["modality"] == "image" and "num_frames" not in still
+    assert num_prompt_tokens(least) == num_words + clip["num_tokens"] + still["num_tokens"] <= num_words + 40
 
 
-async def test_a_reduced_answer_is_the_answer_to_what_the_notes_say():
+async def test_a_reduced_answer_is_the_answer_to_what_the_notes_say(served):
     parts = [clip_part(16, 2), picture_part(7)]
-    async with serving() as (_, client):
-        fewer = await ask(client, parts, max_media_tokens=130)
-        (note,) = notes_of(fewer)
-        by_hand = await ask(client, parts, media_io_kwargs={"video": {"max_frames": note["num_frames"]}})
-        assert not notes_of(by_hand)
-        assert text_of(by_hand) == text_of(fewer) and by_hand["usage"]["prompt_tokens"] == num_prompt_tokens(
-            fewer
-        )
+    _, client = served
+    fewer = await ask(client, parts, max_media_tokens=130)
+    (note,) = notes_of(fewer)
+    by_hand = await ask(client, parts, media_io_kwargs={"video": {"max_frames": note["num_frames"]}})
+    assert not notes_of(by_hand)
+    assert text_of(by_hand) == text_of(fewer) and by_hand["usage"]["prompt_tokens"] == num_prompt_tokens(
+        fewer
+    )
 
 
-async def test_media_that_must_stay_exact_is_refused_when_it_costs_too_much():
+async def test_media_that_must_stay_exact_is_refused_when_it_costs_too_much(served):
     parts = [picture_part(8), picture_part(9)]
-    async with serving() as (cluster, client):
-        error = await refusal(client, parts, max_media_tokens=127, exact_media=True)
-        assert error["code"] == "context_length_exceeded" and "128 tokens" in error["message"]
-        got = await ask(client, parts, max_media_tokens=128, exact_media=True)
-        assert not notes_of(got) and cluster.encoders[0]._engine.load().encoded.num_encoded == 2
-        error = await refusal(client, parts, max_media_tokens=3)
-        assert error["code"] == "context_length_exceeded", "two rows are too few for two images"
+    cluster, client = served
+    before = num_encoded(cluster)
+    error = await refusal(client, parts, max_media_tokens=127, exact_media=True)
+    assert error["code"] == "context_length_exceeded" and "128 tokens" in error["message"]
+    got = await ask(client, parts, max_media_tokens=128, exact_media=True)
+    assert not notes_of(got) and num_encoded(cluster) == before + 2
+    error = await refusal(client, parts, max_media_tokens=3)
+    assert error["code"] == "context_length_exceeded", "two rows are too few for two images"
 
 
 async def test_media_that_overflows_the_context_is_reduced_and_answered():
@@ -102,10 +107,10 @@ async def test_media_that_overflows_the_context_is_reduced_and_answered():
 
 
 @pytest.mark.parametrize("size", [(768, 1024), (60, 1000)])
-async def test_a_photograph_much_larger_than_the_model_sees_can_be_reduced(size):
-    async with serving() as (_, client):
-        whole = await ask(client, [picture_part(10, *size)])
-        got = await ask(client, [picture_part(10, *size)], max_media_tokens=20)
+async def test_a_photograph_much_larger_than_the_model_sees_can_be_reduced(served, size):
+    _, client = served
+    whole = await ask(client, [picture_part(10, *size)])
+    got = await ask(client, [picture_part(10, *size)], max_media_tokens=20)
     (note,) = notes_of(got)
     assert 8 <= note["num_tokens"] <= 20 and note["max_pixels"] < 128 * 128
     assert num_prompt_tokens(got) < num_prompt_tokens(whole)
@@ -157,7 +162,7 @@ async def test_a_request_whose_items_are_all_bad_is_answered_from_its_words(refe
         got = await ask(client, bad_parts(host), on_media_error="omit")
         check(got, reference.answer(asked(), MAX_TOKENS))
         assert [note["item"] for note in notes_of(got)] == [0, 1, 2]
-        assert cluster.encoders[0]._engine.load().encoded.num_encoded == 0
+        assert num_encoded(cluster) == 0
 
 
 # When encoders are behind
@@ -226,25 +231,25 @@ def key(name: str) -> dict[str, Any]:
     return {"headers": {"authorization": f"Bearer {name}"}}
 
 
-async def test_tenants_share_no_embeddings_and_no_kv_of_their_media():
-    async with serving() as (cluster, client):
-        engine = cluster.encoders[0]._engine
-        whole = await ask(client, [picture_part(40)], **key("one"))
-        assert engine.load().encoded.num_encoded == 1
-        again = await ask(client, [picture_part(40)], **key("one"))
-        assert engine.load().encoded.num_encoded == 1 and num_cached_tokens(again) >= 64
-        other = await ask(client, [picture_part(40)], **key("two"))
-        assert engine.load().encoded.num_encoded == 2 and num_cached_tokens(other) < 16
-        nobody = await ask(client, [picture_part(40)])
-        assert engine.load().encoded.num_encoded == 3 and num_cached_tokens(nobody) < 16
-        assert {text_of(got) for got in (again, other, nobody)} == {text_of(whole)}
+async def test_tenants_share_no_embeddings_and_no_kv_of_their_media(served):
+    cluster, client = served
+    before = num_encoded(cluster)
+    whole = await ask(client, [picture_part(40)], **key("one"))
+    assert num_encoded(cluster) == before + 1
+    again = await ask(client, [picture_part(40)], **key("one"))
+    assert num_encoded(cluster) == before + 1 and num_cached_tokens(again) >= 64
+    other = await ask(client, [picture_part(40)], **key("two"))
+    assert num_encoded(cluster) == before + 2 and num_cached_tokens(other) < 16
+    nobody = await ask(client, [picture_part(40)])
+    assert num_encoded(cluster) == before + 3 and num_cached_tokens(nobody) < 16
+    assert {text_of(got) for got in (again, other, nobody)} == {text_of(whole)}
 
 
-async def test_one_tenants_crowd_shares_one_encode_and_two_tenants_need_two():
-    async with serving() as (cluster, client):
-        clip = clip_part(8, 3)
-        await asyncio.gather(*(ask(client, [clip], **key(name)) for name in ("one", "two") * 6))
-        assert cluster.encoders[0]._engine.load().encoded.num_encoded == 2
+async def test_one_tenants_crowd_shares_one_encode_and_two_tenants_need_two(served):
+    cluster, client = served
+    clip, before = clip_part(8, 3), num_encoded(cluster)
+    await asyncio.gather(*(ask(client, [clip], **key(name)) for name in ("one", "two") * 6))
+    assert num_encoded(cluster) == before + 2
 
 
 async def test_a_url_is_read_once_for_each_tenant():

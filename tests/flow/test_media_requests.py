@@ -41,6 +41,8 @@ from tests.flow.media_client import (
 from tests.flow.media_reference import MediaReference
 from tests.flow.test_law import MAX_TOKENS, MODEL
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 @pytest.fixture(scope="module")
 def reference() -> MediaReference:
@@ -60,15 +62,15 @@ def icon(seed: int) -> tuple[bytes, np.ndarray]:
     return out.getvalue(), np.where(is_circle[..., None], pixels[..., :3], np.uint8(255))
 
 
-async def test_a_transparent_picture_is_answered_as_generate_does_what_is_seen_of_it(reference):
-    async with serving() as (_, client):
-        for seed in range(2):
-            file, seen = icon(seed)
-            item = part("image", data_uri("image/png", file))
-            got = await ask(client, [item])
-            check(got, reference.answer(asked(item, images=(seen,)), MAX_TOKENS))
-            opaque = part("image", data_uri("image/png", png_bytes(seen)))
-            assert text_of(await ask(client, [opaque])) == text_of(got)
+async def test_a_transparent_picture_is_answered_as_generate_does_what_is_seen_of_it(served, reference):
+    _, client = served
+    for seed in range(2):
+        file, seen = icon(seed)
+        item = part("image", data_uri("image/png", file))
+        got = await ask(client, [item])
+        check(got, reference.answer(asked(item, images=(seen,)), MAX_TOKENS))
+        opaque = part("image", data_uri("image/png", png_bytes(seen)))
+        assert text_of(await ask(client, [opaque])) == text_of(got)
 
 
 # Where it lies
@@ -236,33 +238,33 @@ CHOSEN_FRAMES = [
 ]
 
 
-async def test_the_frames_that_a_client_asks_for_are_answered_as_by_generate_on_these_frames(reference):
+async def test_the_frames_that_a_client_asks_for_are_answered_as_by_generate_on_these_frames(
+    served, reference
+):
     clip, decoded = part("video", data_uri("video/mp4", SCENES)), decode_mp4(SCENES)
-    async with serving() as (_, client):
-        for video, frame_idx in CHOSEN_FRAMES:
-            frames = decoded[list(frame_idx)]
-            expected = reference.pooled(asked(clip, videos=(frames,)), LONG, fps=video.get("fps", 2.0))
-            fields = {"media_io_kwargs": {"video": video}, "max_tokens": LONG, "ignore_eos": True}
-            got = await ask(client, [clip], **fields)
-            assert text_of(got) == expected.text, video
-            check(got, expected)
+    _, client = served
+    for video, frame_idx in CHOSEN_FRAMES:
+        frames = decoded[list(frame_idx)]
+        expected = reference.pooled(asked(clip, videos=(frames,)), LONG, fps=video.get("fps", 2.0))
+        fields = {"media_io_kwargs": {"video": video}, "max_tokens": LONG, "ignore_eos": True}
+        got = await ask(client, [clip], **fields)
+        assert text_of(got) == expected.text, video
+        check(got, expected)
 
 
-async def test_pixels_are_bounded_as_the_client_asks(reference):
-    async with serving() as (_, client):
-        whole = await ask(client, [picture_part(5)])
-        small = await ask(client, [picture_part(5)], mm_processor_kwargs={"max_pixels": 64 * 64})
-        error = await refusal(
-            client, [picture_part(5)], mm_processor_kwargs={"min_pixels": 9, "max_pixels": 8}
-        )
+async def test_pixels_are_bounded_as_the_client_asks(served, reference):
+    _, client = served
+    whole = await ask(client, [picture_part(5)])
+    small = await ask(client, [picture_part(5)], mm_processor_kwargs={"max_pixels": 64 * 64})
+    error = await refusal(client, [picture_part(5)], mm_processor_kwargs={"min_pixels": 9, "max_pixels": 8})
     assert num_prompt_tokens(whole) - num_prompt_tokens(small) == 64 - 16
     assert error["param"] == "mm_processor_kwargs.min_pixels"
 
 
-async def test_a_clip_without_sound_is_answered_by_what_is_seen():
-    async with serving() as (_, client):
-        seen = await ask(client, [clip_part(8)])
-        heard = await ask(client, [clip_part(8)], mm_processor_kwargs={"use_audio_in_video": True})
+async def test_a_clip_without_sound_is_answered_by_what_is_seen(served):
+    _, client = served
+    seen = await ask(client, [clip_part(8)])
+    heard = await ask(client, [clip_part(8)], mm_processor_kwargs={"use_audio_in_video": True})
     assert text_of(heard) == text_of(seen) and num_prompt_tokens(heard) == num_prompt_tokens(seen)
 
 
@@ -272,9 +274,9 @@ REFUSED_FIELDS = (
 )
 
 
-async def test_what_cannot_be_asked_of_a_clip_is_refused():
-    async with serving() as (_, client):
-        for fields in REFUSED_FIELDS:
-            error = await refusal(client, [clip_part(8)], **fields)
-            assert error["code"] == "invalid_media" and error["message"].startswith("item 0 ("), fields
-            assert error["param"] == "messages[0].content[0]"
+async def test_what_cannot_be_asked_of_a_clip_is_refused(served):
+    _, client = served
+    for fields in REFUSED_FIELDS:
+        error = await refusal(client, [clip_part(8)], **fields)
+        assert error["code"] == "invalid_media" and error["message"].startswith("item 0 ("), fields
+        assert error["param"] == "messages[0].content[0]"

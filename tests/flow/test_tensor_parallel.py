@@ -1,6 +1,5 @@
 """Tensor parallelism over Gloo: two processes read their shares of a checkpoint and answer like one process,
-in every family that transformers can share out. In every run all text models and a few families around
-them."""
+in every family that transformers can share out. In every run those that are shared out in different ways."""
 
 from __future__ import annotations
 
@@ -50,14 +49,18 @@ FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 REFUSED: dict[str, str] = dict.fromkeys(
     ("qwen3_vl_moe", "hunyuan_vl", "muse_glimmer", "muse_spark", "step3p7"), "cannot distribute model type"
 )
-# By positions, attention and where the text model lies; the others are like one of them, and `test_families`
-# has their arithmetic in one process.
-AROUND = ("qwen2_vl", "qwen2_5_omni", "qwen3_omni", "kimi_k25", "gemma3", "llava_next", "idefics3", "voxtral")
+# By how linears, norms and experts are dealt out, by positions and attention, and by where the text model
+# lies. The others are like one of them, and `test_families` has their arithmetic in one process.
+DIFFERENT = (
+    "llama", "qwen3", "phi3_window", "qwen3_moe", "gpt_oss_sinks_window", "olmo2", "glm4",
+    "cohere2_logit_scale", "deepseek_v3_mla", "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3",
+    "qwen3_vl_moe",
+)  # fmt: skip
 QUANTISED = {
     "llama_fp8": ("llama", in_fp8_blocks, is_linear, FP8_ENTRY),
     "gpt_oss_mxfp4": ("gpt_oss_sinks_window", in_mxfp4, is_expert, MXFP4_ENTRY),
 }
-OFTEN = (*(name for name in FAMILIES if name in (*TEXT_FAMILIES, *AROUND, *REFUSED)), *QUANTISED)
+OFTEN = (*DIFFERENT, *QUANTISED)
 RARELY = tuple(name for name in FAMILIES if name not in OFTEN)
 Answers = tuple[list[list[int]], torch.Tensor]
 
@@ -163,15 +166,21 @@ def shared(
             process.kill()
 
 
-@pytest.mark.parametrize(
-    ("checkpoints", "name"),
-    [
-        *(pytest.param(OFTEN, name, id=name) for name in OFTEN if name not in REFUSED),
-        *(pytest.param(RARELY, name, id=name, marks=pytest.mark.slow) for name in RARELY),
-    ],
-    indirect=["checkpoints"],
-    scope="module",
-)
+def each_of(is_refused: bool) -> pytest.MarkDecorator:
+    names = [(OFTEN, name) for name in OFTEN] + [(RARELY, name) for name in RARELY]
+    chosen = [each for each in names if (each[1] in REFUSED) == is_refused]
+    return pytest.mark.parametrize(
+        ("checkpoints", "name"),
+        [
+            pytest.param(group, name, id=name, marks=pytest.mark.slow if group is RARELY else ())
+            for group, name in chosen
+        ],
+        indirect=["checkpoints"],
+        scope="module",
+    )
+
+
+@each_of(is_refused=False)
 def test_two_ranks_answer_like_one_process(name: str, shared, checkpoints: dict[str, Path]) -> None:
     tokens, verified, progress, weight_bytes, block_bytes = shared[name]
     model = LanguageModel.from_model(
@@ -185,7 +194,7 @@ def test_two_ranks_answer_like_one_process(name: str, shared, checkpoints: dict[
     assert block_bytes in (model.kv_layout.block_bytes // 2, model.kv_layout.block_bytes)
 
 
-@pytest.mark.parametrize("name", list(REFUSED))
+@each_of(is_refused=True)
 def test_a_family_that_cannot_be_shared_out_is_refused(name: str, shared) -> None:
     assert REFUSED[name] in shared[name]
 

@@ -14,6 +14,7 @@ from cluster.types.messages import (
 )  # fmt: skip
 from tests.fakes.engines import DOOR, MARGIN_S, TIMEOUT_S
 from tests.fakes.requests import make_item, make_request
+from tests.histories.history import cut_ends
 
 
 def ask_decode(rig, relay):
@@ -147,7 +148,7 @@ def test_a_lost_door_takes_all_its_requests_along_and_no_other_doors(rig, relay)
 
 def test_an_answer_does_not_keep_the_logits_of_a_prompt_whose_end_was_computed_here(rig, relay):
     """The sender of the KV has drawn the first token. The one row would keep the logits of a whole step."""
-    with rig.cut_ends(2):
+    with cut_ends(2):
         story = relay.start(make_request("r", 14, max_tokens=6))
         for _ in range(100):
             relay.play(1)

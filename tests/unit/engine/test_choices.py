@@ -16,7 +16,7 @@ def test_choices_share_the_prompt_and_each_has_its_own_answer(rig, relay):
         relay.play(1)
     assert rig.pools["decode"].num_referenced == 2 + 3  # two full blocks shared, the third one copied
     relay.play()
-    assert [line.tokens for line in story.lines] == [[50, 51, 52, 53, 54]] * 3
+    assert [line.token_ids for line in story.lines] == [[50, 51, 52, 53, 54]] * 3
 
 
 def test_a_choice_that_is_cancelled_leaves_the_others_alone(rig, relay):
@@ -27,8 +27,8 @@ def test_a_choice_that_is_cancelled_leaves_the_others_alone(rig, relay):
     relay.play(1)
     assert rig.decode.engine.load().num_queued_units == 2
     relay.play()
-    assert [len(line.tokens) for line in story.lines][::2] == [8, 8]
-    assert len(story.lines[1].tokens) < 8 and rig.decode.engine.load().num_running == 0
+    assert [len(line.token_ids) for line in story.lines][::2] == [8, 8]
+    assert len(story.lines[1].token_ids) < 8 and rig.decode.engine.load().num_running == 0
     relay.land("r")
 
 

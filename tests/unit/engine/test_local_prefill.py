@@ -47,7 +47,7 @@ def test_a_prompt_computed_here_needs_no_prefill_worker(rig, relay, num_tokens, 
         make_request("r", num_tokens, max_tokens=6, num_choices=num_choices), prefills_locally=True
     )
     relay.play()
-    assert [line.tokens for line in story.lines] == [[50, 51, 52, 53, 54, 55]] * num_choices
+    assert [line.token_ids for line in story.lines] == [[50, 51, 52, 53, 54, 55]] * num_choices
     assert rig.ended == ["r"] and not rig.prefill.engine._requests
 
 
@@ -122,7 +122,7 @@ def test_media_are_encoded_for_a_prompt_computed_here(rig, relay, num_choices):
     request = make_request("r", 6, [item], num_choices=num_choices)
     story = relay.start(request, [item], prefills_locally=True)
     relay.play()
-    assert [line.tokens for line in story.lines] == [[50, 51, 52, 53]] * num_choices and rig.ended == ["r"]
+    assert [line.token_ids for line in story.lines] == [[50, 51, 52, 53]] * num_choices and rig.ended == ["r"]
     assert rig.encoder.transfer_engine.sent.raw_bytes > 0 and not rig.prefill.engine._blocks.num_cached
 
 
@@ -141,7 +141,7 @@ def test_an_encoder_that_is_lost_is_replaced_for_a_prompt_computed_here(rig, rel
     story = relay.start(make_request("r", 6, [item]), [item], prefills_locally=True)
     relay.send_one("decode")
     relay.send_one("encoder")
-    relay.lose("encoder", dies=True)
+    relay.lose_worker("encoder", dies=True)
     relay.play()
     assert story.tokens == [50, 51, 52, 53] and story.error is None
 
@@ -164,4 +164,4 @@ def test_a_negative_prompt_may_be_computed_here_too(rig, relay, num_choices):
     request = make_request("r", 6, negative=5, num_choices=num_choices)
     story = relay.start(request, prefills_locally=True)
     relay.play()
-    assert [line.tokens for line in story.lines] == [[50, 51, 52, 53]] * num_choices
+    assert [line.token_ids for line in story.lines] == [[50, 51, 52, 53]] * num_choices

@@ -55,7 +55,7 @@ def test_choices_are_preempted_and_resumed_one_by_one(rig, relay):
     relay.play(300)
     assert rig.decode.engine.num_preempted > 0
     assert first.tokens == list(range(50, 70))
-    assert [line.tokens for line in story.lines] == [list(range(50, 62))] * 2
+    assert [line.token_ids for line in story.lines] == [list(range(50, 62))] * 2
 
 
 def test_prompts_computed_here_are_preempted_and_computed_again(rig, relay):

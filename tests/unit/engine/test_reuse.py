@@ -89,7 +89,7 @@ def test_decode_computes_a_turn_whose_images_it_has_and_nothing_travels(num_choi
     relay.start(second, items, prefills_locally=True)
     relay.play()
     expected = second.prompt.token_ids[-1] + 1
-    assert [line.tokens[0] for line in relay.stories["second"].lines] == [expected] * num_choices
+    assert [line.token_ids[0] for line in relay.stories["second"].lines] == [expected] * num_choices
     assert relay.stories["second"].is_over and rig.ended == ["first", "second"]
     assert num_blocks_sent(rig) == before
     relay.finish()
@@ -126,7 +126,7 @@ def test_choices_and_negative_prompts_are_kept_each_under_its_own_name() -> None
     before = num_blocks_sent(rig)
     relay.start(msgspec.structs.replace(first, request_id="again"))
     relay.play()
-    assert [line.tokens for line in relay.stories["again"].lines] == [list(range(50, 62))] * 3
+    assert [line.token_ids for line in relay.stories["again"].lines] == [list(range(50, 62))] * 3
     assert num_blocks_sent(rig) - before == 2  # the partly filled last blocks of both prompts
     relay.finish()
 

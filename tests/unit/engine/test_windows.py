@@ -131,7 +131,7 @@ def test_a_prompt_that_choices_share_is_free_when_the_last_of_them_has_left_it()
     tables = [each.block_table for each in rig.sequences()]
     assert [table[:2] for table in tables] == [[0, tables[0][1]]] * 3  # shared
     relay.play()
-    assert [line.tokens for line in story.lines] == [list(range(50, 62))] * 3
+    assert [line.token_ids for line in story.lines] == [list(range(50, 62))] * 3
     relay.finish()
 
 
@@ -232,7 +232,7 @@ def test_the_pool_is_used_within_bounds_and_gets_everything_back(
         story = relay.stories[request.request_id]
         assert story.error is None
         wanted = list(range(50, 50 + request.stop.max_tokens))
-        assert [line.tokens for line in story.lines] == [wanted] * len(request.sampling)
+        assert [line.token_ids for line in story.lines] == [wanted] * len(request.sampling)
     relay.finish()
     assert rig.pools["decode"].num_referenced == 0
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.router.scripted_flow import ScriptedFlow
+from tests.fakes.scripted_flow import ScriptedFlow
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from router.flow.outputs import Output, Send
 from router.policy import JointPolicy
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.placement import EPD
-from tests.unit.router.scripted_flow import Reader, ScriptedFlow, grant
+from tests.fakes.scripted_flow import Reader, ScriptedFlow, grant
 
 E_PD = (Role.ENCODE, Role.LANGUAGE)
 CLUSTER = (

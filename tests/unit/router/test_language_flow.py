@@ -37,7 +37,7 @@ from router.flow.watch import LOOK_EVERY_S, MOVE_S
 from router.policy import ClusterView, Decision, ItemView, JointPolicy, Placement, RequestView
 from router.policy.estimate import Estimate
 from router.telemetry.timeline import RequestTimeline
-from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, Reader, ScriptedFlow, grant
+from tests.fakes.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, Reader, ScriptedFlow, grant
 
 GUIDED = msgspec.structs.replace(
     REQUEST, sampling=(SamplingParams(), SamplingParams()), guidance=Guidance(2.0, Prompt((1, 2)))

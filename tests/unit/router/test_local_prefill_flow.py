@@ -22,7 +22,7 @@ from cluster.types.messages import (
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.fakes.local_prefill import LocalPrefillPolicy
 from tests.fakes.placement import EPD, curves_of
-from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, ScriptedFlow, grant
+from tests.fakes.scripted_flow import FIRST_TOKEN_S, ITEM, ScriptedFlow, grant
 
 TEXT = GenerateRequest("r", Prompt((1, 2, 3)), (SamplingParams(), SamplingParams()), StopParams(3))
 IMAGE = PlacedMedia(ITEM.modality, ITEM.media_hash, ((2, 3),), ITEM.geometry)
@@ -66,7 +66,7 @@ def test_a_prompt_that_decode_computes_concerns_no_other_worker(door):
 
 
 def test_a_request_with_media_takes_the_ordinary_way_still(door):
-    door.start()
+    door.start_media()
     assert not door.messages[Role.DECODE][0].prefills
     assert door.sent(Role.PREFILL) == ["StartPrefill"]
 

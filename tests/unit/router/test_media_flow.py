@@ -36,7 +36,7 @@ from router.flow.media import MAX_ATTEMPTS, MediaFlow
 from router.flow.outputs import Deliver, Output, Send
 from router.flow.state import Attempt, ClientRequest, WorkerState
 from router.telemetry.timeline import RequestTimeline
-from tests.unit.router.scripted_flow import grant
+from tests.fakes.scripted_flow import grant
 
 NOW = 7.0
 PROCESS = ProcessId("boot", 1, 2, 3)

@@ -22,7 +22,7 @@ from cluster.types.messages import (
     Tokens,
 )
 from router.members import MemberTable, Peer
-from tests.unit.router.scripted_flow import grant
+from tests.fakes.scripted_flow import grant
 
 
 class Listener:

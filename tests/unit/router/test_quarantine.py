@@ -12,7 +12,7 @@ from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.flow.quarantine import BARRED_S, MAX_SUSPECTS, NEAR_TOKENS, Quarantine, content_of
 from tests.fakes.placement import EPD
-from tests.unit.router.scripted_flow import ITEM, REQUEST
+from tests.fakes.scripted_flow import ITEM, REQUEST
 
 NOW = 5.0
 
@@ -77,7 +77,7 @@ def test_prompts_are_told_apart_by_tokens_and_media():
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_a_request_that_took_two_workers_with_it_is_refused_when_it_comes_again(door, role):
-    reader = door.start()
+    reader = door.start_media()
     door.flow.quarantine.lost(door.attempt().content, "an earlier worker", door.now)
     door.lose(role)
     reader.check_error(QuarantinedError, "this prompt were lost")
@@ -88,7 +88,7 @@ def test_a_request_that_took_two_workers_with_it_is_refused_when_it_comes_again(
 
 
 def test_the_first_loss_of_a_request_is_no_reason_to_refuse_it(door):
-    reader = door.start()
+    reader = door.start_media()
     door.lose(Role.DECODE)
     assert len(door.flow.quarantine) == 1 and not reader.has_ended
     door.join(Role.DECODE)
@@ -104,7 +104,7 @@ def test_a_request_with_a_barred_item_is_refused_at_once_by_name(door):
 
 
 def test_an_answer_clears_its_request_of_suspicion(door):
-    reader = door.start()
+    reader = door.start_media()
     door.flow.quarantine.lost(door.attempt().content, "an earlier worker", door.now)
     door.token(Role.PREFILL, 5, reason=FinishReason.STOP)
     assert reader.token_ids == [5] and len(door.flow.quarantine) == 0

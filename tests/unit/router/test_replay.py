@@ -22,7 +22,7 @@ from cluster.types.messages import (
 from cluster.types.request import Guidance, Prompt, SamplingParams, StopParams
 from router.flow.continuation import MAX_REPLAYS, MAX_UNPLACED
 from tests.fakes.placement import EPD, curves_of
-from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, Reader, ScriptedFlow
+from tests.fakes.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, Reader, ScriptedFlow
 
 TWO = msgspec.structs.replace(
     REQUEST, sampling=(SamplingParams(), SamplingParams(seed=1)), stop=StopParams(9)
@@ -48,7 +48,7 @@ def say(door: ScriptedFlow, name: str, *token_ids: int, reason: FinishReason | N
 
 @pytest.mark.parametrize("role", EPD)
 def test_a_request_whose_only_worker_was_lost_waits_for_another(door, role):
-    reader = door.start()
+    reader = door.start_media()
     door.lose(role)
     assert not reader.has_ended and len(door.flow.continuation.unplaced) == 1
     assert door.flow.num_running == 0, "nothing is held for it meanwhile"
@@ -65,7 +65,7 @@ def test_a_request_whose_only_worker_was_lost_waits_for_another(door, role):
 @pytest.mark.parametrize("role", EPD)
 def test_waiting_for_a_worker_ends_with_the_first_tokens_deadline(door, role, has_begun):
     if has_begun:
-        reader = door.start()
+        reader = door.start_media()
         door.lose(role)
     else:
         door.lose(role)
@@ -175,7 +175,7 @@ def test_a_guided_answer_goes_on_with_both_prompts(door):
 
 
 def test_an_answer_survives_one_worker_after_another(door):
-    reader, tokens = door.start(), [5]
+    reader, tokens = door.start_media(), [5]
     door.token(Role.PREFILL, 5)
     for i in range(2, 4):
         door.lose("decode" if i == 2 else f"decode-{i - 1}")
@@ -191,7 +191,7 @@ def test_an_answer_survives_one_worker_after_another(door):
 @pytest.mark.parametrize("is_over_at_decode", [False, True])
 def test_prefill_that_is_lost_before_its_first_token_came(door, is_over_at_decode):
     """Decode has the KV and goes on, but only prefill could have said how the answer begins."""
-    reader = door.start()
+    reader = door.start_media()
     door.token(Role.DECODE, 6)
     if is_over_at_decode:
         door.token(Role.DECODE, 7, reason=FinishReason.STOP)
@@ -220,7 +220,7 @@ def test_a_preempted_choice_is_not_replayed_with_its_first_attempt(door):
 
 @pytest.mark.parametrize("role", EPD)
 def test_what_a_worker_gives_up_is_tried_again_but_not_for_ever(door, role):
-    reader = door.start()
+    reader = door.start_media()
     for i in range(MAX_REPLAYS + 1):
         assert not reader.has_ended
         name = f"r.{i}" if i else "r"
@@ -282,7 +282,7 @@ def test_all_choices_leave_a_worker_that_is_stopped(door):
 
 
 def test_a_call_that_serve_refuses_goes_to_another_decode_worker(door):
-    reader = door.start()
+    reader = door.start_media()
     door.join(Role.DECODE, "decode-2")
     door.run(door.flow.on_call_failed, "r", RuntimeError("too many requests"))
     assert not reader.has_ended and door.attempt("r.1").decode.replica_id == "decode-2"
@@ -300,7 +300,7 @@ def test_a_worker_that_failed_is_avoided_where_there_is_another(door, role):
 
 
 def test_a_prompt_that_ends_one_worker_after_another_is_refused(door):
-    reader = door.start()
+    reader = door.start_media()
     door.lose(Role.PREFILL)
     door.join(Role.PREFILL, "prefill-2")
     door.tell("prefill-2", PrefillAdmitted("r.1"))
@@ -321,7 +321,7 @@ def test_a_prompt_that_only_waited_at_lost_workers_is_not_refused(door):
 def test_the_requests_of_a_worker_that_is_stopped_move_within_two_seconds(door):
     """What it sends when it continues is about attempts that have landed."""
     door.join(Role.DECODE, "decode-2")
-    reader = door.start()
+    reader = door.start_media()
     stopped = door.attempt().decode.replica_id
     other = "decode" if stopped == "decode-2" else "decode-2"
     door.token(Role.PREFILL, 5)
@@ -339,7 +339,7 @@ def test_the_requests_of_a_worker_that_is_stopped_move_within_two_seconds(door):
 
 def test_the_requests_of_the_only_prefill_worker_move_to_decode_when_it_is_stopped(door):
     door.tell(Role.DECODE, Measured(curves_of(Role.DECODE, may_prefill=True)))
-    reader = door.start()
+    reader = door.start_media()
     assert door.attempt().prompt_worker.replica_id == "prefill"
     for _ in range(20):
         door.wait(0.1)
@@ -352,7 +352,7 @@ def test_the_requests_of_the_only_prefill_worker_move_to_decode_when_it_is_stopp
 
 
 def test_the_requests_of_a_stopped_worker_stay_where_no_other_could_take_them(door):
-    reader = door.start()
+    reader = door.start_media()
     door.token(Role.PREFILL, 5)
     door.wait(FIRST_TOKEN_S / 2)
     assert door.flow.num_running == 1 and "r" in door.flow._attempts

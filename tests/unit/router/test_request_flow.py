@@ -33,11 +33,11 @@ from cluster.types.request import SamplingParams, StopParams
 from router.admission.controller import REPORT_EVERY_S
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.placement import EPD
-from tests.unit.router.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, ScriptedFlow, grant
+from tests.fakes.scripted_flow import FIRST_TOKEN_S, ITEM, REQUEST, REQUEST_S, ScriptedFlow, grant
 
 
 def test_decode_is_asked_once_prefill_has_the_memory_and_grants_are_passed_on(door):
-    reader = door.start()
+    reader = door.start_media()
     assert [door.sent(role) for role in (Role.DECODE, Role.PREFILL, Role.ENCODE)] == [
         [StartDecode.__name__], [StartPrefill.__name__], [StartEncode.__name__]
     ]  # fmt: skip
@@ -54,7 +54,7 @@ def test_decode_is_asked_once_prefill_has_the_memory_and_grants_are_passed_on(do
 
 
 def test_decodes_tokens_that_overtake_the_first_one_wait_for_it(door):
-    reader = door.start()
+    reader = door.start_media()
     door.token(Role.DECODE, 6)
     door.token(Role.DECODE, 7, reason=FinishReason.STOP)
     assert reader.token_ids == []
@@ -63,7 +63,7 @@ def test_decodes_tokens_that_overtake_the_first_one_wait_for_it(door):
 
 
 def test_work_is_predicted_until_it_is_known_to_be_done(door):
-    door.start()
+    door.start_media()
     assert door.units() == {Role.ENCODE: 3, Role.PREFILL: 6, Role.DECODE: 1}
     door.token(Role.PREFILL, 5)
     assert door.units()[Role.PREFILL] == 0 and door.units()[Role.DECODE] == 1
@@ -74,7 +74,7 @@ def test_work_is_predicted_until_it_is_known_to_be_done(door):
 
 @pytest.mark.parametrize("role", EPD)
 def test_a_stage_that_fails_ends_the_request_and_frees_the_others(door, role):
-    reader = door.start()
+    reader = door.start_media()
     door.fail(role, InternalError("a bug"), item_idx=0 if role is Role.ENCODE else None)
     reader.check_error(InternalError, "a bug")
     assert all(door.sent(other)[-1] == Cancel.__name__ for other in EPD)
@@ -82,7 +82,7 @@ def test_a_stage_that_fails_ends_the_request_and_frees_the_others(door, role):
 
 
 def test_a_bad_item_is_named_by_its_place(door):
-    reader = door.start()
+    reader = door.start_media()
     door.fail(Role.ENCODE, MediaError("no picture"), item_idx=0)
     reader.check_error(MediaError, r"item 0 \(image\): no picture")
 
@@ -90,7 +90,7 @@ def test_a_bad_item_is_named_by_its_place(door):
 @pytest.mark.parametrize("how", ["fails", "is lost"])
 @pytest.mark.parametrize(("role", "has_decode_spoken"), [(Role.ENCODE, False), (Role.PREFILL, True)])
 def test_a_stage_that_has_done_its_part_may_go(door, role, has_decode_spoken, how):
-    reader = door.start()
+    reader = door.start_media()
     door.token(Role.PREFILL, 5)
     if has_decode_spoken:
         door.token(Role.DECODE, 6)
@@ -100,7 +100,7 @@ def test_a_stage_that_has_done_its_part_may_go(door, role, has_decode_spoken, ho
 
 
 def test_grants_for_a_landed_request_go_back_to_their_owner(door):
-    reader = door.start()
+    reader = door.start_media()
     door.close(reader)
     door.tell(Role.DECODE, DecodeGranted("r", grant("d")))
     door.tell(Role.PREFILL, FeatureGranted("r", 0, grant("p")))
@@ -109,7 +109,7 @@ def test_grants_for_a_landed_request_go_back_to_their_owner(door):
 
 
 def test_an_item_that_prefill_has_for_another_request_is_called_off(door):
-    reader = door.start()
+    reader = door.start_media()
     door.tell(Role.PREFILL, FeatureShared("r", 0))
     encoder = door.messages[Role.ENCODE]
     assert encoder[-1] == Cancel("r", item_idx=0)
@@ -122,7 +122,7 @@ def test_an_item_that_prefill_has_for_another_request_is_called_off(door):
 
 
 def test_a_shared_item_that_falls_through_is_encoded_after_all(door):
-    reader = door.start()
+    reader = door.start_media()
     encoder = door.messages[Role.ENCODE]
     (first,) = encoder
     door.tell(Role.PREFILL, FeatureShared("r", 0))
@@ -134,7 +134,7 @@ def test_a_shared_item_that_falls_through_is_encoded_after_all(door):
 
 
 def test_a_request_that_landed_is_not_told_of_sharing_but_gives_the_grant_back(door):
-    reader = door.start()
+    reader = door.start_media()
     door.close(reader)
     num_sent = len(door.sent(Role.ENCODE))
     door.tell(Role.PREFILL, FeatureShared("r", 0))
@@ -144,13 +144,13 @@ def test_a_request_that_landed_is_not_told_of_sharing_but_gives_the_grant_back(d
 
 
 def test_silence_ends_the_request_at_its_deadline(door):
-    reader = door.start()
+    reader = door.start_media()
     door.wait(FIRST_TOKEN_S)
     reader.check_error(UnavailableError, "out of time")
 
 
 def test_an_answer_that_the_first_token_ends_is_cancelled_everywhere(door):
-    reader = door.start()
+    reader = door.start_media()
     door.token(Role.PREFILL, 5, reason=FinishReason.LENGTH)
     door.fail(Role.DECODE)  # prefill has given its lease up
     assert reader.finish_reason is FinishReason.LENGTH and reader.token_ids == [5]
@@ -158,7 +158,7 @@ def test_an_answer_that_the_first_token_ends_is_cancelled_everywhere(door):
 
 
 def test_an_answer_that_decode_has_ended_is_cancelled_at_the_encoder_only(door):
-    door.start()
+    door.start_media()
     door.token(Role.PREFILL, 5)
     door.token(Role.DECODE, 6, reason=FinishReason.STOP)
     assert [Cancel.__name__ in door.sent(role) for role in EPD] == [True, False, False]
@@ -167,7 +167,7 @@ def test_an_answer_that_decode_has_ended_is_cancelled_at_the_encoder_only(door):
 def test_a_message_that_cannot_be_sent_ends_its_request_alone(door):
     (other,) = door.submit(msgspec.structs.replace(REQUEST, request_id="other"), [ITEM], [])
     door.cannot_send = lambda message: isinstance(message, StartPrefill)
-    reader = door.start()
+    reader = door.start_media()
     reader.check_error(UnavailableError, "too long")
     assert not other.has_ended and "r" not in door.calls
 
@@ -179,7 +179,7 @@ def test_decode_is_not_asked_before_prefill_has_the_memory(door):
 
 
 def test_what_is_left_of_a_preempted_answer_is_a_request_of_its_own(door):
-    reader = door.start()
+    reader = door.start_media()
     door.token(Role.PREFILL, 5)
     door.token(Role.DECODE, 6)
     door.wait(2.0)
@@ -194,7 +194,7 @@ def test_what_is_left_of_a_preempted_answer_is_a_request_of_its_own(door):
 
 
 def test_a_preemption_that_overtakes_the_first_token_waits_for_it(door):
-    reader = door.start()
+    reader = door.start_media()
     door.tell(Role.DECODE, Preempted("r"))
     assert door.sent(Role.PREFILL).count(StartPrefill.__name__) == 1
     door.token(Role.PREFILL, 5)
@@ -257,7 +257,7 @@ def test_the_time_that_a_request_waited_for_admission_counts_at_workers():
 
 def test_an_answer_that_is_not_read_holds_nothing_once_it_has_ended(door):
     """The flow delivers; a reader may come later for what its stream has kept."""
-    reader = door.start()
+    reader = door.start_media()
     door.token(Role.PREFILL, 5)
     door.token(Role.DECODE, 6)
     assert not door.flow.is_idle
@@ -323,7 +323,7 @@ def test_reports_that_come_fast_are_taken_together_and_the_last_one_admits(door)
 
 
 def test_the_first_token_has_a_deadline_of_its_own(door):
-    reader = door.start()
+    reader = door.start_media()
     door.wait(FIRST_TOKEN_S - 0.001)
     assert not reader.has_ended
     door.wait(0.001)
@@ -332,7 +332,7 @@ def test_the_first_token_has_a_deadline_of_its_own(door):
 
 
 def test_an_answer_that_has_begun_may_take_longer_than_a_first_token(door):
-    reader = door.start()
+    reader = door.start_media()
     door.token(Role.PREFILL, 5)
     door.wait(REQUEST_S - 0.001)
     door.token(Role.DECODE, 6)
@@ -354,7 +354,7 @@ def test_each_choice_has_its_own_first_token(door):
 
 
 def test_a_drained_worker_is_let_go_with_its_last_request(door):
-    reader = door.start()
+    reader = door.start_media()
     door.run(door.flow.on_listed, "decode", False)
     assert door.drained == []
     door.token(Role.PREFILL, 5)

@@ -182,13 +182,13 @@ def test_a_stalled_worker_is_silent_in_the_policys_eyes_until_it_moves(door):
 def test_the_last_worker_of_a_pool_serves_though_it_is_silent(door):
     for role in EPD:
         door.tell(role, Stalled(("engine",)))
-    door.start()
+    door.start_media()
     assert all(door.sent(role) for role in EPD)
 
 
 def test_items_leave_an_encoder_that_makes_no_progress_for_long(door):
     door.join(Role.ENCODE, "encode-2")
-    door.start()
+    door.start_media()
     first = next(name for name in ("encode", "encode-2") if door.sent(name))
     second = "encode-2" if first == "encode" else "encode"
     for role in (Role.PREFILL, Role.DECODE, second):

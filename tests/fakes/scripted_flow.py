@@ -36,6 +36,7 @@ from router.flow.state import Attempt, ClientRequest
 from router.flow.watch import LONGEST_PAUSE_S
 from router.policy import ClusterView, JointPolicy, Policy
 from router.telemetry.timeline import RequestTimeline
+from tests.fakes.clock import ManualClock
 from tests.fakes.placement import EPD
 
 FIRST_TOKEN_S, REQUEST_S = 20.0, 40.0
@@ -61,6 +62,7 @@ class Reader:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: ClusterError | None = None
+    has_left: bool = False  # the client has closed the stream
 
     def get(self, event: TokenEvent | ClusterError) -> None:
         assert not self.has_ended, "an ended choice gets no more"
@@ -72,7 +74,7 @@ class Reader:
 
     @property
     def has_ended(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
+        return self.finish_reason is not None or self.error is not None or self.has_left
 
     def check_error(self, kind: type[ClusterError], match: str) -> None:
         assert self.error is not None, "no error has come"
@@ -83,14 +85,25 @@ class Reader:
 class ScriptedFlow:
     """One worker of each of the roles, named like it."""
 
-    def __init__(self, policy: Policy | None = None, roles: Sequence[Role] = EPD, **admission: Any):
-        self.now = 100.0
-        self.cluster = ClusterView(SchedulingPolicy(5.0, 2000.0, 0.3), 1.0, 2)
+    block_size = 16
+    timeouts = Timeouts(FIRST_TOKEN_S, REQUEST_S)
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        roles: Sequence[Role] = EPD,
+        clock: ManualClock | None = None,
+        codecs: Sequence[str] = ("raw",),
+        **admission: Any,
+    ):
+        self.clock = clock or ManualClock(100.0)
+        scheduling = SchedulingPolicy(5.0, 2000.0, 0.3)
+        self.cluster = ClusterView(scheduling, kv_bytes_per_token=1.0, num_layers=2, codecs=codecs)
         self.queue = AdmissionQueue(AdmissionArgs(**admission), 0.3, Capacity(0, 0, 0))
         self.flow = RequestFlow(
-            Placer(policy or JointPolicy(), self.cluster, 16),
+            Placer(policy or JointPolicy(), self.cluster, self.block_size),
             AdmissionController(self.queue),
-            Timeouts(FIRST_TOKEN_S, REQUEST_S),
+            self.timeouts,
         )
         self.messages: dict[str, list[AnyMessage]] = {}
         self.num_pings = 0
@@ -100,6 +113,10 @@ class ScriptedFlow:
         self.cannot_send: Callable[[AnyMessage], bool] = lambda _: False
         for role in roles:
             self.join(role)
+
+    @property
+    def now(self) -> float:
+        return self.clock.at
 
     # The driver
 
@@ -132,19 +149,19 @@ class ScriptedFlow:
         """Timers fire when they are due."""
         end = self.now + seconds
         while (at := self.flow.next_timer()) is not None and at <= end:
-            self.now = max(self.now, at)
+            self.clock.at = max(self.now, at)
             self.run(self.flow.on_timer)
-        self.now = end
+        self.clock.at = end
 
     # Workers
 
-    def join(self, role: Role, name: str = "") -> None:
+    def join(self, role: Role, name: str = "", num_blocks: int = 8, **fields: Any) -> None:
         name = name or role.value
         self.messages.setdefault(name, [])
-        self.run(
-            self.flow.on_joined,
-            Member(replica_id=name, role=role, address="", model="", layout="", num_blocks=8),
+        member = Member(
+            replica_id=name, role=role, address="", model="", layout="", num_blocks=num_blocks, **fields
         )
+        self.run(self.flow.on_joined, member)
 
     def lose(self, name: str) -> None:
         self.run(self.flow.on_lost, name)
@@ -183,13 +200,15 @@ class ScriptedFlow:
         self.run(self.flow.submit, ClientRequest(request, items, hashes, timeline))
         return readers
 
-    def start(self) -> Reader:
+    def start_media(self) -> Reader:
         """A request with a media item whose prompt has memory at prefill."""
         (reader,) = self.submit(REQUEST, [ITEM], [b"block"])
         self.tell(Role.PREFILL, PrefillAdmitted("r"))
         return reader
 
     def close(self, reader: Reader) -> None:
+        """The client leaves."""
+        reader.has_left = True
         self.run(self.flow.close, reader.request_id, reader.choice_idx)
 
     # What is there
