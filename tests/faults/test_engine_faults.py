@@ -303,7 +303,7 @@ def test_cancels_that_make_no_sense_cost_the_request_that_they_name() -> None:
     rig = Rig(decode_blocks=40)
     relay = Relay(rig, expects_faults=True)
     stories = start_all(relay)
-    while "text" not in rig.decode.engine._requests:
+    while "text" not in rig.decode.engine.requests:
         relay.play(1)
     rig.receive("decode", Cancel("text", 7))
     play_until_over(relay)

@@ -247,7 +247,7 @@ def test_requests_that_share_an_item_hold_one_copy_of_its_file(rig):
     for request_id in ("r", "s", "t"):
         rig.start(make_item("a", 5), request_id)
     rig.encoder.inbox.run()
-    assert rig.encoder.engine._deliveries.file_bytes == len(ITEM.data)
+    assert rig.encoder.engine.deliveries.file_bytes == len(ITEM.data)
     rig.encoder.tell(rig.encoder.engine.cancel, "r")
     rig.turn(5)
     assert rig.encoder.engine.load().held_bytes == len(ITEM.data)

@@ -44,7 +44,7 @@ def test_two_hundred_items_at_once_never_hold_more_than_the_budget_and_all_end(m
     most = 0
     for _ in range(500):
         rig.encoder.inbox.run()
-        most = max(most, rig.encoder.engine._preparation.held_bytes)
+        most = max(most, rig.encoder.engine.preparation.held_bytes)
         rig.turn()
     assert 2 * ITEM_BYTES <= most <= 6 * ITEM_BYTES
     assert len(rig.said(Encoded)) == 201 and not failed(rig)

@@ -61,13 +61,13 @@ class Parts:
 
     def let_go(self):
         """Every request leaves, every lease ends; nothing may be left."""
-        for key in list(self.store._copies):
+        for key in list(self.store.copies):
             self.store.release(key, has_ended=True)
         for lease_id in list(self.store._rooms._by_lease):
             assert self.store.close_lease(lease_id, completed=False) == []
         assert self.store.num_open_leases == 0 and self.store.num_used_blocks == 0
         assert (
-            not self.store._copies._by_name
+            not self.store.copies._by_name
             and not self.store._rooms._queued
             and not self.store._rooms._given_up
         )

@@ -24,7 +24,7 @@ class Model(Parts):
         request_id = str(self.num_reserved)
         key = (request_id, 0)
         self.num_reserved += 1
-        copies = self.store._copies._by_name.get((name, len(name) * 4), [])
+        copies = self.store.copies._by_name.get((name, len(name) * 4), [])
         can_share = (
             copies and not self.store._rooms._queued and not self.unwanted.issuperset(copies[-1].consumers)
         )
@@ -59,7 +59,7 @@ class Model(Parts):
         keys = sorted(self.waiting | self.ready)
         if keys:
             key = keys[nth % len(keys)]
-            self.store.renew(key, self.store._copies[key].lease_id)
+            self.store.renew(key, self.store.copies[key].lease_id)
 
     def leave(self, nth: int, has_ended: bool) -> None:
         keys = sorted(self.waiting | self.ready)
@@ -76,7 +76,7 @@ class Model(Parts):
 
     def check(self) -> None:
         self.pool.check_integrity()
-        items, store = self.store._copies, self.store
+        items, store = self.store.copies, self.store
         assert set(items) == self.waiting | self.ready
         assert all((items[key].phase is MediaPhase.STAGED) == (key in self.ready) for key in items)
         assert all(SHARED not in kinds[1:] for kinds in self.told.values())

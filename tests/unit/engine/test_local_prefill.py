@@ -48,7 +48,7 @@ def test_a_prompt_computed_here_needs_no_prefill_worker(rig, relay, num_tokens, 
     )
     relay.play()
     assert [line.tokens for line in story.lines] == [[50, 51, 52, 53, 54, 55]] * num_choices
-    assert rig.ended == ["r"] and not rig.prefill.engine._requests
+    assert rig.ended == ["r"] and not rig.prefill.engine.requests
 
 
 def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay):

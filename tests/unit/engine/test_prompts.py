@@ -60,7 +60,7 @@ def test_a_little_text_before_an_item_has_no_step_of_its_own(rig, relay, fixed_s
     only_to(relay, "prefill")
     rig.turn(3)
     assert rig.prefill.engine.load().num_queued_units == num_left
-    assert rig.prefill.engine._requests.get("r").stopwatch.part is Part.MEDIA
+    assert rig.prefill.engine.requests.get("r").stopwatch.part is Part.MEDIA
     relay.play()
     assert story.finish_reason is FinishReason.LENGTH and story.tokens == [50, 51, 52, 53]
 
@@ -163,13 +163,13 @@ def test_an_item_with_text_between_its_rows_is_kept_until_the_last_of_them_is_co
     relay.start(make_request("r", 3, [item], is_split=True), [item])
     only_to(relay, "prefill")
     rig.prefill.step()  # the text before it
-    sequence = rig.prefill.engine._requests["r"].main
+    sequence = rig.prefill.engine.requests["r"].main
     assert sequence.num_ready_tokens == sequence.num_computed_tokens == 3
     relay.play(1)
     while sequence.num_computed_tokens < sequence.prompt.media[0].end:
-        assert rig.features._copies
+        assert rig.features.copies
         relay.play(1)
-    assert not rig.features._copies
+    assert not rig.features.copies
     relay.play()
     assert relay.stories["r"].finish_reason is FinishReason.LENGTH
 
@@ -205,7 +205,7 @@ def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(ri
     rig.prefill.feature_transfer_engine.revoke(lease_id, "the test has brought them itself")
     share(rig, relay, "r")
     rig.prefill.step()
-    assert rig.prefill.engine._requests["r"].main.items_ready == {0}
+    assert rig.prefill.engine.requests["r"].main.items_ready == {0}
     relay.play()
     assert relay.stories["r"].finish_reason is FinishReason.LENGTH
     rig.features.release(("keeper", 0))
@@ -227,7 +227,7 @@ def test_a_door_that_goes_away_takes_its_requests_along_without_a_lease_for_each
     rig.prefill.tell(rig.prefill.engine.drop_door, DOOR)
     rig.prefill.step()
     assert [m for m in rig.prefill.said if isinstance(m, FeatureGranted)] == granted
-    assert not rig.features._copies
+    assert not rig.features.copies
 
 
 def test_the_negative_prompt_is_computed_while_embeddings_are_missing(rig, relay):

@@ -41,7 +41,7 @@ def run(rig: Rig, relay: Relay, request: GenerateRequest) -> int:
         nonlocal computed
         computed += sum(
             sequence.num_missing_tokens
-            for each in rig.prefill.engine._requests.values()
+            for each in rig.prefill.engine.requests.values()
             for sequence in each.sequences
             if sequence.num_computed_tokens == sequence.num_cached_tokens
         )

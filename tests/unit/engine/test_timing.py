@@ -112,7 +112,7 @@ def test_embeddings_that_come_during_a_step_of_others_end_the_wait_for_media_the
     relay.start(make_request("r", 3, [item]), [item])
     hand_over(relay)
     rig.prefill.step()
-    engine, request = rig.prefill.engine, rig.prefill.engine._requests["r"]
+    engine, request = rig.prefill.engine, rig.prefill.engine.requests["r"]
     waits_since = rig.clock.at
     assert request.stopwatch.part is Part.MEDIA
     rig.clock.at += 4.0  # a step of others; the embeddings have come after one second
@@ -128,9 +128,9 @@ def test_a_negative_prompt_that_can_be_computed_is_no_wait_for_media(rig, relay)
     relay.start(make_request("r", 3, [item], negative=12), [item])
     hand_over(relay)
     rig.prefill.step()
-    assert rig.prefill.engine._requests["r"].stopwatch.part is Part.QUEUED
+    assert rig.prefill.engine.requests["r"].stopwatch.part is Part.QUEUED
     rig.prefill.step()
-    assert rig.prefill.engine._requests["r"].stopwatch.part is Part.MEDIA
+    assert rig.prefill.engine.requests["r"].stopwatch.part is Part.MEDIA
 
 
 @given(st.lists(st.tuples(st.sampled_from(Part), st.floats(-5, 5)), max_size=20))

@@ -63,7 +63,7 @@ class Worker:
 
     async def lose(self, connection: Connection) -> None:
         connection.abort()
-        await until(lambda: not self.shell._connections)
+        await until(lambda: not self.shell.connections)
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ async def test_a_grant_that_its_door_has_not_read_is_taken_back_when_the_door_di
     worker.shell.send(worker.door, granted("a"))
     await until(lambda: read)
     worker.shell.send(worker.door, granted("b"))
-    worker.shell._connections[worker.door].abort()  # what was sent is lost, or not: the door says it
-    await until(lambda: not worker.shell._connections)
+    worker.shell.connections[worker.door].abort()  # what was sent is lost, or not: the door says it
+    await until(lambda: not worker.shell.connections)
     assert worker.heard == []
     again, _ = await worker.dial("DecodeGranted a")
     assert worker.heard == [ReturnGrant("b")]
@@ -122,7 +122,7 @@ async def test_a_grant_that_a_door_leaves_unread_is_taken_back_when_it_says_good
     worker.shell.send(worker.door, granted("c"))
     assert worker.heard == [Cancel("r"), ReturnGrant("b"), ReturnGrant("c")]
     await closing
-    await until(lambda: not worker.shell._connections)
+    await until(lambda: not worker.shell.connections)
     if is_tcp:
         await worker.shell.aclose()
 
@@ -154,12 +154,12 @@ async def test_what_an_earlier_connection_still_holds_is_not_read(worker):
     """The door has closed it, and the worker has not noticed: otherwise the door would believe that a grant
     is lost which the worker reads later."""
     former, _ = await worker.dial()
-    first = worker.shell._connections[worker.door]
+    first = worker.shell.connections[worker.door]
     again, _ = await worker.dial()
     assert not first.is_open and again.peer_last_read == ""
     former.send(DecodeTarget("r", granted("a").grant))
     again.send(GrantPassed("b", ()))
-    await until(lambda: worker.heard and len(worker.shell._connections) == 1)
+    await until(lambda: worker.heard and len(worker.shell.connections) == 1)
     assert worker.heard == [GrantPassed("b", ())]
 
 
