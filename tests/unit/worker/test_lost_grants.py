@@ -113,7 +113,7 @@ async def test_a_grant_that_a_door_leaves_unread_is_taken_back_when_it_says_good
     connection, read = await worker.dial()
     worker.shell.send(worker.door, granted("a"))
     await until(lambda: read)
-    connection._transport.pause_reading()
+    connection.transport.pause_reading()
     worker.shell.send(worker.door, granted("b"))
     connection.send(Cancel("r"))
     connection.send(Goodbye("DecodeGranted a"))
