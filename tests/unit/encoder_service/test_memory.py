@@ -148,7 +148,7 @@ def test_a_video_that_breaks_the_encoder_in_a_later_piece_gives_everything_back(
 @pytest.mark.parametrize("num_rows", [4, 6])
 def test_another_number_of_rows_than_promised_is_the_items_fault(make_rig, num_rows):
     rig = make_rig()
-    rig.encoder.engine._runner.encode = lambda modality, pieces: [torch.zeros(num_rows, 1)]
+    rig.runners["encoder"].encode = lambda modality, pieces: [torch.zeros(num_rows, 1)]
     rig.deliver(make_item("a", NUM_ROWS))
     rig.turn(4)
     assert failed(rig) == {"r": "MediaError"}

@@ -28,7 +28,7 @@ class LimitRecorder:
 
 def record_parts(rig):
     """Per step with prompts: (first token, number of tokens) of each."""
-    runner, parts = rig.decode.engine._runner, []
+    runner, parts = rig.runners["decode"], []
     run = runner.run
 
     def recorded(works, on_layer):
@@ -123,7 +123,7 @@ def test_media_are_encoded_for_a_prompt_computed_here(rig, relay, num_choices):
     story = relay.start(request, [item], prefills_locally=True)
     relay.play()
     assert [line.tokens for line in story.lines] == [[50, 51, 52, 53]] * num_choices and rig.ended == ["r"]
-    assert rig.encoder.transfer_engine.sent.raw_bytes > 0 and not rig.prefill.engine._blocks.num_cached
+    assert rig.encoder.transfer_engine.sent.raw_bytes > 0 and not rig.prefill.engine.load().num_cached_blocks
 
 
 @pytest.mark.parametrize("num_rounds", range(7))

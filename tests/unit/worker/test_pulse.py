@@ -209,8 +209,8 @@ async def shell(tmp_path):
     loop = StepLoop("engine", Hanging())
     outbox, engine = Outbox(lambda batch: None), SimpleNamespace(drop_door=print)
     seat: Any = SimpleNamespace(loop=loop, outbox=outbox, engine=engine)
-    shell = WorkerShell(setup, [seat], handle)  # type: ignore[arg-type]
-    await shell.start()
+    shell: Any = WorkerShell(setup, [seat], handle)  # type: ignore[arg-type]
+    shell.address = await shell.start()
     yield shell
     await shell.aclose()
 
@@ -218,7 +218,7 @@ async def shell(tmp_path):
 async def dial(shell: WorkerShell, name: str = "door") -> tuple[Any, list[Any]]:
     """A door, and what it hears."""
     heard: list[Any] = []
-    connection = await connect(shell._server.address, name, lambda _, message: heard.append(message))
+    connection = await connect(shell.address, name, lambda _, message: heard.append(message))
     return connection, heard
 
 
