@@ -163,7 +163,8 @@ class Rig:
     def _start_encoder(self) -> None:
         rows = BlockMemory(FEATURE_LAYOUT, self._sizes["encoder"])
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
-        runner = self.runners["encoder"] = SimpleNamespace(prepare=self._prepare, encode=self._encode)
+        runner: Any = SimpleNamespace(prepare=self._prepare, encode=self._encode)
+        self.runners["encoder"] = runner
         limits, policy = self._encoder_settings
         self._add_worker(
             "encoder",

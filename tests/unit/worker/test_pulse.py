@@ -215,7 +215,7 @@ async def shell(tmp_path):
     await shell.aclose()
 
 
-async def dial(shell: WorkerShell, name: str = "door") -> tuple[Any, list[Any]]:
+async def dial(shell: Any, name: str = "door") -> tuple[Any, list[Any]]:
     """A door, and what it hears."""
     heard: list[Any] = []
     connection = await connect(shell.address, name, lambda _, message: heard.append(message))
