@@ -79,6 +79,9 @@ class Deliveries:
     def __len__(self) -> int:
         return len(self._deliveries)
 
+    def __iter__(self) -> Iterator[Delivery]:
+        return iter(self._deliveries.values())
+
     @property
     def num_sending(self) -> int:
         return len(self._by_lease)
@@ -99,10 +102,10 @@ class Deliveries:
         return self._by_lease.get(lease_id)
 
     def of_request(self, request_id: str) -> list[Delivery]:
-        return [d for d in self._deliveries.values() if d.request_id == request_id]
+        return [delivery for delivery in self if delivery.request_id == request_id]
 
     def of_door(self, door: DoorId) -> list[Delivery]:
-        return [d for d in self._deliveries.values() if d.door == door]
+        return [delivery for delivery in self if delivery.door == door]
 
     def expired(self) -> Iterator[Delivery]:
         """Deliveries whose time is over, each once."""

@@ -84,7 +84,7 @@ class EncoderEngine:
         self._items: dict[str, EncodeItem] = {}  # by media hash
         # By media hash: embedding rows, before pooling, that are still to be computed.
         self._queued_rows = Holdings()
-        self._deliveries = Deliveries(cache, transfer_engine, outbox, clock, own_prompts)
+        self.deliveries = Deliveries(cache, transfer_engine, outbox, clock, own_prompts)
         self._totals = EncodeTotals()
         self._budget = CallBudget(limits.max_call_bytes, clock)
         self._planner = CallPlanner(limits, self._budget, policy, cache)
@@ -93,7 +93,7 @@ class EncoderEngine:
         ahead = PreparationLimits(
             limits.num_prepare_threads, limits.max_prepared_bytes, limits.max_piece_rows
         )
-        self._preparation = Preparation(self._prepare, executor, ahead, policy, self._on_prepared)
+        self.preparation = Preparation(self._prepare, executor, ahead, policy, self._on_prepared)
         outbox.greet_with(lambda: CacheChanged((*cache.content(), *self._items), ()))
         self.fits = EncoderFits(limits.max_batch_rows)
         self._speed = SpeedReporter(
@@ -116,21 +116,21 @@ class EncoderEngine:
         self._loop = loop
 
     def step(self) -> float | None:
-        for delivery in self._deliveries.expired():
+        for delivery in self.deliveries.expired():
             self._fail(delivery, UnavailableError("encoding waited too long"))
         batch = self._select()
         self._tell_doors(self.load())  # before the call: other encoders need not encode the new items
         if batch:
             self._encode(batch)
             self._tell_doors()
-        return 0 if batch else self._deliveries.wait_s()
+        return 0 if batch else self.deliveries.wait_s()
 
     def start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
         """If an item of a request is asked for again, what was sent before did not arrive: the new delivery
         replaces the earlier one. `came_at`: when the message arrived."""
-        earlier = self._deliveries.get(delivery_key(message.request_id, message.item_idx))
+        earlier = self.deliveries.get(delivery_key(message.request_id, message.item_idx))
         if earlier is not None:
-            self._deliveries.end(earlier, "requested again")
+            self.deliveries.end(earlier, "requested again")
         with Blame(partial(self._fail_start, door, message)).of(message.item.media_hash):
             self._start(door, message, came_at)
         if earlier is not None:
@@ -139,8 +139,8 @@ class EncoderEngine:
     def set_target(self, request_id: str, item_idx: int, target: ReceivedGrant | None) -> None:
         """Prefill has made room; None: in this process. If the delivery has ended, the grant is returned at
         once. If it is still to come, it finds the room."""
-        if (delivery := self._deliveries.get(delivery_key(request_id, item_idx))) is None:
-            return target and self._deliveries.return_grant(target, "the request has ended")
+        if (delivery := self.deliveries.get(delivery_key(request_id, item_idx))) is None:
+            return target and self.deliveries.return_grant(target, "the request has ended")
         delivery.target = target
         with self._blame_delivery.of(delivery.key):
             self._serve(delivery)
@@ -148,31 +148,31 @@ class EncoderEngine:
     def cancel(self, request_id: str, item_idx: int | None = None) -> None:
         """Ends what a request wanted here, or one item of it. An item that no delivery wants any more is not
         encoded further."""
-        for delivery in self._deliveries.of_request(request_id):
+        for delivery in self.deliveries.of_request(request_id):
             if item_idx in (None, delivery.item_idx):
                 self._drop(delivery, "cancelled")
 
     def drop_door(self, door: DoorId) -> None:
-        for delivery in self._deliveries.of_door(door):
+        for delivery in self.deliveries.of_door(door):
             self._drop(delivery, "the door is gone")
 
     def on_transfer(self, event: SendEvent, at: float) -> None:
         """A push has ended at the instant `at`. Called once for each push."""
-        if (delivery := self._deliveries.sent_by(event.lease_id)) is not None:  # else a grant returned unused
+        if (delivery := self.deliveries.sent_by(event.lease_id)) is not None:  # else a grant returned unused
             with self._blame_delivery.of(delivery.key):
-                self._deliveries.on_transfer(event, at)
+                self.deliveries.on_transfer(event, at)
 
     def load(self) -> LoadReport:
         return LoadReport(
             num_running=len(self._items),
-            num_waiting=len(self._deliveries),
+            num_waiting=len(self.deliveries),
             num_queued_units=self._queued_rows.total,
             num_used_blocks=self._cache.num_held_blocks,
-            num_open_leases=self._deliveries.num_sending,
+            num_open_leases=self.deliveries.num_sending,
             num_cached_blocks=self._cache.num_cached_blocks,
             sent=self._transfer_engine.sent,
-            held_bytes=self._deliveries.file_bytes + self._preparation.held_bytes,
-            sending_bytes=self._deliveries.sending_bytes,
+            held_bytes=self.deliveries.file_bytes + self.preparation.held_bytes,
+            sending_bytes=self.deliveries.sending_bytes,
             encoded=self._totals,
             is_of_encoder=True,
             busy_s=self._cpu_slots.busy_s,
@@ -192,7 +192,7 @@ class EncoderEngine:
         )
         delivery.from_cache = item.media_hash in self._cache
         self._count(num_cached=int(delivery.from_cache))
-        self._deliveries.add(delivery, message.timeout_s)
+        self.deliveries.add(delivery, message.timeout_s)
         self._serve(delivery)
 
     def _refusal(self, message: StartEncode) -> ClusterError | None:
@@ -212,7 +212,7 @@ class EncoderEngine:
         """Brings one delivery as far as possible: sends its rows, or makes sure that its item is being
         encoded."""
         if delivery.media_hash in self._cache:
-            return self._deliveries.send(delivery)
+            return self.deliveries.send(delivery)
         delivery.from_cache = False  # the rows may have been evicted since `_start`
         item = self._items.get(delivery.media_hash) or self._start_encoding(delivery)
         item.keep |= delivery.keep
@@ -229,7 +229,7 @@ class EncoderEngine:
         self._items[item.media_hash] = item
         self._cache.note(item.media_hash)
         self._queued_rows.hold(item.media_hash, item.num_call_rows)
-        self._preparation.put(item.ticket, item.item)
+        self.preparation.put(item.ticket, item.item)
         return item
 
     def _reorder(self, item: EncodeItem) -> None:
@@ -237,7 +237,7 @@ class EncoderEngine:
         ticket = min((d.ticket for d in item.deliveries), key=lambda t: order_key(t, self._policy))
         if ticket != item.ticket:
             item.ticket = ticket
-            self._preparation.reorder(ticket)
+            self.preparation.reorder(ticket)
 
     def _prepare(self, item: MediaItem, is_wanted: IsWanted) -> Prepared:
         """Prepares an item. Runs on a thread of the pool."""
@@ -259,7 +259,7 @@ class EncoderEngine:
         if not item.deliveries:
             self._remove(item, MediaPhase.DISCARDED)
         elif isinstance(result, NotWantedError):
-            self._preparation.put(item.ticket, item.item)  # asked for again meanwhile
+            self.preparation.put(item.ticket, item.item)  # asked for again meanwhile
         elif isinstance(result, BaseException):
             self._fail_item(item, named(result))
         else:
@@ -341,7 +341,7 @@ class EncoderEngine:
             self._count(num_encoded=1, num_rows=item.num_rows)
             for delivery in item.deliveries:
                 with self._blame_delivery.of(delivery.key):
-                    self._deliveries.send(delivery)
+                    self.deliveries.send(delivery)
 
     def _tell_doors(self, load: LoadReport | None = None) -> None:
         if (changes := self._cache.take_changes(self._items)) is not None:
@@ -355,7 +355,7 @@ class EncoderEngine:
 
     def _fail_start(self, door: DoorId, message: StartEncode, _: str, error: ClusterError) -> None:
         key = delivery_key(message.request_id, message.item_idx)
-        if (delivery := self._deliveries.get(key)) is not None:
+        if (delivery := self.deliveries.get(key)) is not None:
             return self._fail(delivery, error)
         self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
 
@@ -364,21 +364,21 @@ class EncoderEngine:
             self._fail_item(item, error)
 
     def _fail_named(self, key: str, error: ClusterError) -> None:
-        if (delivery := self._deliveries.get(key)) is not None:
+        if (delivery := self.deliveries.get(key)) is not None:
             self._fail(delivery, error)
 
     def _fail_item(self, item: EncodeItem, error: ClusterError) -> None:
         self._remove(item, MediaPhase.DISCARDED)
         self._count(num_failed=1)
         for delivery in item.deliveries:
-            self._deliveries.fail(delivery, error)
+            self.deliveries.fail(delivery, error)
 
     def _fail(self, delivery: Delivery, error: ClusterError) -> None:
-        self._deliveries.fail(delivery, error)
+        self.deliveries.fail(delivery, error)
         self._detach(delivery)
 
     def _drop(self, delivery: Delivery, reason: str) -> None:
-        self._deliveries.end(delivery, reason)
+        self.deliveries.end(delivery, reason)
         self._detach(delivery)
 
     @bookkeeping
@@ -390,7 +390,7 @@ class EncoderEngine:
         item.deliveries.remove(delivery)
         if item.deliveries:
             self._reorder(item)
-        elif item.phase is not MediaPhase.PREPARING or self._preparation.withdraw(item.media_hash):
+        elif item.phase is not MediaPhase.PREPARING or self.preparation.withdraw(item.media_hash):
             self._remove(item, MediaPhase.DISCARDED)
 
     @bookkeeping
@@ -400,6 +400,6 @@ class EncoderEngine:
         item.prepared = None
         del self._items[item.media_hash]
         self._queued_rows.release(item.media_hash)
-        self._preparation.release(item.media_hash)
+        self.preparation.release(item.media_hash)
         self._cache.free_reserved(item.media_hash)
         self._cache.note(item.media_hash)

@@ -84,6 +84,10 @@ class Preparation:
         self._held = Holdings()
         self._bytes_per_row: dict[Modality, _BytesPerRow] = {}
 
+    def __len__(self) -> int:
+        """Items that wait, or that a thread has."""
+        return len(self._waiting) + len(self._short.running) + len(self._long.running)
+
     @property
     def held_bytes(self) -> int:
         return self._held.total
@@ -144,7 +148,7 @@ class Preparation:
 
     def _next_class(self) -> _SizeClass | None:
         """The size class whose first item goes next. None: no thread is free, or no item waits for one."""
-        if len(self._short.running) + len(self._long.running) >= self._limits.num_threads:
+        if len(self) - len(self._waiting) >= self._limits.num_threads:
             return None
         open_classes = [
             size_class

@@ -48,7 +48,7 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        return self.flow.is_idle and not self._streams
+        return self.flow.is_idle and not self._streams and not self._unread
 
     def generate(
         self,

@@ -22,7 +22,7 @@ request causes ends that request only (`Blame`). How requests end: `Lifecycle`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import msgspec
@@ -115,7 +115,7 @@ class LanguageEngine:
         self._cpu_slots = cpu_slots
         self._limits = limits
         self._prompt_pause_s = policy.prompt_pause_s
-        self._requests: RequestTable[LanguageRequest] = RequestTable(clock)
+        self.requests: RequestTable[LanguageRequest] = RequestTable(clock)
         self._computing: set[str] = set()  # ids of requests whose prompts are computed
         self._counts = SequenceCounts()
         max_tokens = max(limits.max_prompt_tokens, blocks.block_size)
@@ -142,7 +142,7 @@ class LanguageEngine:
 
     def _shared_state(self, policy: SchedulingPolicy, constraints: Constraints | None) -> EngineState:
         return EngineState(
-            requests=self._requests,
+            requests=self.requests,
             blocks=self._blocks,
             admission=PromptAdmission(policy, self._blocks.num_blocks),
             arrivals=WaitingQueue(policy),
@@ -169,11 +169,6 @@ class LanguageEngine:
         )
 
     @property
-    def requests(self) -> Mapping[str, LanguageRequest]:
-        """Those that have not ended, by id. To be read only."""
-        return self._requests
-
-    @property
     def num_preempted(self) -> int:
         """Requests that lost their blocks, since the start."""
         return self._lifecycle.num_preempted
@@ -186,7 +181,7 @@ class LanguageEngine:
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
         if not answers and not prompts:
-            return self._requests.deadlines.wait_s() if self._requests else self._idle_check.run()
+            return self.requests.deadlines.wait_s() if self.requests else self._idle_check.run()
         self._run(answers, prompts, is_long)
         self._tell_doors(None if prompts else self.load())
         return 0
@@ -198,7 +193,7 @@ class LanguageEngine:
         self._tell_doors(self.load())
 
     def _admit(self) -> None:
-        for request_id in self._requests.deadlines.expired():
+        for request_id in self.requests.deadlines.expired():
             with self._blame.of(request_id):
                 self._lifecycle.expire(request_id)
         self._intake.admit()
@@ -220,7 +215,7 @@ class LanguageEngine:
         self._kv_output.offer(request_id, grant)
 
     def take_targets(self) -> None:
-        for request, error in self._kv_output.take(self._requests):
+        for request, error in self._kv_output.take(self.requests):
             with self._blame.of(request.request_id):
                 self._on_target(request, error)
 
@@ -233,7 +228,7 @@ class LanguageEngine:
     def drop_door(self, door: DoorId) -> None:
         # Newest first: otherwise the shared embeddings of a cancelled request would be granted to the next
         # one of the same door.
-        for request_id in reversed(self._requests.of_door(door)):
+        for request_id in reversed(self.requests.of_door(door)):
             self.cancel(request_id)
 
     def on_transfer(self, event: LeaseEvent | LateWrite | SendEvent, at: float) -> None:
@@ -265,7 +260,7 @@ class LanguageEngine:
         features, num_in_work = self._features, len(self._answers.running) + len(self._computing)
         return LoadReport(
             num_running=num_in_work,
-            num_waiting=len(self._requests) - num_in_work,
+            num_waiting=len(self.requests) - num_in_work,
             num_queued_units=self._counts.num_sequences if generates else self._lifecycle.num_missing_tokens,
             num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + features.num_used_blocks,
             num_open_leases=self._kv_input.num_open_leases
@@ -389,7 +384,7 @@ class LanguageEngine:
     def _on_item(self, request_id: str, item_idx: int, at: float) -> None:
         """The item's embeddings have arrived. If the request is unknown, `start` has not run yet and will
         find them ready."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is not None and request.sequences:
             request.main.items_arrived([item_idx])
             self.planner.has_more_ready(request.main)

@@ -28,7 +28,7 @@ class FeatureStore:
         self._memory = memory
         self._blocks = blocks
         self._lock = threading.Lock()
-        self._copies = SharedCopies()
+        self.copies = SharedCopies()
         self._rooms = RoomQueue(blocks, transfer_engine)
 
     @property
@@ -66,13 +66,13 @@ class FeatureStore:
         `on_room`: the encoder is in this process; called when there is room, instead of a grant.
         `is_wanted`: false if the item may not be needed; then neither happens before `want`."""
         with self._lock:
-            copy = self._copies.newest((media_hash, num_rows))
+            copy = self.copies.newest((media_hash, num_rows))
             if copy is None or not self._rooms.may_join(copy):
                 copy = FeatureCopy((media_hash, num_rows))
                 self._rooms.put(copy)
             is_brought = copy.is_brought
             consumer = Consumer(key, ttl_s, tell, None if is_brought else on_room, is_wanted)
-            self._copies.join(copy, consumer)
+            self.copies.join(copy, consumer)
             if is_brought and is_wanted:
                 tell(FeatureShared(*key))
             self._rooms.ask_if_wanted(copy)
@@ -82,7 +82,7 @@ class FeatureStore:
         """The prefix cache does not have all tokens of the item. Items that are wanted already, or were
         released, are ignored. Engine thread."""
         with self._lock:
-            copy = self._copies.get(key)
+            copy = self.copies.get(key)
             if copy is not None and not copy.consumers[key].is_wanted:
                 copy.want(key)
                 self._rooms.ask_if_wanted(copy)
@@ -99,7 +99,7 @@ class FeatureStore:
         its door, which it notices as well, and then stops. No lease: the item was to be encoded in this
         process, and now is elsewhere. Any thread."""
         with self._lock:
-            copy = self._copies.get(key)
+            copy = self.copies.get(key)
             if copy is None:
                 return
             if not lease_id:
@@ -132,24 +132,24 @@ class FeatureStore:
         """An encoder of this process will not bring the item for this request. If the request still wants it,
         its door says what comes next: `renew` or `release`. Any thread."""
         with self._lock:
-            if key not in self._copies:
+            if key not in self.copies:
                 self._rooms.fill_elsewhere(key)
 
     def harmed_by(self, block_ids: Iterable[int]) -> set[str]:
         """Requests whose embeddings are, or were, in these blocks, which an encoder may have written to after
         they had been given to others (`kv_transfer.lease.receiver`). Any thread."""
         with self._lock:
-            return self._copies.harmed_by(block_ids)
+            return self.copies.harmed_by(block_ids)
 
     def ready_items(self, request_id: str, num_items: int) -> set[int]:
         """Items whose rows came before the request, or before the engine knew the request. Engine thread."""
-        return self._copies.ready_items(request_id, num_items)
+        return self.copies.ready_items(request_id, num_items)
 
     def rows(self, key: ItemKey, start: int, end: int) -> list[torch.Tensor]:
         """Rows [start, end) of a ready item, in order, as views [n, feature_width] of the memory where they
         lie. Valid until the item is released. One view for each run of successive blocks, mostly a single
         one."""
-        block_ids, size = self._copies[key].block_ids, self._blocks.block_size
+        block_ids, size = self.copies[key].block_ids, self._blocks.block_size
         rows = self._memory.segments[0].flatten(0, 1)
         views = []
         while start < end:
@@ -167,7 +167,7 @@ class FeatureStore:
         `has_ended`: the request itself is over, and its encoder will be told to stop: then they get other
         room. May be called for an item that was released before."""
         with self._lock:
-            copy = self._copies.leave(key, has_ended=has_ended)
+            copy = self.copies.leave(key, has_ended=has_ended)
             if copy is None:
                 return
             if not copy.consumers:

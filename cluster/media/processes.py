@@ -82,7 +82,7 @@ class OpenerServer:
     def __init__(self, module: str = "cluster.media.opener"):
         self._module = module
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None  # while it serves
         self._socket: socket.socket | None = None
         self._has_forked = False
 
@@ -90,13 +90,13 @@ class OpenerServer:
         """An opener serves at this end as soon as the server has imported everything. Does not wait. Returns
         the id of the server's process."""
         with self._lock:
-            if self._socket is None or self._process is None or self._process.poll() is not None:
-                self._process, self._socket = self._start()
+            if self._socket is None or self.process is None or self.process.poll() is not None:
+                self.process, self._socket = self._start()
             try:
                 socket.send_fds(self._socket, [b"f"], [end.fileno()])
             except OSError:  # it has just ended, and is started again by the next order
                 logger.warning("the process that starts openers of media files has ended")
-            return self._process.pid
+            return self.process.pid
 
     @property
     def start_timeout_s(self) -> float:
@@ -104,7 +104,7 @@ class OpenerServer:
 
     def is_serving(self, pid: int) -> bool:
         """Whether this process still forks, as far as is known."""
-        return self._socket is not None and self._process is not None and self._process.pid == pid
+        return self._socket is not None and self.process is not None and self.process.pid == pid
 
     def forked(self) -> None:
         """An opener has started."""
@@ -114,17 +114,17 @@ class OpenerServer:
         """An opener of this process did not start. Ends the process with all its openers, unless another one
         has taken its place already."""
         with self._lock:
-            if self._process is not None and self.is_serving(pid) and self._process.poll() is None:
+            if self.process is not None and self.is_serving(pid) and self.process.poll() is None:
                 logger.warning("the process that starts openers of media files hangs: it is replaced")
-                self._process.kill()
+                self.process.kill()
                 self._socket = None
 
     def close(self) -> None:
         """Ends the server and its openers."""
         with self._lock:
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
+            if self.process is not None:
+                self.process.kill()
+                self.process.wait()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The earlier socket, if there was one, is closed with its last reference."""
@@ -164,14 +164,14 @@ class Opener:
         with theirs:
             self._server_pid = server.fork(theirs)
         self._socket.setblocking(False)
-        self._process: int | None = None  # its descriptor, once it has started
+        self.process: int | None = None  # its descriptor, once it has started
         self._result = memory_file()
         self.is_filtered = True
 
     async def ask(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
         """`file`: sealed. Raises OpenerEndedError, TimeoutError for an order that takes too long, and
         RequestError for a file that cannot be used."""
-        if self._process is None:
+        if self.process is None:
             await self._start_up(wait)
         try:
             socket.send_fds(self._socket, [encoder.encode(order)], [file, self._result])
@@ -196,28 +196,28 @@ class Opener:
         if not self._server.is_serving(self._server_pid):
             return True
         events = _events(self._socket, 0.0)
-        return bool(events & select.POLLHUP) or (self._process is not None and events != 0)
+        return bool(events & select.POLLHUP) or (self.process is not None and events != 0)
 
     def kill(self) -> None:
         """Ends the process. A running `ask` raises OpenerEndedError."""
-        if self._process is None:
+        if self.process is None:
             self._socket.shutdown(socket.SHUT_RDWR)
         else:
-            _kill(self._process)
+            _kill(self.process)
 
     def close(self) -> None:
         """Do not call it while `ask` runs."""
         self._socket.close()
         os.close(self._result)
-        if self._process is not None:
-            _kill(self._process)
-            os.close(self._process)
+        if self.process is not None:
+            _kill(self.process)
+            os.close(self.process)
 
     async def _start_up(self, wait: Wait) -> None:
         try:
             await wait(self._socket, self._server.start_timeout_s)
             message, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1)
-            (self._process,) = descriptors
+            (self.process,) = descriptors
             self.is_filtered = msgspec.msgpack.decode(message, type=OpenerReady).is_filtered
             self._server.forked()
         except (OSError, ValueError, msgspec.MsgspecError) as error:

@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
         self._is_full = False  # the transport's buffer
         self._stall: asyncio.TimerHandle | None = None
         self._frames = FrameBuffer(MAX_HANDSHAKE_FRAME_BYTES)
-        self._transport: Any = None
+        self.transport: Any = None
         self._is_open = False
         self._is_aborted = False
         self._loop = asyncio.get_running_loop()
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         if not self._is_open:
             return
         if not self._is_full and not self._waiting:
-            self._transport.write(encode_message(message))
+            self.transport.write(encode_message(message))
             return
         if isinstance(message, Cancel):
             self._withdraw(message)
@@ -123,19 +123,19 @@ class Connection(asyncio.Protocol):
         if self._is_open:
             self._write_waiting(to_the_end=True)
         self._is_open = False
-        if self._transport is not None and not self._ended.done():
-            self._transport.close()
+        if self.transport is not None and not self._ended.done():
+            self.transport.close()
             await asyncio.wait([self._ended], timeout=CLOSE_TIMEOUT_S)
             if not self._ended.done():
-                self._transport.abort()
+                self.transport.abort()
                 await self._ended
 
     def abort(self) -> None:
         """Cuts the connection now; buffered messages are lost. The event loop calls `on_close` afterwards."""
         self._is_open = False
         self._is_aborted = True
-        if self._transport is not None:
-            self._transport.abort()
+        if self.transport is not None:
+            self.transport.abort()
 
     def _fail(self, error: ClusterError) -> None:
         if self.error is None:
@@ -157,19 +157,19 @@ class Connection(asyncio.Protocol):
             entry = self._waiting.popleft()
             if isinstance(entry, bytearray):
                 self._waiting_bytes -= len(entry)
-                self._transport.write(entry)
+                self.transport.write(entry)
             else:
-                self._transport.write(encode_message(entry))
+                self.transport.write(encode_message(entry))
 
     def _check_progress(self, num_bytes_before: int) -> None:
-        num_bytes = self._transport.get_write_buffer_size()
+        num_bytes = self.transport.get_write_buffer_size()
         if num_bytes >= num_bytes_before:
             self._fail(UnavailableError(f"{self.peer_name} has stopped reading; its connection was cut"))
         else:
             self._watch()
 
     def _watch(self) -> None:
-        num_bytes = self._transport.get_write_buffer_size()
+        num_bytes = self.transport.get_write_buffer_size()
         self._stall = self._loop.call_later(STALL_TIMEOUT_S, self._check_progress, num_bytes)
 
     # asyncio.Protocol
@@ -187,13 +187,13 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._handshake is not None
-        self._transport = transport
+        self.transport = transport
         if self._is_aborted:
-            self._transport.abort()
+            self.transport.abort()
             return
-        self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
         self._deadline = self._loop.call_later(self._handshake_timeout_s, self._handshake_timed_out)
-        self._transport.write(self._handshake.opening())
+        self.transport.write(self._handshake.opening())
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -241,7 +241,7 @@ class Connection(asyncio.Protocol):
     def _greet(self, handshake: Handshake, payload: bytes) -> None:
         answer = handshake.feed(payload)
         if answer:
-            self._transport.write(answer)
+            self.transport.write(answer)
         if handshake.peer is None:
             return
         self.peer_name, self.peer_last_read = handshake.peer.name, handshake.peer.last_read

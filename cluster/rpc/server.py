@@ -46,7 +46,7 @@ def _key(address: str, secret: str | None) -> bytes | None:
 
 
 def _watch_peer(connection: Connection) -> None:
-    sock = connection._transport.get_extra_info("socket")
+    sock = connection.transport.get_extra_info("socket")
     if sock is None or sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

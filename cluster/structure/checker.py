@@ -45,79 +45,6 @@ MAX_KEPT_CHARS = 8 << 20  # of all structures whose answer is kept
 Key = tuple[str, str]
 
 
-class StructureChecker:
-    def __init__(self, load: Callable[[], VocabularySource]):
-        """`load` is called once, off the event loop."""
-        load = functools.cache(load)
-        self._quick, self._slow = _CheckQueue(load, QUICK_CPU_S), _CheckQueue(load, CPU_S)
-        self._known: OrderedDict[Key, Checked] = OrderedDict()
-        self._num_chars = 0
-        self._is_closed = False
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._quick.close()
-        self._slow.close()
-
-    async def check(self, structure: Structure, tenant: str) -> Structure:
-        """The structure that is held: the same one, unless it is loose. Raises StructureError, or
-        UnavailableError if it cannot be checked now. May be cancelled."""
-        if self._is_closed:
-            raise UnavailableError("the server is shutting down")
-        if structure.key not in self._known:
-            try:
-                async with asyncio.timeout(WAIT_TIMEOUT_S):
-                    if not await self._try_check(structure, tenant, self._quick):
-                        await self._try_check(structure, tenant, self._slow)
-            except TimeoutError:
-                raise UnavailableError("too many structures wait to be compiled", retry_after_s=5.0) from None
-        self._known.move_to_end(structure.key)
-        checked = self._known[structure.key]
-        if checked.error is not None:
-            raise StructureError(f"{structure.param}: {checked.error}", param=structure.param)
-        if checked.left_out:
-            what = ", ".join(checked.left_out[:MAX_LOGGED])
-            logger.info("%s: not held, as nothing asks for it strictly: %s", structure.param, what[:2000])
-        return structure if checked.text is None else replace(structure, text=checked.text)
-
-    async def _try_check(self, structure: Structure, tenant: str, queue: _CheckQueue) -> bool:
-        """False: it takes more time than it has there."""
-        async with queue.slots.slot(tenant):
-            if structure.key not in self._known:
-                checked = await queue.ask(structure)
-                if checked.is_out_of_time and queue is self._quick:
-                    return False
-                self._keep(structure.key, checked)
-            return True
-
-    def _keep(self, key: Key, checked: Checked) -> None:
-        self._known[key] = checked
-        self._num_chars += len(key[1])
-        while len(self._known) > MAX_KEPT or (self._num_chars > MAX_KEPT_CHARS and len(self._known) > 1):
-            oldest, _ = self._known.popitem(last=False)
-            self._num_chars -= len(oldest[1])
-
-
-class _CheckQueue:
-    """A process, and those that wait for it."""
-
-    def __init__(self, load: Callable[[], VocabularySource], cpu_s: float):
-        """`cpu_s`: processor time that each structure has."""
-        self.slots = FairSlots(1, 1)
-        self.process = CheckProcess(load)
-        self._cpu_s = cpu_s
-        self._thread = ThreadPoolExecutor(1, "structure-check")
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        self.process.close()
-
-    async def ask(self, structure: Structure) -> Checked:
-        """Raises UnavailableError."""
-        order = Order(structure, self._cpu_s)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.process.ask, order)
-
-
 class CheckProcess:
     """The process that checks. Used on one thread, `close` on any."""
 
@@ -188,3 +115,79 @@ def _read(end: socket.socket, num_bytes: int) -> bytes:
             raise EOFError
         data += piece
     return bytes(data)
+
+
+MakeProcess = Callable[[Callable[[], VocabularySource]], CheckProcess]
+
+
+class StructureChecker:
+    def __init__(self, load: Callable[[], VocabularySource], make_process: MakeProcess = CheckProcess):
+        """`load` is called once, off the event loop."""
+        process = functools.partial(make_process, functools.cache(load))
+        self._quick, self._slow = _CheckQueue(process(), QUICK_CPU_S), _CheckQueue(process(), CPU_S)
+        self._known: OrderedDict[Key, Checked] = OrderedDict()
+        self._num_chars = 0
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._quick.close()
+        self._slow.close()
+
+    async def check(self, structure: Structure, tenant: str) -> Structure:
+        """The structure that is held: the same one, unless it is loose. Raises StructureError, or
+        UnavailableError if it cannot be checked now. May be cancelled."""
+        if self._is_closed:
+            raise UnavailableError("the server is shutting down")
+        if structure.key not in self._known:
+            try:
+                async with asyncio.timeout(WAIT_TIMEOUT_S):
+                    if not await self._try_check(structure, tenant, self._quick):
+                        await self._try_check(structure, tenant, self._slow)
+            except TimeoutError:
+                raise UnavailableError("too many structures wait to be compiled", retry_after_s=5.0) from None
+        self._known.move_to_end(structure.key)
+        checked = self._known[structure.key]
+        if checked.error is not None:
+            raise StructureError(f"{structure.param}: {checked.error}", param=structure.param)
+        if checked.left_out:
+            what = ", ".join(checked.left_out[:MAX_LOGGED])
+            logger.info("%s: not held, as nothing asks for it strictly: %s", structure.param, what[:2000])
+        return structure if checked.text is None else replace(structure, text=checked.text)
+
+    async def _try_check(self, structure: Structure, tenant: str, queue: _CheckQueue) -> bool:
+        """False: it takes more time than it has there."""
+        async with queue.slots.slot(tenant):
+            if structure.key not in self._known:
+                checked = await queue.ask(structure)
+                if checked.is_out_of_time and queue is self._quick:
+                    return False
+                self._keep(structure.key, checked)
+            return True
+
+    def _keep(self, key: Key, checked: Checked) -> None:
+        self._known[key] = checked
+        self._num_chars += len(key[1])
+        while len(self._known) > MAX_KEPT or (self._num_chars > MAX_KEPT_CHARS and len(self._known) > 1):
+            oldest, _ = self._known.popitem(last=False)
+            self._num_chars -= len(oldest[1])
+
+
+class _CheckQueue:
+    """A process, and those that wait for it."""
+
+    def __init__(self, process: CheckProcess, cpu_s: float):
+        """`cpu_s`: processor time that each structure has."""
+        self.slots = FairSlots(1, 1)
+        self._process = process
+        self._cpu_s = cpu_s
+        self._thread = ThreadPoolExecutor(1, "structure-check")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._process.close()
+
+    async def ask(self, structure: Structure) -> Checked:
+        """Raises UnavailableError."""
+        order = Order(structure, self._cpu_s)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._process.ask, order)

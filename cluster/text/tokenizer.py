@@ -56,7 +56,7 @@ class TextProcessor:
         self._placeholder = _unmarked("|".join(map(re.escape, self._placeholders)))
         self.template = ChatTemplate(tokenizer, processor, self._placeholders)
         self._added = ([], []) if processor is None else _added_ids(tokenizer)
-        self._special_ids = frozenset(tokenizer.all_special_ids) | {
+        self.special_ids = frozenset(tokenizer.all_special_ids) | {
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self._decode = _decoder(tokenizer)
@@ -136,7 +136,7 @@ class TextProcessor:
 
     def detokenizer(self, *, skips_special: bool = True, shown_ids: Collection[int] = ()) -> Detokenizer:
         """`shown_ids`: special tokens that have text all the same."""
-        return Detokenizer(self._decode, self._special_ids.difference(shown_ids) if skips_special else ())
+        return Detokenizer(self._decode, self.special_ids.difference(shown_ids) if skips_special else ())
 
     def answer_format(self, family: str = "") -> AnswerSyntax | None:
         """How the model writes reasoning and calls. None: unknown. `family`: the operator's choice. Reads

@@ -45,6 +45,24 @@ QUIET_SHARE = 0.7
 MAX_QUIET_S = 0.05
 
 
+class FileLock:
+    """Excludes every other object for the same path, in this process and in others."""
+
+    def __init__(self, path: Path):
+        # Closing the file frees the lock: with the object or with the process.
+        self._file = open(path, "w")  # noqa: SIM115
+
+    def try_acquire(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
 class CpuSlots:
     def __init__(
         self,
@@ -53,6 +71,7 @@ class CpuSlots:
         num_slots: int,
         pause: Callable[[float], None] = time.sleep,
         on_progress: Callable[[], None] = lambda: None,
+        open_lock: Callable[[Path], FileLock] = FileLock,
     ):
         """`folder` is common to the workers that share CPU slots. None: this worker has its device alone.
         `on_progress` is called between layers and while a slot is waited for: this thread is alive."""
@@ -60,14 +79,14 @@ class CpuSlots:
         self._pause = pause
         self._on_progress = on_progress
         self.only_slot = str(folder) if folder is not None and num_slots == 1 else ""  # empty: not just one
-        self._queue_lock: _FileLock | None = None
-        self._slots: list[_FileLock] = []
+        self._queue_lock: FileLock | None = None
+        self._slots: list[FileLock] = []
         if folder is not None:
             folder.mkdir(exist_ok=True)
-            self._queue_lock = _FileLock(folder / "next")
+            self._queue_lock = open_lock(folder / "next")
             # Last slot first: a worker with fewer threads has more slots, and leaves the first to the others.
-            self._slots = [_FileLock(folder / f"slot-{i}") for i in reversed(range(num_slots))]
-        self._held: _FileLock | None = None
+            self._slots = [open_lock(folder / f"slot-{i}") for i in reversed(range(num_slots))]
+        self._held: FileLock | None = None
         self._began_at = 0.0  # when the step got the slot that it holds
         self._layer_began_at = 0.0  # last call of `yield_between_layers`, or `_began_at`
         self._may_run_s = math.inf  # since `_began_at`
@@ -131,7 +150,7 @@ class CpuSlots:
             self._queue_lock = None
         self._began_at = self._layer_began_at = self._clock.now()
 
-    def _wait_for(self, locks: list[_FileLock], deadline: float) -> _FileLock | None:
+    def _wait_for(self, locks: list[FileLock], deadline: float) -> FileLock | None:
         while True:
             for lock in locks:
                 if lock.try_acquire():
@@ -146,24 +165,6 @@ class CpuSlots:
         if self._held is not None:
             self._held.release()
         self._held = None
-
-
-class _FileLock:
-    """Excludes every other object for the same path, in this process and in others."""
-
-    def __init__(self, path: Path):
-        # Closing the file frees the lock: with the object or with the process.
-        self._file = open(path, "w")  # noqa: SIM115
-
-    def try_acquire(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def release(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 def no_cpu_slots(clock: Clock, on_progress: Callable[[], None] = lambda: None) -> CpuSlots:

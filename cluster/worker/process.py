@@ -101,7 +101,7 @@ class WorkerProcess:
         self.seat = self.encoder_seat = EngineSeat("engine", setup, self.clock, num_threads, self._deliver)
         if has_two and embeddings is not None:
             self.encoder_seat = EngineSeat("encoder", setup, self.clock, num_threads, self._deliver)
-        self._seats = list(dict.fromkeys([self.seat, self.encoder_seat]))
+        self.seats = list(dict.fromkeys([self.seat, self.encoder_seat]))
 
     def member(
         self,
@@ -162,8 +162,8 @@ class WorkerProcess:
         """Called once, when every engine has taken its seat. `on_message` runs on the event loop and must not
         block."""
         self.loop = self.seat.loop
-        self.shell = WorkerShell(self._setup, self._seats, on_message)
-        pulses = {seat.name: seat.pulse for seat in self._seats}
+        self.shell = WorkerShell(self._setup, self.seats, on_message)
+        pulses = {seat.name: seat.pulse for seat in self.seats}
         pulses["transfer"] = self.transfer_engine.pulse
         if self.feature_transfer_engine is not self.transfer_engine:
             pulses["feature transfer"] = self.feature_transfer_engine.pulse
@@ -179,7 +179,7 @@ class WorkerProcess:
         address = await self.shell.start()
         for transfer_engine in self._transfer_engines:
             transfer_engine.start()
-        for seat in self._seats:
+        for seat in self.seats:
             seat.loop.start()
         self._watch.start()
         self._setup.late_memory.populate(self._memories)
@@ -194,7 +194,7 @@ class WorkerProcess:
     async def stop(self) -> None:
         self._watch.stop()
         await self.shell.aclose()
-        for seat in self._seats:
+        for seat in self.seats:
             await asyncio.to_thread(seat.loop.stop, STOP_TIMEOUT_S)
         for transfer_engine in self._transfer_engines:
             await asyncio.to_thread(transfer_engine.close, STOP_TIMEOUT_S)
@@ -203,12 +203,12 @@ class WorkerProcess:
 
     def loads(self) -> list[LoadReport]:
         """The last report of each engine."""
-        return [seat.outbox.load for seat in self._seats]
+        return [seat.outbox.load for seat in self.seats]
 
     def check_health(self) -> None:
         """Raises the error that ended an engine, if there is one, or UnavailableError if one of the threads
         hangs."""
-        for seat in self._seats:
+        for seat in self.seats:
             seat.loop.check_health()
 
     def _on_own_transfer(self, event: TransferEvent) -> None:

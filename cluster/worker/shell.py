@@ -51,10 +51,11 @@ class WorkerShell:
         setup: WorkerSetup,
         seats: Sequence[EngineSeat],
         on_message: Callable[[DoorId, AnyMessage], None],
+        make_server: Callable[..., Server] = Server,
     ):
         """`on_message` runs on the event loop and must not block."""
         self.name = new_process_name(setup.replica_id)
-        self._server = Server(
+        self._server = make_server(
             setup.address,
             self.name,
             self._on_connect,
@@ -66,7 +67,7 @@ class WorkerShell:
         self._seats = seats
         self._handle = on_message
         self._doors: dict[Connection, DoorId] = {}
-        self._connections: dict[DoorId, Connection] = {}
+        self.connections: dict[DoorId, Connection] = {}  # of all doors that are connected
         # By the door's name, in the order of their last connections: leases whose grants it was sent
         self._logs: dict[str, SentLog[str]] = {}
         self._has_forgotten = False  # a log
@@ -96,7 +97,7 @@ class WorkerShell:
 
     def send(self, door: DoorId, message: AnyMessage) -> None:
         """Event loop only. If the door is gone, a grant is taken back, and everything else ignored."""
-        connection = self._connections.get(door)
+        connection = self.connections.get(door)
         is_grant = isinstance(message, DecodeGranted | FeatureGranted)
         if connection is None or not connection.is_open:
             return self._handle(door, ReturnGrant(message.grant.lease_id)) if is_grant else None
@@ -153,7 +154,7 @@ class WorkerShell:
         self._num_doors_seen += 1
         door = self._num_doors_seen
         self._doors[connection] = door
-        self._connections[door] = connection
+        self.connections[door] = connection
         name, last_read = connection.peer_name, None if self._has_forgotten else ""
         log = self._logs[name] = self._logs.pop(name, None) or SentLog(name, last_read)
         self._take_back(door, log, connection.peer_last_read)
@@ -191,9 +192,9 @@ class WorkerShell:
 
     def _on_close(self, connection: Connection) -> None:
         door = self._doors.pop(connection)
-        del self._connections[door]
+        del self.connections[door]
         self._forget_doors()
-        if not self._connections:
+        if not self.connections:
             self._is_alone.set()
         for seat in self._seats:
             seat.loop.call(seat.engine.drop_door, door)

@@ -42,7 +42,7 @@ class FaultScript:
     is_parted: bool = False
     num_operations: int = 0  # seen so far
     num_notifications: int = 0
-    _counts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     _any: dict[int, TransferError] = field(default_factory=dict)
     _by_verb: dict[tuple[str, int], TransferError] = field(default_factory=dict)
     _dropped: set[int] = field(default_factory=set)
@@ -67,8 +67,8 @@ class FaultScript:
 
     def next_operation(self, verb: str) -> TransferError | None:
         self.num_operations += 1
-        self._counts[verb] += 1
-        return self._any.get(self.num_operations) or self._by_verb.get((verb, self._counts[verb]))
+        self.counts[verb] += 1
+        return self._any.get(self.num_operations) or self._by_verb.get((verb, self.counts[verb]))
 
     def next_notification(self) -> list[int]:
         """The delay, in polls, of each copy to deliver; empty: the notification is lost."""
@@ -117,7 +117,7 @@ class InProcessAgent:
     def __init__(self, name: str, network: InProcessNetwork):
         self.name = name
         self.is_closed = False
-        self._handles: dict[int, InProcessWrite] = {}  # posted and not released
+        self.handles: dict[int, InProcessWrite] = {}  # posted and not released
         self._network = network
         self._table = RegionTable()
         self._peers: dict[str, tuple[bytes, InProcessAgent | None]] = {}
@@ -154,7 +154,7 @@ class InProcessAgent:
         write = InProcessWrite(
             target, local.copy(), remote.copy(), notification, self._network.faults.post_polls
         )
-        self._handles[id(write)] = write
+        self.handles[id(write)] = write
         if write.num_polls_left == 0 and not self._network.faults.is_parted:
             self._complete(write)
         return write
@@ -200,11 +200,11 @@ class InProcessAgent:
     def release(self, handle: InProcessWrite) -> None:
         if handle.state is TransferState.PENDING and not self.is_closed:
             raise TransferError(f"a write to {handle.peer.name} is in flight and cannot be cancelled")
-        self._handles.pop(id(handle), None)
+        self.handles.pop(id(handle), None)
 
     def disconnect(self, peer: str) -> None:
         self._peers.pop(peer, None)
-        for write in self._handles.values():
+        for write in self.handles.values():
             if write.peer.name == peer and write.state is TransferState.PENDING:
                 write.state = TransferState.FAILED
 

@@ -241,7 +241,7 @@ class TransferEngine:
             is_busy = self.step()
             with self._condition:
                 if not self._is_awake and self._thread is not None:
-                    self._condition.wait(self.pause_s() if is_busy else self._idle_s)
+                    self._condition.wait(self.pause_s() if is_busy else self.idle_s)
 
     def _let_device_end(self) -> None:
         """Nothing that this thread has enqueued reads or writes blocks after it has ended."""
@@ -262,7 +262,7 @@ class TransferEngine:
         return max(self._poll_interval_s, min(POLL_SHARE * quiet_s, MAX_POLL_INTERVAL_S))
 
     @property
-    def _idle_s(self) -> float | None:
+    def idle_s(self) -> float | None:
         """How long the thread sleeps while nothing is open; None: until it is woken."""
         waits = self._receiver is not None and self._receiver.is_waiting_for_late_words
         return LATE_POLL_INTERVAL_S if waits else None

@@ -16,7 +16,7 @@ is passed in, outputs go to the context.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cluster.errors import (
     UnavailableError,
@@ -52,7 +52,9 @@ logger = logging.getLogger(__name__)
 MAX_MOVES = 2  # times that a choice leaves a worker that makes no progress: perhaps all are merely slow
 
 
-class Attempts:
+class Attempts(Mapping[str, Attempt]):
+    """Those that have started and not landed, by the id of their request."""
+
     def __init__(
         self,
         context: FlowContext,
@@ -69,15 +71,19 @@ class Attempts:
         self._media = MediaFlow(context)
         self._attempts: dict[str, Attempt] = {}
 
+    def __getitem__(self, request_id: str) -> Attempt:
+        return self._attempts[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._attempts)
+
     def __len__(self) -> int:
-        """Attempts that have started and not landed."""
         return len(self._attempts)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._attempts
-
-    def get(self, request_id: str) -> Attempt | None:
-        return self._attempts.get(request_id)
+    @property
+    def is_idle(self) -> bool:
+        """No attempt runs, and none of their media items is a suspect or held here."""
+        return not self._attempts and self._media.is_idle
 
     def start(
         self,

@@ -52,6 +52,10 @@ class MediaFlow:
         self._suspects: dict[WorkerState, tuple[Attempt, int]] = {}  # the one that each encoder has
         self._held: list[tuple[Attempt, int]] = []
 
+    @property
+    def is_idle(self) -> bool:
+        return not self._suspects and not self._held
+
     def own_items(self, attempt: Attempt, now: float) -> tuple[int, ...]:
         """Items that the prompt worker encodes itself, without a grant. Of a suspect the door must know that
         there is room."""

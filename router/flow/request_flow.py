@@ -62,11 +62,11 @@ class RequestFlow:
         self._admission = admission
         self._timeouts = timeouts
         self._context = FlowContext(placer, timeouts.first_token_s)
-        self._attempts = Attempts(self._context, admission, self._go_on)
-        self._watch = WorkerWatch(self._ping, self._on_avoided, self._attempts.on_silent)
+        self.attempts = Attempts(self._context, admission, self._go_on)
+        self._watch = WorkerWatch(self._ping, self._on_avoided, self.attempts.on_silent)
         self._clients: dict[str, ClientRequest] = {}  # that wait or run
         self._waiting: dict[str, RequestView] = {}  # of requests that wait for admission
-        self.continuation = Continuation(self._context, self._attempts)
+        self.continuation = Continuation(self._context, self.attempts)
         self._unplaced = self.continuation.unplaced
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of ended requests are dropped late
 
@@ -75,7 +75,7 @@ class RequestFlow:
     @property
     def num_running(self) -> int:
         """Attempts that have started and not landed."""
-        return len(self._attempts)
+        return len(self.attempts)
 
     @property
     def num_waiting(self) -> int:
@@ -102,11 +102,13 @@ class RequestFlow:
 
     @property
     def is_idle(self) -> bool:
-        return not self._clients and not self._attempts and self._admission.is_idle and self._cluster.is_idle
+        """Nothing is kept of any request."""
+        is_any_left = self._clients or self._waiting or self._unplaced or not self.attempts.is_idle
+        return not is_any_left and self._admission.is_idle and self._cluster.is_idle
 
     def is_running(self, request_id: str) -> bool:
         """Whether an attempt of this name is under way."""
-        return request_id in self._attempts
+        return request_id in self.attempts
 
     @property
     def workers(self) -> Collection[WorkerState]:
@@ -139,15 +141,15 @@ class RequestFlow:
 
     def on_send_failed(self, request_id: str, error: Exception, now: float) -> None:
         """A message of this attempt could not be sent."""
-        if (attempt := self._attempts.get(request_id)) is not None:
-            self._attempts.end(attempt, error, now)
+        if (attempt := self.attempts.get(request_id)) is not None:
+            self.attempts.end(attempt, error, now)
         self._settle(now)
 
     def on_call_failed(self, request_id: str, error: BaseException, now: float) -> None:
         """Ray Serve's call to the decode replica has ended with an error."""
-        if (attempt := self._attempts.get(request_id)) is not None:
+        if (attempt := self.attempts.get(request_id)) is not None:
             refused = UnavailableError(f"the decode worker refused the request: {error}", retry_after_s=1.0)
-            self._attempts.end(attempt, refused, now, attempt.decode)
+            self.attempts.end(attempt, refused, now, attempt.decode)
         self._settle(now)
 
     # The client's side
@@ -168,7 +170,7 @@ class RequestFlow:
         choice = client.choices[choice_idx]
         choice.is_open = False
         if choice.attempt is not None:
-            self._attempts.close(choice.attempt, choice.idx, now)
+            self.attempts.close(choice.attempt, choice.idx, now)
         self._forget_if_over(client)
         self._settle(now)
 
@@ -191,7 +193,7 @@ class RequestFlow:
         worker.is_listed = is_listed
         with logged():
             self._cluster.set_listed(replica_id, is_listed)
-        self._attempts.check_drained(worker)
+        self.attempts.check_drained(worker)
         if is_listed:
             self._place_unplaced(now)
         self._settle(now)
@@ -207,11 +209,11 @@ class RequestFlow:
                     self._cluster.reported(replica_id, message.load, now)
                     self._admission.load_changed()
             for event in message.events:
-                attempt = self._attempts.get(event.request_id)
+                attempt = self.attempts.get(event.request_id)
                 if attempt is not None:
-                    self._attempts.on_tokens(attempt, worker, event, now)
-        elif isinstance(message, RequestMessage) and message.request_id in self._attempts:
-            self._attempts.on_message(worker, message, now)
+                    self.attempts.on_tokens(attempt, worker, event, now)
+        elif isinstance(message, RequestMessage) and message.request_id in self.attempts:
+            self.attempts.on_message(worker, message, now)
         else:
             with logged():
                 self._on_worker_message(worker, message, now)
@@ -225,7 +227,7 @@ class RequestFlow:
         self._watch.remove(worker)
         with logged():
             self._cluster.remove(replica_id)
-        self._attempts.on_lost(worker, now)
+        self.attempts.on_lost(worker, now)
         self._settle(now)
 
     def _report(self) -> None:
@@ -253,7 +255,7 @@ class RequestFlow:
     def _offer(self, client: ClientRequest, now: float) -> None:
         """Admission lets the request in at once, later, or not at all."""
         try:
-            self._attempts.check_barred(client, now)
+            self.attempts.check_barred(client, now)
             self._report()
             view = self._placer.view(client.request_at(now), client.items, client.hashes)
             decision = self._placer.decide(view, now)
@@ -292,16 +294,16 @@ class RequestFlow:
         """The request is admitted. `decision`: None if it has waited, for the cluster has changed. Raises
         ClusterError."""
         view = self._waiting.pop(client.request_id)
-        self._attempts.check_barred(client, now)
+        self.attempts.check_barred(client, now)
         client.started_at = now
         request = client.request_at(now)
         view = replace(view, waited_s=request.waited_s)
         decision = decision or self._placer.decide(view, now)
         self._watch.begin(now)
         client.count_attempt()
-        self._attempts.start(client, request, range(len(client.choices)), view, decision, now)
+        self.attempts.start(client, request, range(len(client.choices)), view, decision, now)
         self._set_first_deadline(client)
-        self._attempts.close_unread(client, range(len(client.choices)), now)
+        self.attempts.close_unread(client, range(len(client.choices)), now)
 
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""

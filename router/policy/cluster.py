@@ -68,7 +68,7 @@ class ClusterView:
         self.holding_s = HOLDING_S
         self.context_tokens = CONTEXT_TOKENS
         self._calibration = Calibration()
-        self._in_flight: dict[str, InFlightRequest] = {}
+        self.in_flight: dict[str, InFlightRequest] = {}
         self._now = 0.0  # the latest instant of any call
 
     # --- members
@@ -179,7 +179,7 @@ class ClusterView:
             items=[],
             expected=request.block_hashes[num_cached:] if pool.keeps_blocks[slot] else (),
         )
-        self._in_flight[request.request_id] = in_flight
+        self.in_flight[request.request_id] = in_flight
         self._queue_prompt(in_flight, num_tokens, num_cached, now)
         for item, encoder, predicted in zip(request.media, placement.encoders, prediction.items, strict=True):
             encoded_s = predicted.queue_s + predicted.encode_s
@@ -210,7 +210,7 @@ class ClusterView:
 
     def item_moved(self, request_id: str, item_idx: int, encoder: str) -> None:
         """Another encoder is asked for the item."""
-        in_flight = self._in_flight.get(request_id)
+        in_flight = self.in_flight.get(request_id)
         if in_flight is not None and encoder in self.encoders.slots:
             self._encoder_media.release(in_flight.items[item_idx])
             item, predicted = in_flight.request.media[item_idx], in_flight.prediction.items[item_idx]
@@ -220,7 +220,7 @@ class ClusterView:
     def item_done(self, request_id: str, item_idx: int, came_at: float | None = None) -> None:
         """The encoder is done with the item. `came_at`: arrival of its embeddings; None: others bring
         them."""
-        in_flight = self._in_flight.get(request_id)
+        in_flight = self.in_flight.get(request_id)
         if in_flight is None:
             return
         self._encoder_media.release(in_flight.items[item_idx])
@@ -229,14 +229,14 @@ class ClusterView:
 
     def prefilled(self, request_id: str) -> None:
         """The request's first token has arrived."""
-        in_flight = self._in_flight.get(request_id)
+        in_flight = self.in_flight.get(request_id)
         if in_flight is not None:
             self._end_prefill(in_flight)
             self.decodes.told(in_flight.decode, self._now)
 
     def ended(self, request_id: str) -> None:
         """The request has ended, successfully or not, and no worker has work for it."""
-        in_flight = self._in_flight.pop(request_id, None)
+        in_flight = self.in_flight.pop(request_id, None)
         if in_flight is None:
             return
         self._end_prefill(in_flight)
@@ -255,7 +255,7 @@ class ClusterView:
         prefill: PrefillTiming | None = None,
     ) -> None:
         """The actual durations: from the decision to the first token, and of each item that was encoded."""
-        in_flight = self._in_flight.get(request_id)
+        in_flight = self.in_flight.get(request_id)
         if in_flight is not None:
             learn(self._calibration, in_flight, ttft_s, media or (), prefill, self._hardware_of)
 
@@ -264,7 +264,7 @@ class ClusterView:
     @property
     def is_idle(self) -> bool:
         """No request of this door is in flight."""
-        return not self._in_flight
+        return not self.in_flight
 
     @property
     def calibration(self) -> CalibrationStatistics:

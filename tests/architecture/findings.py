@@ -95,6 +95,19 @@ ALLOWED_IN = {
     ("lane", "cluster/worker"): "the same, in the check at start",
 }
 
+PLANTED_BUGS = {f"tests/histories/{name}.py" for name in ("mutants", "mutants_of_doors")}  # inside by nature
+# Private names of libraries, which tests imitate or look at.
+OF_LIBRARIES = re.compile(
+    # torch
+    "_C|_aten|_buffers|_devices|_disabled_torch_function_impl|_dispatch_has_kernel_for_dispatch_key|"
+    "_foreach_copy_|_handle_(event|kernel|stream)_.*|_index_put_impl_|_local_scalar_dense|"
+    "_make_wrapper_subclass|_materialize_copy|_Options|_parameters|_pin_memory|_set_only_lift_cpu_tensors|"
+    "_timeout|_to_copy|"
+    # transformers, Ray, prometheus_client, the standard library
+    "_apply_gate|_attn_implementation|_bound_deployment|_deployment_config|_ray_params|_raylet|"
+    "_collector_to_names|_labelnames|_upper_bounds|_exit|_obj"
+)
+
 RIDDLE = re.compile(
     r"\b(who|whom|whoever|nobody|somebody|someone|anybody|anyone|everybody|everyone|anew|he|his|him)\b",
     re.IGNORECASE,
@@ -193,6 +206,30 @@ def classes() -> Found:
     return {name: places for name, places in found.items() if len(places) > 1}
 
 
+def privates() -> Found:
+    """Accesses of tests to what begins with an underscore and is not their own class's, also by the name that
+    `setattr` or `patch.object` gets."""
+    found = defaultdict(list)
+    for path in (path for path in TESTS if name_of(path) not in PLANTED_BUGS):
+        for node in nodes_of(path):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                    continue
+                case ast.Attribute(value=ast.Call(func=ast.Name(id="super"))):
+                    continue
+                case ast.Attribute(attr=name):
+                    pass
+                case ast.Call(
+                    func=ast.Attribute(attr="setattr" | "object"), args=[_, ast.Constant(value=str(name)), *_]
+                ):
+                    pass
+                case _:
+                    continue
+            if name.startswith("_") and not name.startswith("__") and not OF_LIBRARIES.fullmatch(name):
+                found[room_of(path)].append(f"{name_of(path)}:{node.lineno} {name}")
+    return found
+
+
 def _in_prose(pattern: re.Pattern[str]) -> Found:
     found = defaultdict(list)
     for path in (path for path in PRODUCT_FILES if pattern.search(text_of(path))):
@@ -245,6 +282,7 @@ LIMITS = {
     "COMMENTS": ("lines that their comment has broken", comments_behind_brackets, not_done.COMMENTS),
     "FRAGMENTS": ("docstrings that begin without a subject", fragments, not_done.FRAGMENTS),
     "CLASSES": ("modules that define one class name", classes, not_done.CLASSES),
+    "PRIVATES": ("private names of the product that tests reach into", privates, not_done.PRIVATES),
 }
 
 

@@ -254,7 +254,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             into, source = args[0], args[1]
             if _is_on_cuda(into) != _is_on_cuda(source):
                 asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
-                self._crosses(asynchronous and (_is_on_cuda(into) or into.data_ptr() in self.pinned))
+                self.crosses(asynchronous and (_is_on_cuda(into) or into.data_ptr() in self.pinned))
             _held(into).copy_(_held(source))
             if _is_on_cuda(into):
                 self._note_copy(source, into)
@@ -266,11 +266,11 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         out = func(_held(source), **kwargs)
         if place.type == "cpu":
             if _is_on_cuda(source):
-                self._crosses(False)
+                self.crosses(False)
                 out = out.clone() if out is _held(source) else out
             return self._pin(out) if is_pinned else out
         if not _is_on_cuda(source):
-            self._crosses(asynchronous)
+            self.crosses(asynchronous)
         made = CudaTensor(out, self._place(place))
         self.operators.append(str(func))
         self._note_copy(source, made)
@@ -288,7 +288,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             number, read, written, written, "copy", defaultdict(list)
         )
 
-    def _crosses(self, asynchronous: bool) -> None:
+    def crosses(self, asynchronous: bool) -> None:
         if self.capture is not None:
             raise RuntimeError("CUDA error: a copy between host and device while a graph is recorded")
         if not asynchronous:

@@ -60,7 +60,7 @@ class EncoderRig(Rig):
     def finish(self) -> None:
         """Whatever is under way ends, by its deadline if need be; then nothing is held."""
         self.turn(20)
-        for key in list(self.features._copies):
+        for key in list(self.features.copies):
             self.features.release(key, has_ended=True)
         self.clock.at += 2 * (TIMEOUT_S + MARGIN_S)
         self.turn(5)

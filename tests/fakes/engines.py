@@ -79,9 +79,11 @@ class Rig:
         codec: Literal["raw", "int8"] = "raw",
         step_tokens: int = 10,
         tier_levels: Sequence[Slots] = (),
+        cpu_slots: Any = None,
     ):
         """`window`: tokens that decode's model looks back; None: all. `step_tokens`: of a prefill step.
-        `tier_levels`: where prefill keeps what its cache loses. `feature_blocks`: prefill's and decode's."""
+        `tier_levels`: where prefill keeps what its cache loses. `feature_blocks`: prefill's and decode's.
+        `cpu_slots`: those of the language engines."""
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
@@ -110,6 +112,8 @@ class Rig:
         self.tier_levels = tier_levels
         self.pools: dict[str, BlockPool] = {}
         self.workers: dict[str, Worker] = {}
+        self.runners: dict[str, Any] = {}  # in place of the models
+        self._cpu_slots = cpu_slots
         for name in ("encoder", "prefill", "decode"):
             self.start_worker(name)
 
@@ -157,6 +161,7 @@ class Rig:
         rows = BlockMemory(FEATURE_LAYOUT, self._sizes["encoder"])
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
         runner: Any = SimpleNamespace(prepare=self._prepare, encode=self._encode)
+        self.runners["encoder"] = runner
         limits, policy = self._encoder_settings
         self._add_worker(
             "encoder",
@@ -240,6 +245,7 @@ class Rig:
             num_layers=1,
             sliding_window=self._window if limits.max_sequences else None,
         )
+        self.runners[name] = runner
         return LanguageEngine(
             model=model,
             runner=runner,
@@ -249,7 +255,7 @@ class Rig:
             clock=self.clock,
             policy=POLICY,
             limits=limits,
-            cpu_slots=no_cpu_slots(self.clock),
+            cpu_slots=self._cpu_slots or no_cpu_slots(self.clock),
             features=features,
             tier=tier,
             on_ended=self.ended.append,
@@ -358,7 +364,7 @@ class Rig:
             for transfer_engine in worker.transfer_engines:
                 assert transfer_engine.num_open == 0
                 agent: Any = transfer_engine.agent
-                assert not agent._handles
+                assert not agent.handles
         for name, pool in self.pools.items():
             pool.check_integrity()
             if name != "encoder":  # its cache holds references while it keeps rows

@@ -119,7 +119,7 @@ def open_file(order: DecodeOrder, data: bytes) -> Iterator[np.ndarray]:
 
 
 def pid_of(opener: Opener) -> int:
-    lines = Path(f"/proc/self/fdinfo/{opener._process}").read_text().splitlines()
+    lines = Path(f"/proc/self/fdinfo/{opener.process}").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("Pid:")))
 
 
@@ -129,8 +129,8 @@ def ask() -> None:
     opener = Opener(server)
     decoders, settings = Decoders(1, OpenerPool(lambda: opener)), MediaSettings()
     decoders.decode(Modality.IMAGE, b"good", settings, MediaOptions())
-    assert server._process is not None
-    print(server._process.pid, pid_of(opener), flush=True)
+    assert server.process is not None
+    print(server.process.pid, pid_of(opener), flush=True)
     decoders.decode(Modality.IMAGE, b"hang", settings, MediaOptions())
 
 

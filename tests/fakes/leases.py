@@ -91,7 +91,7 @@ class LeasePair(SteppedPair):
         self.pool.check_integrity()
         for wire in (self.writer_wire, self.owner_wire):
             assert wire is None or wire.num_used == 0
-        assert not self.writer.agent._handles
+        assert not self.writer.agent.handles
         for events in (self.sent, self.received):
             names = [event.lease_id for event in events if not isinstance(event, LateWrite)]
             assert len(names) == len(set(names)), "a lease had two ends"

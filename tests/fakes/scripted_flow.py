@@ -214,7 +214,7 @@ class ScriptedFlow:
     # What is there
 
     def attempt(self, request_id: str = "r") -> Attempt:
-        attempt = self.flow._attempts.get(request_id)
+        attempt = self.flow.attempts.get(request_id)
         assert attempt is not None
         return attempt
 

@@ -91,7 +91,7 @@ def prefill_calls(rig: Rig, faults: Faults) -> Iterator[None]:
 @contextmanager
 def prefill_results(rig: Rig, faults: Faults) -> Iterator[None]:
     """What is computed is lost: it has been written all the same, and part of it is on its way to decode."""
-    faults.on(rig.prefill.engine._runner, "run", "first_tokens", behind=True)
+    faults.on(rig.runners["prefill"], "run", "first_tokens", behind=True)
     yield
 
 
@@ -106,7 +106,7 @@ def decode_calls(rig: Rig, faults: Faults) -> Iterator[None]:
 
 @contextmanager
 def decode_results(rig: Rig, faults: Faults) -> Iterator[None]:
-    faults.on(rig.decode.engine._runner, "run", "propose", "first_tokens", "copy_blocks", behind=True)
+    faults.on(rig.runners["decode"], "run", "propose", "first_tokens", "copy_blocks", behind=True)
     yield
 
 
@@ -122,7 +122,7 @@ def encoder_calls(rig: Rig, faults: Faults) -> Iterator[None]:
 
 @contextmanager
 def encoder_results(rig: Rig, faults: Faults) -> Iterator[None]:
-    faults.on(rig.encoder.engine._runner, "prepare", "encode", behind=True)
+    faults.on(rig.runners["encoder"], "prepare", "encode", behind=True)
     faults.on(rig.cache, "write", behind=True)
     yield
 
@@ -264,7 +264,7 @@ def test_of_a_step_only_the_request_fails_that_fails_alone(worker: str, name: st
 def test_of_prompts_that_decode_computes_together_only_the_one_fails_that_fails_alone() -> None:
     rig = Rig(decode_blocks=40)
     relay = Relay(rig, expects_faults=True)
-    poison(rig.decode.engine._runner, "run", holds(101))  # the one that has two tokens before its last
+    poison(rig.runners["decode"], "run", holds(101))  # the one that has two tokens before its last
     stories = [
         relay.start(make_request(f"r{n}", n, max_tokens=MAX_TOKENS), prefills_locally=True) for n in (0, 1, 2)
     ]
@@ -303,7 +303,7 @@ def test_cancels_that_make_no_sense_cost_the_request_that_they_name() -> None:
     rig = Rig(decode_blocks=40)
     relay = Relay(rig, expects_faults=True)
     stories = start_all(relay)
-    while "text" not in rig.decode.engine._requests:
+    while "text" not in rig.decode.engine.requests:
         relay.play(1)
     rig.receive("decode", Cancel("text", 7))
     play_until_over(relay)
@@ -382,7 +382,7 @@ def test_blocks_that_cannot_be_freed_end_the_engine(worker: str) -> None:
 def test_a_choice_that_speculation_cannot_forget_ends_the_engine() -> None:
     rig = Rig()
     relay = Relay(rig, expects_faults=True)
-    poison(rig.decode.engine._runner, "forget", lambda choice: True)
+    poison(rig.runners["decode"], "forget", lambda choice: True)
     relay.start(make_request("r", 5))
     with pytest.raises(BookkeepingError, match="end_choice"):
         relay.play(60)

@@ -121,7 +121,7 @@ async def check_failures_of(
         pair = pairs[n % len(pairs)]
         num_answered += await ask_in_trouble(cluster, pair, faults, (verb, error, n))
         num_asked += 1
-        if faults._counts[verb] < n:
+        if faults.counts[verb] < n:
             break
     assert num_asked > 1
     assert num_answered >= 1, "the last request met no fault"

@@ -114,7 +114,7 @@ def step_together(engine: LanguageEngine) -> None:
     def run_all(running: Any, prompts: Any, is_long: bool) -> None:
         if any(
             request.phase in (LanguagePhase.ARRIVING, LanguagePhase.COMPUTING)
-            for request in engine._requests.values()
+            for request in engine.requests.values()
         ):
             running = ()  # the KV of a prompt is on its way
             if not prompts:

@@ -178,7 +178,7 @@ def preempt_often(engine: LanguageEngine) -> None:
         for request in kept:
             if request.choices[0].num_generated == PREEMPTED_AFTER:
                 engine._lifecycle.preempt(request)
-        return [request for request in kept if request.request_id in engine._requests]
+        return [request for request in kept if request.request_id in engine.requests]
 
     engine._answers.with_blocks = preempting
 

@@ -81,7 +81,7 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
     ):
         engine = cluster.encoders[0]._engine
         most = 0
-        prepared = engine._preparation
+        prepared = engine.preparation
 
         def pictures() -> Iterator[list]:
             for _ in range(NUM_CLIENTS):
@@ -153,7 +153,7 @@ def gate(cluster: LocalCluster) -> Iterator[Gate]:
 
 def prepared_after(cluster: LocalCluster, image: dict, event: threading.Event) -> None:
     """Whichever file is read first is encoded first: this one is read after the event."""
-    runner = cluster.encoders[0]._engine._preparation
+    runner = cluster.encoders[0]._engine.preparation
     data = base64.b64decode(image["image_url"]["url"].partition(",")[2])
     prepare = runner._prepare
 
@@ -168,7 +168,7 @@ async def num_computed(cluster: LocalCluster, at_least: int) -> int:
     """Tokens of the one prompt in work, once there are so many of them."""
     async with asyncio.timeout(HANG_S):
         while True:
-            for request in list(cluster.prefills[0]._engine._requests.values()):
+            for request in list(cluster.prefills[0]._engine.requests.values()):
                 if request.sequences and request.main.num_computed_tokens >= at_least:
                     return request.main.num_computed_tokens
             await asyncio.sleep(0.002)
@@ -198,10 +198,10 @@ async def test_prefill_computes_what_stands_before_each_image_while_the_image_is
             task = asyncio.ensure_future(ask(client, messages))
             async with asyncio.timeout(HANG_S):
                 while not any(
-                    known.sequences for known in list(cluster.prefills[0]._engine._requests.values())
+                    known.sequences for known in list(cluster.prefills[0]._engine.requests.values())
                 ):
                     await asyncio.sleep(0.002)
-            (request,) = cluster.prefills[0]._engine._requests.values()
+            (request,) = cluster.prefills[0]._engine.requests.values()
             first, second = request.main.prompt.media
             assert first.offset > 20 and second.offset > first.end + 20
             assert await num_computed(cluster, first.offset) == first.offset

@@ -71,10 +71,10 @@ async def asked(
     for case, _ in pairs:
         tasks.append(asyncio.ensure_future(cluster.answer(case, MAX_TOKENS)))
         async with asyncio.timeout(HANG_S):
-            while len(cluster.prefills[0]._features._copies) < len(tasks):
+            while len(cluster.prefills[0]._features.copies) < len(tasks):
                 await asyncio.sleep(0.002)
     async with asyncio.timeout(HANG_S):
-        while sum(len(encoder._engine._deliveries) for encoder in cluster.encoders) > 1:
+        while sum(len(encoder._engine.deliveries) for encoder in cluster.encoders) > 1:
             await asyncio.sleep(0.002)
     try:
         yield tasks
@@ -87,7 +87,7 @@ def right(pairs: list[Expected]) -> list[tuple[str, int]]:
 
 
 def attempts(cluster: LocalCluster) -> list[Attempt]:
-    return list(cluster.door._flow._attempts._attempts.values())
+    return list(cluster.door._flow.attempts.values())
 
 
 def num_bytes(cluster: LocalCluster, num_blocks: int) -> int:
@@ -171,7 +171,7 @@ async def test_a_lost_encoder_that_was_to_bring_the_image_costs_nobody_anything(
     async with local_cluster(args, (2, 1, 1), lease_margin_s=0.1) as cluster:
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
-                owner = max(cluster.encoders, key=lambda encoder: len(encoder._engine._deliveries))
+                owner = max(cluster.encoders, key=lambda encoder: len(encoder._engine.deliveries))
                 assert len({attempt.media[0].encoder for attempt in attempts(cluster)}) == 1
                 await owner.stop()
                 is_free.set()

@@ -160,4 +160,4 @@ async def test_of_two_requests_with_one_image_the_first_may_leave(image):
 
 def requests_with_items(whole: LanguageWorker) -> set[str]:
     assert whole._features is not None
-    return {request_id for request_id, _ in whole._features._copies}
+    return {request_id for request_id, _ in whole._features.copies}

@@ -146,12 +146,12 @@ class SimulatedAgent:
         self.pending: list[SimulatedWrite] = []  # posted and not released
         self.is_closed = False
         self._network = network
-        self._table = RegionTable()
+        self.table = RegionTable()
         self._memories: list[BlockMemory] = []
         self._peers: dict[str, SimulatedAgent | None] = {}
 
     def register(self, memory: BlockMemory) -> None:
-        self._table.register(memory)
+        self.table.register(memory)
         self._memories.append(memory)
 
     def metadata(self) -> bytes:
@@ -174,7 +174,7 @@ class SimulatedAgent:
         self._begin("post")
         check_sizes(local, remote)
         target = self._reach(peer)
-        locate(remote, target._table.regions)
+        locate(remote, target.table.regions)
         write = SimulatedWrite(self, target, local.copy(), remote.copy(), num_stops)
         self.pending.append(write)
         self._network.post(write, at_once=bool(stall_s) or self._network.rng.random() < 0.3)

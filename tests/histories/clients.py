@@ -16,7 +16,7 @@ from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.flow.outputs import Deliver
 from router.telemetry.timeline import RequestTimeline
-from tests.histories.doors import SimulatedDoor
+from tests.histories.doors import SimulatedDoor, run
 from tests.histories.model import BLOCK_SIZE, answer
 
 PLACEHOLDER = 9
@@ -95,6 +95,7 @@ class Line:
     error: ClusterError | None = None
     has_left: bool = False  # the client does not read it any more
     num_ends: int = 0  # terminal events that the door has delivered
+    num_unread: int = 0  # events that the door has delivered and the client has not read
 
     @property
     def is_over(self) -> bool:
@@ -122,6 +123,11 @@ class Story:
     def is_over(self) -> bool:
         return self.is_cut or all(line.is_over for line in self.lines)
 
+    @property
+    def has_ended(self) -> bool:
+        """Its door has nothing more to do for it."""
+        return all(line.num_ends or line.has_left for line in self.lines)
+
 
 class Clients:
     def __init__(self, read_delay_s: Callable[[], float]):
@@ -144,22 +150,23 @@ class Clients:
         line = story.lines[choice_idx]
         if not line.is_over and not story.is_cut:
             line.has_left = True
-            story.streams[choice_idx]._close()
+            run(story.streams[choice_idx].aclose())
 
     def on_deliver(self, door: SimulatedDoor, output: Deliver) -> None:
         story, event = self.stories[output.request_id], output.event
         line = story.lines[output.choice_idx]
+        line.num_unread += 1
         line.num_ends += isinstance(event, ClusterError) or event.finish_reason is not None
         door.later(self._read_delay_s(), self._read, story, output.choice_idx)
 
     def _read(self, story: Story, choice_idx: int) -> None:
         line, stream = story.lines[choice_idx], story.streams[choice_idx]
-        while stream._events and not stream.is_closed:
-            event = stream._events.popleft()
-            if isinstance(event, ClusterError):
-                line.error = event
+        while line.num_unread and not stream.is_closed:
+            line.num_unread -= 1
+            try:
+                event = run(anext(stream))
+            except ClusterError as error:
+                line.error = error
             else:
                 line.tokens += event.token_ids
                 line.finish_reason = event.finish_reason
-            if line.is_over:
-                stream._close()

@@ -217,7 +217,7 @@ class History:
         counts["media computed at decode"] = world.num_media_at_decode
         for worker in world.live_workers:
             if worker.language is not None:
-                load = worker.language._engine.load()
+                load = worker.language.engine.load()
                 counts["preempted"] += load.totals.num_preempted
                 counts["loaded from the tier"] += load.tier.num_loaded
                 counts["late words"] += load.received.num_late

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from encoder_service.engine import EncoderEngine
 from kv_transfer.lease.receiver import IN_FLIGHT_S
 from tests.histories.doors import FIRST_TOKEN_S, REQUEST_S, SimulatedDoor
 from tests.histories.network import End
@@ -69,7 +68,7 @@ class Lookout:
     def _is_wanted(
         self, worker: SimulatedWorker, door: SimulatedDoor, request_id: str, item_idx: int | None
     ) -> bool:
-        attempt = door.flow._attempts.get(request_id)
+        attempt = door.flow.attempts.get(request_id)
         if attempt is None or item_idx is None:
             return attempt is not None
         state = attempt.media[item_idx]
@@ -80,13 +79,13 @@ class Lookout:
             request_id
             for worker in self._world.live_workers
             if worker.language is not None
-            for request_id in worker.language._engine._requests
+            for request_id in worker.language.engine.requests
         }
         held_up = [worker for worker in self._world.live_workers if self._is_stuck(worker)]
         for door in self._world.doors:
             if door.process.is_stopped or held_up or self._world.network.partitions:
                 continue
-            for request_id in door.flow._attempts._attempts:
+            for request_id in door.flow.attempts:
                 if request_id not in known:
                     yield door.name, "waits for", request_id, "which its workers do not know"
 
@@ -96,7 +95,7 @@ class Lookout:
         if is_held_up or world.network.partitions or any(door.process.is_stopped for door in doors):
             self._held_up_at = world.scheduler.now
             return
-        attempts = [each for door in doors for each in door.flow._attempts._attempts.values()]
+        attempts = [each for door in doors for each in door.flow.attempts.values()]
         items = [item for attempt in attempts for item in attempt.media]
         held = {item.grant.lease_id for item in items if item.grant is not None}
         for worker in world.workers.values():
@@ -123,7 +122,7 @@ class Lookout:
 
     @staticmethod
     def _is_stuck(worker: SimulatedWorker) -> bool:
-        return worker.process.is_stopped or any(seat.loop.thread.is_busy for seat in worker.parts._seats)
+        return worker.process.is_stopped or any(seat.loop.thread.is_busy for seat in worker.parts.seats)
 
     def _check_overdue(self, now: float) -> None:
         for name, story in self._world.clients.stories.items():
@@ -135,16 +134,13 @@ class Lookout:
 
 def _work_of(worker: SimulatedWorker) -> Iterator[tuple[str, SimulatedDoor, str, int | None]]:
     """Name, door, request and item of all that the worker has in work for doors that are connected."""
-    for seat in worker.parts._seats:
-        engine: Any = seat.engine
-        is_encoder = isinstance(engine, EncoderEngine)
-        works = engine._deliveries._deliveries if is_encoder else engine._requests
-        for name, work in works.items():
-            end: Any = worker.shell._connections.get(work.door)
-            if isinstance(end, End) and end.is_open and not getattr(work, "is_closing", False):
-                door = _door_at(worker, end)
-                if door is not None:
-                    yield name, door, work.request_id, work.item_idx if is_encoder else None
+    works = (work for engine in worker.engines for work in worker.works_of(engine))
+    for door_id, name, request_id, item_idx in works:
+        end: Any = worker.shell.connections.get(door_id)
+        if isinstance(end, End) and end.is_open:
+            door = _door_at(worker, end)
+            if door is not None:
+                yield name, door, request_id, item_idx
 
 
 def _door_at(worker: SimulatedWorker, end: End) -> SimulatedDoor | None:

@@ -105,6 +105,7 @@ class ChainRunner:
         self,
         kv: BlockMemory,
         features: FeatureStore,
+        feature_memory: BlockMemory,
         compute: Callable[[float], None],
         on_foreign: Callable[[BlockMemory, str, Sequence[int]], None],
         draft: Callable[[AnswerChoice], Sequence[bool]] = lambda choice: (),
@@ -115,7 +116,8 @@ class ChainRunner:
         self.run = bookkeeping(self._run)
         self.first_tokens = bookkeeping(self._first_tokens)
         self._rows = kv.segments[0].view(kv.num_blocks * BLOCK_SIZE).numpy()
-        self._features, self._compute, self._on_foreign, self._draft = features, compute, on_foreign, draft
+        self._features, self._feature_memory = features, feature_memory
+        self._compute, self._on_foreign, self._draft = compute, on_foreign, draft
 
     def propose(self, requests: Sequence[LanguageRequest]) -> None:
         for request in requests:
@@ -167,9 +169,9 @@ class ChainRunner:
         rows = torch.cat(self._features.rows(key, row, row + count)).flatten().tolist()
         foreign = [row + i for i, value in enumerate(rows) if value != row_value(media_hash, row + i)]
         if foreign:
-            block_ids = self._features._copies[key].block_ids
+            block_ids = self._features.copies[key].block_ids
             blocks = sorted({block_ids[each // BLOCK_SIZE] for each in foreign})
-            self._on_foreign(self._features._memory, key[0], blocks)
+            self._on_foreign(self._feature_memory, key[0], blocks)
         return rows
 
     def _continue(self, request: LanguageRequest) -> list[list[int]]:

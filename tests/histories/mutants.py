@@ -155,7 +155,7 @@ def cancel_lost() -> Change:
 
 def door_drop_frees_the_first() -> Change:
     def first(self: LanguageEngine, door: int) -> None:
-        for request_id in self._requests.of_door(door)[:1]:
+        for request_id in self.requests.of_door(door)[:1]:
             self.cancel(request_id)
 
     return LanguageEngine, "drop_door", first
@@ -232,7 +232,7 @@ def rows_not_released() -> Change:
     release = FeatureStore.release
 
     def keeps(self: FeatureStore, key: Any, *, has_ended: bool = False) -> None:
-        copy = self._copies.get(key)
+        copy = self.copies.get(key)
         if copy is None or len(copy.consumers) < 2:
             release(self, key, has_ended=has_ended)
 

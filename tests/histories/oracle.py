@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from cluster.types.messages import FinishReason
-from encoder_service.engine import EncoderEngine
-from tests.histories.clients import Line, Story
+from cluster.types.messages import FinishReason, Pong
+from tests.histories.clients import ITEMS, Line, Story
 from tests.histories.doors import SimulatedDoor
 from tests.histories.model import answer
 from tests.histories.workers import SimulatedEncoder, SimulatedLanguage, SimulatedWorker
@@ -28,46 +27,39 @@ def check_budgets(world: World) -> None:
         _check_leases(worker)
         _check_worker(worker)
     for door in world.doors:
-        _check_door(door)
+        _check_door(world, door)
 
 
 def _check_leases(worker: SimulatedWorker) -> None:
     """The fence: blocks that a writer may write to are held, with the generation that was granted, and by one
     lease."""
     for engine in worker.transfer_engines.values():
-        receiver = engine._receiver
-        if receiver is None or not receiver._leases:
+        memory = engine.incoming
+        if memory is None or not engine.open_grants:
             continue
-        pool = worker.pool_of(receiver._incoming.memory)
+        pool = worker.pool_of(memory)
         seen: set[int] = set()
-        for lease in receiver._leases.values():
-            grant = lease.grant
+        for grant in engine.open_grants.values():
+            assert pool.generations(grant.block_ids) == grant.generations, f"{grant} has other generations"
+            pool.share(grant.block_ids)  # raises if one of them is not held
+            pool.free(grant.block_ids)
             for block_id, generation in zip(grant.block_ids, grant.generations, strict=True):
-                assert pool._num_references[block_id] > 0, (
-                    f"block {block_id} under {grant.lease_id} is not held"
-                )
-                assert pool._generations[block_id] == generation, f"block {block_id} has another generation"
                 assert block_id not in seen, f"block {block_id} is under two leases"
                 seen.add(block_id)
-                content = receiver._incoming.memory, block_id, generation
-                first = worker.granted.setdefault(content, lease.lease_id)
+                first = worker.granted.setdefault((memory, block_id, generation), grant.lease_id)
                 # Room of an item that the worker was to encode itself may go to another encoder
-                assert first == lease.lease_id or worker.encoder is not None, (
+                assert first == grant.lease_id or worker.encoder is not None, (
                     f"generation {generation} of block {block_id} was granted before, by {first}"
                 )
 
 
 def _check_doors_of(worker: SimulatedWorker) -> None:
     """Nothing goes on for a door whose connection has ended, once the engine has been told."""
-    for seat in worker.parts._seats:
+    for seat in worker.parts.seats:
         if seat.loop.thread.is_busy or seat.loop.num_calls:
             continue
-        doors, engine = set(worker.shell._connections), seat.engine
-        requests = engine._deliveries._deliveries if isinstance(engine, EncoderEngine) else engine._requests
         gone = [
-            name
-            for name, request in requests.items()
-            if request.door not in doors and not getattr(request, "is_closing", False)
+            name for door, name, *_ in worker.works_of(seat.engine) if door not in worker.shell.connections
         ]
         assert not gone, f"{worker.name} goes on with {gone} of a door that is gone"
 
@@ -76,19 +68,21 @@ def _check_worker(worker: SimulatedWorker) -> None:
     _check_doors_of(worker)
     if worker.encoder is not None:
         limits, engine = worker.host.sizes.encoder_limits, worker.encoder.engine
-        num_items = len(engine._items)
-        assert num_items <= 1 or engine._queued_rows.total <= limits.max_queued_rows, "too many rows queued"
-        assert num_items <= 1 or engine._preparation.held_bytes <= limits.max_prepared_bytes
+        load = engine.load()
+        is_alone = load.num_running <= 1  # an item may always be in work
+        assert is_alone or load.num_queued_units <= limits.max_queued_rows, "too many rows queued"
+        assert is_alone or engine.preparation.held_bytes <= limits.max_prepared_bytes
     assert len(worker.ended) == len(set(worker.ended)), "a request has left an engine twice"
 
 
-def _check_door(door: SimulatedDoor) -> None:
+def _check_door(world: World, door: SimulatedDoor) -> None:
     flow, view = door.flow, door.cluster
     for pool in (view.encoders, view.prefills, view.decodes):
         assert (pool.sent_units >= -1e-6).all(), f"{door.name}: a charge is negative: {pool.sent_units}"
-    assert view._in_flight.keys() <= flow._attempts._attempts.keys(), "an attempt that has landed is charged"
-    known = flow._clients.keys()
-    assert door.admission._admitted._holdings.keys() <= known, "an ended request is admitted"
+    assert view.in_flight.keys() <= flow.attempts.keys(), "an attempt that has landed is charged"
+    for name, story in world.clients.stories.items():
+        is_over = story.door is door and story.has_ended
+        assert not (is_over and door.admission.is_admitted(name)), f"{name} has ended and is admitted"
 
 
 def check_answers(world: World, allowed: tuple[type[Exception], ...]) -> Counter[str]:
@@ -134,7 +128,7 @@ def check_ledgers(world: World) -> None:
             raise AssertionError(f"{worker.name}: {error}") from error
 
     for worker in world.draining:
-        assert worker.process.is_dead or not worker.shell._doors, (
+        assert worker.process.is_dead or not worker.shell.connections, (
             f"{worker.name} has drained, and is connected"
         )
 
@@ -142,23 +136,13 @@ def check_ledgers(world: World) -> None:
 def _check_idle_door(door: SimulatedDoor) -> None:
     flow, dispatcher, view = door.flow, door.dispatcher, door.cluster
     assert flow.num_crashed == 0, "an error of the door itself"
-    assert flow.is_idle, f"{door.name} is not idle: {_held_by(flow)}"
-    _check_empty(door.name, flow, "_waiting", "_unplaced")
-    _check_empty(door.name, dispatcher, "_unread", "_streams")
-    _check_empty(door.name, flow._attempts._media, "_suspects", "_held")
+    assert dispatcher.is_idle, f"{door.name} is not idle: {flow.num_running} run, {flow.num_waiting} wait"
     assert flow.next_timer() is None or flow.next_timer() > door.clock.now(), "a timer is overdue"
     for pool in (view.encoders, view.prefills, view.decodes):
         assert abs(pool.sent_units).max(initial=0.0) < 1e-6, f"{door.name}: charges are left"
     assert len(view.pending) == 0, "prompts are pending"
     for worker in flow.workers:
         assert worker.num_requests == 0, f"{door.name} counts {worker.num_requests} at {worker.replica_id}"
-
-
-def _held_by(flow: Any) -> str:
-    return (
-        f"clients {list(flow._clients)}, attempts {list(flow._attempts._attempts)}, "
-        f"admission {flow._admission.is_idle}, charges {flow._cluster.is_idle}"
-    )
 
 
 def _check_idle_worker(worker: SimulatedWorker) -> None:
@@ -169,15 +153,16 @@ def _check_idle_worker(worker: SimulatedWorker) -> None:
         assert engine.num_open == 0, "leases are open"
         agent: Any = engine.agent
         assert not agent.pending, "writes are not released"
-        if engine._receiver is not None:
-            _check_empty(worker.name, engine._receiver, "_leases", "_taken_back", "_events")
+        assert not engine.open_grants and engine.idle_s is None, "a writer is waited for"
     if worker.encoder is not None:
         _check_idle_encoder(worker.encoder)
     if worker.language is not None:
-        _check_idle_language(worker.name, worker.language)
-    for seat in worker.parts._seats:
-        _check_empty(worker.name, seat.outbox, "_messages", "_events")
-        assert len(seat.outbox._doors) == len(worker.shell._doors), "a door is remembered that is gone"
+        _check_idle_language(worker.language)
+    for seat in worker.parts.seats:
+        assert not seat.flushed(), "an answer waits in the outbox"
+        seat.outbox.broadcast(Pong())
+        doors = {door for door, _ in seat.flushed()}
+        assert doors == set(worker.shell.connections), "a door is remembered that is gone"
 
 
 def _check_idle_encoder(encoder: SimulatedEncoder) -> None:
@@ -185,30 +170,21 @@ def _check_idle_encoder(encoder: SimulatedEncoder) -> None:
     encoder.pool.check_integrity()
     assert encoder.cache.num_held_blocks == 0, "embeddings are held"
     assert encoder.cache.num_cached_blocks == encoder.pool.num_referenced
-    _check_empty("encoder", engine, "_items")
-    _check_empty("deliveries", engine._deliveries, "_deliveries", "_files", "_by_lease")
-    _check_empty("preparation", engine._preparation, "_waiting", "_unwanted")
-    assert engine._preparation.held_bytes == 0 and engine._queued_rows.total == 0
+    assert len(engine.deliveries) == engine.deliveries.num_sending == engine.deliveries.file_bytes == 0
+    assert len(engine.preparation) == engine.preparation.held_bytes == 0
 
 
-def _check_idle_language(name: str, language: SimulatedLanguage) -> None:
-    engine = language._engine
+def _check_idle_language(language: SimulatedLanguage) -> None:
+    """Its load says that no request is left."""
+    engine, features = language.engine, language.features
     language.pool.check_integrity()
     assert language.pool.num_referenced == 0, "KV blocks are held"
     assert engine.load().num_pool_faults == 0, "KV blocks were held by no request"
-    _check_empty(name, engine, "_computing")
-    assert not engine._requests, "requests are left"
-    _check_empty(name, engine._kv_output, "_offered", "_by_lease")
-    _check_empty(name, engine._kv_input, "_by_lease")
-    _check_empty(name, engine._answers, "running")
+    assert not engine.requests, "requests are left"
+    engine.take_targets()  # opens a lease for each grant that was left to be taken
+    assert language.parts.transfer_engine.num_open == 0, "a grant was not taken"
     language.feature_pool.check_integrity()
     assert language.feature_pool.num_referenced == 0, "room for embeddings is held"
-    copies, rooms = language._features._copies, language._features._rooms
-    _check_empty("copies of embeddings", copies, "_copies", "_by_name", "_merged")
-    _check_empty("room for embeddings", rooms, "_queued", "_by_lease", "_filled_here")
-
-
-def _check_empty(name: str, owner: Any, *fields: str) -> None:
-    for field in fields:
-        content = getattr(owner, field)
-        assert not content, f"{name} still has {field}: {content}"
+    assert not features.copies, f"embeddings are kept for {list(features.copies)}"
+    assert not any(features.copies.newest((item.media_hash, item.geometry.num_tokens)) for item in ITEMS)
+    assert not features.harmed_by(range(language.feature_pool.num_blocks)), "a request is remembered"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 from cluster.engine.features import FeatureStore
@@ -15,7 +14,9 @@ from tests.fakes.engines import FEATURE_LAYOUT, Rig
 from tests.fakes.kv_rows import BLOCK_SIZE
 from tests.fakes.relay import Relay
 from tests.fakes.requests import make_item, make_request
+from tests.histories.scheduler import SimulatedProcess, SimulatedThread
 from tests.histories.world import Shape, World
+from tests.unit.engine.feature_parts import FakeMover
 
 
 def test_room_of_an_item_in_the_cached_prefix_is_given_back_at_once() -> None:
@@ -35,12 +36,12 @@ def test_room_of_an_item_in_the_cached_prefix_is_given_back_at_once() -> None:
 def test_room_that_is_not_granted_yet_is_free_when_its_last_consumer_leaves() -> None:
     """The copy has moved out of the room of a lease whose owner was cancelled, and is not wanted yet. Before,
     it took that lease for its own, and its blocks were held for ever (seed 481)."""
-    transfer_engine: Any = SimpleNamespace(grant=lambda *args: None, cancel=lambda lease_id: None)
+    transfer_engine: Any = FakeMover()
     pool = BlockPool(4, BLOCK_SIZE)
     store = FeatureStore(BlockMemory(FEATURE_LAYOUT, 4), pool, transfer_engine)
     granted: list[Any] = []
     store.reserve(("first", 0), "a", 4, 10.0, granted.append)
-    (lease_id,) = store._rooms._by_lease
+    lease_id = granted[0].grant.lease_id
     store.reserve(("second", 0), "a", 4, 10.0, granted.append, is_wanted=False)
     store.release(("first", 0), has_ended=True)
     store.release(("second", 0), has_ended=True)
@@ -56,19 +57,20 @@ def test_an_item_that_is_asked_for_again_at_its_own_worker_does_not_stay_there()
     with world.lease_ids():
         scheduler, (worker,) = world.scheduler, world.workers.values()
         scheduler.run_until(0.1)
-        item, far_door = make_item("a", 3), 99
+        item = make_item("a", 3)
         world.clients.submit(world.doors[0], make_request("first", 1, [item]), [item])
         scheduler.run_until(1.0)
-        language, encoder = worker.language, worker.encoder
-        assert language is not None and encoder is not None and item.media_hash in encoder.cache
+        encoder = worker.encoder
+        assert encoder is not None and item.media_hash in encoder.cache
         request = make_request("second", 5, [item])
-        language._on_message(far_door, StartDecode(request, 10.0, prefills=True))
-        receiver = worker.parts.feature_transfer_engine._receiver
-        assert receiver is not None
-        (lease,) = receiver._leases.values()
+        thread = SimulatedThread(SimulatedProcess("far"), "loop")
+        _, far_door = world.network.connect(thread, worker.event_loop)
+        worker.listener.on_connect(far_door)
+        worker.listener.on_message(far_door, StartDecode(request, 10.0, prefills=True))
+        (grant,) = worker.parts.feature_transfer_engine.open_grants.values()
         start = StartEncode("second", 0, item, 10.0)
-        for message in (start, Cancel("second", item_idx=0), start, EncodeTarget("second", 0, lease.grant)):
-            language._on_message(far_door, message)
+        for message in (start, Cancel("second", item_idx=0), start, EncodeTarget("second", 0, grant)):
+            worker.listener.on_message(far_door, message)
         scheduler.run_until(2.0)
-    assert not encoder.engine._deliveries._deliveries
+    assert len(encoder.engine.deliveries) == 0
     assert worker.ended[-1] == "second"

@@ -8,6 +8,9 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
+from cluster.kvcache.memory import BlockMemory
+from cluster.types.transfer import Grant
+from kv_transfer.lease.events import LeaseEvent, TransferEvent
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.histories.scheduler import Scheduler, SimulatedProcess, SimulatedThread, SkewedClock
 
@@ -57,7 +60,32 @@ class TurnLoop:
 
 
 class SimulatedTransferEngine(TransferEngine):
+    """Calls `on_wake` where the product's wakes its thread, and records which grants are open."""
+
     on_wake: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        agent: Any,
+        clock: SkewedClock,
+        on_event: Callable[[TransferEvent], None],
+        *,
+        incoming: BlockMemory | None,
+        **others: Any,
+    ):
+        self.incoming = incoming  # the memory that others write into
+        self.open_grants: dict[str, Grant] = {}  # by lease
+        self._on_end = on_event
+        super().__init__(agent, clock, self._note_end, incoming=incoming, **others)
+
+    def grant(self, lease_id: str, *args: Any) -> Grant:
+        grant = self.open_grants[lease_id] = super().grant(lease_id, *args)
+        return grant
+
+    def _note_end(self, event: TransferEvent) -> None:
+        if isinstance(event, LeaseEvent):
+            self.open_grants.pop(event.lease_id)
+        self._on_end(event)
 
     def _wake(self) -> None:
         super()._wake()

@@ -12,7 +12,7 @@ Only what touches the outside is replaced: sockets, threads, the clock, transpor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from cluster.types.media_phase import MediaPhase
 from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import StartDecode, StartPrefill
 from cluster.worker.cpu_slots import no_cpu_slots
-from cluster.worker.outbox import Outbox
+from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.process import WorkerProcess
 from cluster.worker.seat import EngineSeat
 from cluster.worker.shell import WorkerShell
@@ -43,7 +43,6 @@ from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.service import Encoder
 from kv_transfer.lease.events import Expired, LateWrite, LeaseEvent, TransferEngineFailed
-from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.kv_rows import KV_LAYOUT
 from tests.histories.model import BLOCK_SIZE, STEP_S, TOKEN_S, ChainEncoder, ChainRunner
 from tests.histories.scheduler import SimulatedProcess, SimulatedThread, SkewedClock
@@ -95,10 +94,28 @@ class WorkerHost(ThreadHost):
     on_foreign: Callable[..., None]  # (worker, memory, request id, blocks)
 
 
+@dataclass(frozen=True)
+class Listener:
+    """As `cluster.rpc.Server`: what it is to call, for the world's network."""
+
+    on_connect: Callable[[Any], None]
+    on_message: Callable[[Any, Any], None]
+    on_close: Callable[[Any], None]
+    last_read: Callable[[str], str | None]
+
+
+class SimulatedShell(WorkerShell):
+    soon: Callable[..., None]  # on the event loop
+
+    def call_from_thread(self, function: Callable[..., None], *args: Any) -> None:
+        self.soon(function, *args)
+
+
 class SimulatedSeat(EngineSeat):
     def __init__(self, name: str, worker: SimulatedWorker, deliver: Callable[..., None]):
         self.name = name
-        self.outbox = Outbox(deliver)
+        self.outbox = Outbox(self._send)
+        self._deliver = deliver
         self.pulse = Pulse(worker.clock)
         self.cpu_slots = no_cpu_slots(worker.clock)
         self._worker = worker
@@ -108,6 +125,17 @@ class SimulatedSeat(EngineSeat):
         self.loop: Any = TurnLoop(
             self._worker.host, self._worker.thread(self.name), self._worker.clock, engine
         )
+
+    def flushed(self) -> list[tuple[DoorId, Any]]:
+        """What the outbox has for the doors, which do not get it."""
+        sent: list[tuple[DoorId, Any]] = []
+        deliver, self._deliver = self._deliver, sent.extend
+        self.outbox.flush()
+        self._deliver = deliver
+        return sent
+
+    def _send(self, batch: list[tuple[DoorId, Any]]) -> None:
+        self._deliver(batch)
 
 
 class SimulatedParts(WorkerProcess):
@@ -119,7 +147,7 @@ class SimulatedParts(WorkerProcess):
         kv_out, kv_in = memories.get("kv_out"), memories.get("kv_in")
         features, embeddings = memories.get("features"), memories.get("embeddings")
         has_two = features is not None and (kv_in is not None or embeddings is not None)
-        self.transfer_engine = worker.transfer(
+        self.transfer_engine: SimulatedTransferEngine = worker.transfer(
             "transfer",
             self._on_own_transfer,
             outgoing=kv_out if has_two else kv_out or embeddings,
@@ -135,15 +163,15 @@ class SimulatedParts(WorkerProcess):
         self.seat = self.encoder_seat = SimulatedSeat("engine", worker, self._deliver)
         if has_two and embeddings is not None:
             self.encoder_seat = SimulatedSeat("encoder", worker, self._deliver)
-        self._seats = list(dict.fromkeys([self.seat, self.encoder_seat]))
+        self.seats = list(dict.fromkeys([self.seat, self.encoder_seat]))
 
     def attach(self, on_message: Callable[..., None]) -> None:
         worker = self._worker
         self.loop = self.seat.loop
         setup: Any = SimpleNamespace(address="unix:/nowhere", replica_id=worker.replica_id, secret=None)
-        self.shell = WorkerShell(setup, self._seats, on_message)
-        event_loop: Any = SimpleNamespace(is_closed=lambda: False, call_soon_threadsafe=worker.soon)
-        self.shell._event_loop = event_loop
+        make_server: Any = worker.listen
+        self.shell = SimulatedShell(setup, self.seats, on_message, make_server)
+        self.shell.soon = worker.soon
 
     def _on_transfer(self, event: Any) -> None:
         self._check(event)
@@ -203,9 +231,9 @@ class SimulatedLanguage(Inbox):
         host = self._host
         self.kv = BlockMemory(KV_LAYOUT, sizes.kv_blocks)
         feature_memory = BlockMemory(FEATURE_LAYOUT, sizes.feature_blocks)
-        self._encoder = SimulatedEncoder(worker) if role.encodes else None
-        encoder: Any = self._encoder
-        process = SimulatedParts(
+        encoder: Any = SimulatedEncoder(worker) if role.encodes else None
+        self.encoder = encoder
+        self.parts = process = SimulatedParts(
             worker,
             kv_out=self.kv if role.prefills else None,
             kv_in=self.kv if role.decodes else None,
@@ -213,11 +241,14 @@ class SimulatedLanguage(Inbox):
             embeddings=None if encoder is None else encoder.memory,
         )
         self.feature_pool = BlockPool(feature_memory.num_blocks, BLOCK_SIZE)
-        self._features = FeatureStore(feature_memory, self.feature_pool, process.feature_transfer_engine)
+        self.features = self._features = FeatureStore(
+            feature_memory, self.feature_pool, process.feature_transfer_engine
+        )
         self.pool = BlockPool(sizes.kv_blocks, BLOCK_SIZE)
         runner: Any = ChainRunner(
             self.kv,
-            self._features,
+            self.features,
+            feature_memory,
             partial(worker.compute, "engine"),
             partial(host.on_foreign, worker),
             host.draft,
@@ -231,7 +262,7 @@ class SimulatedLanguage(Inbox):
             sliding_window=sizes.window if role.decodes else None,
         )
         limits = StepLimits(sizes.step_tokens, sizes.max_sequences if role.decodes else 0, target_s=1.0)
-        self._engine = LanguageEngine(
+        self.engine = self._engine = LanguageEngine(
             model=model,
             runner=runner,
             blocks=self.pool,
@@ -241,16 +272,15 @@ class SimulatedLanguage(Inbox):
             policy=POLICY,
             limits=limits,
             cpu_slots=process.seat.cpu_slots,
-            features=self._features,
+            features=self.features,
             tier=self._tier,
             allows_recompute=True,
             on_ended=worker.ended.append,
         )
-        self._engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
+        self.engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last
         if sizes.is_warm and not role.prefills:
-            self._engine.planner.budget.observe(sizes.step_tokens, 0.0, STEP_S + TOKEN_S * sizes.step_tokens)
-        self._process = process
-        super().__init__(role, process, self._engine, self._features, encoder)
+            self.engine.planner.budget.observe(sizes.step_tokens, 0.0, STEP_S + TOKEN_S * sizes.step_tokens)
+        super().__init__(role, process, self.engine, self.features, encoder)
         if self._tier is not None:
             self._tier.start(process.loop.call)
 
@@ -262,15 +292,16 @@ class SimulatedLanguage(Inbox):
 
     def is_short_of_room(self, lease_id: str) -> bool:
         """While this lease on room for embeddings is open, something waits for room."""
-        copy = self._features._rooms._by_lease.get(lease_id)
-        if copy is None:
+        grant = self.parts.feature_transfer_engine.open_grants.get(lease_id)
+        if grant is None:
             return False
-        return bool(self._features._rooms._queued) or self.feature_pool.num_free < len(copy.block_ids)
+        is_queued = any(copy.phase is MediaPhase.QUEUED for copy in self.features.copies.values())
+        return is_queued or self.feature_pool.num_free < len(grant.block_ids)
 
     def rows_of(self, request_id: str) -> set[int]:
         """The blocks of feature memory from which the request reads. Room that waits for its embeddings is
         not among them: it may have been given to the request since the word of the late writer came."""
-        items = [copy for (name, _), copy in self._features._copies.items() if name == request_id]
+        items = [copy for (name, _), copy in self.features.copies.items() if name == request_id]
         here = [copy for copy in items if copy.phase is MediaPhase.STAGED]
         return {block_id for copy in here for block_id in copy.block_ids}
 
@@ -295,7 +326,7 @@ class SimulatedWorker:
         self.late_blocks: dict[BlockMemory, set[int]] = {}  # written late, and the engine is not told yet
         self.event_loop = SimulatedThread(self.process, "loop")
         self._threads: dict[str, SimulatedThread] = {}
-        self.transfer_engines: dict[str, TransferEngine] = {}  # by agent
+        self.transfer_engines: dict[str, SimulatedTransferEngine] = {}  # by agent
         self.granted: dict[tuple[BlockMemory, int, int], str] = {}  # block and generation → the lease
         self.language: SimulatedLanguage | None = None
         if role is Role.ENCODE:
@@ -305,7 +336,7 @@ class SimulatedWorker:
             self.parts.attach(self.encoder.on_message)
         else:
             self.language = SimulatedLanguage(self, role)
-            self.parts, self.encoder = self.language._process, self.language._encoder
+            self.parts, self.encoder = self.language.parts, self.language.encoder
 
     @property
     def shell(self) -> WorkerShell:
@@ -313,7 +344,17 @@ class SimulatedWorker:
 
     @property
     def engines(self) -> list[Any]:
-        return [seat.engine for seat in self.parts._seats]
+        return [seat.engine for seat in self.parts.seats]
+
+    def works_of(self, engine: Any) -> Iterator[tuple[int, str, str, int | None]]:
+        """The door's connection, name, request and item of all that is not over for its door."""
+        if isinstance(engine, EncoderEngine):
+            for delivery in engine.deliveries:
+                yield delivery.door, delivery.key, delivery.request_id, delivery.item_idx
+        else:
+            for request in engine.requests.values():
+                if not request.is_closing:
+                    yield request.door, request.request_id, request.request_id, None
 
     def member(self, overcommit: int = 1) -> Member:
         return Member(
@@ -335,8 +376,7 @@ class SimulatedWorker:
     @property
     def open_leases(self) -> list[str]:
         """On memory that others write into."""
-        receivers = [engine._receiver for engine in self.transfer_engines.values()]
-        return [lease_id for each in receivers if each is not None for lease_id in each._leases]
+        return [lease_id for engine in self.transfer_engines.values() for lease_id in engine.open_grants]
 
     def pool_of(self, memory: BlockMemory) -> BlockPool:
         """Of a memory that others write into."""
@@ -345,6 +385,11 @@ class SimulatedWorker:
 
     def thread(self, name: str) -> SimulatedThread:
         return self._threads.setdefault(name, SimulatedThread(self.process, name))
+
+    def listen(self, address: str, name: str, *callbacks: Any, last_read: Any, **_: Any) -> Listener:
+        on_connect, on_message, on_close = callbacks
+        self.listener = Listener(on_connect, on_message, on_close, last_read)
+        return self.listener
 
     def soon(self, function: Callable[..., None], *args: Any) -> None:
         """On the event loop."""
@@ -358,7 +403,7 @@ class SimulatedWorker:
             self.host.scheduler.after(hangs_s, self.event_loop, "", tell, ())
         self.host.scheduler.pass_time(self.thread(thread_name), seconds + hangs_s)
 
-    def transfer(self, name: str, on_event: Callable[..., None], **memories: Any) -> TransferEngine:
+    def transfer(self, name: str, on_event: Callable[..., None], **memories: Any) -> SimulatedTransferEngine:
         thread = self.thread(name)
         turns, agent = TransferTurns(self.host, thread), self.host.make_agent(f"{self.name}-{name}", thread)
         engine = SimulatedTransferEngine(
@@ -373,13 +418,12 @@ class SimulatedWorker:
         self.transfer_engines[agent.name] = engine
         return engine
 
-    def told_late(self, engine: TransferEngine, block_ids: Sequence[int]) -> None:
+    def told_late(self, engine: SimulatedTransferEngine, block_ids: Sequence[int]) -> None:
         """The engine has been told: no request may hold one of these blocks any more."""
-        assert engine._receiver is not None and self.language is not None
-        memory = engine._receiver._incoming.memory
+        language, memory = self.language, engine.incoming
+        assert language is not None and memory is not None
         self.late_blocks.get(memory, set()).difference_update(block_ids)
-        language, requests = self.language, self.language._engine._requests
-        for request in requests.values():
+        for request in language.engine.requests.values():
             held = set(request.held_blocks) if memory is language.kv else language.rows_of(request.request_id)
             late = sorted(held.intersection(block_ids))
             assert request.is_closing or not late, (

@@ -197,7 +197,7 @@ class World(WorkerHost):
         """Every transfer thread looks at its clock once."""
         for worker in self.live_workers:
             for engine in worker.transfer_engines.values():
-                engine._wake()
+                engine.on_wake()
 
     def _new_name(self, worker: SimulatedWorker) -> str:
         return f"{worker.replica_id.partition('-')[0]}-{self._num_incarnations}"
@@ -222,11 +222,11 @@ class World(WorkerHost):
         if self.network.is_parted(thread.process, worker.process):
             raise UnavailableError(f"{replica_id} cannot be reached")
         near, far = self.network.connect(thread, worker.event_loop)
-        near.peer_last_read, far.peer_last_read = worker.shell._last_read(thread.process.name), last_read
-        far.on_message, far.on_close = partial(self._hear, worker), worker.shell._on_close
+        near.peer_last_read, far.peer_last_read = worker.listener.last_read(thread.process.name), last_read
+        far.on_message, far.on_close = partial(self._hear, worker), worker.listener.on_close
         near.arrives_at = far.arrives_at = self.scheduler.now + DIAL_S
         connection: Any = far
-        worker.shell._on_connect(connection)
+        worker.listener.on_connect(connection)
         return near
 
     def _hear(self, worker: SimulatedWorker, end: End, message: Any) -> None:
@@ -236,19 +236,17 @@ class World(WorkerHost):
             is_late = on_its_way_s > 0.9 * self.sizes.margin_s
             self._granted.setdefault(worker.process, {})[lease_id] = is_late
         connection: Any = end
-        worker.shell._on_message(connection, message)
+        worker.listener.on_message(connection, message)
 
     def check_landing(self, write: SimulatedWrite) -> None:
         """A write lands in blocks under a lease of this writer; or late because its process was stopped or
         parted from the owner's, or the grant was on its way for longer than the margin."""
         target = next(worker for worker in self.live_workers if worker.process is write.target.thread.process)
-        receiver = target.transfer_engines[write.target.name]._receiver
-        assert receiver is not None
         granted = self._granted.get(write.source.thread.process, {})
         covered: set[int] = set()
-        for lease in receiver._leases.values():
-            if lease.lease_id in granted:
-                covered.update(lease.grant.block_ids)
+        for lease_id, grant in target.transfer_engines[write.target.name].open_grants.items():
+            if lease_id in granted:
+                covered.update(grant.block_ids)
         was_held_up = write.was_parted or write.source.thread.process.num_stops > write.num_stops
         may_be_late = was_held_up or any(granted.values())
         for memory, block_ids in write.target.blocks_of(write).items():

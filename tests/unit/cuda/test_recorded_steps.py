@@ -74,17 +74,17 @@ class Compared:
 
     def __init__(self, model: LanguageModel, sizes: RecordedSizes = SIZES):
         self.model = model
-        self._kvs = [BlockMemory(model.kv_layout, NUM_BLOCKS + 1, "cuda") for _ in range(2)]
-        self.graphed = GraphedModel(model, self._kvs[0], sizes, capture_cuda())
+        self.kvs = [BlockMemory(model.kv_layout, NUM_BLOCKS + 1, "cuda") for _ in range(2)]
+        self.graphed = GraphedModel(model, self.kvs[0], sizes, capture_cuda())
         self.graphed.warm_up()
         self.num_forwards = 0
 
     def forward(self, chunks: Sequence[SequenceChunk]) -> Tensor:
         """Replayed; equal to the other."""
         with mock.patch.object(self.model, "forward", wraps=self.model.forward) as unrecorded:
-            found = self.graphed.forward(chunks, self._kvs[0]).cpu().clone()
+            found = self.graphed.forward(chunks, self.kvs[0]).cpu().clone()
         self.num_forwards += unrecorded.call_count
-        expected = self.model.forward(chunks, self._kvs[1]).cpu()
+        expected = self.model.forward(chunks, self.kvs[1]).cpu()
         assert found.shape == expected.shape
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         return found
@@ -92,14 +92,14 @@ class Compared:
     def decode(
         self, token_ids: list[int], context_lens: list[int], deltas: list[int], tables: list[list[int]]
     ) -> None:
-        ours, plain = self._kvs[:2]
+        ours, plain = self.kvs[:2]
         found = self.graphed.decode(token_ids, context_lens, deltas, tables, ours).cpu().clone()
         expected = self.model.decode(token_ids, context_lens, deltas, tables, plain).cpu()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
     def check_kv(self) -> None:
         """All but the scratch block."""
-        for recorded, plain in zip(*(kv.segments for kv in self._kvs), strict=True):
+        for recorded, plain in zip(*(kv.segments for kv in self.kvs), strict=True):
             torch.testing.assert_close(
                 recorded[:-1].cpu().float(), plain[:-1].cpu().float(), rtol=1e-3, atol=1e-3
             )
@@ -185,19 +185,19 @@ def test_what_earlier_steps_left_changes_no_bit_of_a_step(device: SimulatedCuda)
     used.forward(long)
     assert torch.equal(fresh.forward(mixed), used.forward(mixed))
     used.forward(long)
-    logits = [each.graphed.decode(*ANSWERS, each._kvs[0]).cpu() for each in (fresh, used)]
+    logits = [each.graphed.decode(*ANSWERS, each.kvs[0]).cpu() for each in (fresh, used)]
     assert torch.equal(*logits)
 
 
 def test_a_step_is_one_copy_and_waits_for_none_but_the_last(device: SimulatedCuda, monkeypatch) -> None:
     compared = Compared(text_model(device))
     prompts, mixed, *_ = mixed_steps()
-    kv = compared._kvs[0]
+    kv = compared.kvs[0]
     compared.graphed.forward(prompts, kv)
     copies: list[int] = []
-    crosses = device._crosses
+    crosses = device.crosses
     monkeypatch.setattr(
-        device, "_crosses", lambda asynchronous: copies.append(asynchronous) or crosses(asynchronous)
+        device, "crosses", lambda asynchronous: copies.append(asynchronous) or crosses(asynchronous)
     )
     for step in (
         lambda: compared.graphed.forward(mixed, kv),
@@ -258,7 +258,7 @@ FALLBACKS = {
 
 def test_other_steps_run_unrecorded(device: SimulatedCuda) -> None:
     compared = Compared(text_model(device))
-    model, kv, given = compared.model, compared._kvs[0], []
+    model, kv, given = compared.model, compared.kvs[0], []
     model.forward = lambda *args: given.append(args)  # type: ignore[method-assign]
     for reason, chunks in FALLBACKS.items():
         compared.graphed.forward(chunks, kv)
@@ -269,7 +269,7 @@ def test_other_steps_run_unrecorded(device: SimulatedCuda) -> None:
 def test_a_step_whose_layers_report_runs_unrecorded(device: SimulatedCuda) -> None:
     compared = Compared(text_model(device))
     seen: list[int] = []
-    compared.graphed.forward([SequenceChunk([1, 2], 0, 0, TABLES[0])], compared._kvs[0], seen.append)
+    compared.graphed.forward([SequenceChunk([1, 2], 0, 0, TABLES[0])], compared.kvs[0], seen.append)
     assert seen == list(range(compared.model.num_layers))
 
 
@@ -365,7 +365,7 @@ def prompt_work(prompt: Sequence[int], table: list[int], *, sends: bool = False)
 def test_a_workers_step_is_recorded_if_it_sends_no_kv(sends: bool, device: SimulatedCuda) -> None:
     compared = Compared(text_model(device))
     layers: list[int] = []
-    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], FEATURES)
+    runner = LanguageRunner(compared.model, compared.graphed, compared.kvs[0], FEATURES)
     runner.run([prompt_work(PROMPTS[0], TABLES[0], sends=sends)], lambda layer, ready: layers.append(layer))
     assert layers == ([0, 1] if sends else [])
 
@@ -373,7 +373,7 @@ def test_a_workers_step_is_recorded_if_it_sends_no_kv(sends: bool, device: Simul
 def test_the_logits_of_a_prompt_outlive_later_steps(device: SimulatedCuda) -> None:
     """They wait for the other prompts of their request."""
     compared = Compared(text_model(device))
-    runner = LanguageRunner(compared.model, compared.graphed, compared._kvs[0], FEATURES)
+    runner = LanguageRunner(compared.model, compared.graphed, compared.kvs[0], FEATURES)
     (first,) = runner.run([prompt_work(PROMPTS[0], TABLES[0])], lambda layer, ready: None)
     assert first.logits is not None
     before = first.logits.cpu()

@@ -247,7 +247,7 @@ def test_requests_that_share_an_item_hold_one_copy_of_its_file(rig):
     for request_id in ("r", "s", "t"):
         rig.start(make_item("a", 5), request_id)
     rig.encoder.inbox.run()
-    assert rig.encoder.engine._deliveries.file_bytes == len(ITEM.data)
+    assert rig.encoder.engine.deliveries.file_bytes == len(ITEM.data)
     rig.encoder.tell(rig.encoder.engine.cancel, "r")
     rig.turn(5)
     assert rig.encoder.engine.load().held_bytes == len(ITEM.data)
@@ -256,8 +256,8 @@ def test_requests_that_share_an_item_hold_one_copy_of_its_file(rig):
 @pytest.mark.parametrize("how", ["cancel", "drop"])
 def test_an_item_that_is_cancelled_while_it_waits_is_not_prepared(rig, how):
     """Two threads are busy with two others."""
-    prepared, prepare = [], rig.encoder.engine._runner.prepare
-    rig.encoder.engine._runner.prepare = lambda item, *rest: (
+    prepared, prepare = [], rig.runners["encoder"].prepare
+    rig.runners["encoder"].prepare = lambda item, *rest: (
         prepared.append(item.media_hash) or prepare(item, *rest)
     )
     for number, name in enumerate(("a", "b", "given up")):

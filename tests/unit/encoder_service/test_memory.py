@@ -44,7 +44,7 @@ def test_two_hundred_items_at_once_never_hold_more_than_the_budget_and_all_end(m
     most = 0
     for _ in range(500):
         rig.encoder.inbox.run()
-        most = max(most, rig.encoder.engine._preparation.held_bytes)
+        most = max(most, rig.encoder.engine.preparation.held_bytes)
         rig.turn()
     assert 2 * ITEM_BYTES <= most <= 6 * ITEM_BYTES
     assert len(rig.said(Encoded)) == 201 and not failed(rig)
@@ -148,7 +148,7 @@ def test_a_video_that_breaks_the_encoder_in_a_later_piece_gives_everything_back(
 @pytest.mark.parametrize("num_rows", [4, 6])
 def test_another_number_of_rows_than_promised_is_the_items_fault(make_rig, num_rows):
     rig = make_rig()
-    rig.encoder.engine._runner.encode = lambda modality, pieces: [torch.zeros(num_rows, 1)]
+    rig.runners["encoder"].encode = lambda modality, pieces: [torch.zeros(num_rows, 1)]
     rig.deliver(make_item("a", NUM_ROWS))
     rig.turn(4)
     assert failed(rig) == {"r": "MediaError"}

@@ -16,7 +16,7 @@ ITEM = make_item("a", 5)
 @pytest.fixture
 def rig():
     rig = EncoderRig(cache_blocks=6, feature_blocks=12)
-    runner = rig.encoder.engine._runner
+    runner = rig.runners["encoder"]
     prepare, encode = runner.prepare, runner.encode
 
     def slow_prepare(item, is_wanted):

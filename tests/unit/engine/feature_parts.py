@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from cluster.engine.features import FeatureStore
+from cluster.engine.shared_copies import FeatureCopy
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
+from cluster.types.media_phase import MediaPhase
 from cluster.types.messages import FeatureGranted, FeatureShared
 from cluster.types.transfer import Contract, Grant
 
@@ -42,6 +44,8 @@ class Parts:
         self.told: dict[tuple[str, int], list[str]] = defaultdict(list)  # kinds of message, per item
         self.grants: dict[tuple[str, int], Grant] = {}
         self.blocks_of: dict[str, list[int]] = {}  # per lease
+        self.open_leases: list[str] = []
+        self.names: set[tuple[str, int]] = set()  # of copies
 
     def reserve(self, request_id, num_rows, item_idx=0, media_hash="", *, is_wanted=True):
         """An item of its own, unless it is named."""
@@ -53,22 +57,32 @@ class Parts:
             if isinstance(message, FeatureGranted):
                 self.grants[key] = message.grant
                 self.blocks_of[message.grant.lease_id] = list(message.grant.block_ids)
+                self.open_leases.append(message.grant.lease_id)
 
+        self.names.add((media_hash or f"{key}", num_rows))
         self.store.reserve(key, media_hash or f"{key}", num_rows, 10.0, tell, is_wanted=is_wanted)
 
     def close(self, request_id, completed=True):
-        return self.store.close_lease(self.grants[request_id, 0].lease_id, completed=completed)
+        return self.close_lease(self.grants[request_id, 0].lease_id, completed=completed)
+
+    def close_lease(self, lease_id, *, completed):
+        if lease_id in self.open_leases:  # else it is closed once more
+            self.open_leases.remove(lease_id)
+        return self.store.close_lease(lease_id, completed=completed)
+
+    @property
+    def queued(self) -> list[FeatureCopy]:
+        """Copies that wait for room."""
+        copies = {id(copy): copy for copy in self.store.copies.values()}
+        return [copy for copy in copies.values() if copy.phase is MediaPhase.QUEUED]
 
     def let_go(self):
         """Every request leaves, every lease ends; nothing may be left."""
-        for key in list(self.store._copies):
+        for key in list(self.store.copies):
             self.store.release(key, has_ended=True)
-        for lease_id in list(self.store._rooms._by_lease):
-            assert self.store.close_lease(lease_id, completed=False) == []
+        while self.open_leases:
+            assert self.close_lease(self.open_leases[0], completed=False) == []
         assert self.store.num_open_leases == 0 and self.store.num_used_blocks == 0
-        assert (
-            not self.store._copies._by_name
-            and not self.store._rooms._queued
-            and not self.store._rooms._given_up
-        )
+        assert all(self.store.copies.newest(name) is None for name in self.names)
+        assert not self.store.copies
         self.pool.check_integrity()

@@ -140,7 +140,7 @@ def test_a_lost_door_takes_all_its_requests_along_and_no_other_doors(rig, relay)
     relay.play(2)
     rig.decode.tell(rig.decode.engine.drop_door, DOOR)
     rig.decode.step()
-    assert list(rig.decode.engine._requests) == ["other"] and sorted(rig.ended) == ["r0", "r1", "r2"]
+    assert list(rig.decode.engine.requests) == ["other"] and sorted(rig.ended) == ["r0", "r1", "r2"]
     rig.decode.tell(rig.decode.engine.drop_door, DOOR + 1)
     rig.decode.step()
     assert rig.decode.engine.load().is_idle
@@ -152,7 +152,7 @@ def test_an_answer_does_not_keep_the_logits_of_a_prompt_whose_end_was_computed_h
         story = relay.start(make_request("r", 14, max_tokens=6))
         for _ in range(100):
             relay.play(1)
-            request = rig.decode.engine._requests.get("r")
+            request = rig.decode.engine.requests.get("r")
             if request is not None and request.phase is LanguagePhase.RUNNING:
                 break
         assert request is not None

@@ -52,7 +52,7 @@ def test_a_pair_that_cannot_fit_is_refused_with_the_numbers(rig, relay):
     "ends", ["at its length", "by a stop token", "by a cancel", "by preemption", "at its first token"]
 )
 def test_speculation_forgets_every_choice_that_has_ended(rig, relay, ends):
-    forgotten, begun, runner = [], set(), rig.decode.engine._runner
+    forgotten, begun, runner = [], set(), rig.runners["decode"]
     run = runner.run
     runner.forget = lambda choice: forgotten.append(choice.request_id)
     runner.run = lambda works, on_layer: (

@@ -24,10 +24,8 @@ class Model(Parts):
         request_id = str(self.num_reserved)
         key = (request_id, 0)
         self.num_reserved += 1
-        copies = self.store._copies._by_name.get((name, len(name) * 4), [])
-        can_share = (
-            copies and not self.store._rooms._queued and not self.unwanted.issuperset(copies[-1].consumers)
-        )
+        copy = self.store.copies.newest((name, len(name) * 4))
+        can_share = copy is not None and not self.queued and not self.unwanted.issuperset(copy.consumers)
         self.reserve(request_id, len(name) * 4, media_hash=name, is_wanted=is_wanted)
         if not is_wanted:
             assert not self.told[key], "no encoder is asked, and none called off"
@@ -38,12 +36,11 @@ class Model(Parts):
 
     def end_lease(self, nth: int, completed: bool) -> None:
         """A writer that stops early leaves rubbish."""
-        leases = list(self.store._rooms._by_lease)
-        if leases:
-            lease_id = leases[nth % len(leases)]
+        if self.open_leases:
+            lease_id = self.open_leases[nth % len(self.open_leases)]
             num_blocks = len(self.blocks_of[lease_id])  # tells the items of this test apart
             self.memory.segments[0][self.blocks_of[lease_id]] = num_blocks if completed else -1
-            told = self.store.close_lease(lease_id, completed=completed)
+            told = self.close_lease(lease_id, completed=completed)
             assert len(told) == len(set(told)) and set(told) <= self.waiting, "told twice, or unasked"
             assert completed or not told
             self.waiting -= set(told)
@@ -59,7 +56,7 @@ class Model(Parts):
         keys = sorted(self.waiting | self.ready)
         if keys:
             key = keys[nth % len(keys)]
-            self.store.renew(key, self.store._copies[key].lease_id)
+            self.store.renew(key, self.store.copies[key].lease_id)
 
     def leave(self, nth: int, has_ended: bool) -> None:
         keys = sorted(self.waiting | self.ready)
@@ -70,18 +67,21 @@ class Model(Parts):
                 keys.discard(key)
 
     def owner_leaves(self, nth: int, has_ended: bool) -> None:
-        owners = [copy.owner for copy in self.store._rooms._by_lease.values() if copy.owner in copy.consumers]
+        copies = {copy.lease_id: copy for copy in self.store.copies.values()}
+        owned = [copies[lease_id] for lease_id in self.open_leases if lease_id in copies]
+        owners = [copy.owner for copy in owned if copy.owner in copy.consumers]
         if owners:
             self.leave(sorted(self.waiting | self.ready).index(owners[nth % len(owners)]), has_ended)
 
     def check(self) -> None:
         self.pool.check_integrity()
-        items, store = self.store._copies, self.store
+        items, store = self.store.copies, self.store
         assert set(items) == self.waiting | self.ready
         assert all((items[key].phase is MediaPhase.STAGED) == (key in self.ready) for key in items)
         assert all(SHARED not in kinds[1:] for kinds in self.told.values())
-        held = {id(copy): copy for copy in (*items.values(), *store._rooms._by_lease.values())}
-        assert sum(len(copy.block_ids) for copy in held.values()) == store.num_used_blocks
+        here = {block_id for copy in items.values() for block_id in copy.block_ids}
+        fenced = {block_id for lease_id in self.open_leases for block_id in self.blocks_of[lease_id]}
+        assert len(here | fenced) == store.num_used_blocks and store.num_open_leases == len(self.open_leases)
         for key in self.ready:
             num_blocks = len(items[key].block_ids)
             assert (
@@ -90,12 +90,11 @@ class Model(Parts):
             )
         for key in self.waiting:
             copy = items[key]
-            is_asked = store._rooms._by_lease.get(copy.lease_id) is copy
-            if copy.phase is MediaPhase.STAGING and self.unwanted.issuperset(copy.consumers):
-                assert copy not in store._rooms._queued, "it may have a lease of a request that has left"
-            else:
-                assert (copy in store._rooms._queued) != is_asked
-        queued = [int(name) for copy in store._rooms._queued for name, _ in copy.consumers]
+            is_asked = copy.lease_id in self.open_leases
+            if copy.phase is not MediaPhase.STAGING or not self.unwanted.issuperset(copy.consumers):
+                assert (copy in self.queued) != is_asked
+            # else it may have a lease of a request that has left
+        queued = [int(name) for copy in self.queued for name, _ in copy.consumers]
         holding = [int(key[0]) for key, copy in items.items() if copy.block_ids]
         assert max(holding, default=-1) < min(queued, default=1 << 30), "a request waits for a younger one"
 

@@ -28,7 +28,7 @@ class LimitRecorder:
 
 def record_parts(rig):
     """Per step with prompts: (first token, number of tokens) of each."""
-    runner, parts = rig.decode.engine._runner, []
+    runner, parts = rig.runners["decode"], []
     run = runner.run
 
     def recorded(works, on_layer):
@@ -48,7 +48,7 @@ def test_a_prompt_computed_here_needs_no_prefill_worker(rig, relay, num_tokens, 
     )
     relay.play()
     assert [line.token_ids for line in story.lines] == [[50, 51, 52, 53, 54, 55]] * num_choices
-    assert rig.ended == ["r"] and not rig.prefill.engine._requests
+    assert rig.ended == ["r"] and not rig.prefill.engine.requests
 
 
 def test_a_prompt_is_computed_a_block_at_a_time_and_the_others_go_on(rig, relay):
@@ -123,7 +123,7 @@ def test_media_are_encoded_for_a_prompt_computed_here(rig, relay, num_choices):
     story = relay.start(request, [item], prefills_locally=True)
     relay.play()
     assert [line.token_ids for line in story.lines] == [[50, 51, 52, 53]] * num_choices and rig.ended == ["r"]
-    assert rig.encoder.transfer_engine.sent.raw_bytes > 0 and not rig.prefill.engine._blocks.num_cached
+    assert rig.encoder.transfer_engine.sent.raw_bytes > 0 and not rig.prefill.engine.load().num_cached_blocks
 
 
 @pytest.mark.parametrize("num_rounds", range(7))

@@ -54,7 +54,7 @@ def test_without_blocks_no_arrival_overtakes_a_prompt_that_waits_for_them(rig: R
 def test_a_step_holds_answers_and_prompts_and_the_answers_wait_no_longer_for_them(
     rig: Rig, relay: Relay
 ) -> None:
-    runner, steps, limits = rig.decode.engine._runner, [], []
+    runner, steps, limits = rig.runners["decode"], [], []
     run, next_step = runner.run, rig.decode.engine.planner.next_step
 
     def recorded(works, on_layer):

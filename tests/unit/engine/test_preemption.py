@@ -37,7 +37,7 @@ def test_the_oldest_is_never_preempted(rig, relay):
 
 def test_nothing_is_run_for_a_request_that_preempted_itself(rig, relay):
     """Two rows fill a step, so each request runs alone, and the newer one asks for the last blocks."""
-    runner, sizes = rig.decode.engine._runner, []
+    runner, sizes = rig.runners["decode"], []
     run = runner.run
     runner.run = lambda works, on_layer: sizes.append(len(works)) or run(works, on_layer)
     relay.start(make_request("old", 6, max_tokens=12, num_choices=2))

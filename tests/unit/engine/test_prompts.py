@@ -60,7 +60,7 @@ def test_a_little_text_before_an_item_has_no_step_of_its_own(rig, relay, fixed_s
     only_to(relay, "prefill")
     rig.turn(3)
     assert rig.prefill.engine.load().num_queued_units == num_left
-    assert rig.prefill.engine._requests.get("r").stopwatch.part is Part.MEDIA
+    assert rig.prefill.engine.requests.get("r").stopwatch.part is Part.MEDIA
     relay.play()
     assert story.finish_reason is FinishReason.LENGTH and story.tokens == [50, 51, 52, 53]
 
@@ -163,13 +163,13 @@ def test_an_item_with_text_between_its_rows_is_kept_until_the_last_of_them_is_co
     relay.start(make_request("r", 3, [item], is_split=True), [item])
     only_to(relay, "prefill")
     rig.prefill.step()  # the text before it
-    sequence = rig.prefill.engine._requests["r"].main
+    sequence = rig.prefill.engine.requests["r"].main
     assert sequence.num_ready_tokens == sequence.num_computed_tokens == 3
     relay.play(1)
     while sequence.num_computed_tokens < sequence.prompt.media[0].end:
-        assert rig.features._copies
+        assert rig.features.copies
         relay.play(1)
-    assert not rig.features._copies
+    assert not rig.features.copies
     relay.play()
     assert relay.stories["r"].finish_reason is FinishReason.LENGTH
 
@@ -196,25 +196,26 @@ def test_requests_that_show_one_item_share_its_embeddings(rig, relay):
 
 
 def test_an_item_that_came_for_another_request_is_ready_when_a_request_starts(rig, relay):
-    rig.features.reserve(("keeper", 0), "a", 5, TIMEOUT_S, lambda told: None)
-    ((lease_id, copy),) = rig.features._rooms._by_lease.items()
-    rows = rig.features._memory.segments[0][copy.block_ids]
-    values = [item_value("a", row) for row in range(rows.numel())]
-    rig.features._memory.segments[0][copy.block_ids] = torch.tensor(values).view_as(rows)
+    keeper, told, row = ("keeper", 0), [], 0
+    rig.features.reserve(keeper, "a", 5, TIMEOUT_S, told.append)
+    lease_id = told[0].grant.lease_id
+    for rows in rig.features.rows(keeper, 0, 5):
+        rows.copy_(torch.tensor([[item_value("a", row + i)] for i in range(len(rows))]))
+        row += len(rows)
     rig.features.close_lease(lease_id, completed=True)
     rig.prefill.feature_transfer_engine.revoke(lease_id, "the test has brought them itself")
     share(rig, relay, "r")
     rig.prefill.step()
-    assert rig.prefill.engine._requests["r"].main.items_ready == {0}
+    assert rig.prefill.engine.requests["r"].main.items_ready == {0}
     relay.play()
     assert relay.stories["r"].finish_reason is FinishReason.LENGTH
-    rig.features.release(("keeper", 0))
+    rig.features.release(keeper)
 
 
 def test_a_lease_that_fails_harms_no_request(rig, relay):
     share(rig, relay, "r", "s", "t")
     relay.play(1)
-    (lease_id,) = rig.features._rooms._by_lease
+    (lease_id,) = {copy.lease_id for copy in rig.features.copies.values()}
     rig.prefill.feature_transfer_engine.revoke(lease_id, "the writer is dead")
     relay.play()
     assert [relay.stories[name].finish_reason for name in "rst"] == [FinishReason.LENGTH] * 3
@@ -227,7 +228,7 @@ def test_a_door_that_goes_away_takes_its_requests_along_without_a_lease_for_each
     rig.prefill.tell(rig.prefill.engine.drop_door, DOOR)
     rig.prefill.step()
     assert [m for m in rig.prefill.said if isinstance(m, FeatureGranted)] == granted
-    assert not rig.features._copies
+    assert not rig.features.copies
 
 
 def test_the_negative_prompt_is_computed_while_embeddings_are_missing(rig, relay):
@@ -265,7 +266,7 @@ def test_prompts_that_came_during_a_step_go_in_the_order_in_which_their_clients_
 
 def test_the_load_that_is_told_after_a_step_counts_what_came_during_it(rig, relay):
     loads = []
-    outbox = rig.prefill.engine._outbox
+    outbox = rig.prefill.outbox
     flush = outbox.flush
 
     def told(load=None):
@@ -298,28 +299,30 @@ def test_a_text_prompt_does_not_wait_for_a_long_media_prompt(rig, relay):
 
 
 @pytest.mark.parametrize(("mean_slice_s", "usual"), [(math.inf, 20), (0.25, 5), (1e-3, 1)])
-def test_layers_of_a_long_prompt_last_no_longer_than_their_slice(rig, relay, mean_slice_s, usual):
+def test_layers_of_a_long_prompt_last_no_longer_than_their_slice(mean_slice_s, usual):
     """Five hundredths of a second a token, one layer; the largest step has 20 tokens."""
     sizes = []
 
     def run(works, on_layer):
         sizes.append(sum(work.num_tokens for work in works))
-        engine._cpu_slots.ran_s = 0.05 * sizes[-1]
+        cpu_slots.ran_s = 0.05 * sizes[-1]
         return compute(works, on_layer)
 
-    engine = rig.prefill.engine
-    engine.planner.budget = StepBudget(1.0, 1, 20)
-    engine._cpu_slots = engine.planner._cpu_slots = engine._forward._cpu_slots = SimpleNamespace(
+    cpu_slots = SimpleNamespace(
         acquire=lambda exclusive_s: nullcontext(),
         yield_between_layers=lambda: None,
         mean_slice_s=mean_slice_s,
         ran_s=0.0,
         busy_s=0.0,
     )
-    compute, engine._runner.run = engine._runner.run, run
+    rig = Rig(cpu_slots=cpu_slots)
+    relay, runner = Relay(rig), rig.runners["prefill"]
+    rig.prefill.engine.planner.budget = StepBudget(1.0, 1, 20)
+    compute, runner.run = runner.run, run
     relay.start(make_request("long", 80))
     relay.play(100)
     assert relay.stories["long"].finish_reason is FinishReason.LENGTH
     assert sizes[0] == 1 and max(sizes) == usual
     assert sum(sizes) == 81
     assert sizes.count(usual) >= 2
+    relay.finish()

@@ -2,6 +2,7 @@
 
 import pytest
 
+from cluster.engine.state import LanguagePhase
 from cluster.types.messages import (
     Measured,
     PrefillTiming,
@@ -21,7 +22,7 @@ def test_the_first_token_says_where_its_time_went(rig, relay):
     relay.send_one("decode")
     rig.decode.inbox.run()
     rig.clock.at += 2.0
-    runner = rig.decode.engine._runner
+    runner = rig.runners["decode"]
     run = runner.run
 
     def timed(works, on_layer):
@@ -39,7 +40,8 @@ def test_the_first_token_says_where_its_time_went(rig, relay):
 
 def test_the_context_of_all_running_sequences_is_in_the_load(rig, relay):
     def expected() -> int:
-        running = rig.decode.engine._answers.running
+        requests = rig.decode.engine.requests.values()
+        running = [request for request in requests if request.phase is LanguagePhase.RUNNING]
         return sum(
             len(prompt.token_ids) + choice.num_generated - 1  # the last token's KV is not computed yet
             for request in running
@@ -60,13 +62,13 @@ def test_the_context_of_all_running_sequences_is_in_the_load(rig, relay):
 
 
 def test_steps_are_learnt_by_their_sequences_and_told(rig, relay):
-    run = rig.decode.engine._runner.run
+    run = rig.runners["decode"].run
 
     def slowly(works, on_layer):
         rig.clock.at += 0.25
         return run(works, on_layer)
 
-    rig.decode.engine._runner.run = slowly
+    rig.runners["decode"].run = slowly
     relay.start(make_request("r", 6, max_tokens=8, num_choices=2))
     curves = []
     for _ in range(30):

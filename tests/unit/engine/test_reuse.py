@@ -67,7 +67,7 @@ def test_a_turn_that_decode_computes_itself_begins_behind_the_last_answer(rig: R
     story = relay.start(first, prefills_locally=True)
     relay.play()
     computed = []
-    rig.mid_local_prefill = lambda: computed.append(rig.decode.engine._requests["second"].num_missing_tokens)
+    rig.mid_local_prefill = lambda: computed.append(rig.decode.engine.requests["second"].num_missing_tokens)
     second = turn_after(first, story.tokens, 2, "second")
     relay.start(second, prefills_locally=True)
     relay.play()
@@ -108,7 +108,7 @@ def test_a_turn_whose_images_are_evicted_while_it_waits_is_encoded_again() -> No
     second = turn_after(first, story.tokens, 20, "second")  # 10 blocks, of which 4 are cached
     relay.start(second, items, prefills_locally=True)
     relay.play(2)
-    assert "second" in rig.decode.engine._requests, "it waits for blocks"
+    assert "second" in rig.decode.engine.requests, "it waits for blocks"
     relay.play()
     assert rig.ended == ["first", "holder", "second"]
     assert relay.stories["second"].is_over and relay.stories["second"].error is None

@@ -11,6 +11,7 @@ import pytest
 from cluster.kvcache.tier_slots import FileSlots, HostSlots
 from cluster.types.media import MediaItem, PlacedMedia
 from cluster.types.request import GenerateRequest, Prompt
+from kv_transfer.lease.events import LateWrite
 from tests.fakes.engines import Rig
 from tests.fakes.kv_rows import BLOCK_SIZE, KV_LAYOUT
 from tests.fakes.relay import Relay, cached_at
@@ -41,7 +42,7 @@ def run(rig: Rig, relay: Relay, request: GenerateRequest) -> int:
         nonlocal computed
         computed += sum(
             sequence.num_missing_tokens
-            for each in rig.prefill.engine._requests.values()
+            for each in rig.prefill.engine.requests.values()
             for sequence in each.sequences
             if sequence.num_computed_tokens == sequence.num_cached_tokens
         )
@@ -112,7 +113,7 @@ def test_what_was_kept_before_a_late_write_is_not_used() -> None:
     relay = Relay(rig)
     for number in range(4):
         run(rig, relay, prompt_of(number))
-    rig.prefill.tell(rig.prefill.engine._lifecycle.fail_holders, [0])
+    rig.prefill.tell(rig.prefill.engine.on_transfer, LateWrite("lease", (0,)), rig.clock.at)
     rig.turn(3)
     assert run(rig, relay, prompt_of(0, "again")) == LENGTH
     relay.finish()

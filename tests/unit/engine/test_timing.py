@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine.timing import Part, Stopwatch
-from cluster.types.messages import PrefillTiming, Tokens
+from cluster.types.messages import PrefillTiming, TokenEvent
 from tests.fakes.engines import Rig
 from tests.fakes.requests import make_item, make_request
 
@@ -22,22 +22,19 @@ class TimedRig(Rig):
         super().__init__()
         self.told: dict[str, PrefillTiming] = {}
         self.told_at: dict[str, float] = {}
-        self._deliver = self.prefill.outbox._deliver
-        self.prefill.outbox._deliver = self._hear
+        self._token = self.prefill.outbox.token
+        self.prefill.outbox.token = self._hear  # type: ignore[method-assign]
         self.mid_step = self._compute
 
     def _compute(self) -> None:
         self.clock.at += STEP_S
 
-    def _hear(self, batch) -> None:
-        for message in (message for _, message in batch if isinstance(message, Tokens)):
-            for event in message.events:
-                if event.timing is None:
-                    continue
-                assert event.request_id not in self.told and event.choice_idx == 0
-                self.told[event.request_id] = event.timing
-                self.told_at[event.request_id] = self.clock.at
-        self._deliver(batch)
+    def _hear(self, door: int, event: TokenEvent) -> None:
+        if event.timing is not None:
+            assert event.request_id not in self.told and event.choice_idx == 0
+            self.told[event.request_id] = event.timing
+            self.told_at[event.request_id] = self.clock.at
+        self._token(door, event)
 
 
 @pytest.fixture
@@ -112,7 +109,7 @@ def test_embeddings_that_come_during_a_step_of_others_end_the_wait_for_media_the
     relay.start(make_request("r", 3, [item]), [item])
     hand_over(relay)
     rig.prefill.step()
-    engine, request = rig.prefill.engine, rig.prefill.engine._requests["r"]
+    engine, request = rig.prefill.engine, rig.prefill.engine.requests["r"]
     waits_since = rig.clock.at
     assert request.stopwatch.part is Part.MEDIA
     rig.clock.at += 4.0  # a step of others; the embeddings have come after one second
@@ -128,9 +125,9 @@ def test_a_negative_prompt_that_can_be_computed_is_no_wait_for_media(rig, relay)
     relay.start(make_request("r", 3, [item], negative=12), [item])
     hand_over(relay)
     rig.prefill.step()
-    assert rig.prefill.engine._requests["r"].stopwatch.part is Part.QUEUED
+    assert rig.prefill.engine.requests["r"].stopwatch.part is Part.QUEUED
     rig.prefill.step()
-    assert rig.prefill.engine._requests["r"].stopwatch.part is Part.MEDIA
+    assert rig.prefill.engine.requests["r"].stopwatch.part is Part.MEDIA
 
 
 @given(st.lists(st.tuples(st.sampled_from(Part), st.floats(-5, 5)), max_size=20))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.engine.features import FeatureStore
 from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import LanguagePhase
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.language import LanguageModel, SequenceChunk
@@ -44,7 +45,8 @@ class WindowRig(Rig):
         return num_window_blocks(self.window + self.max_draft, BLOCK_SIZE)
 
     def sequences(self) -> list[TokenSequence]:
-        running = self.decode.engine._answers.running
+        requests = self.decode.engine.requests.values()
+        running = [request for request in requests if request.phase is LanguagePhase.RUNNING]
         return [each for request in running for choice in request.live_choices for each in choice.sequences]
 
     def turn(self, rounds: int = 1) -> None:

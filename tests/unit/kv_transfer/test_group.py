@@ -32,7 +32,10 @@ class Instant:
     """One end of a pipe whose other end acts at once."""
 
     def __init__(self, act):
-        self.send = act
+        self.act = act
+
+    def send(self, message):
+        self.act(message)
 
 
 class Worker:
@@ -45,7 +48,8 @@ class Worker:
         sides: list[dict[str, Any]] = [
             {"outgoing" if is_writer else "incoming": memory} for memory in self.memories
         ]
-        self.link = RankLink(Instant(lambda order: self.rank_follower.follow(order)))  # type: ignore[arg-type]
+        self.pipe: Any = Instant(lambda order: self.rank_follower.follow(order))
+        self.link = RankLink(self.pipe)
         self.rank_follower = RankFollower(
             Instant(
                 lambda message: self.link.on_report(message, lambda event: self.group.on_event(1, event))
@@ -185,14 +189,14 @@ def test_a_rank_that_answers_too_late_shifts_no_later_grant(pair):
     """Its answer is of a lease that has been given up; the next lease needs its own."""
     owner, orders = pair.owner, []
     follow, wait_granted = owner.rank_follower.follow, owner.link.wait_granted
-    owner.link._connection = Instant(orders.append)
+    owner.pipe.act = orders.append
     owner.link.wait_granted = lambda lease_id: wait_granted(lease_id, 0.0)
     with pytest.raises(TransferError, match="in time"):
         owner.group.grant("first", pair.blocks, pair.pool.generations(pair.blocks), TTL_S)
     assert not owner.group._leases
     for order in orders:
         follow(order)
-    owner.link._connection = Instant(follow)
+    owner.pipe.act = follow
     pair.send()
     pair.step(3)
     revoked = owner.events.pop(0)

@@ -66,7 +66,7 @@ def test_a_write_of_many_descriptors_is_posted_in_parts(pair, monkeypatch):
     outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
     outgoing.finish(b"payload")
     pair.step(2)
-    assert pair.network.faults._counts["post"] == 3
+    assert pair.network.faults.counts["post"] == 3
     assert pair.received == [Completed("lease", b"payload")]
     assert_arrived(pair, grant)
 
@@ -236,7 +236,7 @@ def test_a_flipped_bit_is_an_error_and_never_an_answer(pair, segment, block):
     pair.step(2)
     (event,) = pair.received
     assert isinstance(event, Aborted) and "not those that writer writer sent" in event.reason
-    assert pair.owner._receiver.num_corrupt == 1
+    assert pair.owner.received.num_corrupt == 1
 
 
 def test_a_block_that_lacks_a_segment_is_an_error(pair):
@@ -273,7 +273,7 @@ def test_other_generations_are_never_accepted(pair):
     pair.clock.at = TTL_S + MARGIN_S
     pair.step()
     assert pair.received == [Expired("lease")]
-    assert pair.owner._receiver.num_mismatched == 1
+    assert pair.owner.received.num_mismatched == 1
 
 
 @pytest.mark.parametrize("trouble", ["duplicate", "drop", "delay"])
@@ -286,7 +286,7 @@ def test_trouble_with_the_notification_gives_one_end(pair, trouble):
     pair.step(60)
     ends = {"duplicate": [Completed], "drop": [Expired], "delay": [Expired, LateWrite]}
     assert [type(event) for event in pair.received] == ends[trouble]
-    assert pair.owner._receiver.num_ignored == (trouble == "duplicate")
+    assert pair.owner.received.num_ignored == (trouble == "duplicate")
 
 
 def test_a_killed_owner_fails_all_leases_to_it(pair):
@@ -311,7 +311,7 @@ def test_unreadable_notifications_are_counted(pair):
     pair.writer.agent.connect(pair.grant().agent_metadata)
     pair.writer.agent.notify("owner", b"\xff nonsense")
     pair.step()
-    assert pair.owner._receiver.num_ignored == 1
+    assert pair.owner.received.num_ignored == 1
 
 
 def run_scenario(pair):

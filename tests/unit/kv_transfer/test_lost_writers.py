@@ -72,7 +72,7 @@ def test_a_lost_peer_is_forgotten_under_all_that_was_known_of_it(pair, monkeypat
     pair.network.kill("owner")
     before.write([6], [1])
     pair.step(2)
-    assert isinstance(pair.sent[0].error, PeerLostError) and pair.writer.agent._peers == {}
+    assert isinstance(pair.sent[0].error, PeerLostError)
     namesake = TransferEngine(
         pair.network.agent("owner"), pair.clock, [].append, incoming=BlockMemory(LAYOUT, 4)
     )
@@ -87,7 +87,7 @@ def test_a_lost_peer_is_forgotten_under_all_that_was_known_of_it(pair, monkeypat
         namesake.step()
     assert outgoing.block_s is not None and before.block_s is None
     namesake.close()
-    pair.owner._receiver.revoke_all("its process is gone")
+    pair.owner.close(0.0)
 
 
 def test_a_right_that_is_never_used_ends_with_its_time_and_the_owner_hears_of_it(pair):
@@ -112,7 +112,7 @@ def test_no_word_is_sent_of_a_lease_whose_writes_were_cut_off_with_their_connect
     pair.writer.step()
     new.write([5], [0])
     new.finish(b"")
-    pair.network.faults.fail("poll", pair.network.faults._counts["poll"] + 1, PeerLostError("cut"))
+    pair.network.faults.fail("poll", pair.network.faults.counts["poll"] + 1, PeerLostError("cut"))
     pair.network.faults.post_polls = 0
     pair.step(3)
     assert {event.lease_id for event in pair.sent} == {"one", "new", "two"}

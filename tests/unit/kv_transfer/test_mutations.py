@@ -72,7 +72,7 @@ def test_a_write_that_lands_behind_the_margin_ends_what_holds_the_blocks_now(
     else:
         assert pair.received[:2] == [Expired("late"), late_write]
         assert isinstance(pair.received[2], Aborted) and "wrote late" in pair.received[2].reason
-    assert pair.owner._receiver.num_late == 1
+    assert pair.owner.received.num_late == 1
 
 
 def test_the_last_word_of_a_writer_that_wrote_nothing_harms_nothing(pair):
@@ -83,20 +83,30 @@ def test_the_last_word_of_a_writer_that_wrote_nothing_harms_nothing(pair):
     late.abort("stopped")
     pair.step(3)
     assert pair.received == [Expired("late"), Completed("next", b"payload")]
-    assert pair.owner._receiver.num_late == 0 and pair.owner._receiver.num_ignored == 1
+    assert pair.owner.received.num_late == 0 and pair.owner.received.num_ignored == 1
 
 
 def test_how_long_and_how_many_leases_without_a_last_word_are_remembered(pair, monkeypatch):
     monkeypatch.setattr("kv_transfer.lease.receiver.MAX_TAKEN_BACK", 2)
-    receiver = pair.owner._receiver
-    for name in ("a", "b", "c"):
-        pair.grant(name, 1)
-    assert not receiver.is_waiting_for_late_words
+    late = [pair.open(pair.grant(name, 1)) for name in ("a", "b", "c")]
+    assert pair.owner.idle_s is None
     expire(pair)
-    assert list(receiver._taken_back) == ["b", "c"] and receiver.is_waiting_for_late_words
+    assert pair.owner.idle_s is not None, "their words are waited for"
+    for outgoing in late:
+        outgoing.expires_at = math.inf
+        outgoing.write([0], [0])
+    pair.writer.step()
+    for outgoing in late:
+        outgoing.abort("stopped")
+    pair.step(3)
+    assert [event.lease_id for event in pair.received if isinstance(event, LateWrite)] == ["b", "c"]
+    assert pair.owner.received.num_ignored == 1 and pair.owner.idle_s is None
+    pair.grant("d", 1)
+    expire(pair)
+    assert pair.owner.idle_s is not None
     pair.clock.at += TAKEN_BACK_S
     pair.owner.step()
-    assert not receiver.is_waiting_for_late_words
+    assert pair.owner.idle_s is None
 
 
 def test_an_old_notification_completes_nothing_although_the_blocks_kept_their_generations(pair, monkeypatch):

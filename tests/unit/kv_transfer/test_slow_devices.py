@@ -182,7 +182,7 @@ def test_a_second_word_is_ignored_while_the_first_is_checked(pair, monkeypatch, 
         pair.writer.agent.notify("owner", lease_writer.encode(envelope))
     pair.step(6)
     assert pair.received == [Completed("lease", b"payload")]
-    assert pair.owner._receiver.num_ignored == 1 and pair.owner._receiver.num_mismatched == 0
+    assert pair.owner.received.num_ignored == 1 and pair.owner.received.num_mismatched == 0
 
 
 @pytest.mark.parametrize("side", ["writer", "owner"])

@@ -191,7 +191,7 @@ def test_a_byte_that_changes_on_the_wire_is_found(pair):
     pair.owner.step()
     assert [type(event) for event in pair.received] == [Aborted]
     assert "not those" in pair.received[0].reason
-    assert pair.owner._receiver.num_corrupt == 1
+    assert pair.owner.received.num_corrupt == 1
 
 
 def test_peers_with_other_codecs_are_told_which(pair):
@@ -231,7 +231,6 @@ def test_a_done_notice_for_wire_blocks_that_were_granted_again_completes_nothing
     send(pair, first)
     pair.writer.step()
     pair.owner.revoke("lease", "given up")
-    pair.owner._receiver._expiries.clear()
     pair.step()
     others = pair.owner_wire.try_allocate(4)
     second = pair.owner.grant("lease", first.block_ids, first.generations, TTL_S, (RUN,))
@@ -240,9 +239,9 @@ def test_a_done_notice_for_wire_blocks_that_were_granted_again_completes_nothing
     pair.received.clear()
     pair.step(8)
     assert pair.received == []
-    assert pair.owner._receiver.num_mismatched == 1
+    assert pair.owner.received.num_mismatched == 1
     pair.owner_wire.free(others)
-    pair.owner._receiver.revoke("lease", "end")
+    pair.owner.revoke("lease", "end")
 
 
 # ------------------------------------------------------------------------------------------------ every fault

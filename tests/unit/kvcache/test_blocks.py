@@ -201,8 +201,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def tables_agree(self):
         self.pool.check_integrity()
-        for block in range(self.pool.num_blocks):
-            assert self.pool._num_references[block] == sum(held.count(block) for held in self.held)
+        assert self.pool.num_referenced == len({block for blocks in self.held for block in blocks})
 
     def teardown(self):
         for blocks in self.held:

@@ -83,7 +83,7 @@ def made(hostile):
     num_others = _num_files() - 3  # of an opener: a socket, its process, the result
     yield made
     made.check()
-    num_own = sum(2 + (opener._process is not None) for opener in made.pool._idle)
+    num_own = sum(2 + (opener.process is not None) for opener in made.pool._idle)
     assert _num_files() - num_others == num_own, "a file or a socket is left"
     made.decoders.close()
     assert not made.pool._idle and made.pool.num_busy == 0
@@ -124,7 +124,7 @@ def test_files_of_every_format_give_what_this_process_decodes():
                 assert got.dtype == expected.dtype and np.array_equal(got, expected), name
                 got[...] = 0  # private, and writable
         (opener,) = decoders._pool._idle
-        assert opener._process is not None
+        assert opener.process is not None
     finally:
         decoders.close()
 
@@ -167,7 +167,7 @@ def test_a_process_that_is_killed_over_a_file_is_replaced_and_the_file_decoded(m
         if num_asked == 1:
             (opener,) = made.pool._busy
             os.kill(pid_of(opener), signal.SIGKILL)
-            assert _ends(os.dup(opener._process))
+            assert _ends(os.dup(opener.process))
         return num_asked < 3
 
     with pytest.raises(NotWantedError):  # it hangs in the second process, too
@@ -177,14 +177,14 @@ def test_a_process_that_is_killed_over_a_file_is_replaced_and_the_file_decoded(m
 
 def test_a_process_that_ends_while_it_is_idle_costs_no_file(made):
     (opener,) = made.openers
-    process = os.dup(opener._process)
+    process = os.dup(opener.process)
     opener.kill()
     assert _ends(process)
     assert made.decode("crash?").shape == (2, 2, 3) and len(made.openers) == 2
 
 
 def test_a_file_that_is_not_wanted_any_more_or_takes_too_long_ends_its_process(made):
-    process = os.dup(made.openers[0]._process)
+    process = os.dup(made.openers[0].process)
     with pytest.raises(NotWantedError):
         made.decode("hang", is_wanted=lambda: False)
     assert _ends(process)
@@ -193,7 +193,7 @@ def test_a_file_that_is_not_wanted_any_more_or_takes_too_long_ends_its_process(m
         raise TimeoutError
 
     made.check()  # the second has started
-    process = os.dup(made.openers[1]._process)
+    process = os.dup(made.openers[1].process)
     order = DecodeOrder(IMAGE, PLAIN, SMALL, 5.0)
     with open_memory_file() as file, pytest.raises(MediaError, match="longer than 5 seconds"):
         os.write(file, b"hang")
@@ -269,7 +269,7 @@ def test_what_does_not_start_is_unavailable_and_a_server_that_ends_is_started_ag
     server.close()
     made = Pool(hostile)
     made.decode("good")
-    opener = made.openers[0]._process
+    opener = made.openers[0].process
     assert opener is not None
     process = os.dup(opener)
     process_of(hostile).kill()
@@ -280,8 +280,8 @@ def test_what_does_not_start_is_unavailable_and_a_server_that_ends_is_started_ag
 
 
 def process_of(server: OpenerServer) -> subprocess.Popen[bytes]:
-    assert server._process is not None
-    return server._process
+    assert server.process is not None
+    return server.process
 
 
 class HungServer:

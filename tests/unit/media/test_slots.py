@@ -14,17 +14,17 @@ class Room:
         self.slots = FairSlots(num_slots, max_per_tenant)
         self.inside: list[str] = []
         self.tasks: dict[str, asyncio.Task] = {}
-        self._gates: dict[str, asyncio.Event] = {}
+        self.gates: dict[str, asyncio.Event] = {}
 
     async def come(self, *names: str) -> None:
         """The tenant is the first letter."""
         for name in names:
-            self._gates[name] = asyncio.Event()
+            self.gates[name] = asyncio.Event()
             self.tasks[name] = asyncio.ensure_future(self._stay(name))
         await self.settle()
 
     async def go(self, name: str) -> None:
-        self._gates[name].set()
+        self.gates[name].set()
         await self.settle()
 
     async def cancel(self, name: str) -> None:
@@ -39,7 +39,7 @@ class Room:
         async with self.slots.slot(name[0]):
             self.inside.append(name)
             try:
-                await self._gates[name].wait()
+                await self.gates[name].wait()
             finally:
                 self.inside.remove(name)
 
@@ -84,10 +84,12 @@ async def test_who_is_cancelled_gives_up_its_wait_or_its_place():
 async def test_a_place_that_is_granted_in_the_moment_of_a_cancellation_is_free_again():
     room = Room(1, 1)
     await room.come("a1", "b1", "c1")
-    room._gates["a1"].set()
+    room.gates["a1"].set()
     await asyncio.sleep(0)  # a1 leaves, b1 has the place and does not know it yet
     room.tasks["b1"].cancel()
     await room.settle()
     assert room.inside == ["c1"]
     await room.go("c1")
-    assert room.slots._num_free == 1 and not room.slots._held
+    await room.come("d1")
+    assert room.inside == ["d1"], "nothing is held any more"
+    await room.go("d1")

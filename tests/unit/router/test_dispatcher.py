@@ -98,7 +98,7 @@ async def door() -> AsyncIterator[Door]:
     async with asyncio.timeout(HANG_S):
         while door.dispatcher._calls:
             await asyncio.sleep(0)
-    assert door.dispatcher.is_idle and not door.dispatcher._unread
+    assert door.dispatcher.is_idle
 
 
 async def begin(stream: TokenStream) -> asyncio.Task[TokenEvent]:

@@ -151,7 +151,7 @@ def play(world: World) -> dict[str, Reader]:
     world.tell(decode, Preempted("text"))
     for _ in range(3):  # waiting requests are admitted when others have ended
         world.wait(1.1)
-        for name in list(world.flow._attempts._attempts):
+        for name in list(world.flow.attempts):
             if prefill is not decode:
                 world.tell(prefill, PrefillAdmitted(name))
             world.tell(prefill, tokens(name, 7, reason=FinishReason.STOP))

@@ -259,7 +259,7 @@ def test_a_choice_that_is_lost_alone_costs_the_others_nothing(door):
     readers = begin_apart(door, 3)
     door.lose(Role.DECODE)
     door.join(Role.DECODE)
-    first, *others = door.flow._attempts._attempts
+    first, *others = door.flow.attempts
     for _ in range(MAX_REPLAYS):
         door.fail(Role.PREFILL, name=first)
         first = started(door, "prefill").request.request_id
@@ -355,6 +355,6 @@ def test_the_requests_of_a_stopped_worker_stay_where_no_other_could_take_them(do
     reader = door.start_media()
     door.token(Role.PREFILL, 5)
     door.wait(FIRST_TOKEN_S / 2)
-    assert door.flow.num_running == 1 and "r" in door.flow._attempts
+    assert door.flow.num_running == 1 and "r" in door.flow.attempts
     door.token(Role.DECODE, 6, reason=FinishReason.STOP)
     assert reader.token_ids == [5, 6]

@@ -90,7 +90,7 @@ async def test_both_ends_of_a_tcp_connection_notice_a_host_that_vanished():
     door = await connect(worker.server.address, "door", ignore, secret="s3cret")
     await until(lambda: worker.connections)
     for end in (door, worker.connections[0]):
-        sock = end._transport.get_extra_info("socket")
+        sock = end.transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
         assert [sock.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [2, 1, 3, 5000]

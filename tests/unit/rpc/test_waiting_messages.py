@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
 from cluster.errors import UnavailableError
 from cluster.rpc import Connection, Server, connect
+from cluster.rpc.connection import STALL_TIMEOUT_S
 from cluster.types.media import MediaGeometry, MediaItem, MediaOptions, Modality
 from cluster.types.messages import Cancel, StartEncode
 from tests.unit.rpc.two_ends import Worker, ignore, until
@@ -29,13 +33,41 @@ async def deaf_worker(tmp_path) -> tuple[Worker, Connection]:
     await worker.server.start()
     door = await connect(worker.server.address, "door", ignore, max_buffered_bytes=4 * MIB)
     await until(lambda: worker.connections)
-    worker.connections[0]._transport.pause_reading()
+    worker.connections[0].transport.pause_reading()
     return worker, door
+
+
+class Look:
+    """A timer of asyncio, which the test lets run out."""
+
+    def __init__(self, timer: asyncio.TimerHandle, call: Callable[[], None]):
+        self.cancelled = timer.cancelled
+        self._timer, self._call = timer, call
+
+    def happen(self) -> None:
+        self._timer.cancel()
+        self._call()
+
+
+@pytest.fixture
+async def looks(monkeypatch) -> list[Look]:
+    """At whether a peer reads on: those that connections have ordered."""
+    loop, found = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+
+    def recorded(delay_s, call, *args, **options):
+        timer = call_later(delay_s, call, *args, **options)
+        if delay_s == STALL_TIMEOUT_S:
+            found.append(Look(timer, partial(call, *args)))
+        return timer
+
+    monkeypatch.setattr(loop, "call_later", recorded)
+    return found
 
 
 async def test_a_peer_that_does_not_read_is_cut(tmp_path):
     tmp_path.chmod(0o700)
-    server = Server(f"unix:{tmp_path}/s.sock", "worker", lambda c: c._transport.pause_reading(), ignore)
+    server = Server(f"unix:{tmp_path}/s.sock", "worker", lambda c: c.transport.pause_reading(), ignore)
     await server.start()
     closed = []
     door = await connect(server.address, "door", ignore, closed.append, max_buffered_bytes=1_000_000)
@@ -47,19 +79,20 @@ async def test_a_peer_that_does_not_read_is_cut(tmp_path):
     await server.aclose()
 
 
-async def test_media_wait_for_a_slow_peer_without_a_copy_and_arrive_in_order(tmp_path):
+async def test_media_wait_for_a_slow_peer_without_a_copy_and_arrive_in_order(tmp_path, looks):
     worker, door = await deaf_worker(tmp_path)
     sent = [media("r", idx) for idx in range(64)]
+    tracemalloc.start()
     for message in sent:
         door.send(message)
         door.send(Cancel(f"other {message.item_idx}"))
-    assert door.is_open and door._transport.get_write_buffer_size() < 4 * MIB
-    assert sum(entry is message for entry in door._waiting for message in sent) >= 60
-    worker.connections[0]._transport.resume_reading()
+    (num_bytes, _), _ = tracemalloc.get_traced_memory(), tracemalloc.stop()
+    assert door.is_open and num_bytes < 8 * MIB
+    worker.connections[0].transport.resume_reading()
     await until(lambda: len(worker.messages) == 128)
-    assert worker.messages[::2] == sent and not door._waiting
+    assert worker.messages[::2] == sent
     assert worker.messages[1::2] == [Cancel(f"other {idx}") for idx in range(64)]
-    assert door.is_open and door._stall is not None and door._stall.cancelled()
+    assert door.is_open and looks and all(look.cancelled() for look in looks)
     await door.aclose()
     await worker.server.aclose()
 
@@ -76,7 +109,7 @@ async def test_waiting_media_of_a_cancelled_request_are_never_sent(tmp_path):
         door.send(message)
     door.send(Cancel("gone"))
     door.send(Cancel("one", item_idx=1))
-    worker.connections[0]._transport.resume_reading()
+    worker.connections[0].transport.resume_reading()
     await until(lambda: len(worker.messages) == 4)
     started = [(m.request_id, m.item_idx) for m in worker.messages if isinstance(m, StartEncode)]
     assert started == [("first", 0), ("one", 0)]
@@ -91,23 +124,26 @@ async def test_what_waits_is_sent_before_an_orderly_close(tmp_path):
         door.send(media("r", idx))
     closing = asyncio.ensure_future(door.aclose())
     await asyncio.sleep(0)
-    worker.connections[0]._transport.resume_reading()
+    worker.connections[0].transport.resume_reading()
     await closing
     await until(lambda: worker.closed)
     assert len(worker.messages) == 8
     await worker.server.aclose()
 
 
-async def test_a_peer_that_reads_nothing_for_a_while_is_cut_and_one_that_reads_slowly_is_not(tmp_path):
+async def test_a_peer_that_reads_nothing_for_a_while_is_cut_but_no_slow_one(tmp_path, looks):
     worker, door = await deaf_worker(tmp_path)
     door.send(media("r", 0, 8 * MIB))
-    left = door._transport.get_write_buffer_size()
-    assert door._stall is not None and left > MIB
-    door._check_progress(left + 1)  # some of it has been read since
-    assert door.is_open
-    door._check_progress(left)
+    left = door.transport.get_write_buffer_size()
+    assert left > MIB
+    worker.connections[0].transport.resume_reading()
+    await until(lambda: door.transport.get_write_buffer_size() < left)
+    worker.connections[0].transport.pause_reading()
+    looks.pop().happen()
+    assert door.is_open, "some of it has been read"
+    looks.pop().happen()
     assert not door.is_open and door.error is not None and "stopped reading" in door.error.message
-    worker.connections[0]._transport.resume_reading()
+    worker.connections[0].transport.resume_reading()
     await until(lambda: worker.closed)
     await worker.server.aclose()
 
@@ -119,7 +155,8 @@ async def test_media_that_cannot_be_encoded_are_their_senders_error_even_while_o
     options = MediaOptions(max_pixels=2**70)
     with pytest.raises(OverflowError):
         door.send(replace(bad, item=replace(bad.item, options=options)))
-    assert door.is_open and not door._waiting
-    worker.connections[0]._transport.resume_reading()
+    assert door.is_open
+    worker.connections[0].transport.resume_reading()
     await door.aclose()
+    assert [message.request_id for message in worker.messages] == ["r"]
     await worker.server.aclose()

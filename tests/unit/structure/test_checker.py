@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.errors import UnavailableError
 from cluster.structure.check_process import CPU_S, Checked, Order, check
-from cluster.structure.checker import StructureChecker
+from cluster.structure.checker import CheckProcess, StructureChecker
 from cluster.structure.matcher import StructureError
+from cluster.structure.vocabulary import VocabularySource
 from cluster.types.structure import Structure
 from tests.fakes.structures import demo_source, demo_vocabulary, of_choices, of_grammar, of_regex, of_schema
 
@@ -23,6 +26,7 @@ DEEP_RULES = "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(4000))
 STACK = of_grammar(f'start: r0\n{DEEP_RULES}\nr4000: "a"')  # ends the process
 STUCK = of_regex("(a?){5000}a{5000}")  # compiles, but no answer gets far
 AMBIGUOUS = of_grammar("start: e\ne: e e | A\nA: /[a-z ]/")  # every token takes longer
+BAD = Checked("it is not closed")
 HOSTILE = (MANY_DIGITS, STACK, STUCK, AMBIGUOUS)
 
 
@@ -33,6 +37,20 @@ async def checker() -> AsyncIterator[StructureChecker]:
     checker.close()
 
 
+class ScriptedProcess(CheckProcess):
+    """Answers by itself."""
+
+    def __init__(self, ask: Callable[[Order], Checked], load: Callable[[], VocabularySource]):
+        super().__init__(load)
+        self.ask = ask  # type: ignore[method-assign]
+
+
+def children() -> set[psutil.Process]:
+    """The processes that check for this one."""
+    processes = psutil.Process().children()
+    return {each for each in processes if any("check_process" in part for part in each.cmdline())}
+
+
 async def refusal(checker: StructureChecker, structure: Structure) -> str:
     with pytest.raises(StructureError) as raised:
         await checker.check(structure, "")
@@ -41,38 +59,40 @@ async def refusal(checker: StructureChecker, structure: Structure) -> str:
 
 
 async def test_hostile_structures_are_refused_and_good_ones_pass(checker: StructureChecker):
-    process = None
+    seen = []
     for structure in HOSTILE:
         assert await refusal(checker, structure)
         await checker.check(of_choices("yes", "no"), "")
-        process = process or checker._quick.process._process
-    assert checker._quick.process._process is process, "the process itself lives on"
+        seen.append(children())
+    assert seen[0] and all(seen[0] <= each for each in seen), "the process itself lives on"
 
 
-async def test_an_answer_is_kept(checker: StructureChecker):
-    message = await refusal(checker, of_regex("(unclosed"))
-    checker._quick.process.ask = None  # type: ignore[method-assign]
-    assert await refusal(checker, of_regex("(unclosed")) == message
+async def test_an_answer_is_kept():
+    asked: list[Order] = []
+    checker = StructureChecker(
+        demo_source, partial(ScriptedProcess, lambda order: asked.append(order) or BAD)
+    )
+    assert await refusal(checker, of_regex("(unclosed")) == await refusal(checker, of_regex("(unclosed"))
+    assert len(asked) == 1
+    checker.close()
 
 
 async def test_a_process_that_was_killed_is_started_again(checker: StructureChecker):
     await checker.check(of_regex("a"), "")
-    process = checker._quick.process._process
-    assert process is not None
+    (process,) = children()
     process.kill()
     await checker.check(of_regex("b"), "")
-    assert checker._quick.process._process is not process
+    assert children() - {process}
 
 
-async def test_a_checker_that_is_closed_says_so():
-    checker = StructureChecker(demo_source)
-    checker._quick.process.close()
+async def test_a_process_that_is_closed_says_so():
+    process = CheckProcess(demo_source)
+    process.close()
     with pytest.raises(UnavailableError):
-        await checker.check(of_regex("a"), "")
-    checker.close()
+        process.ask(Order(of_regex("a"), CPU_S))
 
 
-async def test_quick_structures_do_not_wait_for_slow_ones_of_their_tenant(checker: StructureChecker):
+async def test_quick_structures_do_not_wait_for_slow_ones_of_their_tenant():
     asked: list[Order] = []
     may_end = threading.Event()
 
@@ -84,8 +104,7 @@ async def test_quick_structures_do_not_wait_for_slow_ones_of_their_tenant(checke
             may_end.wait(10)
         return Checked("too long", is_out_of_time=True)
 
-    for queue in (checker._quick, checker._slow):
-        queue.process.ask = ask  # type: ignore[method-assign]
+    checker = StructureChecker(demo_source, partial(ScriptedProcess, ask))
     slow = [asyncio.create_task(checker.check(of_regex(f"slow {i}"), "")) for i in range(30)]
     await asyncio.sleep(0)
     await checker.check(of_regex("quick"), "")
@@ -94,14 +113,14 @@ async def test_quick_structures_do_not_wait_for_slow_ones_of_their_tenant(checke
     refused = await asyncio.gather(*slow, return_exceptions=True)
     assert all(isinstance(each, StructureError) for each in refused)
     assert sum(order.cpu_s == CPU_S for order in asked) == 30
+    checker.close()
 
 
 async def test_the_process_has_no_secrets(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("EPDG_API_KEYS", "hidden")
     checker = StructureChecker(demo_source)
     await checker.check(of_regex("a"), "")
-    process = checker._quick.process._process
-    assert process is not None
+    (process,) = children()
     assert b"hidden" not in Path(f"/proc/{process.pid}/environ").read_bytes()
     checker.close()
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,12 @@ def demo_model() -> Path:
 @pytest.fixture(scope="session")
 def text(demo_model: Path, media: MediaProcessor) -> TextProcessor:
     return TextProcessor.load(demo_model, media.transformers_processor)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(media: MediaProcessor) -> Any:
+    """Transformers' own, of the demo model."""
+    return media.transformers_processor.tokenizer
 
 
 @pytest.fixture(scope="session")

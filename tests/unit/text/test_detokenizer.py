@@ -23,21 +23,21 @@ def streamed(text, token_ids, sizes):
 
 @RELAXED
 @given(content=st.text(max_size=60), sizes=st.lists(st.integers(0, 4), max_size=80))
-def test_any_split_gives_the_text_back(text, content, sizes):
-    token_ids = text._tokenizer.encode(content, split_special_tokens=True)
-    assert streamed(text, token_ids, sizes) == text._tokenizer.decode(token_ids)
+def test_any_split_gives_the_text_back(text, tokenizer, content, sizes):
+    token_ids = tokenizer.encode(content, split_special_tokens=True)
+    assert streamed(text, token_ids, sizes) == tokenizer.decode(token_ids)
 
 
 @RELAXED
 @given(token_ids=st.lists(st.integers(0, 1023), max_size=120), sizes=st.lists(st.integers(0, 3), max_size=80))
-def test_any_tokens_give_what_decoding_them_at_once_gives(text, token_ids, sizes):
-    expected = text._tokenizer.decode(token_ids, skip_special_tokens=True)
+def test_any_tokens_give_what_decoding_them_at_once_gives(text, tokenizer, token_ids, sizes):
+    expected = tokenizer.decode(token_ids, skip_special_tokens=True)
     assert streamed(text, token_ids, sizes) == expected
 
 
-def test_no_half_character_is_ever_shown(text):
+def test_no_half_character_is_ever_shown(text, tokenizer):
     detokenizer = text.detokenizer()
-    pieces = [detokenizer.push([token_id]) for token_id in text._tokenizer.encode(SAMPLE)]
+    pieces = [detokenizer.push([token_id]) for token_id in tokenizer.encode(SAMPLE)]
     assert "".join(pieces) == SAMPLE
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -65,13 +65,13 @@ def test_characters_of_several_byte_tokens_are_shown_whole(byte_fallback, conten
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_token_costs_the_same_at_the_end_of_a_long_text(text):
+def test_a_token_costs_the_same_at_the_end_of_a_long_text(tokenizer):
     """Counted in tokens that are decoded."""
     rng, num_decoded = random.Random(1), []
 
     def decode(token_ids: list[int]) -> str:
         num_decoded.append(len(token_ids))
-        return text._tokenizer.decode(token_ids)
+        return tokenizer.decode(token_ids)
 
     detokenizer = Detokenizer(decode, ())
     for _ in range(5000):

@@ -10,6 +10,7 @@ import pytest
 from cluster.errors import RequestError, UnsupportedError
 from cluster.text.chat import ChatMessage, ChatOptions, ToolCall
 from cluster.text.template import ChatTemplate
+from cluster.text.tokenizer import TextProcessor
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
@@ -27,14 +28,11 @@ TOOL = json.dumps(
 
 
 @pytest.fixture(scope="session")
-def model(text):
+def model(text, tokenizer):
     """The demo model with another chat template."""
-    model = copy.copy(text)
-    tokenizer = copy.deepcopy(text._tokenizer)
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = TEMPLATE
-    model._tokenizer = tokenizer
-    model.template = ChatTemplate(tokenizer, None)
-    return model
+    return TextProcessor(tokenizer, text.placeholder_ids, text.vocab_size)
 
 
 def test_the_template_gets_tools_calls_results_and_variables(model):
@@ -49,22 +47,22 @@ def test_the_template_gets_tools_calls_results_and_variables(model):
     )
 
 
-def test_special_tokens_in_tools_calls_and_variables_are_only_letters(model):
+def test_special_tokens_in_tools_calls_and_variables_are_only_letters(model, tokenizer):
     options = ChatOptions((TOOL,), (("polite", json.dumps({FORGED: [FORGED]})),))
     messages = [ChatMessage("assistant", "", (ToolCall("x", "f", json.dumps({FORGED: FORGED})),))]
-    (end,) = model._tokenizer.encode(FORGED)
+    (end,) = tokenizer.encode(FORGED)
     prompt = model.chat_prompt(messages, options=options)
     assert prompt.token_ids.count(end) == 1  # the template's own
     assert model.text(prompt.token_ids).count(FORGED) == 9
 
 
-def test_what_a_template_does_not_know_is_refused_by_name(model):
+def test_what_a_template_does_not_know_is_refused_by_name(model, tokenizer):
     model.template.check(ChatOptions((TOOL,), (("polite", "1"),)))
     for name in ("impolite", "messages", "tools", "add_generation_prompt", "eos_token", "tokenize"):
         with pytest.raises(RequestError) as raised:
             model.template.check(ChatOptions(variables=((name, "1"),)))
         assert raised.value.param == f"chat_template_kwargs.{name}"
-    tokenizer = copy.deepcopy(model._tokenizer)
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ messages }}"
     with pytest.raises(UnsupportedError) as raised:
         ChatTemplate(tokenizer, None).check(ChatOptions((TOOL,)))
@@ -84,8 +82,8 @@ def test_hints_are_variables_where_the_template_has_them(model):
     assert model.template.render(HELLO, said) == hinted.replace("please", "now")
 
 
-def test_templates_for_tools_of_their_own_are_used(model):
-    tokenizer = copy.deepcopy(model._tokenizer)
+def test_templates_for_tools_of_their_own_are_used(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = {"default": "plain", "tool_use": "{{ tools | length }} tools"}
     template = ChatTemplate(tokenizer, None)
     assert template.render(HELLO) == "plain" and template.render(HELLO, ChatOptions((TOOL,))) == "1 tools"

@@ -21,6 +21,7 @@ from cluster.worker.cpu_slots import (
     SHARE,
     TIMEOUT_S,
     CpuSlots,
+    FileLock,
     no_cpu_slots,
     shared_cpu_slots,
 )
@@ -29,8 +30,9 @@ from tests.fakes.clock import ManualClock
 DEADLINE_S = 120.0
 
 
-def make(folder, clock=None, num_slots=1, pause=None) -> Any:
-    return CpuSlots(clock or SystemClock(), folder, num_slots, pause or (lambda _: os.sched_yield()))
+def make(folder, clock=None, num_slots=1, pause=None, **others) -> Any:
+    pause = pause or (lambda _: os.sched_yield())
+    return CpuSlots(clock or SystemClock(), folder, num_slots, pause, **others)
 
 
 def advance(clock, seconds):
@@ -39,7 +41,7 @@ def advance(clock, seconds):
 
 def wait_until_queued(folder, unless=None):
     """Returns when a worker waits for a slot: it holds the lock `next`."""
-    queue = make(folder)._queue_lock
+    queue = FileLock(folder / "next")
     deadline = time.monotonic() + DEADLINE_S
     while not (unless and unless.is_set()) and queue.try_acquire():
         queue.release()
@@ -165,11 +167,18 @@ class ScriptedLock:
 
 
 def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
-    clock, pauses = ManualClock(), []
-    cpu_slots = make(tmp_path, clock, pause=lambda seconds: (pauses.append(seconds), advance(clock, seconds)))
+    clock, pauses, poll_s = ManualClock(), [], POLL_S
+
+    def pause(seconds):
+        pauses.append(seconds)
+        advance(clock, poll_s if seconds == POLL_S else seconds)
+
     # At each layer another worker waits, and gets a slot at once.
-    cpu_slots._queue_lock = ScriptedLock("y" + "ny" * 3)
-    cpu_slots._slots = [ScriptedLock("y" + "n" * 20 + "y" + "nnny" + "y")]
+    locks = {
+        "next": ScriptedLock(2 * ("y" + "ny" * 2)),
+        "slot-0": ScriptedLock("y" + "n" * 20 + "y" + "nnny" + "y" + "ny" + "y"),
+    }
+    cpu_slots = make(tmp_path, clock, pause=pause, open_lock=lambda path: locks[path.name])
     with cpu_slots.acquire(exclusive_s=0.0):
         assert cpu_slots.mean_slice_s == math.inf
         advance(clock, 1.0)
@@ -180,18 +189,21 @@ def test_most_of_a_pause_like_the_last_ones_passes_without_a_poll(tmp_path):
         advance(clock, 1.0)
         cpu_slots.yield_between_layers()
         assert pauses == [pytest.approx(QUIET_SHARE * 20 * POLL_S)] + [POLL_S] * 3
-        del pauses[:]
+    poll_s = 10.0
+    with cpu_slots.acquire(exclusive_s=0.0):
         advance(clock, 1.0)
-        cpu_slots._pauses_s = [10.0]
+        cpu_slots.yield_between_layers()
+        del pauses[:]
+        advance(clock, 100.0)
         cpu_slots.yield_between_layers()
         assert pauses == [MAX_QUIET_S]
 
 
 def test_a_worker_that_gets_no_slot_runs_without_slots_for_good(tmp_path, caplog):
     clock = ManualClock()
-    stuck, worker = make(tmp_path, clock), make(tmp_path, clock)
     polls = []
-    worker._pause = lambda _: (polls.append(0), advance(clock, TIMEOUT_S / 4))
+    stuck = make(tmp_path, clock)
+    worker = make(tmp_path, clock, pause=lambda _: (polls.append(0), advance(clock, TIMEOUT_S / 4)))
     with stuck.acquire():
         with worker.acquire():
             assert len(polls) == 4
@@ -231,11 +243,10 @@ def test_a_worker_that_shares_nothing_never_waits_and_still_measures_its_steps()
 
 
 def test_a_failing_step_frees_its_slot(tmp_path):
-    cpu_slots, other = make(tmp_path), make(tmp_path)
+    refused = []
+    cpu_slots, other = make(tmp_path), make(tmp_path, pause=refused.append)
     with pytest.raises(ZeroDivisionError), cpu_slots.acquire():
         _ = 1 / 0
-    refused = []
-    other._pause = refused.append
     with other.acquire():
         pass
     assert refused == []

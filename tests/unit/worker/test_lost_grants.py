@@ -35,24 +35,27 @@ class Worker:
 
     def __init__(self, address: str, secret: str | None = None):
         setup: Any = SimpleNamespace(address=address, replica_id="w", secret=secret)
-        loop = SimpleNamespace(call=lambda *_: None, on_failure=lambda _: None)
+        loop = SimpleNamespace(call=self._call, on_failure=lambda _: None)
         engine, outbox = SimpleNamespace(drop_door=None), Outbox(lambda _: None)
         self.heard: list[AnyMessage] = []
         seat: Any = SimpleNamespace(loop=loop, outbox=outbox, engine=engine)
         self.secret = secret
+        self.door = 0  # the last one that has connected
         self.shell = WorkerShell(setup, [seat], lambda _, message: self.heard.append(message))
 
-    @property
-    def door(self) -> int:
-        """The last one that has connected."""
-        return self.shell._num_doors_seen
+    async def start(self) -> None:
+        self.address = await self.shell.start()
+
+    def _call(self, function: Callable[..., None], door: int) -> None:
+        if function is not None:  # the engine has no `drop_door`
+            function(door)
+        self.door = max(self.door, door)
 
     async def dial(self, last_read: str | None = "", name: str = "door") -> tuple[Connection, list[Any]]:
         read: list[Any] = []
         num_doors = self.door
-        address = self.shell._server.address
         connection = await connect(
-            address,
+            self.address,
             name,
             lambda _, message: read.append(message),
             last_read=last_read,
@@ -63,14 +66,14 @@ class Worker:
 
     async def lose(self, connection: Connection) -> None:
         connection.abort()
-        await until(lambda: not self.shell._connections)
+        await until(lambda: not self.shell.connections)
 
 
 @pytest.fixture
 async def worker(tmp_path) -> AsyncIterator[Worker]:
     tmp_path.chmod(0o700)
     worker = Worker(f"unix:{tmp_path / 'w'}")
-    await worker.shell.start()
+    await worker.start()
     yield worker
     await worker.shell.aclose()
 
@@ -93,8 +96,8 @@ async def test_a_grant_that_its_door_has_not_read_is_taken_back_when_the_door_di
     worker.shell.send(worker.door, granted("a"))
     await until(lambda: read)
     worker.shell.send(worker.door, granted("b"))
-    worker.shell._connections[worker.door].abort()  # what was sent is lost, or not: the door says it
-    await until(lambda: not worker.shell._connections)
+    worker.shell.connections[worker.door].abort()  # what was sent is lost, or not: the door says it
+    await until(lambda: not worker.shell.connections)
     assert worker.heard == []
     again, _ = await worker.dial("DecodeGranted a")
     assert worker.heard == [ReturnGrant("b")]
@@ -109,11 +112,11 @@ async def test_a_grant_that_a_door_leaves_unread_is_taken_back_when_it_says_good
     ready when the worker has read the farewell (seed 66298)."""
     if is_tcp:
         worker = Worker("tcp:127.0.0.1:0", "secret")
-        await worker.shell.start()
+        await worker.start()
     connection, read = await worker.dial()
     worker.shell.send(worker.door, granted("a"))
     await until(lambda: read)
-    connection._transport.pause_reading()
+    connection.transport.pause_reading()
     worker.shell.send(worker.door, granted("b"))
     connection.send(Cancel("r"))
     connection.send(Goodbye("DecodeGranted a"))
@@ -122,7 +125,7 @@ async def test_a_grant_that_a_door_leaves_unread_is_taken_back_when_it_says_good
     worker.shell.send(worker.door, granted("c"))
     assert worker.heard == [Cancel("r"), ReturnGrant("b"), ReturnGrant("c")]
     await closing
-    await until(lambda: not worker.shell._connections)
+    await until(lambda: not worker.shell.connections)
     if is_tcp:
         await worker.shell.aclose()
 
@@ -154,12 +157,12 @@ async def test_what_an_earlier_connection_still_holds_is_not_read(worker):
     """The door has closed it, and the worker has not noticed: otherwise the door would believe that a grant
     is lost which the worker reads later."""
     former, _ = await worker.dial()
-    first = worker.shell._connections[worker.door]
+    first = worker.shell.connections[worker.door]
     again, _ = await worker.dial()
     assert not first.is_open and again.peer_last_read == ""
     former.send(DecodeTarget("r", granted("a").grant))
     again.send(GrantPassed("b", ()))
-    await until(lambda: worker.heard and len(worker.shell._connections) == 1)
+    await until(lambda: worker.heard and len(worker.shell.connections) == 1)
     assert worker.heard == [GrantPassed("b", ())]
 
 
@@ -168,7 +171,9 @@ async def test_doors_that_do_not_come_back_are_forgotten(worker):
     for idx in range(MAX_DOORS + 2):
         connection, _ = await worker.dial("", f"door {idx}")
         await worker.lose(connection)
-    assert len(worker.shell._logs) == MAX_DOORS
+    kept, _ = await worker.dial("", "door 2")
+    assert kept.peer_last_read == "", "one of the last doors is remembered"
+    await worker.lose(kept)
     for _ in range(2):
         forgotten, _ = await worker.dial("", "door 0")
         assert forgotten.peer_last_read is None

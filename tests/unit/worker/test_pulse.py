@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,15 +32,14 @@ LAYOUT = MemoryLayout((SegmentSpec(1, (4,), torch.float32),))
 class Worker:
     """Two pulses under a watch that is looked through by hand."""
 
-    def __init__(self):
+    def __init__(self, on_hung: Callable[[str, float], None] | None = None):
         self.clock = ManualClock()
         self.engine, self.transfer = Pulse(self.clock), Pulse(self.clock)
         self.told: list[tuple[str, ...]] = []
         self.hung: list[str] = []
         pulses = {"engine": self.engine, "transfer": self.transfer}
-        self.watch = Watch(
-            self.clock, pulses, LIMIT_S, self.told.append, lambda name, _: self.hung.append(name)
-        )
+        on_hung = on_hung or (lambda name, _: self.hung.append(name))
+        self.watch = Watch(self.clock, pulses, LIMIT_S, self.told.append, on_hung)
 
     def wait(self, seconds: float, beats: Pulse | None = None) -> None:
         """Looks four times a second; `beats` moves each time."""
@@ -209,16 +209,16 @@ async def shell(tmp_path):
     loop = StepLoop("engine", Hanging())
     outbox, engine = Outbox(lambda batch: None), SimpleNamespace(drop_door=print)
     seat: Any = SimpleNamespace(loop=loop, outbox=outbox, engine=engine)
-    shell = WorkerShell(setup, [seat], handle)  # type: ignore[arg-type]
-    await shell.start()
+    shell: Any = WorkerShell(setup, [seat], handle)  # type: ignore[arg-type]
+    shell.address = await shell.start()
     yield shell
     await shell.aclose()
 
 
-async def dial(shell: WorkerShell, name: str = "door") -> tuple[Any, list[Any]]:
+async def dial(shell: Any, name: str = "door") -> tuple[Any, list[Any]]:
     """A door, and what it hears."""
     heard: list[Any] = []
-    connection = await connect(shell._server.address, name, lambda _, message: heard.append(message))
+    connection = await connect(shell.address, name, lambda _, message: heard.append(message))
     return connection, heard
 
 
@@ -261,11 +261,10 @@ async def test_a_message_that_a_worker_stumbles_over_ends_its_request_and_no_con
 
 
 def test_a_thread_that_hangs_makes_the_worker_unhealthy():
-    worker = Worker()
+    worker = Worker(lambda name, _: loop.fail(UnavailableError(name)))
     loop = StepLoop("engine", Hanging(), worker.engine)
     hung_up: list[bool] = []
     loop.on_failure(lambda: hung_up.append(True))
-    worker.watch._on_hung = lambda name, _: loop.fail(UnavailableError(name))
     worker.engine.beat()
     worker.wait(LIMIT_S)
     loop.check_health()

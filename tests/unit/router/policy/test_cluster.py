@@ -210,7 +210,7 @@ class Requests(RuleBasedStateMachine):
     @rule(data=st.data(), idx=st.integers(0, 2))
     def advance(self, data, idx):
         request_id = data.draw(st.sampled_from(sorted(self.alive)))
-        if idx < len(self.cluster._in_flight[request_id].items):
+        if idx < len(self.cluster.in_flight[request_id].items):
             encoder = data.draw(st.sampled_from(sorted(self.cluster.encoders.slots)))
             self.cluster.item_moved(request_id, idx, encoder)
             self.cluster.item_done(request_id, idx)
