@@ -6,10 +6,10 @@ from statistics import fmean
 
 from bench.claims.claim import SIMULATED, Claim, Found
 from bench.claims.virtual import request, serve
-from cluster.simulator.hardware import A100, PREPARE, VL_7B, encode_curve, mean_context, prefill_curve
-from cluster.simulator.layouts import Layout
-from cluster.simulator.workload import Item, SimRequest
 from cluster.types.media import Modality
+from deploy.simulator.hardware import A100, PREPARE, VL_7B, encode_curve, mean_context, prefill_curve
+from deploy.simulator.layouts import Layout
+from deploy.simulator.workload import Item, SimRequest
 
 TEXT_TOKENS, VIDEO_ROWS = 500, 7680
 ENCODE, PREFILL = encode_curve(VL_7B, A100), prefill_curve(VL_7B, A100)

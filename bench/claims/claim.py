@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.simulator.charts import BAR, WIDTH, bar, label, svg
+from deploy.simulator.charts import BAR, WIDTH, bar, label, svg
 
 LEFT, VALUES = 300, 130
 SIMULATED, COUNTED = "simulated", "counted"

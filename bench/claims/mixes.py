@@ -8,11 +8,11 @@ from random import Random
 from bench.claims.claim import SIMULATED, Claim, Found
 from bench.claims.virtual import request, serve
 from bench.router.policies import WHOLE
-from cluster.simulator.demand import capacity, demand
-from cluster.simulator.hardware import A100, VL_7B
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.results import Slo, summarise
-from cluster.simulator.workload import Draft, SimRequest, Workload, heavy_tailed, images
+from deploy.simulator.demand import capacity, demand
+from deploy.simulator.hardware import A100, VL_7B
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.results import Slo, summarise
+from deploy.simulator.workload import Draft, SimRequest, Workload, heavy_tailed, images
 
 SYSTEMS = {
     "4 EPD, each request on one": (Layout(num_whole=4), WHOLE),

@@ -7,8 +7,8 @@ import torch
 from bench.claims.claim import COUNTED, Claim, Found
 from cluster.kvcache.memory import MemoryLayout
 from cluster.model.kv_format import KvCacheDtype, kv_segments
-from cluster.simulator.hardware import A100, BLOCK_SIZE, H200, MODELS, num_kv_blocks
 from cluster.worker.memory_plan import PATCHES_PER_ROW, step_bytes
+from deploy.simulator.hardware import A100, BLOCK_SIZE, H200, MODELS, num_kv_blocks
 from kv_transfer.codecs.codec import Codec
 from kv_transfer.codecs.quantisation import CODECS, GROUP_TOKENS, CodecName
 

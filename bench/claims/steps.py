@@ -11,12 +11,12 @@ from bench.claims.claim import SIMULATED, Claim, Found
 from bench.claims.virtual import request, simulation
 from cluster.engine.runner import OnLayer
 from cluster.engine.state import AnswerWork, Work, WorkResult
-from cluster.simulator.device import SimRunner
-from cluster.simulator.hardware import VL_7B, Model, step_s
-from cluster.simulator.layouts import Layout
-from cluster.simulator.simulation import SCHEDULING
 from cluster.types.curves import Link
 from cluster.types.members import Phase
+from deploy.simulator.device import SimRunner
+from deploy.simulator.hardware import VL_7B, Model, step_s
+from deploy.simulator.layouts import Layout
+from deploy.simulator.simulation import SCHEDULING
 
 NUM_ANSWERS, LONG_TOKENS, COMES_AT = 16, 7744, 2.0
 APART, TOGETHER = Layout(num_prefill=1, num_decode=1), Layout(num_language=1)

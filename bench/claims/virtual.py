@@ -9,12 +9,12 @@ import msgspec
 
 from bench.router.policies import maker
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.hardware import A100, VL_7B, Model
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.outcome import Outcome
-from cluster.simulator.simulation import SCHEDULING, Simulation
-from cluster.simulator.workload import Draft, Item, SimRequest, block_keys
 from cluster.types.curves import Link
+from deploy.simulator.hardware import A100, VL_7B, Model
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.simulation import SCHEDULING, Simulation
+from deploy.simulator.workload import Draft, Item, SimRequest, block_keys
 
 
 def request(number: int, at: float, tokens: int, output: int, *media: Item, kind: str = "") -> SimRequest:

@@ -10,8 +10,8 @@ from operator import itemgetter
 
 from bench.records import Record
 from bench.tables import grouped, head, median
-from cluster.simulator.charts import BAR, WIDTH, bar, label, svg
-from cluster.simulator.results import percentile
+from deploy.simulator.charts import BAR, WIDTH, bar, label, svg
+from deploy.simulator.results import percentile
 
 COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#eeb878")
 LEFT, VALUES = 210, 130

@@ -18,7 +18,7 @@ from bench.engine.processes import CpuCost, CpuUsage
 from bench.engine.prompts import Prompts
 from bench.engine.rows import Dialogue, LoadRow
 from bench.engine.servers import RunningServer
-from cluster.simulator.results import percentile
+from deploy.simulator.results import percentile
 
 ROW_TIMEOUT_S = 300.0
 WARM_UP_TOKENS = 8

@@ -13,7 +13,7 @@ from bench.engine.servers import OURS
 from bench.records import Record
 from bench.records import read as read_records
 from bench.tables import head, median, row
-from cluster.simulator.charts import BAR, WIDTH, bar, box, label, svg
+from deploy.simulator.charts import BAR, WIDTH, bar, box, label, svg
 
 METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")
 TOTALS = ("all", "client")  # columns of the table of CPU time, behind the roles

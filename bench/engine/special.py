@@ -26,7 +26,7 @@ from bench.engine.models import VISION_MODEL
 from bench.engine.prompts import Message, Part, Prompts
 from bench.engine.rows import Dialogue, LoadRow, image, text
 from bench.engine.servers import OURS, RunningServer, Setup, make_plan, running
-from cluster.simulator.results import percentile
+from deploy.simulator.results import percentile
 
 VIDEO_FRAMES, VIDEO_SIDE, VIDEO_RATE = 60, 448, 2  # 30 steps of 256 tokens
 STREAMS, STREAM_TOKENS = 4, 3000

@@ -30,7 +30,7 @@ from bench.fuzz.corpus import CHAT, seeds
 from bench.fuzz.mutator import KINDS, HttpCase, Mutator
 from bench.fuzz.wire import Reply, send
 from bench.soak import wait_idle
-from cluster.simulator.results import percentile
+from deploy.simulator.results import percentile
 
 QUIET_S = 8.0
 PHASE_CASES = 500

@@ -183,7 +183,7 @@ def _asked(url: str, row_name: str, concurrency: int, num_requests: int) -> Mapp
 
 
 def _times(name: str, seconds: Sequence[float]) -> Mapping[str, float]:
-    from cluster.simulator.results import percentile
+    from deploy.simulator.results import percentile
 
     return {f"{name}_p{int(100 * share)}_ms": 1e3 * percentile(seconds, share) for share in (0.5, 0.99)}
 

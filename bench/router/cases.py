@@ -9,10 +9,10 @@ from enum import StrEnum
 from typing import Any
 
 from bench.router.policies import ORACLE, WHOLE, WHOLE_IN_TURN
-from cluster.simulator.hardware import A100, H200, H200_PAIR, VL_7B, VL_32B, Accelerator, Model
-from cluster.simulator.layouts import Layout, throttled, workers
-from cluster.simulator.results import Slo
-from cluster.simulator.spec import WorkerSpec
+from deploy.simulator.hardware import A100, H200, H200_PAIR, VL_7B, VL_32B, Accelerator, Model
+from deploy.simulator.layouts import Layout, throttled, workers
+from deploy.simulator.results import Slo
+from deploy.simulator.spec import WorkerSpec
 
 POLICY_NAMES = ("joint", "round_robin", "least_loaded", "linear", "per_stage", ORACLE)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from heapq import merge
 from random import Random
 
-from cluster.simulator.workload import (
+from cluster.types.media import Modality
+from deploy.simulator.workload import (
     TAIL_TOKENS,
     Draft,
     Item,
@@ -20,7 +21,6 @@ from cluster.simulator.workload import (
     block_keys,
     heavy_tailed,
 )
-from cluster.types.media import Modality
 
 VIDEO_ROWS = 7680
 

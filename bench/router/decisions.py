@@ -11,13 +11,13 @@ from statistics import fmean, median
 
 from bench.records import Record
 from bench.tables import head
-from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.results import percentile
-from cluster.simulator.simulation import SCHEDULING
 from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import LoadReport
+from deploy.simulator.hardware import BLOCK_SIZE, H200, VL_7B
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.results import percentile
+from deploy.simulator.simulation import SCHEDULING
 from router.policy import ClusterView, ItemView, JointPolicy, RequestView, Worker
 from router.policy.estimate import Estimate
 from router.policy.search import Search

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from bench.records import Record
 from bench.tables import head, row
-from cluster.simulator.results import percentile
+from deploy.simulator.results import percentile
 
 NUM_RESAMPLES = 300
 BASELINE = "least_loaded"

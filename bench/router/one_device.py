@@ -11,8 +11,8 @@ from cluster.types.members import Phase
 from router.policy import ClusterView, Decision, ItemPrediction, ItemView, Placement, Prediction, RequestView
 
 if TYPE_CHECKING:
-    from cluster.simulator.simulation import Simulation
-    from cluster.simulator.worker import SimWorker
+    from deploy.simulator.simulation import Simulation
+    from deploy.simulator.worker import SimWorker
 
 # A request without its first token counts like so many with it, as in vLLM's data-parallel balancer.
 WAITING_WEIGHT = 4

@@ -25,16 +25,16 @@ from bench.router.one_device import unpredicted
 from cluster.errors import UnavailableError
 from cluster.scheduling.chunks import ChunkScheduler, usable_prefix
 from cluster.scheduling.keys import OrderKey, Ticket, order_key
-from cluster.simulator.encoder import SimEncoder
-from cluster.simulator.language import SimLanguage
-from cluster.simulator.worker import SimWorker
 from cluster.types.members import Phase
 from cluster.types.messages import StartEncode
 from cluster.types.request import GenerateRequest
+from deploy.simulator.encoder import SimEncoder
+from deploy.simulator.language import SimLanguage
+from deploy.simulator.worker import SimWorker
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 if TYPE_CHECKING:
-    from cluster.simulator.simulation import Simulation
+    from deploy.simulator.simulation import Simulation
 
 
 NEAR_S = 1e-3

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from bench.router.recording import Block, Recorded, Recording
-from cluster.simulator.simulation import slowed
 from cluster.types.curves import Link, ServiceCurves
+from deploy.simulator.simulation import slowed
 
 NO_LINK = Link(0.0, float("inf"))  # of a worker that has not sent anything yet
 

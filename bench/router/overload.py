@@ -35,7 +35,7 @@ from bench.router.loads import PHASES, Composer, arrivals, first_shapes
 from bench.router.workers import Cluster, cluster, end_on_signals, specs
 from bench.tables import head, row
 from cluster.errors import ClusterError
-from cluster.simulator.results import percentile
+from deploy.simulator.results import percentile
 
 # Of all workers: the door and the clients share one process, which must keep up at three times the capacity.
 SLOWDOWN = 2.0

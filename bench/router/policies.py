@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.router.one_device import OneDevice, OneDeviceRoundRobin
 from bench.router.oracle import Oracle
-from cluster.simulator.simulation import MakePolicy
+from deploy.simulator.simulation import MakePolicy
 from router.policy.registry import policy_class
 
 ORACLE, WHOLE, WHOLE_IN_TURN = "oracle", "data_parallel", "data_parallel_in_turn"

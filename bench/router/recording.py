@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.hardware import Model
-from cluster.simulator.spec import WorkerSpec
-from cluster.simulator.workload import Item, SimRequest
 from cluster.types.curves import ServiceCurves
 from cluster.types.media import Modality
 from cluster.types.members import Role
+from deploy.simulator.hardware import Model
+from deploy.simulator.spec import WorkerSpec
+from deploy.simulator.workload import Item, SimRequest
 
 # Of live workers, which do not tell them.
 NUM_PREPARE_THREADS = 2

@@ -31,10 +31,10 @@ from bench.router.policies import maker
 from bench.router.recording import Block, Recorded, Recording
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import UnavailableError
-from cluster.simulator.client import name_of
-from cluster.simulator.results import percentile
-from cluster.simulator.simulation import NOISE, Simulation, slowed
 from cluster.types.curves import ServiceCurves
+from deploy.simulator.client import name_of
+from deploy.simulator.results import percentile
+from deploy.simulator.simulation import NOISE, Simulation, slowed
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 IDLE_S = 1.0  # between two blocks

@@ -11,8 +11,8 @@ from bench.records import Record
 from bench.router.cases import POLICY_NAMES, SLOS, SPLITS, Family, OverloadCase
 from bench.router.policies import ORACLE
 from bench.tables import head
-from cluster.simulator.charts import BAR, WIDTH, bar, label, svg
-from cluster.simulator.results import interval
+from deploy.simulator.charts import BAR, WIDTH, bar, label, svg
+from deploy.simulator.results import interval
 
 COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#888888")
 LEFT, VALUES = 210, 130

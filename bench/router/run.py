@@ -24,13 +24,13 @@ from bench.router.cases import (
 from bench.router.policies import maker
 from bench.router.simulated_overload import overload
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.demand import capacity, demand
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.results import Slo, Summary, fields
-from cluster.simulator.search import highest_rate, run_once
-from cluster.simulator.simulation import SCHEDULING
-from cluster.simulator.spec import WorkerSpec
-from cluster.simulator.workload import WORKLOADS
+from deploy.simulator.demand import capacity, demand
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.results import Slo, Summary, fields
+from deploy.simulator.search import highest_rate, run_once
+from deploy.simulator.simulation import SCHEDULING
+from deploy.simulator.spec import WorkerSpec
+from deploy.simulator.workload import WORKLOADS
 
 NO_LIMIT = Slo(float("inf"))
 SPLIT_PRECISION = 0.06

@@ -9,12 +9,12 @@ import time
 from typing import Any
 
 from bench.router.policies import maker
-from cluster.simulator.demand import capacity, demand
-from cluster.simulator.hardware import H200, VL_7B
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.outcome import Outcome
-from cluster.simulator.simulation import Simulation
-from cluster.simulator.workload import Workload, image_prompts, text
+from deploy.simulator.demand import capacity, demand
+from deploy.simulator.hardware import H200, VL_7B
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.simulation import Simulation
+from deploy.simulator.workload import Workload, image_prompts, text
 
 LOAD = 0.7  # of what the narrowest phase can serve
 

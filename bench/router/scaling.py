@@ -18,13 +18,13 @@ from typing import Any
 from bench.router.day import HOUR_S, TEXT, VIDEO, day, text_draft, video_draft
 from bench.tables import head
 from cluster.config.settings import AdmissionArgs
-from cluster.simulator.demand import Demand, seconds
-from cluster.simulator.hardware import A100, VL_7B
-from cluster.simulator.layouts import ROLES, Layout, worker, workers
-from cluster.simulator.outcome import Outcome
-from cluster.simulator.results import interval
-from cluster.simulator.scaled import Bounds, ScaledPools
-from cluster.simulator.simulation import Simulation
+from deploy.simulator.demand import Demand, seconds
+from deploy.simulator.hardware import A100, VL_7B
+from deploy.simulator.layouts import ROLES, Layout, worker, workers
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.results import interval
+from deploy.simulator.scaled import Bounds, ScaledPools
+from deploy.simulator.simulation import Simulation
 from router.policy import make_policy
 from router.scaling import Scaler, ScalingSettings
 

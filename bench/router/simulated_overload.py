@@ -9,13 +9,13 @@ from bench.records import Record
 from bench.router.cases import OVERLOAD_LAYOUTS, OverloadCase
 from bench.router.policies import maker
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
-from cluster.simulator.demand import capacity, demand
-from cluster.simulator.hardware import H200, VL_7B
-from cluster.simulator.layouts import workers
-from cluster.simulator.outcome import Outcome
-from cluster.simulator.results import WARM_UP_SHARE, Slo, fields, summarise
-from cluster.simulator.simulation import Simulation
-from cluster.simulator.workload import Draft, Workload, image_prompts, text
+from deploy.simulator.demand import capacity, demand
+from deploy.simulator.hardware import H200, VL_7B
+from deploy.simulator.layouts import workers
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.results import WARM_UP_SHARE, Slo, fields, summarise
+from deploy.simulator.simulation import Simulation
+from deploy.simulator.workload import Draft, Workload, image_prompts, text
 
 SLO = Slo(ttft_s=3.0)
 CLASSES = (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from bench.records import Record
 from bench.tables import grouped, head, median
-from cluster.simulator.charts import BAR, WIDTH, bar, label, svg
+from deploy.simulator.charts import BAR, WIDTH, bar, label, svg
 
 COLOURS = ("#999999", "#cccccc", "#2f6fb0", "#7fb2de", "#b9d4ec", "#e08a2c", "#eeb878", "#f5d9b5")
 HIDDEN_MODES = ("pipelined", "after prefill", "recomputed")

@@ -22,7 +22,7 @@ LONG_LINES: dict[str, int] = {
     "bench/fuzz": 3,
     "bench/router": 13,
     "bench/transfer": 6,
-    "cluster/simulator": 1,
+    "deploy/simulator": 1,
     "cluster/worker": 1,
     "deploy/demo_model": 16,
     "kv_transfer/agents": 2,

@@ -7,7 +7,7 @@ import pytest
 from bench.claims.__main__ import CLAIMS, PAGE, PLOT, main, replaced
 from bench.claims.claim import plot
 from bench.tables import table
-from cluster.simulator.simulation import SCHEDULING
+from deploy.simulator.simulation import SCHEDULING
 
 
 @pytest.mark.parametrize("name", ["kv_int8", "transfer_volume", "memory"])

@@ -28,7 +28,7 @@ from bench.engine.run import rotated
 from bench.engine.servers import OURS, PEERS, VLLM, RunningServer, Setup, cluster_config, make_plan
 from bench.engine.vocabulary import SPACE, make_merges, write_tokenizer
 from cluster.config import ClusterArgs
-from cluster.simulator.results import percentile
+from deploy.simulator.results import percentile
 
 ENDPOINT = Endpoint("http://127.0.0.1:1", "m", {})
 RUNNING = RunningServer(OURS, ENDPOINT, ProcessMark("mark", 1), 1.0)

@@ -12,14 +12,16 @@ import pytest
 from bench.router.one_device import OneDevice, OneDeviceRoundRobin, unpredicted
 from bench.router.oracle import Oracle
 from bench.router.policies import maker
-from cluster.simulator.hardware import H200, NETWORK, VL_7B, encode_curve
-from cluster.simulator.layouts import Layout, throttled, workers
-from cluster.simulator.network import NETWORK_S
-from cluster.simulator.outcome import Outcome
-from cluster.simulator.results import Slo, summarise
-from cluster.simulator.simulation import MakePolicy, Simulation
-from cluster.simulator.spec import WorkerSpec
-from cluster.simulator.workload import (
+from cluster.types.curves import Curve, ServiceCurves
+from cluster.types.members import Role
+from deploy.simulator.hardware import H200, NETWORK, VL_7B, encode_curve
+from deploy.simulator.layouts import Layout, throttled, workers
+from deploy.simulator.network import NETWORK_S
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.results import Slo, summarise
+from deploy.simulator.simulation import MakePolicy, Simulation
+from deploy.simulator.spec import WorkerSpec
+from deploy.simulator.workload import (
     WORKLOADS,
     SimRequest,
     Workload,
@@ -27,8 +29,6 @@ from cluster.simulator.workload import (
     image_prompts,
     images,
 )
-from cluster.types.curves import Curve, ServiceCurves
-from cluster.types.members import Role
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 SLO = Slo(2.0, 0.05)

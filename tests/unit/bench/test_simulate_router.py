@@ -31,16 +31,16 @@ from bench.router.run import promised, record
 from bench.router.scale import scale
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.errors import ConfigError
-from cluster.simulator import __main__ as simulate_main
-from cluster.simulator.demand import capacity, demand
-from cluster.simulator.hardware import A100, H200, VL_7B
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.plan_report import plan_plot, plan_table
-from cluster.simulator.planner import divisions, neighbours, plan
-from cluster.simulator.results import Slo
-from cluster.simulator.search import run_once
-from cluster.simulator.simulation import SCHEDULING, Simulation
-from cluster.simulator.workload import WORKLOADS, Workload, fixed_text, image_prompts
+from deploy.simulator import __main__ as simulate_main
+from deploy.simulator.demand import capacity, demand
+from deploy.simulator.hardware import A100, H200, VL_7B
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.plan_report import plan_plot, plan_table
+from deploy.simulator.planner import divisions, neighbours, plan
+from deploy.simulator.results import Slo
+from deploy.simulator.search import run_once
+from deploy.simulator.simulation import SCHEDULING, Simulation
+from deploy.simulator.workload import WORKLOADS, Workload, fixed_text, image_prompts
 
 TIMES = {"ttft_mean_s": 0.1, "ttft_p50_s": 0.08, "ttft_p99_s": 0.5, "second_mean_s": 0.12}
 

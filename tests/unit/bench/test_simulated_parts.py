@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.simulator.events import EventLoop
-from cluster.simulator.hardware import A100, BLOCK_SIZE, H200, VL_7B, curves, num_kv_blocks
-from cluster.simulator.workload import (
+from deploy.simulator.events import EventLoop
+from deploy.simulator.hardware import A100, BLOCK_SIZE, H200, VL_7B, curves, num_kv_blocks
+from deploy.simulator.workload import (
     WORKLOADS,
     Draft,
     Workload,

@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from cluster.simulator.outcome import Outcome
-from cluster.simulator.results import Slo, interval, keeps, summarise
-from cluster.simulator.search import highest_rate
-from cluster.simulator.workload import SimRequest
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.results import Slo, interval, keeps, summarise
+from deploy.simulator.search import highest_rate
+from deploy.simulator.workload import SimRequest
 
 SLO = Slo(2.0, 0.05)
 

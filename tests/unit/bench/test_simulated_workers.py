@@ -11,14 +11,14 @@ import pytest
 from bench.router.one_device import unpredicted
 from cluster.engine.state import LanguagePhase, LanguageRequest
 from cluster.errors import UnavailableError
-from cluster.simulator.encoder import SimEncoder
-from cluster.simulator.hardware import BLOCK_SIZE, H200, VL_7B, Accelerator
-from cluster.simulator.language import SimLanguage
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.simulation import SCHEDULING, Simulation
-from cluster.simulator.workload import SimRequest, images
 from cluster.types.members import Phase
 from cluster.types.messages import AnyMessage, Encoded, Failed, FeatureShared, Pong, TokenEvent, Tokens
+from deploy.simulator.encoder import SimEncoder
+from deploy.simulator.hardware import BLOCK_SIZE, H200, VL_7B, Accelerator
+from deploy.simulator.language import SimLanguage
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.simulation import SCHEDULING, Simulation
+from deploy.simulator.workload import SimRequest, images
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 

@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from cluster.config.settings import REPOSITORY, ClusterArgs
-from cluster.simulator.__main__ import main
-from cluster.simulator.hardware import ACCELERATORS, MODELS, VL_7B
-from cluster.simulator.layouts import Layout
-from cluster.simulator.plan_report import plan_config, plan_values
-from cluster.simulator.planner import Plan
 from deploy.app import Hosts, actor_options_of
 from deploy.generate import CHART
+from deploy.simulator.__main__ import main
+from deploy.simulator.hardware import ACCELERATORS, MODELS, VL_7B
+from deploy.simulator.layouts import Layout
+from deploy.simulator.plan_report import plan_config, plan_values
+from deploy.simulator.planner import Plan
 
 EXAMPLES = sorted((REPOSITORY / "deploy").glob("cluster-*-gpus.yaml"))
 NOTHING = Hosts(frozenset(), frozenset())
@@ -56,7 +56,7 @@ def test_a_plan_becomes_a_configuration(counts):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_takes_the_gpus_that_its_command_names(path: Path):
-    command = re.search(r"python -m cluster.simulator plan (.*)", path.read_text())
+    command = re.search(r"python -m deploy.simulator plan (.*)", path.read_text())
     assert command
     ((name, count),) = re.findall(r"--gpus (\w+):(\d+)", command[1])
     content = yaml.safe_load(path.read_text())["applications"][0]
@@ -71,7 +71,7 @@ def test_an_example_takes_the_gpus_that_its_command_names(path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_what_its_command_writes(path: Path, tmp_path: Path):
-    command = re.search(r"python -m cluster.simulator (plan .*) --config", path.read_text())
+    command = re.search(r"python -m deploy.simulator (plan .*) --config", path.read_text())
     assert command
     written = tmp_path / path.name
     assert main([*command[1].split(), "--config", str(written)]) == 0

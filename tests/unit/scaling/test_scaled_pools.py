@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import count
 
 from cluster.config.settings import AdmissionArgs
-from cluster.simulator.hardware import A100, VL_7B
-from cluster.simulator.layouts import ROLES, Layout, worker, workers
-from cluster.simulator.scaled import Bounds, ScaledPools
-from cluster.simulator.simulation import Simulation
-from cluster.simulator.workload import Draft, SimRequest, block_keys
 from cluster.types.members import Phase, Role
+from deploy.simulator.hardware import A100, VL_7B
+from deploy.simulator.layouts import ROLES, Layout, worker, workers
+from deploy.simulator.scaled import Bounds, ScaledPools
+from deploy.simulator.simulation import Simulation
+from deploy.simulator.workload import Draft, SimRequest, block_keys
 from router.policy import make_policy
 from router.scaling import Scaler, ScalingSettings
 

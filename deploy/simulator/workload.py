@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 
-from cluster.simulator.hardware import BLOCK_SIZE
 from cluster.types.media import Modality
+from deploy.simulator.hardware import BLOCK_SIZE
 
 TAIL_TOKENS = 16  # of the question and the template's end, after the media
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from cluster.kvcache.hashing import block_hashes
-from cluster.simulator.outcome import Outcome
-from cluster.simulator.workload import Item, SimRequest
 from cluster.types.media import MediaGeometry, MediaItem, PlacedMedia
 from cluster.types.messages import TokenEvent
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.workload import Item, SimRequest
 from router.flow.state import ClientRequest
 from router.policy import Prediction
 from router.telemetry.timeline import RequestTimeline

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.simulator.events import EventLoop, VirtualClock
 from cluster.worker.loop import Engine
+from deploy.simulator.events import EventLoop, VirtualClock
 
 Call = tuple[Callable[..., None], tuple[Any, ...]]  # a function, and its arguments
 

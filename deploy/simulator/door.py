@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import InternalError, OverloadedError
-from cluster.simulator.client import SimClient, make_client, name_of
-from cluster.simulator.placer import UNLIMITED, SimPlacer
-from cluster.simulator.spec import WorkerSpec, member
-from cluster.simulator.workload import SimRequest
 from cluster.types.messages import AnyMessage, Ping, Pong
+from deploy.simulator.client import SimClient, make_client, name_of
+from deploy.simulator.placer import UNLIMITED, SimPlacer
+from deploy.simulator.spec import WorkerSpec, member
+from deploy.simulator.workload import SimRequest
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue
 from router.flow.outputs import Deliver, Drained, Output, Send
@@ -34,7 +34,7 @@ from router.scaling import DoorReport
 from router.scaling.report import door_report
 
 if TYPE_CHECKING:
-    from cluster.simulator.simulation import Simulation
+    from deploy.simulator.simulation import Simulation
 
 
 class SimDoor:

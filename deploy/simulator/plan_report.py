@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.simulator.charts import WIDTH, box, label, svg
-from cluster.simulator.hardware import ACCELERATORS, Model
-from cluster.simulator.layouts import ROLES
-from cluster.simulator.planner import Plan
 from cluster.types.members import Role
+from deploy.simulator.charts import WIDTH, box, label, svg
+from deploy.simulator.hardware import ACCELERATORS, Model
+from deploy.simulator.layouts import ROLES
+from deploy.simulator.planner import Plan
 
 LEFT, BAR, VALUES = 260, 15, 150
 _ENABLED = (Role.ENCODE, Role.PREFILL, Role.DECODE)  # pools that the chart starts by default

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cluster.simulator.hardware import Accelerator, Model, curves, encoder_curves, num_kv_blocks
-from cluster.simulator.spec import WorkerSpec
 from cluster.types.members import Role
+from deploy.simulator.hardware import Accelerator, Model, curves, encoder_curves, num_kv_blocks
+from deploy.simulator.spec import WorkerSpec
 
 LOCAL_STEP_TOKENS = 1024  # of prompts in a step of a decode worker, as in `cluster.engine.limits`
 ROLES = {

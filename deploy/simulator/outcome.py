@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.simulator.workload import SimRequest
+from deploy.simulator.workload import SimRequest
 from router.policy import Prediction
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from cluster.simulator.simulation import Simulation
-from cluster.simulator.spec import WorkerSpec
 from cluster.types.members import Role
 from cluster.types.messages import PhasesAssigned
+from deploy.simulator.simulation import Simulation
+from deploy.simulator.spec import WorkerSpec
 from router.scaling import PoolState, Scaler, ScalingDecision, Snapshot
 from router.scaling.scaler import Change
 

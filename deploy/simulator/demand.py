@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import islice
 from random import Random
 
-from cluster.simulator.hardware import BLOCK_SIZE
-from cluster.simulator.spec import WorkerSpec
-from cluster.simulator.workload import Workload
 from cluster.types.media import Modality
 from cluster.types.members import Phase
+from deploy.simulator.hardware import BLOCK_SIZE
+from deploy.simulator.spec import WorkerSpec
+from deploy.simulator.workload import Workload
 
 NUM_SAMPLED = 500
 ITEMS_PER_CALL = 2  # of an encoder, on average

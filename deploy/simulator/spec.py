@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.simulator.hardware import PREPARE_THREADS, Model
 from cluster.types.curves import Link, ServiceCurves
 from cluster.types.members import Member, Role
+from deploy.simulator.hardware import PREPARE_THREADS, Model
 
 
 @dataclass(frozen=True)

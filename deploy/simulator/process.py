@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.device import Device, DeviceSlots, Noise
-from cluster.simulator.engine_loop import EngineLoop, RestingEngine
-from cluster.simulator.events import EventLoop, VirtualClock
-from cluster.simulator.hardware import Model
-from cluster.simulator.network import Network
-from cluster.simulator.spec import WorkerSpec
-from cluster.simulator.transfer import SimTransfer
 from cluster.types.messages import AnyMessage, ChannelMessage, GrantPassed, Measured
 from cluster.worker.outbox import DoorId, Outbox
+from deploy.simulator.device import Device, DeviceSlots, Noise
+from deploy.simulator.engine_loop import EngineLoop, RestingEngine
+from deploy.simulator.events import EventLoop, VirtualClock
+from deploy.simulator.hardware import Model
+from deploy.simulator.network import Network
+from deploy.simulator.spec import WorkerSpec
+from deploy.simulator.transfer import SimTransfer
 from kv_transfer.lease.events import LeaseEvent
 
 

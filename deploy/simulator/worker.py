@@ -8,14 +8,14 @@ from typing import Any
 
 from cluster.engine.state import LanguageRequest
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.device import Noise
-from cluster.simulator.encoder import SimEncoder
-from cluster.simulator.language import SimLanguage
-from cluster.simulator.process import SimProcess, World
-from cluster.simulator.spec import WorkerSpec
 from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, DecodeTarget, StartDecode, StartPrefill
 from cluster.worker.outbox import DoorId
+from deploy.simulator.device import Noise
+from deploy.simulator.encoder import SimEncoder
+from deploy.simulator.language import SimLanguage
+from deploy.simulator.process import SimProcess, World
+from deploy.simulator.spec import WorkerSpec
 
 NUM_REPEATS = 32  # steps of each size, after which a fit has forgotten what was before (`StepFit`)
 
@@ -52,10 +52,9 @@ class SimWorker:
 
     def expect(self, message: AnyMessage) -> None:
         """A door has sent this message."""
-        is_prompt = isinstance(message, StartPrefill) or (
-            isinstance(message, StartDecode) and message.prefills
-        )
-        if self.language is not None and is_prompt:
+        if self.language is None:
+            return
+        if isinstance(message, StartPrefill) or (isinstance(message, StartDecode) and message.prefills):
             self.language.coming[message.request.request_id] = message.request
 
     def receive(self, door: DoorId, message: AnyMessage) -> None:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from cluster.simulator.outcome import Outcome
+from deploy.simulator.outcome import Outcome
 
 WARM_UP_SHARE = 0.1  # of the requests, in order of arrival, do not count
 # Two-sided 95 % quantiles of Student's t with n - 1 degrees of freedom, for n values.

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 
-from cluster.simulator.demand import capacity, demand
-from cluster.simulator.hardware import ACCELERATORS, Model
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.results import Slo, Summary
-from cluster.simulator.search import highest_rate, run_once
-from cluster.simulator.spec import WorkerSpec
-from cluster.simulator.workload import Workload
+from deploy.simulator.demand import capacity, demand
+from deploy.simulator.hardware import ACCELERATORS, Model
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.results import Slo, Summary
+from deploy.simulator.search import highest_rate, run_once
+from deploy.simulator.spec import WorkerSpec
+from deploy.simulator.workload import Workload
 from router.policy import make_policy
 
 MAX_ROLES = 3  # of a division that is simulated before the fine search

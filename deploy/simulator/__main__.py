@@ -1,8 +1,8 @@
 """The cluster in virtual time. Nothing here measures a real one; `bench.router replay` compares with one
 that was recorded.
 
-python -m cluster.simulator run   --workload 4-image --layout 1,4,3 --rate 20 --policy joint
-python -m cluster.simulator plan  --workload 4-image --slo-ttft-s 2 --slo-tpot-s 0.05 --gpus h200:8
+python -m deploy.simulator run   --workload 4-image --layout 1,4,3 --rate 20 --policy joint
+python -m deploy.simulator plan  --workload 4-image --slo-ttft-s 2 --slo-tpot-s 0.05 --gpus h200:8
     [--svg plan.svg] [--values FILE] [--config FILE]
 """
 
@@ -15,13 +15,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.simulator.hardware import ACCELERATORS, MODELS
-from cluster.simulator.layouts import Layout, workers
-from cluster.simulator.plan_report import plan_config, plan_plot, plan_table, plan_values
-from cluster.simulator.planner import plan
-from cluster.simulator.results import Slo, fields
-from cluster.simulator.search import run_once
-from cluster.simulator.workload import WORKLOADS
+from deploy.simulator.hardware import ACCELERATORS, MODELS
+from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.plan_report import plan_config, plan_plot, plan_table, plan_values
+from deploy.simulator.planner import plan
+from deploy.simulator.results import Slo, fields
+from deploy.simulator.search import run_once
+from deploy.simulator.workload import WORKLOADS
 from router.policy import make_policy
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m cluster.simulator",
+        prog="python -m deploy.simulator",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -96,7 +96,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _command(args: argparse.Namespace) -> str:
     gpus = ",".join(f"{name}:{count}" for name, count in args.gpus.items())
     return (
-        f"python -m cluster.simulator plan --gpus {gpus} --model {args.model} --workload {args.workload} "
+        f"python -m deploy.simulator plan --gpus {gpus} --model {args.model} --workload {args.workload} "
         f"--slo-ttft-s {args.slo_ttft_s:g} --slo-tpot-s {args.slo_tpot_s:g} --requests {args.requests} "
         f"--config {args.config}"
     )

@@ -14,12 +14,12 @@ import torch
 
 from cluster.engine.state import AnswerWork, FirstTokens, LanguageRequest, PromptWork, Work, WorkResult
 from cluster.kvcache.blocks import BlockPool
-from cluster.simulator.engine_loop import EngineLoop, Rest
-from cluster.simulator.events import VirtualClock
-from cluster.simulator.hardware import Chunks, step_s
-from cluster.simulator.spec import WorkerSpec
 from cluster.types.media import MediaItem, Modality
 from cluster.worker.cpu_slots import CpuSlots
+from deploy.simulator.engine_loop import EngineLoop, Rest
+from deploy.simulator.events import VirtualClock
+from deploy.simulator.hardware import Chunks, step_s
+from deploy.simulator.spec import WorkerSpec
 from encoder_service.runner import Piece, Prepared
 
 ONE_TOKEN = (0,)  # simulated tokens have no meaning, only a number

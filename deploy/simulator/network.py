@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cluster.simulator.events import EventLoop, VirtualClock
 from cluster.types.messages import ChannelMessage
+from deploy.simulator.events import EventLoop, VirtualClock
 
 if TYPE_CHECKING:
-    from cluster.simulator.door import SimDoor
+    from deploy.simulator.door import SimDoor
 
 NETWORK_S = 5e-4  # a message between a door and a worker
 

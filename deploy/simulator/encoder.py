@@ -10,9 +10,9 @@ import torch
 
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
-from cluster.simulator.device import SimEncoderRunner
-from cluster.simulator.process import SimProcess
 from cluster.types.messages import StartEncode
+from deploy.simulator.device import SimEncoderRunner
+from deploy.simulator.process import SimProcess
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.deliveries import OwnPrompts

@@ -10,18 +10,18 @@ from random import Random
 
 from cluster.config.settings import AdmissionArgs
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.door import SimDoor
-from cluster.simulator.events import EventLoop, VirtualClock
-from cluster.simulator.hardware import Model
-from cluster.simulator.network import NETWORK_S, Network
-from cluster.simulator.outcome import Outcome
-from cluster.simulator.process import World
-from cluster.simulator.spec import WorkerSpec
-from cluster.simulator.worker import SimWorker
-from cluster.simulator.workload import SimRequest
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Phase
 from cluster.types.messages import Measured
+from deploy.simulator.door import SimDoor
+from deploy.simulator.events import EventLoop, VirtualClock
+from deploy.simulator.hardware import Model
+from deploy.simulator.network import NETWORK_S, Network
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.process import World
+from deploy.simulator.spec import WorkerSpec
+from deploy.simulator.worker import SimWorker
+from deploy.simulator.workload import SimRequest
 from router.policy import ClusterView, Policy
 
 # Of the cluster's defaults, with a speed of the simulated GPUs: 20,000 tokens count like a second of waiting.

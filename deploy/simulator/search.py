@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 from cluster.scheduling.keys import SchedulingPolicy
-from cluster.simulator.hardware import Model
-from cluster.simulator.results import Slo, Summary, keeps, summarise
-from cluster.simulator.simulation import SCHEDULING, MakePolicy, Simulation
-from cluster.simulator.spec import WorkerSpec
-from cluster.simulator.workload import Workload
+from deploy.simulator.hardware import Model
+from deploy.simulator.results import Slo, Summary, keeps, summarise
+from deploy.simulator.simulation import SCHEDULING, MakePolicy, Simulation
+from deploy.simulator.spec import WorkerSpec
+from deploy.simulator.workload import Workload
 
 PRECISION = 0.04  # of the rate
 FACTOR = 1.25

@@ -17,12 +17,12 @@ from cluster.engine.state import LanguagePhase
 from cluster.engine.warm_up import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, warm_up_answers, warm_up_prompts
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec, feature_layout
-from cluster.simulator.device import SimRunner
-from cluster.simulator.encoder import UNLIMITED, SimEncoder
-from cluster.simulator.engine_loop import Call, Rest
-from cluster.simulator.process import SimProcess
 from cluster.types.messages import StartPrefill
 from cluster.types.request import GenerateRequest
+from deploy.simulator.device import SimRunner
+from deploy.simulator.encoder import UNLIMITED, SimEncoder
+from deploy.simulator.engine_loop import Call, Rest
+from deploy.simulator.process import SimProcess
 
 
 class SimLanguage:

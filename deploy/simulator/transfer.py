@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from cluster.simulator.events import EventLoop, VirtualClock
 from cluster.types.curves import CodecSpeed, Link
 from cluster.types.members import ProcessId
 from cluster.types.transfer import Contract, Grant, ReceivedGrant, ReceivedTotals, SentTotals
+from deploy.simulator.events import EventLoop, VirtualClock
 from kv_transfer.agents.agent import PeerLostError
 from kv_transfer.lease.events import Aborted, Completed, Finished, SendAborted, SendFailed, TransferEvent
 

@@ -10,8 +10,8 @@ from router.flow.placer import Placer
 from router.policy import Policy
 
 if TYPE_CHECKING:
-    from cluster.simulator.door import SimDoor
-    from cluster.simulator.simulation import Simulation
+    from deploy.simulator.door import SimDoor
+    from deploy.simulator.simulation import Simulation
 
 UNLIMITED, NO_LOAD = Capacity(1e9, 1e9, 1 << 60), Reported()  # every request is admitted at once
 
