@@ -16,7 +16,7 @@ Outside the calls, an exception that one item or one delivery causes ends that i
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 
@@ -81,7 +81,7 @@ class EncoderEngine:
         self._policy = policy
         self._cpu_slots = cpu_slots
         self._loop: StepLoop | None = None
-        self._items: dict[str, EncodeItem] = {}  # by media hash
+        self.items: dict[str, EncodeItem] = {}  # those in work, by media hash; others only read it
         # By media hash: embedding rows, before pooling, that are still to be computed.
         self._queued_rows = Holdings()
         self.deliveries = Deliveries(cache, transfer_engine, outbox, clock, own_prompts)
@@ -94,7 +94,7 @@ class EncoderEngine:
             limits.num_prepare_threads, limits.max_prepared_bytes, limits.max_piece_rows
         )
         self.preparation = Preparation(self._prepare, executor, ahead, policy, self._on_prepared)
-        outbox.greet_with(lambda: CacheChanged((*cache.content(), *self._items), ()))
+        outbox.greet_with(lambda: CacheChanged((*cache.content(), *self.items), ()))
         self.fits = EncoderFits(limits.max_batch_rows)
         self._speed = SpeedReporter(
             outbox,
@@ -104,11 +104,6 @@ class EncoderEngine:
             max_step_units=limits.max_batch_rows,
             links=lambda: transfer_engine.links,
         )
-
-    @property
-    def items(self) -> Mapping[str, EncodeItem]:
-        """Those in work, by media hash. To be read only."""
-        return self._items
 
     def attach(self, loop: StepLoop) -> None:
         """`loop`: where results of the thread pool are handed to the engine's thread. Set once, before the
@@ -164,7 +159,7 @@ class EncoderEngine:
 
     def load(self) -> LoadReport:
         return LoadReport(
-            num_running=len(self._items),
+            num_running=len(self.items),
             num_waiting=len(self.deliveries),
             num_queued_units=self._queued_rows.total,
             num_used_blocks=self._cache.num_held_blocks,
@@ -200,9 +195,9 @@ class EncoderEngine:
         item = message.item
         if item.geometry.num_tokens > self._cache.max_rows:
             return MediaError("the item is larger than the encoder's memory")
-        is_new = item.media_hash not in self._cache and item.media_hash not in self._items
+        is_new = item.media_hash not in self._cache and item.media_hash not in self.items
         num_rows = self._queued_rows.total + item.num_call_rows
-        if is_new and self._items and num_rows > self._limits.max_queued_rows:
+        if is_new and self.items and num_rows > self._limits.max_queued_rows:
             wait_s = min(self._queued_rows.total / self._policy.tokens_per_s, MAX_RETRY_AFTER_S)
             text = overload.encoder_rows(num_rows, self._limits.max_queued_rows)
             return OverloadedError(text, retry_after_s=wait_s)
@@ -214,7 +209,7 @@ class EncoderEngine:
         if delivery.media_hash in self._cache:
             return self.deliveries.send(delivery)
         delivery.from_cache = False  # the rows may have been evicted since `_start`
-        item = self._items.get(delivery.media_hash) or self._start_encoding(delivery)
+        item = self.items.get(delivery.media_hash) or self._start_encoding(delivery)
         item.keep |= delivery.keep
         if delivery not in item.deliveries:
             item.deliveries.append(delivery)
@@ -226,7 +221,7 @@ class EncoderEngine:
         """Takes an item into work that no other delivery wants at present."""
         item = EncodeItem(delivery.item, delivery.ticket, deliveries=[delivery])
         delivery.timestamps = item.timestamps
-        self._items[item.media_hash] = item
+        self.items[item.media_hash] = item
         self._cache.note(item.media_hash)
         self._queued_rows.hold(item.media_hash, item.num_call_rows)
         self.preparation.put(item.ticket, item.item)
@@ -254,7 +249,7 @@ class EncoderEngine:
         self._loop.call(self._prepared, media_hash, result, self._clock.now())
 
     def _prepared(self, media_hash: str, result: Prepared | BaseException, at: float) -> None:
-        item = self._items[media_hash]  # an item is not removed while a thread prepares it
+        item = self.items[media_hash]  # an item is not removed while a thread prepares it
         item.timestamps.prepared_at = at
         if not item.deliveries:
             self._remove(item, MediaPhase.DISCARDED)
@@ -268,7 +263,7 @@ class EncoderEngine:
 
     def _select(self) -> list[CallPart]:
         """The next encoder call. Room in the cache is reserved for its items."""
-        ready = [(item, item.prepared) for item in self._items.values() if item.prepared is not None]
+        ready = [(item, item.prepared) for item in self.items.values() if item.prepared is not None]
         parts, batch = [], []
         for item, prepared in ready:
             with self._blame_item.of(item.media_hash):
@@ -344,7 +339,7 @@ class EncoderEngine:
                     self.deliveries.send(delivery)
 
     def _tell_doors(self, load: LoadReport | None = None) -> None:
-        if (changes := self._cache.take_changes(self._items)) is not None:
+        if (changes := self._cache.take_changes(self.items)) is not None:
             self._outbox.broadcast(changes)
         self._speed.report()
         self._outbox.flush(load)
@@ -360,7 +355,7 @@ class EncoderEngine:
         self._outbox.send(door, Failed(message.request_id, to_info(error), message.item_idx))
 
     def _fail_named_item(self, media_hash: str, error: ClusterError) -> None:
-        if (item := self._items.get(media_hash)) is not None:
+        if (item := self.items.get(media_hash)) is not None:
             self._fail_item(item, error)
 
     def _fail_named(self, key: str, error: ClusterError) -> None:
@@ -385,7 +380,7 @@ class EncoderEngine:
     def _detach(self, delivery: Delivery) -> None:
         """Removes the delivery from its item. The last delivery takes the item out of work, unless a thread
         is preparing it."""
-        if (item := self._items.get(delivery.media_hash)) is None or delivery not in item.deliveries:
+        if (item := self.items.get(delivery.media_hash)) is None or delivery not in item.deliveries:
             return
         item.deliveries.remove(delivery)
         if item.deliveries:
@@ -398,7 +393,7 @@ class EncoderEngine:
         """Takes the item out of work: frees its tensors and, unless it is complete, its room in the cache."""
         item.move(phase)
         item.prepared = None
-        del self._items[item.media_hash]
+        del self.items[item.media_hash]
         self._queued_rows.release(item.media_hash)
         self.preparation.release(item.media_hash)
         self._cache.free_reserved(item.media_hash)

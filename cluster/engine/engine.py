@@ -168,11 +168,6 @@ class LanguageEngine:
             codecs=transfer_engine.codecs,
         )
 
-    @property
-    def num_preempted(self) -> int:
-        """Requests that lost their blocks, since the start."""
-        return self._lifecycle.num_preempted
-
     def step(self) -> float | None:
         self._admit()
         answers = self._answers.next(self._limits.max_sequences)
@@ -220,8 +215,7 @@ class LanguageEngine:
                 self._on_target(request, error)
 
     def cancel(self, request_id: str, choice_idx: int | None = None) -> None:
-        """Frees a request, or one choice of it, in any state. Unknown requests and requests that have ended
-        are ignored."""
+        """Frees a request, or one choice of it, in any state. Unknown and ended requests are ignored."""
         with self._blame.of(request_id):
             self._lifecycle.cancel(request_id, choice_idx)
 
@@ -267,7 +261,9 @@ class LanguageEngine:
             + self._kv_output.num_open_leases
             + features.num_open_leases,
             num_cached_blocks=self._blocks.num_cached,
-            totals=DecodeTotals(self.num_preempted, self._runner.num_drafted, self._runner.num_accepted),
+            totals=DecodeTotals(
+                self._lifecycle.num_preempted, self._runner.num_drafted, self._runner.num_accepted
+            ),
             sent=self._transfer_engine.sent,
             received=self._transfer_engine.received,
             held_bytes=features.held_bytes,
@@ -282,8 +278,7 @@ class LanguageEngine:
     def _tell_doors(self, load: LoadReport | None) -> None:
         if self._loader is not None:
             self._loader.keep()
-        changes = (self._loader or self._blocks).take_changes()
-        if changes is not None:
+        if (changes := (self._loader or self._blocks).take_changes()) is not None:
             self._outbox.broadcast(changes)
         self._speed.report()
         self._outbox.flush(load)
@@ -371,8 +366,7 @@ class LanguageEngine:
                 self._intake.compute(request)
         else:
             why = event.reason if isinstance(event, Aborted) else "its lease ran out"
-            message = f"the prompt's KV cache did not arrive: {why}"
-            self._lifecycle.fail(request, UnavailableError(message))
+            self._lifecycle.fail(request, UnavailableError(f"the prompt's KV cache did not arrive: {why}"))
 
     def _on_target(self, request: LanguageRequest, error: Exception | None) -> None:
         if error is None:
@@ -396,8 +390,7 @@ class LanguageEngine:
             if request.sends:
                 send_computed(request, self._blocks.block_size)
         except TransferError as error:
-            message = f"cannot write to the decode worker: {error}"
-            self._lifecycle.fail(request, UnavailableError(message))
+            self._lifecycle.fail(request, UnavailableError(f"cannot write to the decode worker: {error}"))
 
     def _unschedule(self, request: LanguageRequest) -> None:
         self._computing.discard(request.request_id)

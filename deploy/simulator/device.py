@@ -177,7 +177,7 @@ def _num_left(request: LanguageRequest) -> int:
 
 
 @dataclass(frozen=True)
-class _Item(Prepared):
+class _Units(Prepared):
     """Both counts are of the whole item: rows that the encoder computes, and embeddings, which may be
     pooled."""
 
@@ -207,13 +207,13 @@ class SimEncoderRunner:
     def prepare(self, item: MediaItem, is_wanted: Any = None) -> Prepared:
         self._device.clock.spend(self.prepare_s(item))
         num_units = item.num_call_rows if item.modality is Modality.VIDEO else 1
-        return _Item({}, num_units, item.num_call_rows, item.geometry.num_tokens)
+        return _Units({}, num_units, item.num_call_rows, item.geometry.num_tokens)
 
     def encode(self, modality: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         num_rows, rows = 0, []
         for piece in pieces:
             prepared = piece.prepared
-            assert isinstance(prepared, _Item)
+            assert isinstance(prepared, _Units)
             num_rows += prepared.num_call_rows * (piece.end - piece.start) // prepared.num_units
             count = prepared.rows_until(piece.end) - prepared.rows_until(piece.start)
             rows.append(torch.zeros(count, 1, dtype=torch.int8))

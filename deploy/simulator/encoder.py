@@ -51,7 +51,8 @@ class SimEncoder(Encoder):
         spec, size = process.spec, process.world.model.block_size
         num_blocks = max(1, spec.cache_bytes // (max(1, spec.bytes_per_row) * size))
         self.memory = BlockMemory(feature_layout(1, size, torch.int8), num_blocks)
-        self.row_bytes, self.modalities = spec.bytes_per_row, tuple(spec.encoder_curves.encode)
+        self.row_bytes = spec.bytes_per_row
+        self.modalities = tuple(modality.value for modality in spec.encoder_curves.encode)
 
     def attach(self, process: Any, own_prompts: OwnPrompts | None = None) -> None:
         spec, seat, size = process.spec, process.encoder_seat, process.world.model.block_size

@@ -17,12 +17,8 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SERVICES = ("encoder_service", "prefill_service", "decode_service")
-ROOF = (
-    "deploy/__init__.py",
-    "deploy/app.py",
-    "deploy/serving",
-    "deploy/simulator",
-)  # what composes the product, in `deploy`
+# What composes the product, in `deploy`
+ROOF = ("deploy/__init__.py", "deploy/app.py", "deploy/serving", "deploy/simulator")
 PRODUCT = ("cluster", "router", *SERVICES, "kv_transfer", *ROOF)
 PACKAGES = ("cluster", "router", *SERVICES, "kv_transfer", "deploy", "bench")
 SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))

@@ -188,7 +188,7 @@ def run_with_fault(arm: Arm, nth: int) -> list[str]:
         stories = start_all(relay)
         play_until_over(relay)
         lost = [story.request.request_id for story in stories if not has_answer(story)]
-        assert rig.decode.engine.num_preempted > 0 or faults.struck or not is_decode
+        assert rig.decode.engine.load().totals.num_preempted > 0 or faults.struck or not is_decode
         assert len(lost) <= 1, (faults.struck, lost, errors(relay))
         told = errors(relay)
         assert len(told) == len(lost), (faults.struck, lost, told)

@@ -94,7 +94,7 @@ async def test_prompts_that_are_preempted_and_computed_here_again_are_answered_l
         cut_stretches(cluster)
         let_prefill_locally(cluster.door)
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts * 2))
-        assert cluster.decodes[0]._engine.num_preempted > 0
+        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
     assert got == [[answer] for answer in expected] * 2
 
 

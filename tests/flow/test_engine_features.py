@@ -56,7 +56,7 @@ async def plain(_plain: LocalCluster) -> AsyncIterator[LocalCluster]:
     measure."""
     yield _plain
     await _plain.audit()
-    assert _plain.decodes[0]._engine.num_preempted == 0
+    assert _plain.decodes[0]._engine.load().totals.num_preempted == 0
 
 
 def with_decode(args: ClusterArgs, **decode: Any) -> ClusterArgs:
@@ -84,9 +84,9 @@ async def test_answers_that_were_preempted_equal_generate(plain, cases, expected
         for _ in range(10):  # requests may come one after the other
             got = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
             assert got == alone
-            if cluster.decodes[0]._engine.num_preempted:
+            if cluster.decodes[0]._engine.load().totals.num_preempted:
                 break
-        assert cluster.decodes[0]._engine.num_preempted > 0
+        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
 
 
 async def test_several_choices_equal_generate_and_each_other(plain, cases, expected):
@@ -105,9 +105,9 @@ async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(p
         for _ in range(10):  # on a busy machine requests may come one after the other
             crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:5]))
             assert crowded == together
-            if cluster.decodes[0]._engine.num_preempted:
+            if cluster.decodes[0]._engine.load().totals.num_preempted:
                 break
-        assert cluster.decodes[0]._engine.num_preempted > 0
+        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ async def test_guided_choices_that_were_preempted_do_not_change(plain, cases):
     async with local_cluster(with_decode(cluster_args(48), kv_blocks=18)) as cluster:
         overcommit(cluster)
         crowded = await asyncio.gather(*(choices(cluster, case, **fields) for case in pictures))
-        assert cluster.decodes[0]._engine.num_preempted > 0
+        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
     assert crowded == alone
 
 

@@ -206,7 +206,7 @@ async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str,
     asked += [(content, draw) for content in contents for draw in draws]
     async with local_cluster(cluster_args(folder)) as cluster:
         alone = await asyncio.gather(*(answer(cluster, *one) for one in asked))
-        assert cluster.decodes[0]._engine.num_preempted == 0
+        assert cluster.decodes[0]._engine.load().totals.num_preempted == 0
     assert alone[: len(contents)] == [generated(reference, content) for content in contents]
     said = {token_id for tokens in alone for token_id in tokens}
     assert len(said.intersection(special_ids(folder))) >= 5
@@ -215,5 +215,5 @@ async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str,
         engine = cluster.decodes[0]._engine
         preempt_often(engine)
         again = await asyncio.gather(*(answer(cluster, *one) for one in asked))
-        assert engine.num_preempted == len(asked) * ((NUM_TOKENS - 1) // PREEMPTED_AFTER)
+        assert engine.load().totals.num_preempted == len(asked) * ((NUM_TOKENS - 1) // PREEMPTED_AFTER)
     assert again == alone

@@ -187,7 +187,7 @@ async def test_each_choice_is_told_once_also_if_its_answer_is_preempted(texts):
     async with local_cluster(args, (0, 1, 1)) as cluster:
         overcommit(cluster)
         got = await asyncio.gather(*(events_of(cluster, request) for request in requests))
-        assert cluster.decodes[0]._engine.num_preempted > 0
+        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
     for first, *rest in (events for choices in got for events in choices):
         values = [each.drawn for each in first.prompt_logprobs]
         assert values == pytest.approx(expected[range(len(ids) - 1), ids[1:]].tolist(), abs=1e-4)

@@ -121,7 +121,7 @@ async def test_changed_answers_equal_generate(text_model, asked):
         overcommit(cluster)
         got = await asyncio.gather(*(drawn(cluster, request) for request in requests))
         engine = cluster.decodes[0]._engine
-        assert engine.num_preempted > 0 and engine._runner.num_accepted > 0
+        assert engine.load().totals.num_preempted > 0 and engine._runner.num_accepted > 0
     assert got == [[answer] * 2 for _, answer in asked]
 
 

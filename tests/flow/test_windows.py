@@ -53,7 +53,7 @@ async def test_long_answers_behind_a_window_equal_generate(
             *(answers(cluster, prompt, NUM_TOKENS, num_choices=num_choices) for prompt in prompts)
         )
         assert cluster.decodes[0]._engine._answers._window == WINDOW
-        assert cluster.decodes[0]._engine.num_preempted == 0
+        assert cluster.decodes[0]._engine.load().totals.num_preempted == 0
     assert got == [[answer] * num_choices for answer in expected]
 
 
@@ -69,5 +69,5 @@ async def test_answers_that_lost_their_window_and_were_computed_anew_equal_gener
         )
         overcommit(cluster)
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in crowd))
-        assert cluster.decodes[0]._engine.num_preempted > 0
+        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
     assert got == [[answer] for answer in expected] * 3

@@ -243,7 +243,7 @@ def test_memory_that_runs_out_sends_the_newest_back_and_all_finish() -> None:
     workload = Workload("long answers", fixed_text(256, 400))
     simulation, outcomes = simulate(specs, workload, 50, 20)
     decode = simulation.workers[specs[1].replica_id].language
-    assert decode is not None and decode.engine.num_preempted > 0
+    assert decode is not None and decode.engine.load().totals.num_preempted > 0
     assert max(outcome.num_attempts for outcome in outcomes) > 1
     assert {outcome.status for outcome in outcomes} == {"finished"}
     assert_nothing_is_left(simulation)

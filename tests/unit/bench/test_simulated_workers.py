@@ -1,5 +1,5 @@
-"""Single simulated workers: the real engines, on a device of curves, start new work, share and take turns when
-they should; and a rest gives what its steps would have given one by one."""
+"""Single simulated workers: the real engines, on a device of curves, start new work, share and take turns
+when they should; and a rest gives what its steps would have given one by one."""
 
 from __future__ import annotations
 
@@ -236,8 +236,8 @@ def test_a_decode_worker_computes_a_turn_whose_image_it_has_or_gets(is_cached: b
 
 
 def traffic(alone: Alone) -> list[tuple[str, float, float, float]]:
-    """Answers that come and go beside each other, one with its prompt: when each had its first, its second and
-    its last token."""
+    """Answers that come and go beside each other, one with its prompt: when each had its first, its second
+    and its last token."""
     for name, num_output, at in (("a", 200, 0.0), ("b", 90, 0.1), ("c", 300, 0.3), ("d", 50, 0.55)):
         alone.run_until(lambda at=at: alone.simulation.loop.now >= at)
         alone.start(name, text_tokens=700, num_output=num_output, prefills_locally=name == "c")

@@ -71,5 +71,5 @@ def test_speculation_forgets_every_choice_that_has_ended(rig, relay, ends):
         relay.land("r0")
     relay.play(300)
     assert begun <= set(forgotten) and len(forgotten) == len(set(forgotten))
-    assert (rig.decode.engine.num_preempted > 0) == (ends == "by preemption")
+    assert (rig.decode.engine.load().totals.num_preempted > 0) == (ends == "by preemption")
     assert bool(begun) == (ends != "at its first token") and {"r0/0", "r0/1"} <= set(forgotten)

@@ -15,7 +15,7 @@ def test_the_newest_is_preempted_when_blocks_run_out_and_all_answers_are_whole(r
     for i in range(3):  # 3 × (2 prompt blocks + 5 of the answer) do not fit into 10
         relay.start(make_request(f"r{i}", 6, max_tokens=20))
     relay.play(300)
-    assert rig.decode.engine.num_preempted > 0
+    assert rig.decode.engine.load().totals.num_preempted > 0
     for i in range(3):
         assert relay.stories[f"r{i}"].tokens == list(range(50, 70))
         assert relay.stories[f"r{i}"].finish_reason is FinishReason.LENGTH
@@ -44,7 +44,7 @@ def test_nothing_is_run_for_a_request_that_preempted_itself(rig, relay):
     rig.clock.at += 0.1
     relay.start(make_request("new", 6, max_tokens=12, num_choices=2))
     relay.play(200)
-    assert rig.decode.engine.num_preempted > 0
+    assert rig.decode.engine.load().totals.num_preempted > 0
     assert set(sizes) == {1, 2} and relay.stories["new"].is_over
 
 
@@ -53,7 +53,7 @@ def test_choices_are_preempted_and_resumed_one_by_one(rig, relay):
     rig.clock.at += 0.1
     story = relay.start(make_request("r", 6, max_tokens=12, num_choices=2))
     relay.play(300)
-    assert rig.decode.engine.num_preempted > 0
+    assert rig.decode.engine.load().totals.num_preempted > 0
     assert first.tokens == list(range(50, 70))
     assert [line.token_ids for line in story.lines] == [list(range(50, 62))] * 2
 
@@ -62,7 +62,7 @@ def test_prompts_computed_here_are_preempted_and_computed_again(rig, relay):
     for i in range(3):
         relay.start(make_request(f"r{i}", 6, max_tokens=20), prefills_locally=True)
     relay.play(300)
-    assert rig.decode.engine.num_preempted > 0
+    assert rig.decode.engine.load().totals.num_preempted > 0
     assert [relay.stories[f"r{i}"].tokens for i in range(3)] == [list(range(50, 70))] * 3
 
 
@@ -89,4 +89,4 @@ def test_a_new_request_does_not_get_the_block_that_a_running_one_needs_next(rig,
     new = relay.start(salted(make_request("new", 27, max_tokens=2)), prefills_locally=True)
     relay.play(100)
     assert old.tokens == list(range(50, 62)) and new.tokens == [50, 51]
-    assert rig.decode.engine.num_preempted == 0
+    assert rig.decode.engine.load().totals.num_preempted == 0
