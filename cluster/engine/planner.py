@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import LanguageRequest, PromptWork
-from cluster.scheduling.budget import StepBudget
+from cluster.scheduling.budget import StepBudget, is_left_for_item
 from cluster.scheduling.chunks import Chunk, ChunkScheduler, Span
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.worker.cpu_slots import CpuSlots
@@ -112,9 +112,8 @@ class PromptPlanner:
         return [self._sequences[chunk.request_id][1] for chunk in chunks]
 
     def _is_worth_a_step(self, sequence: TokenSequence) -> bool:
-        """Whether the tokens that can be computed now contain an item, are all that are missing, or take
-        longer than what every step costs (to read the weights). Less text costs less together with the item
-        behind it, which would wait for this step, too."""
+        """Whether the tokens that can be computed now contain an item, are all that are missing, or are not
+        left for the item behind them."""
         num_ready, num_computed = sequence.num_ready_tokens, sequence.num_computed_tokens
         items = (sequence.prompt.media[i] for i in sequence.items_ready)
         curve = self.budget.fit.curve()
@@ -124,7 +123,8 @@ class PromptPlanner:
             or any(item.first_range_after(num_computed) is not None for item in items)
         ):
             return True
-        return curve.seconds(num_ready - num_computed, num_computed) >= 2 * curve.seconds(0, num_computed)
+        tokens_s = curve.seconds(num_ready - num_computed, num_computed) - curve.fixed_s
+        return not is_left_for_item(tokens_s, curve.fixed_s)
 
     @property
     def token_s(self) -> float | None:

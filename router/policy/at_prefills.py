@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import RequestError, UnavailableError
+from cluster.scheduling.budget import is_left_for_item
 from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
 from router.policy.pending import block_key
@@ -208,9 +209,8 @@ class PrefillEstimate:
         ends = np.array([float(item.end) for item in request.media]).reshape(-1, 1)
         first = np.maximum(starts, self.num_cached)
         is_needed = ends > self.num_cached
-        # A little text in front of the first item is computed with it (cluster.engine.planner).
         text_s = self._tokens_s(first - self.num_cached, self.num_cached)
-        is_left = is_needed & (is_needed.cumsum(0) == 1) & (text_s < self._steps.fixed_s)
+        is_left = is_needed & (is_needed.cumsum(0) == 1) & is_left_for_item(text_s, self._steps.fixed_s)
         first = np.where(is_left & ~self._steps.has_answers, self.num_cached, first)
         num_tokens = request.num_prompt_tokens - first
         steps_s = np.ceil(num_tokens / self.max_tokens) * self._fixed_s
