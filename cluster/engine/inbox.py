@@ -157,6 +157,8 @@ class Inbox:
         came_at = self._process.clock.now()
         computes = isinstance(message, StartPrefill) or message.prefills
         if computes and not self._reserve(door, message):
+            if self._calls is not None and isinstance(message, StartDecode):
+                self._calls.end(message.request.request_id)
             return
         self._process.loop.call(self._engine.start, door, message, came_at)
 
