@@ -16,7 +16,7 @@ chance. Where a worker encodes and computes prompts, it does not see that the tw
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 NEAR_S = 1e-3
+ReadyAt = Callable[[str], float]  # of an item, by its hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +136,27 @@ class Oracle:
             extra = [*extra, self._new(item, request, worker, now)]
         return run_ahead(worker, extra, now)[item.media_hash]
 
-    def _all_ready(
-        self, encoders: list[SimWorker], coming: dict[str, list[_Coming]], now: float
-    ) -> dict[str, float]:
-        """When each item in work anywhere will be encoded, the new ones included."""
+    def _all_ready(self, encoders: list[SimWorker], coming: dict[str, list[_Coming]], now: float) -> ReadyAt:
+        """When an item will be encoded that is in work anywhere, the new ones included. What the call that runs
+        computes is in the encoder's cache already."""
         found: dict[str, float] = {}
         for encoder in encoders:
             found |= run_ahead(encoder, coming[encoder.replica_id], now)
-        return found
+
+        def ready_at(media_hash: str) -> float:
+            if media_hash not in found:
+                holders = [_encoder_of(each) for each in encoders if media_hash in _encoder_of(each).cache]
+                found[media_hash] = max(now, min((each.busy_until for each in holders), default=now))
+            return found[media_hash]
+
+        return ready_at
 
     def _estimate(
         self,
         worker: SimWorker,
         request: RequestView,
         arrivals: list[float],
-        ready: dict[str, float],
+        ready: ReadyAt,
         now: float,
     ) -> tuple[float, float]:
         """The instant of the request's first token at this worker plus by how much the prompts that are there
@@ -171,7 +178,7 @@ class Oracle:
         done_at = _play(prefill, plan)
         return sum(done_at.values()) - others, done_at[name]
 
-    def _plan(self, worker: SimWorker, ready: dict[str, float], now: float) -> _PrefillSchedule:
+    def _plan(self, worker: SimWorker, ready: ReadyAt, now: float) -> _PrefillSchedule:
         """What is in work at a worker, from the end of its running step on, which its records contain."""
         chunks = ChunkScheduler(self._simulation.scheduling)
         plan = _PrefillSchedule(chunks, max(now, _language_of(worker).busy_until))
@@ -182,9 +189,9 @@ class Oracle:
             here = main.items_ready | {
                 i for i in range(num_items) if main.prompt.media[i].end <= main.num_computed_tokens
             }
-            _add(plan, request.request, main.num_computed_tokens, here, ready, request.arrived_at, now)
+            _add(plan, request.request, main.num_computed_tokens, here, ready, request.arrived_at)
         for asked in _language_of(worker).asked:
-            _add(plan, asked, 0, set(), ready, now - asked.waited_s, now)
+            _add(plan, asked, 0, set(), ready, now - asked.waited_s)
         return plan
 
     def _new(self, item: ItemView, request: RequestView, encoder: SimWorker, now: float) -> _Coming:
@@ -221,13 +228,12 @@ def _add(
     request: GenerateRequest,
     num_computed: int,
     here: Collection[int],
-    ready: dict[str, float],
+    ready: ReadyAt,
     arrived_at: float,
-    now: float,
 ) -> None:
     """`here`: the items whose embeddings are there, or not needed."""
     media, num_tokens = request.prompt.media, len(request.prompt.token_ids)
-    at = [0.0 if i in here else ready.get(item.media_hash, now) for i, item in enumerate(media)]
+    at = [0.0 if i in here else ready(item.media_hash) for i, item in enumerate(media)]
     ticket = Ticket(request.request_id, arrived_at, num_tokens - num_computed, not media, request.priority)
     plan.add(ticket, num_tokens, num_computed, [item.ranges[0][0] for item in media], at)
 
