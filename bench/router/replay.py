@@ -35,6 +35,7 @@ from cluster.types.curves import ServiceCurves
 from deploy.simulator.client import name_of
 from deploy.simulator.results import percentile
 from deploy.simulator.simulation import NOISE, Simulation, slowed
+from deploy.simulator.spec import WorkerSpec
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 IDLE_S = 1.0  # between two blocks
@@ -180,7 +181,7 @@ def _make_simulation(
     followed = AsRecorded(recording.blocks)
     makers = [maker(policy) for policy in policies]
     return Simulation(
-        recording.workers,
+        [_with_limit(spec, recording.blocks[0].measured[spec.replica_id]) for spec in recording.workers],
         [lambda _: followed] * len(policies) if follows else makers,
         recording.model,
         seed or 0,
@@ -189,6 +190,12 @@ def _make_simulation(
         scheduling=recording.scheduling,
         network_s=overheads.message_s,
     )
+
+
+def _with_limit(spec: WorkerSpec, measured: ServiceCurves) -> WorkerSpec:
+    """The worker with the largest step that it has told, which does not change while it runs."""
+    curves = msgspec.structs.replace(spec.curves, max_step_units=measured.max_step_units)
+    return replace(spec, curves=curves)
 
 
 def _set_curves(

@@ -197,7 +197,7 @@ class Lifecycle:
         if choice.is_done:
             return
         self._state.counts.end_choice(request, choice)
-        for sequence in choice.end():
+        for sequence in request.end_choice(choice):
             self._state.blocks.free(sequence.blocks)
         self._state.runner.forget(choice)
 

@@ -157,6 +157,7 @@ class LanguageRequest:
     # One per prompt, until the choices take them over.
     sequences: list[TokenSequence] = field(default_factory=list)
     choices: list[AnswerChoice] = field(default_factory=list)  # empty if the KV is sent
+    live_choices: list[AnswerChoice] = field(default_factory=list)  # those that have not ended
     # Blocks for copies of the partly filled prompt blocks, one per further choice, until the answer begins.
     copy_blocks: list[int] = field(default_factory=list)
     was_tried: bool = False  # there was no room for its prompts yet
@@ -180,6 +181,7 @@ class LanguageRequest:
             )
             for idx, sampling in enumerate(request.sampling)
         ]
+        self.live_choices = self.choices
 
     @property
     def request_id(self) -> str:
@@ -223,10 +225,6 @@ class LanguageRequest:
         if not self.computes and self.phase is not LanguagePhase.COMPUTING:
             return 0
         return sum(sequence.num_missing_tokens for sequence in self.sequences)
-
-    @property
-    def live_choices(self) -> list[AnswerChoice]:
-        return [choice for choice in self.choices if not choice.is_done]
 
     @property
     def num_sequences(self) -> int:
@@ -297,6 +295,11 @@ class LanguageRequest:
         """No first token is drawn from the prompts any more."""
         for sequence in self.sequences:
             sequence.drop_logits()
+
+    def end_choice(self, choice: AnswerChoice) -> list[TokenSequence]:
+        """Returns the choice's sequences: the caller frees their blocks."""
+        self.live_choices = [each for each in self.live_choices if each is not choice]
+        return choice.end()
 
     def hand_over(self, choice: AnswerChoice) -> None:
         """The choice takes over the sequences of the prompts."""

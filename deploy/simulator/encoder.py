@@ -88,11 +88,13 @@ class SimEncoder(Encoder):
     def warm_up(self) -> None:
         """The engine learns what it would measure before its first request."""
         curves = self._process.spec.encoder_curves
-        for modality, curve in curves.encode.items():
-            for num_rows in WARM_UP_ROWS:
-                self.engine.fits.encode[modality].observe(num_rows, 0.0, curve.seconds(num_rows))
-                seconds = curves.prepare[modality].seconds(num_rows)
-                self.engine.fits.prepare[modality].observe(num_rows, 0.0, seconds)
+        for known, fits in (
+            (curves.encode, self.engine.fits.encode),
+            (curves.prepare, self.engine.fits.prepare),
+        ):
+            for modality, curve in known.items():
+                for num_rows in WARM_UP_ROWS:
+                    fits[modality].observe(num_rows, 0.0, curve.seconds(num_rows))
 
     @property
     def num_queued_rows(self) -> int:

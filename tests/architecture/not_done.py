@@ -28,7 +28,7 @@ LONG_LINES: dict[str, int] = {
     "kv_transfer/agents": 2,
     "kv_transfer/codecs": 3,
     "kv_transfer/lease": 2,
-    "tests/contract": 32,
+    "tests/contract": 42,
     "tests/flow": 7,
     "tests/unit": 80,
 }
@@ -51,7 +51,7 @@ CLASSES: dict[str, int] = {
 # private names of the product that tests reach into
 PRIVATES: dict[str, int] = {
     "tests/architecture": 3,
-    "tests/contract": 3,
+    "tests/contract": 4,
     "tests/fakes": 7,
     "tests/faults": 26,
     "tests/flow": 165,

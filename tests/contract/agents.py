@@ -151,7 +151,7 @@ def write_late_without_cma(pipe: Connection) -> None:
     for _ in range(200):
         writer.step()
     agent: Any = writer.agent
-    (handle,) = agent.handles.values()
+    (handle,) = agent._handles.values()
     try:
         agent.release(handle)
         refusal = ""
