@@ -5,6 +5,7 @@ runs on the engine's thread.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from cluster.clock import Clock
@@ -16,6 +17,7 @@ from cluster.worker.outbox import Outbox
 
 NOTICEABLE_RATIO = 0.1  # of what was reported last
 PAUSE_S = 1.0  # between two reports, at least
+LOOK_EVERY_S = 0.1  # for news: a look costs more the more workers this one writes to, and steps may be short
 LINK_BYTES = 1 << 20  # of a typical write
 
 NO_FITS: Mapping[Modality, StepFit] = {}
@@ -44,7 +46,7 @@ class SpeedReporter:
         self._max_step_units = max_step_units
         self._links, self._codecs = links, codecs
         self._reported: ServiceCurves | None = None
-        self._reported_at = -PAUSE_S
+        self._look_at = -math.inf
         outbox.greet_with(self._greeting)
 
     def curves(self) -> ServiceCurves:
@@ -62,8 +64,11 @@ class SpeedReporter:
     def report(self) -> None:
         """Tells all doors, if the curves have changed noticeably since they were told last."""
         now = self._clock.now()
-        if now - self._reported_at >= PAUSE_S and self._has_news():
-            self._reported, self._reported_at = self.curves(), now
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        if self._has_news():
+            self._reported, self._look_at = self.curves(), now + PAUSE_S
             self._outbox.broadcast(self._measured(self._reported))
 
     def _greeting(self) -> Measured:

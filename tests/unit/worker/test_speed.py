@@ -106,3 +106,28 @@ def test_links_come_with_their_mean_and_are_told_when_they_change(worker: Worker
     assert set(worker.step()[0].curves.links) == {"d0", ""}
     worker.links = {"d0": Link(0.001, 2e8)}
     assert worker.step()[0].curves.links["d0"].bytes_per_s == 2e8
+
+
+def test_short_steps_look_at_the_links_ten_times_a_second_and_tell_what_is_new() -> None:
+    clock, told = ManualClock(), []
+    num_looks, links = 0, {"decode": Link(0.0, 1e9)}
+
+    def looked_at() -> dict[str, Link]:
+        nonlocal num_looks
+        num_looks += 1
+        return links
+
+    outbox = Outbox(lambda batch: told.extend(message for _, message in batch))
+    reporter = SpeedReporter(outbox, clock, links=looked_at)
+    outbox.add_door(1)
+    for _ in range(3000):  # steps of a millisecond
+        reporter.report()
+        outbox.flush(None)
+        clock.at += 0.001
+    assert num_looks < 40
+    links["decode"] = Link(0.0, 1e8)
+    for _ in range(110):
+        reporter.report()
+        outbox.flush(None)
+        clock.at += 0.001
+    assert told[-1].curves.links["decode"] == Link(0.0, 1e8)
