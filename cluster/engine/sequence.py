@@ -6,16 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from cluster.kvcache.hashing import BlockHashes
+from cluster.model.language import PromptPositions
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import Prompt
-
-if TYPE_CHECKING:  # the simulator keeps sequences without torch
-    from torch import Tensor
-
-    from cluster.kvcache.hashing import BlockHashes
-    from cluster.model.language import PromptPositions
 
 
 @dataclass(eq=False)

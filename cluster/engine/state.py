@@ -31,20 +31,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from cluster.engine.sequence import TokenSequence
 from cluster.engine.timing import Stopwatch
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason
+from cluster.types.notices import KvReady
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
+from cluster.worker.outbox import DoorId
+from kv_transfer.lease.prompt_places import PromptPlaces
+from kv_transfer.lease.transfer import OutgoingLease
 
-if TYPE_CHECKING:  # the simulator keeps these records without torch
-    from torch import Tensor
-
+if TYPE_CHECKING:  # it is made for these records
     from cluster.engine.draw_state import DrawState
-    from cluster.types.notices import KvReady
-    from cluster.worker.outbox import DoorId
-    from kv_transfer.lease.prompt_places import PromptPlaces
-    from kv_transfer.lease.transfer import OutgoingLease
 
 
 class LanguagePhase(Enum):
