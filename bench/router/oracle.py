@@ -137,8 +137,8 @@ class Oracle:
         return run_ahead(worker, extra, now)[item.media_hash]
 
     def _all_ready(self, encoders: list[SimWorker], coming: dict[str, list[_Coming]], now: float) -> ReadyAt:
-        """When an item will be encoded that is in work anywhere, the new ones included. What the call that runs
-        computes is in the encoder's cache already."""
+        """When an item will be encoded that is in work anywhere, the new ones included. What the call that
+        runs computes is in the encoder's cache already."""
         found: dict[str, float] = {}
         for encoder in encoders:
             found |= run_ahead(encoder, coming[encoder.replica_id], now)

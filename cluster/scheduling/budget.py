@@ -42,9 +42,10 @@ def is_left_for_item(tokens_s: float, fixed_s: float) -> bool: ...
 @overload
 def is_left_for_item(tokens_s: NDArray[np.float64], fixed_s: NDArray[np.float64]) -> NDArray[np.bool_]: ...
 def is_left_for_item(tokens_s: Any, fixed_s: Any) -> Any:
-    """Whether text in front of a media item that is not there yet waits for the item, where no answers run: if
-    its tokens take less than the fixed part of a step. They cost less together with the item, which would wait
-    for a step of theirs, too. Engines go by this, and doors predict by it. Numbers or arrays of one shape."""
+    """Whether text in front of a media item that is not there yet waits for the item, where no answers run:
+    if its tokens take less than the fixed part of a step. They cost less together with the item, which would
+    wait for a step of theirs, too. Engines go by this, and doors predict by it. Numbers or arrays of one
+    shape."""
     return tokens_s < fixed_s
 
 

@@ -39,7 +39,8 @@ def test_an_item_that_never_fits_fails_its_request_and_ends_the_serve_call() -> 
         attach=lambda on_message: setattr(process, "on_message", on_message),
     )
     features: Any = SimpleNamespace(max_rows=8)
-    Inbox(Role.LANGUAGE, process, SimpleNamespace(start=None), features, calls=calls)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(start=None)
+    Inbox(Role.LANGUAGE, process, engine, features, calls=calls)
     item = PlacedMedia(Modality.IMAGE, "image", ((0, 9),), MediaGeometry(9))
     prompt = Prompt(tuple(range(10)), (item,))
     request = GenerateRequest("r", prompt, (SamplingParams(),), StopParams(4))
