@@ -34,6 +34,7 @@ from ray.serve.schema import LoggingConfig
 from cluster.config import ClusterArgs, read_environment, resolve
 from cluster.config.checkpoint import check_family, check_weights, read_config, takes_media
 from cluster.types.members import Role
+from deploy.services import SERVICES
 from deploy.serving.door import DoorReplica
 from deploy.serving.exposure import require_authentication
 from deploy.serving.held_check import HOLD_S
@@ -42,15 +43,7 @@ from deploy.serving.replicas import DecodeReplica, Replica
 
 logger = logging.getLogger(__name__)
 
-# Import paths: each process loads only its own classes.
-SERVICES = {
-    Role.ENCODE: "encoder_service.service:EncoderService",
-    Role.PREFILL: "prefill_service.service:prefill_worker",
-    Role.DECODE: "decode_service.service:decode_worker",
-    Role.LANGUAGE: "decode_service.service:language_worker",
-    Role.ENCODE_PREFILL: "deploy.whole:encode_prefill_worker",
-    Role.WHOLE: "deploy.whole:whole_worker",
-}
+# Import paths, as of `SERVICES`
 DOOR = "router.door:Door"
 API = "router.api.app:build_api"
 

@@ -31,6 +31,7 @@ from cluster.errors import UnavailableError
 from cluster.types.curves import ServiceCurves
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Measured
+from deploy.services import SERVICES
 from router.door import Door
 
 if TYPE_CHECKING:
@@ -40,14 +41,6 @@ START_TIMEOUT_S = 300.0  # several processes load torch and a model on a few cor
 STOP_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 30.0
 READY_TIMEOUT_S = 10.0
-SERVICES = {
-    Role.ENCODE: "encoder_service.service:EncoderService",
-    Role.PREFILL: "prefill_service.service:prefill_worker",
-    Role.DECODE: "decode_service.service:decode_worker",
-    Role.LANGUAGE: "decode_service.service:language_worker",
-    Role.ENCODE_PREFILL: "deploy.whole:encode_prefill_worker",
-    Role.WHOLE: "deploy.whole:whole_worker",
-}
 
 
 class Slowdown(msgspec.Struct, frozen=True):

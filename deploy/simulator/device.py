@@ -27,7 +27,8 @@ Noise = Callable[[], float]  # a factor of one call's duration
 
 
 class Device:
-    """What the engines of one worker share. `spec` and `slowdown` may change while the worker runs."""
+    """What the engines of one worker share. `spec` and `slowdown` may change while the worker runs: by
+    `become`."""
 
     def __init__(self, spec: WorkerSpec, clock: VirtualClock, noise: Noise):
         self.spec, self.clock, self.noise = spec, clock, noise
@@ -46,10 +47,16 @@ class Device:
         self.clock.spend(self.free_at - now)
         return begins_at
 
+    def become(self, spec: WorkerSpec, slowdown: float) -> None:
+        """All further calls last as long as this says."""
+        self.spec, self.slowdown = spec, slowdown
+        self.end_rest()
+
     def end_rest(self) -> None:
-        """Another engine wants the device: the step of the answers that runs ends first."""
+        """Another engine wants the device, or the device becomes another: the step of the answers that runs
+        ends first."""
         if self.answers is not None:
-            self.free_at = max(self.free_at, self.answers.interrupt())
+            self.free_at = max(self.free_at, self.answers.end_rest())
 
 
 class DeviceSlots(CpuSlots):

@@ -56,7 +56,8 @@ class SimDoor:
         self._timer_at = inf
         self.num_answered = self.num_in_time = 0  # within `target_ttft_s`
         self.target_ttft_s = inf
-        self._placer = SimPlacer(self, simulation, policy, admission is not None)
+        block_size = simulation.model.block_size
+        self._placer = SimPlacer(policy, cluster, block_size, admission is not None)
         self.flow = RequestFlow(self._placer, self._admission, Timeouts(inf, inf))
 
     @property

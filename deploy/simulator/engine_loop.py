@@ -49,8 +49,8 @@ class RestingEngine(Protocol):
     """An engine, with its device, that may rest."""
 
     def may_take(self, calls: Sequence[Call], num_steps: int) -> bool:
-        """Whether the calls change nothing for the answers that are generated: requests enter whose prompts
-        others compute, and they leave the memory that so many steps need."""
+        """Whether these are calls, if any, by which requests enter whose prompts others compute, and they
+        leave the memory that so many steps need."""
         ...
 
     def admit(self) -> bool:
@@ -90,22 +90,31 @@ class EngineLoop:
     def call(self, function: Callable[..., None], *args: Any) -> None:
         """Runs `function(*args)` between two steps. Inside an event that spends time, at its end."""
         self._calls.append((function, args))
-        self.interrupt()
+        self._run_soon()
 
-    def interrupt(self) -> float:
-        """The engine runs as soon as it can: returns when. A step that runs then ends
-        first."""
-        at, rest = max(self._clock.now(), self.busy_until), self._rest
-        if rest is not None:
-            at = rest.ends_at(rest.steps_at(at))
-        self._run_at(at)
-        return at
+    def end_rest(self) -> float:
+        """What the engine would have gone on with takes another time from now on, or another engine wants its
+        device. Returns when the step of a rest that runs now ends; without a rest, now."""
+        if self._rest is None:
+            return self._clock.now()
+        self._calls.append((_nothing, ()))
+        return self._run_soon()
 
     def kill(self) -> None:
         """The process ends now. What it has done before this instant counts."""
         if self._rest is not None and (num_steps := self._rest.steps_at(self._loop.now) - 1):
-            self._make_up(num_steps)
+            self._make_up(self._rest, num_steps)
         self.is_dead = True
+
+    def _run_soon(self) -> float:
+        """The engine runs when the step is over that runs now: returns when."""
+        at, rest = max(self._clock.now(), self.busy_until), self._rest
+        if rest is not None and at <= rest.began_at:
+            self._rest = None  # no step of it has begun
+        elif rest is not None:
+            at = rest.ends_at(rest.steps_at(at))
+        self._run_at(at)
+        return at
 
     def _run_at(self, at: float) -> None:
         if at < self._next_at:
@@ -116,30 +125,29 @@ class EngineLoop:
         if at != self._next_at or self.is_dead:
             return  # it has run sooner
         self._next_at = math.inf
-        if self._rest is not None and self._goes_on(self._rest, at):
+        resting, rest = self._resting, self._rest
+        if resting is not None and rest is not None and self._goes_on(resting, rest, at):
             return
         if self._rest is not None:
-            self._make_up(self._rest.steps_at(at))
+            self._make_up(self._rest, self._rest.steps_at(at))
         with self._clock.at(at):
             self._take_calls()
             wait_s = self._engine.step()
             self.busy_until = self._clock.now()
-        if wait_s == 0 and self._resting is not None and not self._calls:
-            self._rest = self._resting.plan(self.busy_until)
+        if wait_s == 0 and resting is not None and not self._calls:
+            self._rest = resting.plan(self.busy_until)
         if self._rest is not None:
             self._run_at(self._rest.ends_at(self._rest.num_steps))
         elif wait_s is not None and wait_s != math.inf:
             self._run_at(self.busy_until + wait_s)
 
-    def _goes_on(self, rest: Rest, at: float) -> bool:
+    def _goes_on(self, resting: RestingEngine, rest: Rest, at: float) -> bool:
         """Whether the engine rests on, or again, after it has taken in what has come."""
-        resting = self._resting
-        assert resting is not None
         num_steps = rest.steps_at(at)
         if not resting.may_take(self._calls, num_steps):
             return False
         if is_over := num_steps == rest.num_steps:
-            self._make_up(num_steps)
+            self._make_up(rest, num_steps)
         self.busy_until = at
         with self._clock.at(at):
             self._take_calls()
@@ -161,11 +169,14 @@ class EngineLoop:
             function, args = self._calls.popleft()
             function(*args)
 
-    def _make_up(self, num_steps: int) -> None:
-        """The rest is over, after so many steps."""
-        rest, resting = self._rest, self._resting
-        assert rest is not None and resting is not None
+    def _make_up(self, rest: Rest, num_steps: int) -> None:
+        """The rest is over, after so many steps: they are the engine's next one."""
         self._rest = None
-        resting.make_up(rest, num_steps)
+        if self._resting is not None:
+            self._resting.make_up(rest, num_steps)
         with self._clock.at(rest.began_at):
             self._engine.step()
+
+
+def _nothing() -> None:
+    """Ends a rest."""

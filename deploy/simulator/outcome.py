@@ -16,7 +16,7 @@ class Outcome:
     status: str  # finished, refused (by admission), failed
     waited_s: float = 0.0  # at the door, for admission
     ttft_s: float = 0.0
-    second_s: float = 0.0  # arrival to the second token, as expected when decode started the answer
+    second_s: float = 0.0  # arrival to the second token
     finished_at: float = 0.0
     tpot_s: float = 0.0
     num_attempts: int = 1

@@ -46,9 +46,9 @@ class ScaledPools:
         self._pools = {role: _Pool(each) for role, each in bounds.items()}
         self._started_at: dict[str, float] = {}
         self._phases: dict[str, PhasesAssigned] = {}
-        for spec in simulation.specs.values():
-            self._pools[spec.role].replicas.append(spec.replica_id)
-            self._started_at[spec.replica_id] = 0.0
+        for name, worker in simulation.workers.items():
+            self._pools[worker.spec.role].replicas.append(name)
+            self._started_at[name] = 0.0
         if scaler is not None:
             for door in simulation.doors:
                 door.target_ttft_s = scaler.settings.target_ttft_s
@@ -70,7 +70,7 @@ class ScaledPools:
 
     def _state(self, role: Role) -> PoolState:
         pool, now = self._pools[role], self._simulation.loop.now
-        ready = tuple(name for name in pool.replicas if self._simulation.specs[name].ready_at <= now)
+        ready = tuple(name for name in pool.replicas if self._simulation.workers[name].spec.ready_at <= now)
         bounds = pool.bounds
         return PoolState(role, len(pool.replicas), bounds.min_replicas, bounds.max_replicas, ready)
 

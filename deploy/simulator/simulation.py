@@ -52,7 +52,6 @@ class Simulation:
         self.network = Network(self.loop, clock, network_s)
         self.world = World(self.network, self.loop, clock, model)
         self.model = model
-        self.specs = {spec.replica_id: spec for spec in specs}
         self.outcomes: list[Outcome] = []
         self.on_outcome = on_outcome or self.outcomes.append
         self.has_arrivals = False  # requests are still to come
@@ -99,14 +98,13 @@ class Simulation:
 
     def add(self, spec: WorkerSpec) -> None:
         """A worker more, which is ready at its time or now."""
-        self.specs[spec.replica_id] = spec
         self._make(spec)
         self._plan(spec)
 
     def retire(self, replica_id: str, on_gone: Callable[[str], None]) -> None:
         """The worker gets nothing new, and goes when its last request is done."""
         self._draining[replica_id] = (set(self.doors), on_gone)
-        if self.specs[replica_id].ready_at > self.loop.now:
+        if self.workers[replica_id].spec.ready_at > self.loop.now:
             for door in self.doors:
                 self.drained(door, replica_id)
         else:
@@ -118,19 +116,15 @@ class Simulation:
         waiting.discard(door)
         if waiting or on_gone is None:
             return
-        del self._draining[replica_id], self.specs[replica_id]
+        del self._draining[replica_id]
         self.workers.pop(replica_id).kill()
         self._each_door(SimDoor.lose, replica_id)
         on_gone(replica_id)
 
     def alive(self, phase: Phase) -> dict[str, SimWorker]:
         """The workers with this phase, by replica id."""
-        workers = self.workers.items()
-        return {
-            name: worker
-            for name, worker in workers
-            if phase in worker.spec.role.phases and not worker.is_dead
-        }
+        pool = ((name, each) for name, each in self.workers.items() if phase in each.spec.role.phases)
+        return {name: worker for name, worker in pool if not worker.is_dead}
 
     def _next_arrival(self) -> None:
         for door, request in self._arrivals:
@@ -161,7 +155,7 @@ class Simulation:
             self.loop.at(since, self._throttle, spec, factor)
 
     def _join(self, spec: WorkerSpec) -> None:
-        if spec.replica_id in self.specs:  # it has not gone before it was ready
+        if spec.replica_id in self.workers:  # it has not gone before it was ready
             for door in self.doors:
                 door.join(spec)
                 self.workers[spec.replica_id].connect(door.number)
@@ -171,11 +165,15 @@ class Simulation:
             call(door, *args)
 
     def _kill(self, spec: WorkerSpec) -> None:
+        if spec.replica_id not in self.workers:  # it has retired
+            return
         self.workers[spec.replica_id].kill()
         self.network.tell(self._each_door, SimDoor.lose, spec.replica_id)
 
     def _throttle(self, spec: WorkerSpec, factor: float) -> None:
-        self.workers[spec.replica_id].device.slowdown = factor
+        if spec.replica_id in self.workers:  # it has not retired
+            device = self.workers[spec.replica_id].device
+            device.become(device.spec, factor)
 
 
 def slowed(curve: Curve, factor: float, more_s: float = 0.0) -> Curve:

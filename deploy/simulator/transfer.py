@@ -102,14 +102,17 @@ class SimTransfer:
         self._came_at[grant.lease_id] = self.clock.now()
 
     def open(self, received: ReceivedGrant) -> SimOutgoing:
+        """Raises PeerLostError if the owner has ended."""
         grant = received.grant
-        owner = self._peers[grant.agent_metadata.decode()]
         came_at = self._came_at.pop(grant.lease_id, self.clock.now())
+        owner = self._peers.get(name := grant.agent_metadata.decode())
+        if owner is None:
+            raise PeerLostError(f"{name} is gone")
         return SimOutgoing(self, owner, grant.lease_id, came_at)
 
     def use(self, lease_id: str, writer: SimOutgoing) -> bool:
         """A worker is about to write. False: it may not any more."""
-        if self.is_dead or lease_id not in self._granted:
+        if lease_id not in self._granted:
             return False
         self._granted[lease_id] = writer
         return True
@@ -122,11 +125,12 @@ class SimTransfer:
     def lose(self) -> None:
         """The process has ended. What it was writing is not there; what is written to it fails."""
         self.is_dead = True
+        del self._peers[self.name]
         for writer in [each for each in self._granted.values() if each is not None]:
             writer.fail()
 
     def note_link(self, peer: str, link: Link) -> None:
-        self._links.setdefault(peer.rpartition("/")[0], link)
+        self._links[peer.rpartition("/")[0]] = link
 
     def tell(self, event: TransferEvent) -> None:
         """The event is delivered at this clock's instant."""

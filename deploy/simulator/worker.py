@@ -73,7 +73,7 @@ class SimWorker:
     def measure(self, spec: WorkerSpec) -> None:
         """The worker is as this says from now on, and has measured how fast it is, until it has forgotten how
         fast it was."""
-        self.device.spec = spec
+        self.device.become(spec, self.device.slowdown)
         parts: list[Any] = [part for part in (self.encoder, self.language) if part is not None]
         for part in parts * NUM_REPEATS:
             part.warm_up()

@@ -18,7 +18,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 SERVICES = ("encoder_service", "prefill_service", "decode_service")
 # What composes the product, in `deploy`
-ROOF = ("deploy/__init__.py", "deploy/app.py", "deploy/serving", "deploy/simulator")
+ROOF = tuple(
+    f"deploy/{name}" for name in ("__init__.py", "app.py", "services.py", "serving", "simulator", "whole.py")
+)
 PRODUCT = ("cluster", "router", *SERVICES, "kv_transfer", *ROOF)
 PACKAGES = ("cluster", "router", *SERVICES, "kv_transfer", "deploy", "bench")
 SOURCES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))

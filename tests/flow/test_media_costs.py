@@ -240,9 +240,9 @@ async def test_tenants_share_no_embeddings_and_no_kv_of_their_media(served):
     assert num_encoded(cluster) == before + 1 and num_cached_tokens(again) >= 64
     other = await ask(client, [picture_part(40)], **key("two"))
     assert num_encoded(cluster) == before + 2 and num_cached_tokens(other) < 16
-    nobody = await ask(client, [picture_part(40)])
-    assert num_encoded(cluster) == before + 3 and num_cached_tokens(nobody) < 16
-    assert {text_of(got) for got in (again, other, nobody)} == {text_of(whole)}
+    keyless = await ask(client, [picture_part(40)])
+    assert num_encoded(cluster) == before + 3 and num_cached_tokens(keyless) < 16
+    assert {text_of(got) for got in (again, other, keyless)} == {text_of(whole)}
 
 
 async def test_one_tenants_crowd_shares_one_encode_and_two_tenants_need_two(served):

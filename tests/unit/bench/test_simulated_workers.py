@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from bench.router.one_device import unpredicted
+from bench.router.policies import maker
 from cluster.engine.state import LanguagePhase, LanguageRequest
 from cluster.errors import UnavailableError
 from cluster.types.members import Phase
@@ -16,9 +17,9 @@ from cluster.types.messages import AnyMessage, Encoded, Failed, FeatureShared, P
 from deploy.simulator.encoder import SimEncoder
 from deploy.simulator.hardware import BLOCK_SIZE, H200, VL_7B, Accelerator
 from deploy.simulator.language import SimLanguage
-from deploy.simulator.layouts import Layout, workers
+from deploy.simulator.layouts import Layout, throttled, workers
 from deploy.simulator.simulation import SCHEDULING, Simulation
-from deploy.simulator.workload import SimRequest, images
+from deploy.simulator.workload import WORKLOADS, SimRequest, images
 from router.policy import ClusterView, Decision, ItemView, Placement, RequestView
 
 
@@ -235,23 +236,46 @@ def test_a_decode_worker_computes_a_turn_whose_image_it_has_or_gets(is_cached: b
 # --- rests
 
 
-def traffic(alone: Alone) -> list[tuple[str, float, float, float]]:
-    """Answers that come and go beside each other, one with its prompt: when each had its first, its second
-    and its last token."""
-    for name, num_output, at in (("a", 200, 0.0), ("b", 90, 0.1), ("c", 300, 0.3), ("d", 50, 0.55)):
-        alone.run_until(lambda at=at: alone.simulation.loop.now >= at)
-        alone.start(name, text_tokens=700, num_output=num_output, prefills_locally=name == "c")
-    alone.simulation.loop.run()
-    outcomes = alone.simulation.outcomes
-    return [(each.request.request_id, each.ttft_s, each.second_s, each.finished_at) for each in outcomes]
+LAYOUTS = (
+    Layout(1, 2, 2),
+    Layout(1, 1, 1, may_prefill_locally=True),
+    Layout(num_encode_prefill=1, num_decode=1),
+    Layout(num_encode=1, num_language=2),
+    Layout(num_whole=2),
+)
 
 
-def test_a_rest_gives_the_same_tokens_at_the_same_instants_as_its_steps_one_by_one() -> None:
-    resting, stepping = Alone(may_prefill_locally=True), Alone(may_prefill_locally=True)
-    stepping.decode.runner.plan = lambda began_at: None  # type: ignore[method-assign]
-    for rested, stepped in zip(traffic(resting), traffic(stepping), strict=True):
-        assert rested[0] == stepped[0] and rested[1:] == pytest.approx(stepped[1:], rel=1e-6)
-    assert 2 * resting.simulation.loop.num_run < stepping.simulation.loop.num_run
+def served(layout: Layout, may_rest: bool) -> tuple[dict[str, tuple[float, float, float]], int]:
+    """When each of 60 turns of dialogues, some with an image, had its first, its second and its last token;
+    and how many events that took."""
+    simulation = Simulation(workers(layout, VL_7B, H200), [maker("round_robin")], VL_7B, noise=0.0)
+    for worker in simulation.workers.values():
+        if worker.language is not None and not may_rest:
+            worker.language.runner.plan = lambda began_at: None  # type: ignore[method-assign]
+    outcomes = simulation.run(WORKLOADS["multi-turn"].requests(8, 60, 1))
+    return {o.request.request_id: (o.ttft_s, o.second_s, o.finished_at) for o in outcomes}, (
+        simulation.loop.num_run
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_rest_gives_the_same_tokens_at_the_same_instants_as_its_steps_one_by_one(layout: Layout) -> None:
+    (rested, num_events), (stepped, num_single) = served(layout, True), served(layout, False)
+    assert len(rested) == 60 and rested.keys() == stepped.keys()
+    for name, instants in rested.items():
+        assert instants == pytest.approx(stepped[name], rel=1e-9)
+    assert num_events < 0.6 * num_single
+
+
+def test_a_rest_ends_when_the_worker_becomes_slower() -> None:
+    ends = []
+    for factor in (1.0, 3.0):
+        specs = throttled(workers(Layout(0, 1, 1), VL_7B, H200), "d:h200-1", since=1.0, factor=factor)
+        simulation = Simulation(specs, [maker("round_robin")], VL_7B, noise=0.0)
+        (outcome,) = simulation.run([SimRequest("answer", 0.0, 64, 400, [])])
+        ends.append(outcome.finished_at)
+    usual_s, slow_s = (end - 1.0 for end in ends)
+    assert slow_s == pytest.approx(3 * usual_s, rel=0.02)
 
 
 def test_a_worker_that_is_killed_in_a_rest_has_told_the_tokens_of_the_steps_before() -> None:

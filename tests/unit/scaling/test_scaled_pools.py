@@ -56,7 +56,7 @@ def test_a_load_step_up_and_down_loses_no_request():
     assert max(size for _, size in sizes) >= 3  # 1.6 workers would be busy all the time
     assert sizes[-1][1] == 1
     (left,) = simulation.alive(Phase.PREFILL)
-    assert len(simulation.specs) == 2 and left in simulation.specs
+    assert len(simulation.workers) == 2 and left in simulation.workers
     most = 1 + max(size for _, size in sizes)
     assert pools.device_seconds() < 0.75 * most * simulation.loop.now
 
