@@ -57,7 +57,7 @@ def test_a_planted_bug_is_found_at_once(name: str) -> None:
 
 def test_a_planted_bug_is_found_by_a_crash() -> None:
     """An encoder dies when the prompt of its item, at another worker that encodes, has what it needs."""
-    with planted("moved_item_not_called_off"), pytest.raises(AssertionError, match="goes on with media/0"):
+    with planted("moved_item_not_called_off"), pytest.raises(AssertionError, match="its door does not want"):
         steps.crash_everywhere("W1", first=35)
 
 

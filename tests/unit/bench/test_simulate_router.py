@@ -118,7 +118,7 @@ def test_more_answers_are_in_time_with_the_setting_of_their_limit() -> None:
     slo, specs = Slo(1.0, 0.025, share=0.9), workers(Layout(num_whole=4), VL_7B, A100)
     good_shares = [
         run_once(
-            specs, maker("joint"), VL_7B, WORKLOADS["1-image"], 24.0, 300, 100, slo, scheduling
+            specs, maker("joint"), VL_7B, WORKLOADS["1-image"], 22.0, 300, 100, slo, scheduling
         ).good_share
         for scheduling in (SCHEDULING, promised(slo, specs))
     ]
