@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
+import pytest
 import pytest_asyncio
 
 from tests.flow.local_cluster import LocalCluster
+from tests.flow.losses import StandIns
 from tests.flow.media_client import serving
 
 Served = tuple[LocalCluster, httpx.AsyncClient]
@@ -24,3 +26,10 @@ async def served(_served: Served) -> AsyncIterator[Served]:
     """A cluster as it comes, with a client; it is audited after each test."""
     yield _served
     await _served[0].audit()
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
+    stand_ins = StandIns(monkeypatch)
+    yield stand_ins
+    stand_ins.kill_all()

@@ -8,16 +8,15 @@ import random
 from typing import Any
 
 import numpy as np
-import pytest
 
 from bench.media_files import image
 from bench.workload import Reference, data_uri, make_case, png_bytes
 from tests.flow.local_cluster import local_cluster
+from tests.flow.losses import Loss, StandIns
 from tests.flow.media_client import ask, asked, check, part, picture, picture_part, post, serving
 from tests.flow.test_law import MAX_TOKENS, MODEL, cluster_args
 from tests.flow.test_structures import PERSON, client_of, compact
 from tests.flow.test_structures import ask as ask_for_choices
-from tests.flow.test_worker_loss import Loss, StandIn
 
 NUM_BYTES = 6 << 20
 
@@ -35,7 +34,7 @@ async def test_images_back_to_back_are_answered_as_by_generate():
             check(await ask(client, parts), reference.answer(asked(*parts, images=tuple(group)), MAX_TOKENS))
 
 
-async def test_answers_under_a_schema_go_on_when_their_decode_worker_is_lost(monkeypatch: pytest.MonkeyPatch):
+async def test_answers_under_a_schema_go_on_when_their_decode_worker_is_lost(stand_ins: StandIns):
     """dynamo#7634: a replay began the grammar at its root, and JSON was doubled. Here with choices, seeds
     and an image: the texts are those without a loss."""
     media = make_case(random.Random(5), "image").messages
@@ -49,12 +48,11 @@ async def test_answers_under_a_schema_go_on_when_their_decode_worker_is_lost(mon
         }
         for seed in range(4)
     ]
-    stand_in = StandIn(monkeypatch, "d0")
     async with local_cluster(cluster_args(64), (1, 1, 2)) as cluster, client_of(cluster) as client:
         wanted = [await ask_for_choices(client, **each) for each in fields]
-        loss = Loss(cluster.decodes[0], "run", 6, stand_in)
+        loss = Loss(cluster.decodes, "run", 4, stand_ins)
         got = await asyncio.gather(*(ask_for_choices(client, **each) for each in fields))
-        assert loss.has_happened.is_set() and cluster.door._flow.continuation.num_replays > 0
+        assert loss.victim is not None and cluster.door._flow.continuation.num_replays > 0
         assert got == wanted
 
 
