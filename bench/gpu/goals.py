@@ -89,6 +89,7 @@ GOALS = (
         of("attention-int8", "7b attention, int8 KV, blocks of 16, 64 × 8192", "of_bound"), 0.7,
         is_most=False,
     ),
+    Goal("draw of 64 rows at T = 0.8, us", of("draws", "64 rows, T = 0.8", "device_us"), 60, is_most=True),
     Goal(f"whole, {SHORT}: ITL p99 ÷ p50", ratio(_ITL_P99, _ITL_P50), 1.5, is_most=True),
     _start("whole", 26.6),
     _start("e-p-d", 19.1),

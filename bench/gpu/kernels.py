@@ -27,7 +27,7 @@ OTHER = "other"
 OURS = {
     "attend": "attention", "merge": "attention", "plan": "attention", "add_norm": "norms",
     "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation",
-    "product_row": "products", "product_rows": "products",
+    "product_row": "products", "product_rows": "products", "tile_scores": "draw", "draw_rows": "draw",
 }  # fmt: skip
 # The first that is found in a name, in this order: flash-attn's names hold "cutlass".
 PARTS = (

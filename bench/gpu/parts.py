@@ -24,6 +24,8 @@ from bench.gpu.throughput import EngineAlone
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.cuda.layer_calls import product, product_of_few
 from cluster.model.kv_format import KvCacheDtype, kv_segments
+from cluster.model.sampling import sample
+from cluster.types.request import SamplingParams
 from kv_transfer.agents.transport_probe import probe_transport
 from kv_transfer.codecs.checksum import BlockSums
 from kv_transfer.codecs.quantisation import CODECS
@@ -169,6 +171,21 @@ def products(rehearse: bool) -> Measurements:
                 }  # fmt: skip
 
 
+def draws(rehearse: bool) -> Measurements:
+    """Draws of whole vocabularies. us: until the tokens are on the host; device_us: what the device's kernels
+    need of it."""
+    device = torch.device("cpu" if rehearse else "cuda")
+    vocab_size = 999 if rehearse else 151_936
+    kinds = {"greedy": SamplingParams(), "T = 0.8": SamplingParams(temperature=0.8, seed=1)}
+    kinds["T = 0.8, top-k 20, top-p 0.8"] = SamplingParams(temperature=0.8, top_k=20, top_p=0.8, seed=1)
+    for num_rows in (1, 2) if rehearse else (1, 64):
+        logits = 3 * torch.randn(num_rows, vocab_size, device=device)
+        for kind, params in kinds.items():
+            work = partial(sample, logits, [params] * num_rows, range(num_rows))
+            record = {"what": f"{num_rows} rows, {kind}", "us": 1e6 * median_s(work, device, 20)}
+            yield record if rehearse else {**record, "device_us": kernels_of(work, device).busy_us}
+
+
 def transfer(rehearse: bool) -> Measurements:
     """Measures transfers between two processes on one device, by NIXL."""
     speed = probe_transport(torch.device("cpu" if rehearse else "cuda"))
@@ -206,6 +223,7 @@ RUN: dict[str, Part] = {
     "load-whole": Part(65, partial(served.load, "whole", "raw")),
     "throughput-engine": Part(70, throughput_engine),
     "equal-e-p-d": Part(70, partial(served.equality, "e-p-d")),
+    "draws": Part(20, draws),
     "wire": Part(25, wire),
     "transfer": Part(30, transfer),
     "load-raw": Part(75, partial(served.load, "e-p-d", "raw")),

@@ -12,27 +12,31 @@ splittable pseudorandom number generators", 2014):
 
 The filters have transformers' order: temperature, top-k, top-p, min-p.
 
-On the CPU a native kernel draws (`cpu/sampling.cpp`); it computes logarithms only for tokens that can win. On
-other devices, and without a compiler, torch draws.
+On the CPU a native kernel draws (`cpu/sampling.cpp`), on a GPU Triton's (`cuda/draw.py`); both compute
+logarithms in double only for tokens that can win. Without a compiler torch draws.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from cluster.config.machine import has_triton
 from cluster.model.cpu import library
+from cluster.model.cuda.draw import GREEDY, draw_tokens
 from cluster.types.request import SamplingParams
 
+logger = logging.getLogger(__name__)
 _MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+GAMMA = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
 # Logits that are filtered, or drawn by torch, together. Measured on one core with rows of 151,936: torch
 # draws 32 rows in 60 ms in such groups and in 393 ms all at once. `python -m bench.kernels` measures the time
 # of a row.
@@ -44,6 +48,8 @@ _MAX_DEVICE_ELEMENTS = 1 << 24
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     """One token id per row. logits: [B, V] float32, any device. `positions[i]`: index of the drawn token in
     row i's sequence (prompt + generated). Synchronises the device."""
+    if logits.device.type == "cuda" and _kernels_draw(logits.device):
+        return _sample_by_kernels(logits, params, positions)
     sampled = [row for row, p in enumerate(params) if p.temperature > 0]
     has_greedy = len(sampled) < len(params)
     tokens = _greedy_tokens(logits) if has_greedy else logits.new_empty(len(params), dtype=torch.int64)
@@ -53,14 +59,61 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         temperatures = [params[row].temperature for row in plain]
         tokens[plain] = draw_native(native, logits, plain, temperatures, [keys[row] for row in plain])
         sampled = [row for row in sampled if _has_filter(params[row])]
-    most = _MAX_GROUP_ELEMENTS if logits.device.type == "cpu" else _MAX_DEVICE_ELEMENTS
-    group = max(1, most // logits.shape[-1])
-    for start in range(0, len(sampled), group):
-        some = sampled[start : start + group]
-        temperature = _column([params[row].temperature for row in some], logits)
-        scores = keep_likely(logits[some] / temperature, [params[row] for row in some])
+    for some, scores in _likely(logits, params, sampled):
         tokens[some] = _draw(native, scores, [keys[row] for row in some])
     return tokens.tolist()
+
+
+def _likely(
+    logits: Tensor, params: Sequence[SamplingParams], rows: Sequence[int]
+) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Some of `rows`, and their scores, -inf for tokens that the filters drop; as many together as memory
+    and time allow."""
+    most = _MAX_GROUP_ELEMENTS if logits.device.type == "cpu" else _MAX_DEVICE_ELEMENTS
+    group = max(1, most // logits.shape[-1])
+    for start in range(0, len(rows), group):
+        some = rows[start : start + group]
+        temperature = _column([params[row].temperature for row in some], logits)
+        yield some, keep_likely(logits[some] / temperature, [params[row] for row in some])
+
+
+def _sample_by_kernels(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> list[int]:
+    """`sample` on a GPU: all rows without a filter at once, then the others. Waits once, at the end."""
+    filtered = [row for row, p in enumerate(params) if p.temperature > 0 and _has_filter(p)]
+    plain = [row for row in range(len(params)) if row not in set(filtered)]
+    keys = [_row_key(p.seed, position) for p, position in zip(params, positions, strict=True)]
+    order, found = list(plain), []
+    if plain:
+        temperatures = [params[row].temperature or GREEDY for row in plain]
+        found.append(draw_tokens(logits, plain, temperatures, [keys[row] for row in plain]))
+    for some, scores in _likely(logits, params, filtered):
+        found.append(draw_tokens(scores, range(len(some)), [1.0] * len(some), [keys[row] for row in some]))
+        order += some
+    tokens = [0] * len(params)
+    for row, token in zip(order, torch.cat(found).tolist(), strict=True):
+        tokens[row] = token
+    return tokens
+
+
+@cache
+def _kernels_draw(device: torch.device) -> bool:
+    """Whether Triton's kernels run on this GPU, and draw what torch draws there. The first call tries it,
+    when a worker warms up."""
+    if not has_triton():
+        return False
+    rows, keys = range(8), [_row_key(seed, 1) for seed in range(8)]
+    logits = torch.linspace(-3, 3, 9001, device=device).expand(len(rows), -1)
+    try:
+        ours = draw_tokens(logits, rows, [1.0] * len(rows), keys)
+        is_equal = torch.equal(ours, draw(logits, keys))
+    except Exception:
+        logger.warning("torch draws tokens: our kernels do not run on %s", device, exc_info=True)
+        return False
+    if not is_equal:
+        logger.warning("torch draws tokens: our kernels draw others on %s", device)
+    return is_equal
 
 
 def _greedy_tokens(logits: Tensor) -> Tensor:
@@ -169,27 +222,27 @@ def gumbel_noise(row_keys: Tensor, vocab_size: int) -> Tensor:
     """[S, vocab_size] float64 standard Gumbel noise; row_keys: [S] int64 (the bits of an unsigned 64-bit
     key)."""
     token_ids = torch.arange(1, vocab_size + 1, dtype=torch.int64, device=row_keys.device)
-    bits = _mix_tensor(row_keys[:, None] + token_ids * _signed(_GAMMA))
+    bits = _mix_tensor(row_keys[:, None] + token_ids * _signed(GAMMA))
     uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
     uniform.clamp_(max=1 - 2.0**-53)  # otherwise the largest rounds to 1
     return uniform.log_().neg_().log_().neg_()
 
 
 def _row_key(seed: int, position: int) -> int:
-    return _signed(_mix(_mix(seed & _MASK) + (position + 1) * _GAMMA))
+    return _signed(_mix(_mix(seed & _MASK) + (position + 1) * GAMMA))
 
 
 def _mix(x: int) -> int:
     x &= _MASK
-    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    x = ((x ^ (x >> 30)) * MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * MIX_2) & _MASK
     return x ^ (x >> 31)
 
 
 def _mix_tensor(x: Tensor) -> Tensor:
     """`_mix` on int64 tensors: products wrap modulo 2^64."""
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
     return x ^ _shift_right(x, 31)
 
 

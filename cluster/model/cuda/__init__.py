@@ -1,9 +1,9 @@
 """Code for GPUs only. A machine that serves from its CPU imports nothing that needs a GPU from here.
 
-* `attention_kernels`, `layer_kernels`: Triton kernels of attention over blocks, and of the rest of a layer.
-  Only these modules need triton.
-* `paged_attention`, `layer_calls`: launch these kernels. They import them inside the functions that do, so
-  they can be imported anywhere.
+* `attention_kernels`, `layer_kernels`, `draw_kernels`: Triton kernels of attention over blocks, of the rest
+  of a layer, and of draws. Only these modules need triton.
+* `paged_attention`, `layer_calls`, `draw`: launch these kernels. They import them inside the functions that
+  do, so they can be imported anywhere.
 * `libraries`: attention kernels of other projects. `choice`: whether our kernels serve a model on this GPU,
   and which library computes long chunks of its prompts.
 * `graphs`: CUDA graphs of steps, by their sizes. `step_inputs`: a step's inputs in one pinned buffer, and
@@ -13,6 +13,6 @@
 Tried: all of it on a simulated device (tests/unit/cuda, tests/fakes/cuda_device.py), whose tensors are
 computed on the CPU, and which refuses what a GPU refuses; the kernels in Triton's interpreter and in its
 compiler for sm_80, sm_90 and sm_100; an H100 (bench/gpu/README.md), in bfloat16 for heads of 64 and 128
-channels, in float32 for the demo model. Untried on a GPU: float16, other widths, soft caps, sinks and
+channels, in float32 for the demo model. Untried on a GPU: `draw`, float16, other widths, soft caps, sinks and
 windows, flash-attn's libraries.
 """

@@ -36,7 +36,8 @@ REHEARSED = {  # test file: places
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
         cluster/model/logprobs.py:RawLogprobs.__init__ cluster/model/sampling.py:_ascending
-        cluster/model/sampling.py:_greedy_tokens cluster/model/sampling.py:sample
+        cluster/model/sampling.py:_greedy_tokens cluster/model/sampling.py:_likely
+        cluster/model/sampling.py:sample
     """,
     "test_memory.py": """
         cluster/kvcache/memory.py:BlockMemory.__init__ cluster/kvcache/memory.py:BlockMemory.mark
@@ -84,6 +85,8 @@ REHEARSED = {  # test file: places
 NOT_REHEARSED = {
     "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
+    "cluster/model/cuda/draw_kernels.py:module": "Triton: test_cuda_draw.py, likewise",
+    "cluster/model/cuda/draw.py:draw_tokens": "Triton: test_cuda_draw.py",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
     "kv_transfer/codecs/triton_checksum.py:module": "Triton: test_triton_checksum.py, likewise",
     "kv_transfer/agents/collective_agent.py:built_backends": "asks this build of torch",

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from cluster.model.changes import add_bias, allow, apply_masks, forbid, guide, penalize
+from cluster.model.cuda.draw import GREEDY
 from cluster.model.logprobs import PromptScores, RawLogprobs
-from cluster.model.sampling import sample
+from cluster.model.sampling import gumbel_noise, sample
 from cluster.types.request import LogitChanges, SamplingParams
 from tests.fakes.cuda_device import SimulatedCuda
 
 VOCABULARY = 1 << 15
-GREEDY = SamplingParams()
+
 MIXED = [
-    GREEDY,
+    SamplingParams(),
     SamplingParams(temperature=0.8, seed=1),
     SamplingParams(temperature=1.3, top_k=50, seed=2),
     SamplingParams(temperature=1.0, top_p=0.7, seed=3),
@@ -47,6 +48,30 @@ def test_many_rows_are_drawn_in_as_many_launches_as_few(device: SimulatedCuda) -
         sample(logits, [MIXED[1]] * num_rows, range(num_rows))
         counts.append(len(device.operators) - before)
     assert counts[0] == counts[1]
+
+
+def test_kernels_are_given_each_row_once_and_the_tokens_are_in_order(
+    device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch in the place of the kernels, which are tried in tests/unit/model/test_cuda_draw.py."""
+    calls = []
+
+    def draw_tokens(logits, rows, temperatures, keys):
+        calls.append(len(rows))
+        scores = [
+            logits[row].double() if temperature == GREEDY else logits[row] / temperature
+            for row, temperature in zip(rows, temperatures, strict=True)
+        ]
+        noise = gumbel_noise(torch.tensor(keys, device="cuda"), logits.shape[-1])
+        noise[[i for i, temperature in enumerate(temperatures) if temperature == GREEDY]] = 0.0
+        return (torch.stack([each.double() for each in scores]) + noise).argmax(-1)
+
+    logits, params = logits_of(2 * len(MIXED)), [*MIXED, *MIXED[::-1]]
+    wanted = sample(logits, params, range(len(params)))
+    monkeypatch.setattr("cluster.model.sampling.draw_tokens", draw_tokens)
+    monkeypatch.setattr("cluster.model.sampling._kernels_draw", lambda _: True)
+    assert sample(logits.to("cuda"), params, range(len(params))) == wanted
+    assert calls == [4, 6]  # plain and greedy rows; those with filters
 
 
 def test_changes_of_logits_are_those_of_the_cpu(device: SimulatedCuda) -> None:

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
-from cluster.model.cuda import attention_kernels, layer_kernels  # noqa: E402
+from cluster.model.cuda import attention_kernels, draw_kernels, layer_kernels  # noqa: E402
 from cluster.model.cuda.paged_attention import tiles_for  # noqa: E402
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache  # noqa: E402
 
@@ -98,6 +98,17 @@ def check_compiles(
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:
     check_compiles(layer_kernels, name, constants, kinds, capability, enable_fp_fusion=False)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_kernels_that_draw_compile(capability: int) -> None:
+    kinds = {
+        "logits": "*fp32", "records": "*i64", "scores": "*fp32", "tokens": "*i64", "row_stride": "i32",
+        "vocab_size": "i32", "num_tiles": "i32",
+    }  # fmt: skip
+    check_compiles(draw_kernels, "tile_scores", {"TILE": 4096}, kinds, capability, num_warps=8)
+    constants = {"TILE": 4096, "TILES_PAD": 64}
+    check_compiles(draw_kernels, "draw_rows", constants, kinds, capability, num_warps=8)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -23,9 +23,9 @@ from transformers.generation.logits_process import (
 
 from cluster.model.cpu.library import load_variant
 from cluster.model.sampling import (
-    _GAMMA,
-    _MIX_1,
-    _MIX_2,
+    GAMMA,
+    MIX_1,
+    MIX_2,
     _ascending,
     _mix,
     _signed,
@@ -223,11 +223,11 @@ def test_the_mixer_is_splitmix64() -> None:
 def key_of(word: int, token: int) -> int:
     """The row key with which a token's random word is `word`: `_mix` backwards."""
     word ^= word >> 31 ^ word >> 62
-    word = word * pow(_MIX_2, -1, 2**64) % 2**64
+    word = word * pow(MIX_2, -1, 2**64) % 2**64
     word ^= word >> 27 ^ word >> 54
-    word = word * pow(_MIX_1, -1, 2**64) % 2**64
+    word = word * pow(MIX_1, -1, 2**64) % 2**64
     word ^= word >> 30 ^ word >> 60
-    return _signed(word - (token + 1) * _GAMMA)
+    return _signed(word - (token + 1) * GAMMA)
 
 
 def test_noise_is_finite_for_every_key() -> None:

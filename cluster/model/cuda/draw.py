@@ -1,0 +1,46 @@
+"""Draws on a GPU: two launches and one copy to the device for all rows that have no filter, whatever their
+number; with filters, torch has dropped tokens before. The kernels are those of `draw_kernels`, which the
+first call imports.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from cluster.model.cuda.tiles import power_of_two
+
+GREEDY = -1.0  # as a temperature
+_TILE = 4096  # tokens
+
+
+def draw_tokens(
+    logits: Tensor, rows: Sequence[int], temperatures: Sequence[float], keys: Sequence[int]
+) -> Tensor:
+    """[len(rows)] int64 token ids, on the device of logits [B, V] float32, whose last dimension is dense.
+    `temperatures`: of the rows; `GREEDY`: the most probable token, whatever the key. `keys`: of the rows'
+    noise. Enqueues, and does not wait."""
+    kernels = import_module("cluster.model.cuda.draw_kernels")
+    vocab_size = logits.shape[-1]
+    num_tiles = -(-vocab_size // _TILE)
+    records = [
+        (row, key, struct.unpack("<i", struct.pack("<f", temperature))[0])
+        for row, key, temperature in zip(rows, keys, temperatures, strict=True)
+    ]
+    sent = torch.tensor(records, dtype=torch.int64, pin_memory=logits.is_cuda)
+    sent = sent.to(logits.device, non_blocking=True)
+    scores = torch.empty(len(records), num_tiles, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(len(records), dtype=torch.int64, device=logits.device)
+    stride = logits.stride(0)
+    kernels.tile_scores[(len(records), num_tiles)](
+        logits, sent, scores, stride, vocab_size, TILE=_TILE, num_warps=8
+    )
+    kernels.draw_rows[(len(records),)](
+        logits, sent, scores, tokens, stride, vocab_size, num_tiles,
+        TILE=_TILE, TILES_PAD=power_of_two(num_tiles), num_warps=8,
+    )  # fmt: skip
+    return tokens
