@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
@@ -29,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.fakes.cuda_streams import CurrentPlace, Event, Graph, Stream
+from tests.fakes.leaves import leaves, mapped
 
 VRAM = 1 << 48  # added to addresses, so that none of them is an address of the host
 _OPEN = torch.device("cuda")
@@ -103,10 +104,9 @@ class _Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in _BRACKETS:
             args = (args[0], _with_read_bounds(args[1]), *args[2:])
-        flat, spec = tree_flatten((args, kwargs or {}))
-        if func in _WHOLE and any(map(_is_on_cuda, flat)):
+        if func in _WHOLE and any(map(_is_on_cuda, leaves((args, kwargs)))):
             return self._device.kernel(func, *args, **(kwargs or {}))
-        args, kwargs = tree_unflatten([self._placed(each) for each in flat], spec)
+        args, kwargs = mapped(self._placed, (args, kwargs or {}))
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -176,9 +176,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         return self.dispatch(func, args, kwargs or {})
 
     def dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func not in _COPIES and torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), "CompositeImplicitAutograd"
-        ):  # inference mode hands over what is made of other operators
+        if func not in _COPIES and _is_composite(func):
             with self._pushed():
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
@@ -209,30 +207,28 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         return self._pin(out) if is_pinned else out
 
     def _run(self, func: Any, name: str, args: Any, kwargs: Any, index: int | None) -> Any:
-        flat, spec = tree_flatten((args, kwargs))
-        given, given_kwargs = tree_unflatten([_held(each) for each in flat], spec)
+        flat = leaves((args, kwargs))
+        given, given_kwargs = mapped(_held, (args, kwargs))
         if index is None:
             return func(*given, **given_kwargs)
         if func is _aten.histc.default:
             func = _histc_of_integers
         out = func(*given, **given_kwargs)
         wrappers = {id(each.held): each for each in flat if isinstance(each, CudaTensor)}
-        outs, out_spec = tree_flatten(out)
-        made = [
-            each
-            if not isinstance(each, Tensor)
-            else wrappers[id(each)]
-            if id(each) in wrappers
-            else CudaTensor(each, index)
-            for each in outs
-        ]
+        outs = leaves(out)
         self.operators.append(name)
         self._launch(func, name, flat, outs)
         if self.capture is not None:
             if any(isinstance(each, Tensor) and not _is_on_cuda(each) and each.dim() for each in flat):
                 raise RuntimeError(f"CUDA error: {name} copies from the host while a graph is recorded")
             self.capture.add(func, given, given_kwargs, [each for each in outs if isinstance(each, Tensor)])
-        return tree_unflatten(made, out_spec)
+
+        def made(each: Any) -> Any:
+            if not isinstance(each, Tensor):
+                return each
+            return wrappers[id(each)] if id(each) in wrappers else CudaTensor(each, index)
+
+        return mapped(made, out)
 
     def _launch(self, func: Any, name: str, flat: list[Any], outs: list[Any]) -> None:
         """Tells the sanitizer what the launch reads and writes. A view reads nothing."""
@@ -300,7 +296,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
     def _index_of(self, args: Any, kwargs: Any, *, strict: bool = True) -> int | None:
         """The device that the operator runs on; None: the CPU."""
-        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+        tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
         indices = {each.device.index for each in tensors if isinstance(each, CudaTensor)}
         on_cpu = [each for each in tensors if not isinstance(each, CudaTensor) and each.dim()]
         if len(indices) > 1 or (strict and indices and on_cpu):
@@ -365,6 +361,12 @@ _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.def
 def _histc_of_integers(numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """On GPUs only."""
     return _aten.histc.default(numbers.float(), *args, **kwargs)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    """Inference mode hands over what is made of other operators."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _with_read_bounds(index: Any) -> Any:

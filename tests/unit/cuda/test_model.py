@@ -19,6 +19,7 @@ from cluster.model.attention import PagedBatch
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda import paged_attention
 from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda, recording_of
+from cluster.model.cuda.step_inputs import answers_of
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.language_parts import probed_parts
@@ -36,7 +37,7 @@ from tests.gpu.cases import check_recorded_steps
 PROMPTS = [list(range(5, 45)), list(range(50, 53)), list(range(60, 81))]
 TABLES = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
 NUM_STEPS = 3
-ANSWERS = RecordedSizes.up_to(4, 0)
+ANSWERS = RecordedSizes([answers_of(4)], [])  # with room to spare; several sizes: `test_recorded_steps`
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def device() -> Iterator[SimulatedCuda]:
 
 def computed(model: LanguageModel, where: str, decode_by=None) -> list[Tensor]:
     """Logits of prompts side by side, of the rest of one beside running answers, and of some decode steps."""
-    kv = BlockMemory(model.kv_layout, 64, where)
+    kv = BlockMemory(model.kv_layout, 65, where)  # the last one is written by padding
     steps = model if decode_by is None else decode_by(model, kv)
     first = [SequenceChunk(PROMPTS[i], 0, 0, TABLES[i]) for i in (1, 2)]
     first.append(SequenceChunk(PROMPTS[0][:20], 0, 0, TABLES[0], num_logits=0))
@@ -141,8 +142,15 @@ def test_recorded_decode_steps_equal_unrecorded_ones(device: SimulatedCuda) -> N
     check_equal(computed(model, "cuda", graphed), computed(model, "cuda"), 1e-5)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float32, 1e-4)])
+KERNEL_TYPES = [
+    (kv, *dtype) for kv in ("auto", "int8") for dtype in ((torch.bfloat16, 0.1), (torch.float32, 1e-4))
+]
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype", "tolerance"),
+    often(KERNEL_TYPES, [("auto", torch.bfloat16, 0.1), ("int8", torch.float32, 1e-4)]),
+)
 def test_our_kernels_serve_all_steps_recorded_or_not(
     kv_cache_dtype, dtype, tolerance: float, device, kernels: PlainAttention
 ) -> None:
