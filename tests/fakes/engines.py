@@ -14,6 +14,7 @@ import torch
 
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
+from cluster.engine.inbox import Inbox as MessageInbox
 from cluster.engine.limits import StepLimits
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
@@ -21,25 +22,15 @@ from cluster.kvcache.tier import KvTier
 from cluster.kvcache.tier_slots import Slots
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.media import MediaItem, Modality
-from cluster.types.members import ProcessId
-from cluster.types.messages import (
-    AnyMessage,
-    Cancel,
-    DecodeTarget,
-    EncoderLost,
-    EncodeTarget,
-    GrantPassed,
-    ReturnGrant,
-    StartDecode,
-    StartEncode,
-    StartPrefill,
-)  # fmt: skip
+from cluster.types.members import ProcessId, Role
+from cluster.types.messages import AnyMessage
 from cluster.worker.cpu_slots import no_cpu_slots
 from cluster.worker.outbox import Outbox
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import Piece, Prepared
+from encoder_service.service import Encoder
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.events import TransferEngineFailed
@@ -64,6 +55,13 @@ ENCODER_LIMITS = EncoderLimits(
     max_queued_rows=1000,
     num_prepare_threads=2,
 )
+
+
+class RigEncoder(Encoder):
+    """Passes messages to an engine that is there."""
+
+    def __init__(self, engine: EncoderEngine, parts: Any):
+        self.engine, self._seat, self._clock = engine, parts.seat, parts.clock
 
 
 class Rig:
@@ -124,10 +122,7 @@ class Rig:
     @property
     def features(self) -> FeatureStore:
         """Prefill's."""
-        return self._features("prefill")
-
-    def _features(self, name: str) -> FeatureStore:
-        features = self.workers[name].features
+        features = self.prefill.features
         assert features is not None
         return features
 
@@ -301,50 +296,24 @@ class Rig:
             process,
             said,
         )
+        parts: Any = SimpleNamespace(
+            clock=self.clock,
+            loop=inbox,
+            seat=SimpleNamespace(attach=lambda engine: None, loop=inbox),
+            shell=worker,
+            kv_transfer_engine=transfer_engine,
+            feature_transfer_engine=feature_transfer_engine,
+            attach=worker.attach,
+        )
+        if features is None:
+            worker.attach(RigEncoder(worker.engine, parts).on_message)
+        else:
+            MessageInbox(Role(name), parts, worker.engine, features)
 
     def receive(self, name: str, message: AnyMessage) -> None:
-        """A frame from the door reaches a worker; what `service.py` does with it."""
+        """A frame from the door reaches a worker."""
         worker = self.workers[name]
-        engine = worker.engine
-        match message:
-            case StartPrefill() | StartDecode():
-                if isinstance(message, StartPrefill) or message.prefills:
-                    self._reserve(name, message)
-                worker.tell(engine.start, worker.door, message, self.clock.now())
-            case StartEncode():
-                worker.tell(engine.start, worker.door, message, self.clock.now())
-            case DecodeTarget():
-                engine.offer_target(message.request_id, message.grant.received(self.clock.now()))
-                worker.tell(engine.take_targets)
-            case EncodeTarget():
-                received = message.grant.received(self.clock.now())
-                worker.tell(engine.set_target, message.request_id, message.item_idx, received)
-            case Cancel():
-                part = {"decode": (message.choice_idx,), "encoder": (message.item_idx,)}.get(name, ())
-                worker.tell(engine.cancel, message.request_id, *part)
-            case EncoderLost():
-                self._features(name).renew((message.request_id, message.item_idx), message.lease_id)
-            case GrantPassed():
-                for transfer_engine in worker.granting_engines:
-                    transfer_engine.note_writer(message.lease_id, message.processes)
-            case ReturnGrant():
-                for transfer_engine in worker.granting_engines:
-                    transfer_engine.revoke(message.lease_id, "no writer was given it")
-
-    def _reserve(self, name: str, message: StartPrefill | StartDecode) -> None:
-        worker = self.workers[name]
-        tell = partial(self._say, worker, worker.door)
-        for item_idx, item in enumerate(message.request.prompt.media):
-            key, num_rows = (message.request.request_id, item_idx), item.geometry.num_tokens
-            is_wanted = item_idx not in message.cached
-            self._features(name).reserve(
-                key, item.media_hash, num_rows, message.timeout_s, tell, is_wanted=is_wanted
-            )
-
-    @staticmethod
-    def _say(worker: Worker, door: int, message: AnyMessage) -> None:
-        if door == worker.door:
-            worker.said.append(message)
+        worker.on_message(worker.door, message)
 
     def turn(self, rounds: int = 1) -> None:
         """Everybody does whatever can be done, `rounds` times."""

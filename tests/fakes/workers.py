@@ -70,9 +70,15 @@ class Worker:
     def transfer_engines(self) -> list[TransferEngine]:
         return list({id(one): one for one in (self.transfer_engine, self.feature_transfer_engine)}.values())
 
-    @property
-    def granting_engines(self) -> list[TransferEngine]:
-        return [one for one in self.transfer_engines if one._receiver is not None]
+    def attach(self, on_message: Callable[[int, AnyMessage], None]) -> None:
+        self.on_message = on_message
+
+    def send(self, door: int, message: AnyMessage) -> None:
+        if door == self.door:
+            self.said.append(message)
+
+    def call_from_thread(self, function: Callable[..., None], *args: Any) -> None:
+        function(*args)
 
     def step(self) -> None:
         self.inbox.run()
