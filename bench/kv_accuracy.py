@@ -125,7 +125,7 @@ def _logprobs(model: Any, given: dict[str, Any], length: int, cache: Any) -> Ten
 
 
 def demo_inputs(reference: Reference, num_requests: int) -> list[dict[str, Any]]:
-    return [reference._inputs(case) for case in make_cases(5, num_requests)]
+    return [reference.inputs(case) for case in make_cases(5, num_requests)]
 
 
 def random_model(head_dim: int, num_outliers: int) -> Any:
@@ -186,9 +186,7 @@ def main() -> None:
         f"{'model':<34}{'KV':>6}{'bytes':>8}{'top-1':>9}{'|dlogp|':>10}{'max':>9}{'same tokens':>15}{'same answers':>14}"
     )
     reference = Reference(args.model)
-    report(
-        Path(args.model).name, reference._model, demo_inputs(reference, args.num_requests), args.max_tokens
-    )
+    report(Path(args.model).name, reference.model, demo_inputs(reference, args.num_requests), args.max_tokens)
     for head_dim in (64, 128):
         for num_outliers in (0, 4, 16):
             name = f"random, width {head_dim}, {num_outliers} outliers"

@@ -117,24 +117,24 @@ class Reference:
 
         kwargs_file = Path(path) / "mm_processor_kwargs.json"
         self._kwargs = json.loads(kwargs_file.read_text()) if kwargs_file.is_file() else {}
-        self._processor = AutoProcessor.from_pretrained(path)
-        self._model = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.processor = AutoProcessor.from_pretrained(path)
+        self.model = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def answer(self, case: Case, max_tokens: int) -> Answer:
         import torch
 
-        inputs = self._inputs(case)
+        inputs = self.inputs(case)
         with torch.inference_mode():
-            output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+            output = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
         num_prompt_tokens = inputs["input_ids"].shape[1]
         token_ids = output[0, num_prompt_tokens:].tolist()
-        text = self._processor.tokenizer.decode(token_ids, skip_special_tokens=True)
+        text = self.processor.tokenizer.decode(token_ids, skip_special_tokens=True)
         return Answer(tuple(token_ids), text, num_prompt_tokens)
 
     def answers(self, cases: Sequence[Case], max_tokens: int) -> list[Answer]:
         return [self.answer(case, max_tokens) for case in cases]
 
-    def _inputs(self, case: Case) -> dict[str, Any]:
+    def inputs(self, case: Case) -> dict[str, Any]:
         queues = {
             "image_url": ("image", list(case.images)),
             "video_url": ("video", list(case.videos)),
@@ -147,7 +147,7 @@ class Reference:
                 content = [self._part(part, queues) for part in content]
             messages.append({"role": message["role"], "content": content})
         return dict(
-            self._processor.apply_chat_template(
+            self.processor.apply_chat_template(
                 messages,
                 tokenize=True,
                 add_generation_prompt=True,

@@ -72,7 +72,7 @@ class EncoderEngine:
         own_prompts: OwnPrompts | None = None,
     ):
         """`own_prompts`: of a worker that computes prompts, too."""
-        self._runner = runner
+        self.runner = runner
         self._cache = cache
         self._transfer_engine = transfer_engine
         self._outbox = outbox
@@ -87,7 +87,7 @@ class EncoderEngine:
         self.deliveries = Deliveries(cache, transfer_engine, outbox, clock, own_prompts)
         self._totals = EncodeTotals()
         self._budget = CallBudget(limits.max_call_bytes, clock)
-        self._planner = CallPlanner(limits, self._budget, policy, cache)
+        self.planner = CallPlanner(limits, self._budget, policy, cache)
         self._blame_item = Blame(self._fail_named_item)
         self._blame_delivery = Blame(self._fail_named)
         ahead = PreparationLimits(
@@ -238,7 +238,7 @@ class EncoderEngine:
         """Prepares an item. Runs on a thread of the pool."""
         assert self._loop is not None
         began_at = self._clock.now()
-        prepared = self._runner.prepare(item, is_wanted)
+        prepared = self.runner.prepare(item, is_wanted)
         took_s = self._clock.now() - began_at
         self._loop.call(self.fits.prepare[item.modality].observe, item.num_call_rows, 0.0, took_s)
         return prepared
@@ -267,8 +267,8 @@ class EncoderEngine:
         parts, batch = [], []
         for item, prepared in ready:
             with self._blame_item.of(item.media_hash):
-                parts.append(self._planner.part_of(item, prepared))
-        for call in self._planner.choose(parts):
+                parts.append(self.planner.part_of(item, prepared))
+        for call in self.planner.choose(parts):
             with self._blame_item.of(call.item.media_hash):
                 self._reserve_room(call)
                 batch.append(call)
@@ -289,7 +289,7 @@ class EncoderEngine:
                 for call in batch:
                     call.item.timestamps.called_at = call.item.timestamps.called_at or began_at
                 modality = batch[0].item.item.modality
-                outputs = self._runner.encode(modality, [call.piece for call in batch])
+                outputs = self.runner.encode(modality, [call.piece for call in batch])
             done = list(zip(batch, outputs, strict=True))
         except Exception as error:  # the model's code may raise anything on unusual input
             if is_device_lost(error):

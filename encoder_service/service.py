@@ -140,7 +140,7 @@ class EncoderService(PhaseService):
         process = WorkerProcess(setup, encoder.model.fingerprint, embeddings=encoder.memory)
         encoder.attach(process)
         process.attach(encoder.on_message)
-        self._encoder, self._engine = encoder, encoder.engine
+        self.encoder = encoder
         super().__init__(
             process,
             process.member(
@@ -154,4 +154,4 @@ class EncoderService(PhaseService):
 
     async def stop(self) -> None:
         await super().stop()
-        self._encoder.close()
+        self.encoder.close()

@@ -119,8 +119,8 @@ class Door:
             self._admission,
             Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s),
         )
-        self._dispatcher = Dispatcher(self._flow, call_decode, environment.cluster_secret, self._clock)
-        self._members = self._dispatcher.members
+        self.dispatcher = Dispatcher(self._flow, call_decode, environment.cluster_secret, self._clock)
+        self._members = self.dispatcher.members
         classes = [each.name for each in args.door.admission.classes]
         self._metrics = DoorMetrics(
             self.model_id, self._members.all_peers, self._flow, self._admission.totals, classes
@@ -156,7 +156,7 @@ class Door:
     @property
     def is_idle(self) -> bool:
         """No request is on its way, waits to be let in, counts as work somewhere or holds media."""
-        return self._dispatcher.is_idle and not self._intake.num_held_bytes
+        return self.dispatcher.is_idle and not self._intake.num_held_bytes
 
     @property
     def peers(self) -> list[Peer]:
@@ -308,7 +308,7 @@ class Door:
         texts = [self._answer_text(call, prompt, report) for _ in call.sampling]
 
         def generate() -> list[Choice]:
-            streams = self._dispatcher.generate(
+            streams = self.dispatcher.generate(
                 request, prompt.items, prompt.block_hashes, timeline, call.tenant
             )
             return [

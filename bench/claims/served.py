@@ -78,7 +78,7 @@ async def count() -> dict[str, Counter[str]]:
     prefill, decode = prefill_worker(args, setup_here(args, "p")), decode_worker(args, setup_here(args, "d"))
     door, totals, found = Door(args, lambda replica_id, request_id: decode.run(request_id)), Counter(), {}
     for worker in (prefill, decode):
-        worker._engine._runner.run = counted(worker._engine._runner.run, totals)
+        worker.engine.runner.run = counted(worker.engine.runner.run, totals)
     async with started(door, (encoder, prefill, decode)):
         for name, (words, files, fields) in CALLS.items():
             before, body = totals.copy(), {"model": "demo", "messages": messages(words, files), **fields}
@@ -89,8 +89,8 @@ async def count() -> dict[str, Counter[str]]:
             async for _ in choice:
                 pass
             await choice.aclose()
-            totals["items encoded"] = encoder._engine.load().encoded.num_encoded
-            totals["KiB of KV sent"] = prefill._process.transfer_engine.sent.raw_bytes >> 10
+            totals["items encoded"] = encoder.encoder.engine.load().encoded.num_encoded
+            totals["KiB of KV sent"] = prefill.process.transfer_engine.sent.raw_bytes >> 10
             found[name] = Counter({column: totals[column] - before[column] for column in COLUMNS})
     return found
 

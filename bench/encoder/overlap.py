@@ -129,8 +129,8 @@ async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
     encoder = EncoderService(args, setup_here(args, f"e-{unique}"))
     prefill = prefill_worker(args, setup_here(args, f"p-{unique}"))
     decode = decode_worker(args, setup_here(args, f"d-{unique}"))
-    slow_down(encoder._engine._runner, ENCODE_S)
-    encoder._engine._cpu_slots = no_cpu_slots(SystemClock())
+    slow_down(encoder.encoder.engine.runner, ENCODE_S)
+    encoder.encoder.engine._cpu_slots = no_cpu_slots(SystemClock())
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
     async with started(door, (encoder, prefill, decode)), api(door) as url:
         yield url

@@ -193,7 +193,7 @@ class SynchronousDoor(Door):
 
     def __init__(self, args: ClusterArgs, engine: SynchronousEngine):
         super().__init__(args, _never_called)
-        self._dispatcher = engine
+        self.dispatcher = engine
 
     def is_ready(self) -> bool:
         return True

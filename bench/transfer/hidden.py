@@ -155,7 +155,7 @@ async def cluster(args: ClusterArgs, link: EmulatedLink, times: RequestTimes):
 
 
 def _watch(prefill: LanguageWorker, decode: LanguageWorker, times: RequestTimes) -> None:
-    report, on_event = prefill._engine._on_prompt, decode._process.transfer_engine._on_event
+    report, on_event = prefill.engine._on_prompt, decode.process.transfer_engine._on_event
 
     def report_first_tokens(request: LanguageRequest, first: FirstTokens) -> None:
         times.prefilled_at = time.perf_counter()
@@ -166,8 +166,8 @@ def _watch(prefill: LanguageWorker, decode: LanguageWorker, times: RequestTimes)
             times.complete_at = time.perf_counter()
         on_event(event)
 
-    prefill._engine._on_prompt = report_first_tokens
-    decode._process.transfer_engine._on_event = on_lease
+    prefill.engine._on_prompt = report_first_tokens
+    decode.process.transfer_engine._on_event = on_lease
 
 
 async def _ask(door: Door, num_tokens: int, draw: random.Random, times: RequestTimes) -> None:
@@ -176,7 +176,7 @@ async def _ask(door: Door, num_tokens: int, draw: random.Random, times: RequestT
     request = GenerateRequest(new_request_id(), prompt, (sampling,), StopParams(NUM_GENERATED, ()))
     times.tokens_at.clear()
     times.started_at = time.perf_counter()
-    (events,) = door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
+    (events,) = door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
     async with asyncio.timeout(TIMEOUT_S):
         async for event in events:
             times.tokens_at += [time.perf_counter()] * len(event.token_ids)

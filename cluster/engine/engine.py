@@ -106,8 +106,8 @@ class LanguageEngine:
         """`features`: where embeddings arrive. `tier`: the second one of the KV cache. `constraints`: those
         of `runner`. `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once
         for each request whose answer was to be generated here, when it leaves the engine."""
-        self._runner = runner
-        self._blocks = blocks
+        self.runner = runner
+        self.blocks = blocks
         self._features = features
         self._transfer_engine = transfer_engine
         self._outbox = outbox
@@ -143,12 +143,12 @@ class LanguageEngine:
     def _shared_state(self, policy: SchedulingPolicy, constraints: Constraints | None) -> EngineState:
         return EngineState(
             requests=self.requests,
-            blocks=self._blocks,
-            admission=PromptAdmission(policy, self._blocks.num_blocks),
+            blocks=self.blocks,
+            admission=PromptAdmission(policy, self.blocks.num_blocks),
             arrivals=WaitingQueue(policy),
             counts=self._counts,
             computing=self._computing,
-            runner=self._runner,
+            runner=self.runner,
             features=self._features,
             kv_input=self._kv_input,
             kv_output=self._kv_output,
@@ -171,7 +171,7 @@ class LanguageEngine:
     def step(self) -> float | None:
         self._admit()
         answers = self._answers.next(self._limits.max_sequences)
-        room = self._runner.room_for_prompts(answers) if self.planner.has_runnable else None
+        room = self.runner.room_for_prompts(answers) if self.planner.has_runnable else None
         prompts, is_long = self.planner.next_step(self._prompts_limit_s if answers else math.inf, room)
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
@@ -256,13 +256,13 @@ class LanguageEngine:
             num_running=num_in_work,
             num_waiting=len(self.requests) - num_in_work,
             num_queued_units=self._counts.num_sequences if generates else self._lifecycle.num_missing_tokens,
-            num_used_blocks=self._blocks.num_blocks - self._blocks.num_free + features.num_used_blocks,
+            num_used_blocks=self.blocks.num_blocks - self.blocks.num_free + features.num_used_blocks,
             num_open_leases=self._kv_input.num_open_leases
             + self._kv_output.num_open_leases
             + features.num_open_leases,
-            num_cached_blocks=self._blocks.num_cached,
+            num_cached_blocks=self.blocks.num_cached,
             totals=DecodeTotals(
-                self._lifecycle.num_preempted, self._runner.num_drafted, self._runner.num_accepted
+                self._lifecycle.num_preempted, self.runner.num_drafted, self.runner.num_accepted
             ),
             sent=self._transfer_engine.sent,
             received=self._transfer_engine.received,
@@ -278,7 +278,7 @@ class LanguageEngine:
     def _tell_doors(self, load: LoadReport | None) -> None:
         if self._loader is not None:
             self._loader.keep()
-        if (changes := (self._loader or self._blocks).take_changes()) is not None:
+        if (changes := (self._loader or self.blocks).take_changes()) is not None:
             self._outbox.broadcast(changes)
         self._speed.report()
         self._outbox.flush(load)
@@ -306,7 +306,7 @@ class LanguageEngine:
         request, sequence = work.request, work.sequence
         sequence.computed(work.num_tokens, result.logits, result.prompt_logprobs)
         self._lifecycle.count_missing(request)
-        register_computed(sequence, self._blocks)
+        register_computed(sequence, self.blocks)
         if sequence.is_complete:
             self.planner.remove(sequence)
         else:
@@ -324,7 +324,7 @@ class LanguageEngine:
         complete = [request for request in requests if request.is_complete]
         undrawn = [request for request in complete if not request.first_tokens]
         if undrawn:
-            draw = self._runner.first_tokens
+            draw = self.runner.first_tokens
             for request, first in self._blame.together(undrawn, draw, _id_of, self._forward.probe):
                 with self._blame.of(request.request_id):
                     self._on_prompt(request, first)
@@ -359,7 +359,7 @@ class LanguageEngine:
         elif isinstance(event, Completed):
             request.arrived(msgspec.msgpack.decode(event.payload, type=KvReady))
             for sequence in request.sequences:
-                register_computed(sequence, self._blocks)
+                register_computed(sequence, self.blocks)
             if request.is_complete:
                 self._answers.begin(request)
             else:
@@ -388,7 +388,7 @@ class LanguageEngine:
     def _send_computed(self, request: LanguageRequest) -> None:
         try:
             if request.sends:
-                send_computed(request, self._blocks.block_size)
+                send_computed(request, self.blocks.block_size)
         except TransferError as error:
             self._lifecycle.fail(request, UnavailableError(f"cannot write to the decode worker: {error}"))
 

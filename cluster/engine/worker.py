@@ -50,6 +50,8 @@ LoadEncoder = Callable[[ClusterArgs, WorkerSetup], EncoderPort | None]  # None: 
 
 
 class LanguageWorker(PhaseService):
+    """`features`: where embeddings arrive. `encoder`: None unless the role encodes."""
+
     def __init__(
         self,
         role: Role,
@@ -67,7 +69,7 @@ class LanguageWorker(PhaseService):
         if not takes_media(read_config(args.model)):
             sizes = dataclasses.replace(sizes, feature_bytes=0)
         # first, because `memory_share` is for both
-        self._encoder = encoder = None if load_encoder is None else load_encoder(args, setup)
+        self.encoder = encoder = None if load_encoder is None else load_encoder(args, setup)
         language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)
         model = language.model
         # before the threads of the process: it may record steps
@@ -75,12 +77,12 @@ class LanguageWorker(PhaseService):
         feature_memory = _feature_memory(args, setup, model, sizes.feature_bytes)
         process = _process(role, setup, language, ranks, feature_memory, encoder, lease_margin_s)
         feature_blocks = BlockPool(feature_memory.num_blocks, args.block_size)
-        self._features = FeatureStore(feature_memory, feature_blocks, process.feature_transfer_engine)
+        self.features = FeatureStore(feature_memory, feature_blocks, process.feature_transfer_engine)
         masks = self._constraints = _constraints(args, model.vocab_size, process.clock)
-        runner = LanguageRunner(model, language.steps, language.kv, self._features, speculator, masks)
+        runner = LanguageRunner(model, language.steps, language.kv, self.features, speculator, masks)
         blocks = BlockPool(language.num_kv_blocks, args.block_size)
         self._tier = open_tier(args, language, blocks, process.clock)
-        self._engine = LanguageEngine(
+        self.engine = LanguageEngine(
             model=model,
             runner=runner,
             blocks=blocks,
@@ -90,21 +92,21 @@ class LanguageWorker(PhaseService):
             policy=SchedulingPolicy(**args.scheduling.model_dump()),
             limits=limits,
             cpu_slots=process.seat.cpu_slots,
-            features=self._features,
+            features=self.features,
             tier=self._tier,
             constraints=masks,
             allows_recompute=args.transfer.recompute == "auto",
             on_ended=functools.partial(_on_ended, process, calls),
         )
         self._calls = calls
-        _warm_up(role, self._engine, runner, blocks, limits, process.seat.cpu_slots, model.max_model_len)
-        self._inbox = Inbox(role, process, self._engine, self._features, encoder, calls)
+        _warm_up(role, self.engine, runner, blocks, limits, process.seat.cpu_slots, model.max_model_len)
+        self._inbox = Inbox(role, process, self.engine, self.features, encoder, calls)
         super().__init__(process, _member(role, process, language, encoder))
 
     async def start(self) -> Member:
         if self._tier is not None:
-            self._tier.start(self._process.loop.call)
-        self._constraints.attach(self._process.loop.call)
+            self._tier.start(self.process.loop.call)
+        self._constraints.attach(self.process.loop.call)
         return await super().start()
 
     async def run(self, request_id: str) -> None:
@@ -114,8 +116,8 @@ class LanguageWorker(PhaseService):
 
     async def stop(self) -> None:
         await super().stop()
-        if self._encoder is not None:
-            self._encoder.close()
+        if self.encoder is not None:
+            self.encoder.close()
         self._constraints.close()
         if self._tier is not None:
             with contextlib.suppress(TimeoutError):

@@ -20,20 +20,20 @@ class PhaseService:
     def __init__(self, process: WorkerProcess, member: Member):
         """`member`: without its address, which is known after `start`."""
         self.replica_id = member.replica_id
-        self._process = process
+        self.process = process
         self._member = member
         self._assigned = member.role.phases
 
     async def start(self) -> Member:
         """Listens and runs; called once."""
-        return msgspec.structs.replace(self._member, address=await self._process.start())
+        return msgspec.structs.replace(self._member, address=await self.process.start())
 
     async def drain(self, timeout_s: float) -> None:
         """`WorkerProcess.drain`."""
-        await self._process.drain(timeout_s)
+        await self.process.drain(timeout_s)
 
     async def stop(self) -> None:
-        await self._process.stop()
+        await self.process.stop()
 
     def assign(self, phases: Sequence[str] | None) -> None:
         """From now on new requests use this worker only for these phases of its role, as long as other
@@ -49,12 +49,12 @@ class PhaseService:
         wanted = role.phases if phases is None else frozenset(known[name] for name in phases)
         if wanted != self._assigned:
             self._assigned = wanted
-            self._process.shell.assign(wanted)
+            self.process.shell.assign(wanted)
 
     def loads(self) -> list[LoadReport]:
         """`WorkerProcess.loads`."""
-        return self._process.loads()
+        return self.process.loads()
 
     def check_health(self) -> None:
         """`WorkerProcess.check_health`."""
-        self._process.check_health()
+        self.process.check_health()

@@ -43,5 +43,5 @@ class LocalPrefillPolicy(JointPolicy):
 def let_prefill_locally(door: Door, stays: Callable[[int], bool] = lambda _: True) -> LocalPrefillPolicy:
     """From now on this door's prompts are placed so."""
     policy = LocalPrefillPolicy(stays)
-    door._flow._placer._policy = policy
+    door.dispatcher.flow._placer._policy = policy
     return policy

@@ -74,9 +74,9 @@ Arm = Callable[[Rig, Faults], Any]
 def prefill_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     engine = rig.prefill.engine
     faults.on(engine._intake._model, "positions")
-    faults.on(engine._runner, "run", "first_tokens")
-    faults.on(engine._blocks, "lookup", "try_allocate", "register")
-    faults.on(engine._features, "ready_items")
+    faults.on(engine.runner, "run", "first_tokens")
+    faults.on(engine.blocks, "lookup", "try_allocate", "register")
+    faults.on(rig.features, "ready_items")
     faults.on(rig.prefill.transfer_engine, "open")
     hashes = faults.failing(intake.BlockHashes, "BlockHashes")
     spans = faults.failing(intake.uncut_spans, "uncut_spans")
@@ -98,8 +98,8 @@ def prefill_results(rig: Rig, faults: Faults) -> Iterator[None]:
 @contextmanager
 def decode_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     engine = rig.decode.engine
-    faults.on(engine._runner, "run", "propose", "first_tokens", "copy_blocks")
-    faults.on(engine._blocks, "lookup", "allocate", "try_allocate", "register", "share", "generations")
+    faults.on(engine.runner, "run", "propose", "first_tokens", "copy_blocks")
+    faults.on(engine.blocks, "lookup", "allocate", "try_allocate", "register", "share", "generations")
     faults.on(rig.decode.transfer_engine, "grant")
     yield
 
@@ -113,9 +113,9 @@ def decode_results(rig: Rig, faults: Faults) -> Iterator[None]:
 @contextmanager
 def encoder_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     engine = rig.encoder.engine
-    faults.on(engine._runner, "prepare", "encode")
+    faults.on(engine.runner, "prepare", "encode")
     faults.on(rig.cache, "try_reserve", "write", "complete", "pin")
-    faults.on(engine._planner, "part_of")
+    faults.on(engine.planner, "part_of")
     faults.on(rig.encoder.transfer_engine, "open")
     yield
 
@@ -253,7 +253,7 @@ def test_of_a_step_only_the_request_fails_that_fails_alone(worker: str, name: st
     """However often it comes back, for a request that is preempted fails under another name."""
     rig = Rig(decode_blocks=40)
     relay = Relay(rig, expects_faults=True)
-    poison(rig.workers[worker].engine._runner, name, of(lost))
+    poison(rig.workers[worker].engine.runner, name, of(lost))
     stories = start_all(relay)
     play_until_over(relay)
     assert [story.request.request_id for story in stories if not has_answer(story)] == [lost]
@@ -276,7 +276,7 @@ def test_of_prompts_that_decode_computes_together_only_the_one_fails_that_fails_
 def test_an_item_that_cannot_be_planned_fails_for_all_who_want_it_and_for_nobody_else() -> None:
     rig = Rig(decode_blocks=40)
     relay = Relay(rig, expects_faults=True)
-    poison(rig.encoder.engine._planner, "part_of", lambda item, _: item.media_hash == "a")
+    poison(rig.encoder.engine.planner, "part_of", lambda item, _: item.media_hash == "a")
     items = [make_item(name, 3) for name in "aab"]
     stories = [
         relay.start(make_request(f"r{n}", 4 + n, [item], max_tokens=MAX_TOKENS), [item])
@@ -331,7 +331,7 @@ def play_with(worker: str, name: str, error: Callable[[], BaseException], probe_
     def call(*_: Any) -> Any:
         raise error()
 
-    runner = rig.workers[worker].engine._runner
+    runner = rig.workers[worker].engine.runner
     setattr(runner, name, call)
     if probe_fails:
         runner.warm_up_prompt = call

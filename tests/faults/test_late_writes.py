@@ -107,7 +107,7 @@ def test_an_encoder_call_that_outlasts_its_grant_writes_nothing(world):
     assert [event.token_ids for event in world.tokens("prefill", "other")] == [(50,)]
     assert (
         world.failures("encoder", "first")
-        and world.rig.prefill.feature_transfer_engine._receiver.num_late == 0
+        and world.rig.prefill.feature_transfer_engine.received.num_late == 0
     )
 
 
@@ -145,7 +145,7 @@ def test_what_was_computed_from_overwritten_embeddings_is_neither_answered_nor_k
     stall_post(world, "encoder", start_and_compute)
     encode_first(world)
     world.rig.prefill.feature_transfer_engine.step()
-    assert world.rig.prefill.feature_transfer_engine._receiver.num_late == 1
+    assert world.rig.prefill.feature_transfer_engine.received.num_late == 1
     world.rig.prefill.step()
     (failed,) = world.failures("prefill", "other")
     assert "came late" in failed.error.message and world.tokens("prefill", "other") == []
@@ -169,7 +169,7 @@ def test_kv_that_a_stopped_prefill_worker_writes_over_others_ends_them(world):
 
     stall_post(world, "prefill", start_at_decode)
     relay.start(make_request("first", 19))
-    while rig.decode.transfer_engine._receiver.num_late == 0:
+    while rig.decode.transfer_engine.received.num_late == 0:
         for name in rig.workers:
             while relay.to_worker[name]:
                 relay.send_one(name)
@@ -181,7 +181,7 @@ def test_kv_that_a_stopped_prefill_worker_writes_over_others_ends_them(world):
     relay.play(1)
     story = relay.stories["other"]
     assert story.tokens and story.error is not None and "came late" in story.error
-    assert rig.decode.transfer_engine._receiver.num_late == 1
+    assert rig.decode.transfer_engine.received.num_late == 1
     relay.play(5)
     assert story.finish_reason is None
 
@@ -198,7 +198,7 @@ def test_a_request_in_other_blocks_than_the_late_ones_goes_on(world):
     stall_post(world, "prefill", pass_time)
     relay.start(make_request("first", 3))
     relay.play(3)
-    assert rig.decode.transfer_engine._receiver.num_late == 1
+    assert rig.decode.transfer_engine.received.num_late == 1
     with suppress(KeyError):
         relay.land("first")
     other = relay.start(make_request("other", 3))

@@ -59,7 +59,7 @@ async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScr
     network.faults = faults
     started_at = time.monotonic()
     for decode in cluster.decodes:  # KV that decode has would not travel
-        decode._process.loop.call(decode._engine._blocks.forget_all)
+        decode.process.loop.call(decode.engine.blocks.forget_all)
     try:
         got = await cluster.answer(case, MAX_TOKENS)
         assert got == (right.text, len(right.token_ids)), label
@@ -106,7 +106,7 @@ async def check_each_failure(args: ClusterArgs, pairs: list[Expected], verb: str
         let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
         for error in errors:
             await check_failures_of(cluster, pairs, verb, error)
-        coded_groups = cluster.prefills[0]._process.transfer_engine.sent.coded_groups
+        coded_groups = cluster.prefills[0].process.transfer_engine.sent.coded_groups
         assert (coded_groups > 0) == (args is CODED_ARGS)
 
 
@@ -171,7 +171,7 @@ async def test_a_transfer_that_fails_is_replayed_beside_others(expected):
         faults.fail("post", 2)
         network.faults = faults
         outcomes = await asyncio.gather(*(cluster.answer(case, MAX_TOKENS) for case, _ in pairs))
-        assert cluster.door._flow.continuation.num_replays == 1
+        assert cluster.door.dispatcher.flow.continuation.num_replays == 1
     assert outcomes == [(right.text, len(right.token_ids)) for _, right in pairs]
 
 

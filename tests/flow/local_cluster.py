@@ -32,6 +32,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.door import Door
+from router.policy import Policy
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
@@ -90,22 +91,25 @@ class LocalCluster:
         )
 
 
-def let_all_in(cluster: LocalCluster) -> None:
+def with_policy(args: ClusterArgs, policy: type[Policy]) -> ClusterArgs:
+    path = f"{policy.__module__}:{policy.__name__}"
+    return args.model_copy(update={"door": args.door.model_copy(update={"policy": path})})
+
+
+def let_all_in(args: ClusterArgs) -> ClusterArgs:
     """However slow workers seem to be, no request waits at a door."""
-    for door in cluster.doors:
-        queue = door._flow._admission._queue
-        queue._args = queue._args.model_copy(update={"max_outstanding_s": PATIENCE_S})
+    admission = args.door.admission.model_copy(update={"max_outstanding_s": PATIENCE_S})
+    return args.model_copy(update={"door": args.door.model_copy(update={"admission": admission})})
 
 
 def overcommit(cluster: LocalCluster) -> None:
-    """Doors expect empty answers, so that decode is given more than it has memory for; and however slow
-    workers seem to be, as many requests as there are. Decode steps only when every prompt that it has given
-    blocks to is there, so that answers grow together however fast it is."""
-    let_all_in(cluster)
+    """Doors expect empty answers, so that decode is given more than it has memory for (with `let_all_in`: as
+    many requests as there are). Decode steps only when every prompt that it has given blocks to is there, so
+    that answers grow together however fast it is."""
     for door in cluster.doors:
-        door._flow._placer._answer_tokens = 0.0
+        door.dispatcher.flow._placer._answer_tokens = 0.0
     for decode in cluster.decodes:
-        step_together(decode._engine)
+        step_together(decode.engine)
 
 
 def step_together(engine: LanguageEngine) -> None:

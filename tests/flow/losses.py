@@ -26,7 +26,7 @@ class StandIns:
         self._children: dict[str, tuple[subprocess.Popen[bytes], ProcessId]] = {}
 
         def processes(process: WorkerProcess) -> tuple[ProcessId, ...]:
-            return (self._of(process._setup.replica_id),)
+            return (self._of(process.transfer_engine.agent.name),)
 
         monkeypatch.setattr(WorkerProcess, "processes", property(processes))
 
@@ -59,7 +59,7 @@ class Loss:
         self._loop = asyncio.get_running_loop()
         self.victim: Any = None
         for worker in workers:
-            runner = worker._engine._runner
+            runner = worker.process.seat.engine.runner
             setattr(runner, verb, self._counted(worker, getattr(runner, verb)))
 
     def _counted(self, worker: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,4 +81,4 @@ class Loss:
         """The victim's connections end, and it writes nothing any more, as when a process is killed."""
         network.kill(self.victim.replica_id)
         self._stand_ins.kill(self.victim.replica_id)
-        self.victim._process.shell._hang_up()
+        self.victim.process.shell._hang_up()

@@ -16,7 +16,7 @@ from cluster.config.settings import MediaArgs
 from deploy.demo_model.training import data
 from deploy.demo_model.training.media import mp4_bytes
 from router.api.app import build_api
-from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MAX_TOKENS, cluster_args
 
 QUESTION = {"type": "text", "text": "What do you see?"}
@@ -25,13 +25,13 @@ Part = dict[str, Any]
 
 @asynccontextmanager
 async def serving(
-    max_batch_tokens: int = 256, max_model_len: int = 0, **media: Any
+    max_batch_tokens: int = 256, max_model_len: int = 0, lets_all_in: bool = False, **media: Any
 ) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
     """`media`: the door's settings of that name."""
     args = cluster_args(max_batch_tokens)
     door = args.door.model_copy(update={"media": MediaArgs.model_validate(media)})
     args = args.model_copy(update={"max_model_len": max_model_len, "door": door})
-    async with local_cluster(args) as cluster:
+    async with local_cluster(let_all_in(args) if lets_all_in else args) as cluster:
         transport = httpx.ASGITransport(build_api(cluster.door))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60) as client:
             yield cluster, client

@@ -21,7 +21,7 @@ class MediaReference(Reference):
         """`fps`: that the processor is told; it tells time by it, two frames to a patch, whatever the clip's
         own rate. Encoder rows of images and clips averaged by hand over groups of neighbours, then `generate`
         on what is left of them, with the grids that it has then. End tokens end nothing."""
-        inputs = self._inputs(case)
+        inputs = self.inputs(case)
         rows: dict[str, Any] = {}
         token_ids = inputs["input_ids"][0].tolist()
         with torch.inference_mode():
@@ -29,7 +29,7 @@ class MediaReference(Reference):
                 if pixels not in inputs:
                     continue
                 grids = inputs[f"{kind}_grid_thw"]
-                encoded = getattr(self._model, f"get_{kind}_features")(inputs.pop(pixels), grids)
+                encoded = getattr(self.model, f"get_{kind}_features")(inputs.pop(pixels), grids)
                 factors = (temporal if kind == "video" else 1, spatial, spatial)
                 means = [
                     grouped(item, grid, factors)
@@ -38,7 +38,7 @@ class MediaReference(Reference):
                 pooled: Any = [item for item, _ in means]
                 rows[kind] = BaseModelOutputWithPooling(pooler_output=pooled)
                 inputs[f"{kind}_grid_thw"] = torch.tensor([grid for _, grid in means])
-                row_id = getattr(self._model.config, f"{kind}_token_id")
+                row_id = getattr(self.model.config, f"{kind}_token_id")
                 token_ids = with_runs(token_ids, row_id, [len(item) for item, _ in means])
             if "video_second_per_grid" in inputs:
                 inputs["video_second_per_grid"] = torch.full_like(
@@ -46,15 +46,15 @@ class MediaReference(Reference):
                 )
             inputs["input_ids"] = torch.tensor([token_ids])
             inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-            output = self._model.generate(
+            output = self.model.generate(
                 **inputs,
                 mm_encoder_outputs=rows,
                 max_new_tokens=num_tokens,
                 do_sample=False,
-                eos_token_id=self._model.config.get_text_config().vocab_size,  # none is the last
+                eos_token_id=self.model.config.get_text_config().vocab_size,  # none is the last
             )
         generated = output[0, len(token_ids) :].tolist()
-        text = self._processor.tokenizer.decode(generated, skip_special_tokens=True)
+        text = self.processor.tokenizer.decode(generated, skip_special_tokens=True)
         return Answer(tuple(generated), text, len(token_ids))
 
 

@@ -41,11 +41,9 @@ def right(answer: Answer) -> tuple[str, int]:
 
 def num_asked(cluster: LocalCluster) -> tuple[int, int]:
     """Items that encoders were asked for, and bytes of embeddings that they have sent."""
-    encoders: list[Any] = cluster.encoders or [whole._encoder for whole in cluster.decodes]
-    engines = [getattr(encoder, "engine", None) or encoder._engine for encoder in encoders]
-    totals = [engine.load().encoded for engine in engines]
-    processes = [worker._process for worker in cluster.encoders]
-    sent = sum(process.transfer_engine.sent.raw_bytes for process in processes)
+    encoders: list[Any] = [worker.encoder for worker in cluster.encoders or cluster.decodes]
+    totals = [encoder.engine.load().encoded for encoder in encoders]
+    sent = sum(worker.process.transfer_engine.sent.raw_bytes for worker in cluster.encoders)
     return sum(each.num_encoded + each.num_cached for each in totals), sent
 
 
@@ -78,7 +76,7 @@ async def test_later_turns_are_answered_by_the_decode_worker_alone(turns):
         asked = asked_of(cluster)
         for number, (case, answer) in enumerate(turns):
             assert await cluster.answer(case, MAX_TOKENS) == right(answer)
-            kv_bytes = cluster.prefills[0]._process.kv_transfer_engine.sent.raw_bytes
+            kv_bytes = cluster.prefills[0].process.kv_transfer_engine.sent.raw_bytes
             if number == 0:
                 before = (*num_asked(cluster), kv_bytes)
         assert (*num_asked(cluster), kv_bytes) == before and kv_bytes > 0
@@ -100,11 +98,11 @@ async def test_a_turn_with_media_that_decode_lacks_is_computed_there_behind_what
             case = replace(case, messages=messages, images=images)
             second = case, Reference(MODEL).answer(case, MAX_TOKENS)
         else:
-            engine = cluster.decodes[0]._engine
+            engine = cluster.decodes[0].engine
             start = engine.start
 
             def evict(door, message, came_at):
-                engine._blocks.forget_all()
+                engine.blocks.forget_all()
                 start(door, message, came_at)
 
             engine.start = evict
@@ -119,9 +117,9 @@ def asked_of(cluster: LocalCluster) -> list[str]:
     asked: list[str] = []
     for role, worker in (("prefill", cluster.prefills[0]), ("decode", cluster.decodes[0])):
 
-        def start(door, message, came_at, role=role, start=worker._engine.start):
+        def start(door, message, came_at, role=role, start=worker.engine.start):
             asked.append(role)
             start(door, message, came_at)
 
-        worker._engine.start = start
+        worker.engine.start = start
     return asked

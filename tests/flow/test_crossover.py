@@ -22,7 +22,7 @@ from router.telemetry.timeline import RequestTimeline
 from tests.fakes.local_prefill import let_prefill_locally
 from tests.fakes.progress import Progress
 from tests.fakes.slow_params import often
-from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
 from tests.flow.text_models import (
     BLOCK_SIZE,
@@ -62,7 +62,7 @@ def folder_args(folder: Path, decode: dict[str, Any] | None = None, **changes: A
 def cut_stretches(cluster: LocalCluster) -> None:
     """Prompts of more than `STRETCH` tokens take several."""
     for decode in cluster.decodes:
-        decode._engine.planner.budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
+        decode.engine.planner.budget = StepBudget(10.0, BLOCK_SIZE, STRETCH)
 
 
 ALL, EVERY_OTHER = (lambda _: True), (lambda number: number % 2)  # which prompts decode computes
@@ -89,12 +89,12 @@ async def test_prompts_that_decode_computes_are_answered_like_generate(
 async def test_prompts_that_are_preempted_and_computed_here_again_are_answered_like_generate(
     folder, prompts, expected
 ):
-    async with local_cluster(folder_args(folder, {"kv_blocks": 26}), (0, 1, 1)) as cluster:
+    async with local_cluster(let_all_in(folder_args(folder, {"kv_blocks": 26})), (0, 1, 1)) as cluster:
         overcommit(cluster)
         cut_stretches(cluster)
         let_prefill_locally(cluster.door)
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts * 2))
-        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
+        assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     assert got == [[answer] for answer in expected] * 2
 
 
@@ -134,7 +134,7 @@ async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, p
             let_prefill_locally(cluster.door, lambda _, local=prefills_locally: local)
             for stop in stops:
                 request = GenerateRequest(new_request_id(), Prompt(prompts[3]), (GREEDY,), stop)
-                (stream,) = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
+                (stream,) = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
                 events = [event async for event in stream]
                 got.append(([t for e in events for t in e.token_ids], events[-1].finish_reason))
     assert got[:3] == got[3:]
@@ -147,10 +147,10 @@ async def test_the_first_token_tells_how_long_the_prompt_took(folder, prompts):
         let_prefill_locally(cluster.door)
         request = GenerateRequest(new_request_id(), Prompt(prompts[-1]), (GREEDY,), StopParams(3))
         started_at = asyncio.get_running_loop().time()
-        (stream,) = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
+        (stream,) = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
         first, *others = [event async for event in stream]
         passed_s = asyncio.get_running_loop().time() - started_at
-        curve = cluster.decodes[0]._engine.planner.budget.fit.curve()
+        curve = cluster.decodes[0].engine.planner.budget.fit.curve()
     assert first.timing is not None and all(event.timing is None for event in others)
     assert first.timing.media_s == 0 and first.timing.computing_s > 0
     assert first.timing.blocks_s + first.timing.queued_s + first.timing.computing_s < passed_s

@@ -17,7 +17,7 @@ from router.api.app import build_api
 from router.door import Door
 from router.policy.baselines import RoundRobinPolicy
 from tests.fakes.slow_params import often
-from tests.flow.local_cluster import HANG_S, local_cluster
+from tests.flow.local_cluster import HANG_S, local_cluster, with_policy
 from tests.flow.test_law import MAX_TOKENS, MODEL, ask, cluster_args
 
 NUM_CASES = 8
@@ -45,9 +45,11 @@ CLUSTERS = {
 async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, role):
     num_replicas, num_cases = CLUSTERS[role]
     cases, expected = zip(*media_cases[:num_cases], strict=True)
-    async with local_cluster(cluster_args(64), num_replicas, num_doors=2) as cluster:
+    args = with_policy(cluster_args(64), RoundRobinPolicy)  # doors use each worker, however fast it seems
+    async with local_cluster(args, num_replicas, num_doors=2) as cluster:
         workers = (*cluster.encoders, *cluster.prefills, *cluster.decodes)
-        leaving = next(worker for worker in workers if worker._member.role is role)
+        of_role = {peer.member.replica_id for peer in cluster.door.peers if peer.member.role is role}
+        leaving = next(worker for worker in workers if worker.replica_id in of_role)
 
         def leaving_peers():
             peers = [peer for door in cluster.doors for peer in door.peers]
@@ -61,12 +63,11 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
         async with asyncio.timeout(HANG_S):
             while not all(knows_speed(door, leaving.replica_id) for door in cluster.doors):
                 await asyncio.sleep(0.001)
-        for door in cluster.doors:  # each gives work to each worker, however fast that seems to be
-            door._flow._placer._policy = RoundRobinPolicy()
         may_work = threading.Event()
-        step = leaving._engine.step
+        engine: Any = leaving.process.seat.engine
+        step = engine.step
         # It finishes nothing before it must go; its thread is alive meanwhile.
-        leaving._engine.step = lambda: step() if may_work.is_set() else 0.001
+        engine.step = lambda: step() if may_work.is_set() else 0.001
         half = num_cases // 2
         asking = [
             asyncio.ensure_future(answers_of(door, some))
@@ -88,14 +89,14 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
         assert not draining.done()
         may_work.set()
         await draining
-        assert leaving._engine.load().is_idle and leaving_peers() == []
+        assert engine.load().is_idle and leaving_peers() == []
         answers = [answer for some in await asyncio.gather(*asking) for answer in some]
         assert [answer["choices"][0]["message"]["content"] for answer in answers] == list(expected)
 
 
 def knows_speed(door: Door, replica_id: str) -> bool:
     """Whether the worker has told the door how fast it is. A step of its engine does that."""
-    pools = door._flow._placer.cluster._pools_of(replica_id)
+    pools = door.dispatcher.flow._placer.cluster._pools_of(replica_id)
     return any(replica_id in measured for pool in pools for measured in pool._measured.values())
 
 

@@ -20,7 +20,7 @@ from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
 from router.telemetry.timeline import RequestTimeline
-from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
 from tests.flow.text_models import SIZES, save_text_model
 
@@ -56,7 +56,7 @@ async def plain(_plain: LocalCluster) -> AsyncIterator[LocalCluster]:
     measure."""
     yield _plain
     await _plain.audit()
-    assert _plain.decodes[0]._engine.load().totals.num_preempted == 0
+    assert _plain.decodes[0].engine.load().totals.num_preempted == 0
 
 
 def with_decode(args: ClusterArgs, **decode: Any) -> ClusterArgs:
@@ -79,14 +79,14 @@ async def test_answers_that_were_preempted_equal_generate(plain, cases, expected
     cases, expected = cases[:12], expected[:12]
     alone = await asyncio.gather(*(choices(plain, case, ignore_eos=True) for case in cases))
     assert all(texts[0].startswith(answer.text) for texts, answer in zip(alone, expected, strict=True))
-    async with local_cluster(with_decode(cluster_args(48), kv_blocks=11)) as cluster:
+    async with local_cluster(let_all_in(with_decode(cluster_args(48), kv_blocks=11))) as cluster:
         overcommit(cluster)
         for _ in range(10):  # requests may come one after the other
             got = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
             assert got == alone
-            if cluster.decodes[0]._engine.load().totals.num_preempted:
+            if cluster.decodes[0].engine.load().totals.num_preempted:
                 break
-        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
+        assert cluster.decodes[0].engine.load().totals.num_preempted > 0
 
 
 async def test_several_choices_equal_generate_and_each_other(plain, cases, expected):
@@ -100,14 +100,14 @@ async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(p
     first = [await choices(plain, case, **sampled) for case in cases[:5]]
     assert [texts[0] for texts in together] == [texts[0] for texts in first]
     assert any(texts[0] != texts[1] for texts in together)
-    async with local_cluster(with_decode(cluster_args(48), kv_blocks=13)) as cluster:
+    async with local_cluster(let_all_in(with_decode(cluster_args(48), kv_blocks=13))) as cluster:
         overcommit(cluster)
         for _ in range(10):  # on a busy machine requests may come one after the other
             crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:5]))
             assert crowded == together
-            if cluster.decodes[0]._engine.load().totals.num_preempted:
+            if cluster.decodes[0].engine.load().totals.num_preempted:
                 break
-        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
+        assert cluster.decodes[0].engine.load().totals.num_preempted > 0
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ async def test_guided_tokens_equal_transformers_guided_generate(text_model, num_
                 StopParams(MAX_TOKENS),
                 guidance,
             )
-            (stream,) = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
+            (stream,) = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
             got = [token_id async for event in stream for token_id in event.token_ids]
             assert got == wanted
 
@@ -164,10 +164,10 @@ async def test_guided_choices_that_were_preempted_do_not_change(plain, cases):
     fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "ignore_eos": True, "max_tokens": 48}
     pictures = [case for case in cases if case.kind in ("image", "two images")][:5]
     alone = [await choices(plain, case, **fields) for case in pictures]
-    async with local_cluster(with_decode(cluster_args(48), kv_blocks=18)) as cluster:
+    async with local_cluster(let_all_in(with_decode(cluster_args(48), kv_blocks=18))) as cluster:
         overcommit(cluster)
         crowded = await asyncio.gather(*(choices(cluster, case, **fields) for case in pictures))
-        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
+        assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     assert crowded == alone
 
 
@@ -180,7 +180,7 @@ async def test_speculation_changes_no_token(plain, cases, expected, sampled):
     )
     async with local_cluster(args) as cluster:
         got = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases))
-        assert cluster.decodes[0]._engine.load().totals.num_accepted > 0
+        assert cluster.decodes[0].engine.load().totals.num_accepted > 0
     if sampled:
         wanted = await asyncio.gather(*(choices(plain, case, **fields) for case in cases))
     else:
@@ -197,14 +197,14 @@ async def test_an_answer_is_at_least_min_tokens_long(plain, cases):
 
 def negative_ids(reference: Reference) -> torch.Tensor:
     case = Case("text", [{"role": "user", "content": NEGATIVE}])
-    return reference._inputs(case)["input_ids"]
+    return reference.inputs(case)["input_ids"]
 
 
 @torch.inference_mode()
 def guided_forwards(
     reference: Reference, case: Case, scale: float, negative: torch.Tensor, max_tokens: int
 ) -> str:
-    inputs, model = reference._inputs(case), reference._model
+    inputs, model = reference.inputs(case), reference.model
     eos = model.generation_config.eos_token_id
     answer = torch.empty(1, 0, dtype=torch.int64)
     for _ in range(max_tokens):
@@ -222,4 +222,4 @@ def guided_forwards(
 
 
 def decode(reference: Reference, token_ids: torch.Tensor) -> str:
-    return reference._processor.tokenizer.decode(token_ids, skip_special_tokens=True)
+    return reference.processor.tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -276,7 +276,7 @@ async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -
     call = chat_call(ChatRequest.model_validate(body), CallContext("tiny", door.defaults))
     prompt = await door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, StopParams(MAX_TOKENS))
-    (events,) = door._dispatcher.generate(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
+    (events,) = door.dispatcher.generate(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
     answer = [token_id async for event in events for token_id in event.token_ids]
     prompt.release()
     return list(prompt.prompt.token_ids), answer

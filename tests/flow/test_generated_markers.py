@@ -161,7 +161,7 @@ async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingP
     call = chat_call(ChatRequest.model_validate(body), CallContext("tiny", cluster.door.defaults))
     prompt = await cluster.door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, (sampling,), StopParams(NUM_TOKENS))
-    (events,) = cluster.door._dispatcher.generate(
+    (events,) = cluster.door.dispatcher.generate(
         request, prompt.items, prompt.block_hashes, RequestTimeline(0.0)
     )
     got = [token_id async for event in events for token_id in event.token_ids]
@@ -206,13 +206,13 @@ async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str,
     asked += [(content, draw) for content in contents for draw in draws]
     async with local_cluster(cluster_args(folder)) as cluster:
         alone = await asyncio.gather(*(answer(cluster, *one) for one in asked))
-        assert cluster.decodes[0]._engine.load().totals.num_preempted == 0
+        assert cluster.decodes[0].engine.load().totals.num_preempted == 0
     assert alone[: len(contents)] == [generated(reference, content) for content in contents]
     said = {token_id for tokens in alone for token_id in tokens}
     assert len(said.intersection(special_ids(folder))) >= 5
 
     async with local_cluster(cluster_args(folder)) as cluster:
-        engine = cluster.decodes[0]._engine
+        engine = cluster.decodes[0].engine
         preempt_often(engine)
         again = await asyncio.gather(*(answer(cluster, *one) for one in asked))
         assert engine.load().totals.num_preempted == len(asked) * ((NUM_TOKENS - 1) // PREEMPTED_AFTER)

@@ -41,7 +41,7 @@ async def check(cluster: LocalCluster, expected: list[Pair]) -> int:
         text, num_tokens = await cluster.answer(case, MAX_TOKENS)
         assert (text, num_tokens) == (answer.text, len(answer.token_ids)), case.kind
     workers = [*cluster.prefills, *cluster.decodes]
-    return sum(worker._engine.load().tier.num_loaded for worker in workers)
+    return sum(worker.engine.load().tier.num_loaded for worker in workers)
 
 
 async def test_answers_from_the_second_tier_equal_generate(
@@ -53,6 +53,6 @@ async def test_answers_from_the_second_tier_equal_generate(
     async with local_cluster(args, (1, 0, 0, 1)) as cluster:
         await check(cluster, expected)
         assert await check(cluster, expected) > 0
-        assert cluster.decodes[0]._engine.load().tier.held_bytes > 16 * 65_536  # more than the pool
+        assert cluster.decodes[0].engine.load().tier.held_bytes > 16 * 65_536  # more than the pool
     async with local_cluster(args, (1, 0, 0, 1)) as cluster:
         assert await check(cluster, expected) > 0

@@ -103,9 +103,7 @@ async def check_ids(cluster: LocalCluster, expected: list[Pair]) -> None:
         prompt = await door.prepare(call, RequestTimeline(0.0))
         stop = StopParams(MAX_TOKENS, call.stop.token_ids)
         request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)
-        (events,) = door._dispatcher.generate(
-            request, prompt.items, prompt.block_hashes, RequestTimeline(0.0)
-        )
+        (events,) = door.dispatcher.generate(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))
         got = [token_id async for event in events for token_id in event.token_ids]
         prompt.release()
         assert tuple(got) == answer.token_ids, case.kind
@@ -171,7 +169,7 @@ async def test_every_topology_gives_the_answers_of_generate(expected, num_replic
     async with local_cluster(cluster_args(max_batch_tokens, transport), num_replicas) as cluster:
         await check_all(cluster, part, 16)
         await check_all(cluster, part, 16)
-        have_cached = [decode._engine.load().num_cached_blocks > 0 for decode in cluster.decodes]
+        have_cached = [decode.engine.load().num_cached_blocks > 0 for decode in cluster.decodes]
         assert any(have_cached) if len(set(num_replicas)) == 1 else all(have_cached)  # not all need be used
 
 
@@ -210,7 +208,7 @@ async def test_new_requests_use_workers_for_their_assigned_phases(expected):
             prefill.assign(["prefill"])
             decode.assign(["decode"])
             for worker in cluster.decodes:  # what they have cached would not travel
-                worker._process.loop.call(worker._engine._blocks.forget_all)
+                worker.process.loop.call(worker.engine.blocks.forget_all)
             phases = {prefill.replica_id: ("prefill",), decode.replica_id: ("decode",)}
             peers = [peer for peer in cluster.door.peers if peer.member.replica_id in phases]
             async with asyncio.timeout(HANG_S):
@@ -224,7 +222,7 @@ async def test_new_requests_use_workers_for_their_assigned_phases(expected):
 
 
 def sent_bytes(worker: LanguageWorker) -> int:
-    return worker._process.transfer_engine.sent.raw_bytes
+    return worker.process.transfer_engine.sent.raw_bytes
 
 
 @pytest.mark.slow
@@ -256,7 +254,7 @@ async def test_answers_over_coded_kv_are_nearly_always_the_same(
             for got, (_, answer) in zip(answers, cases, strict=True)
         ]
         assert sum(same) >= (0.95 if is_coded else 1.0) * len(same)
-        sent = [prefill._process.transfer_engine.sent for prefill in cluster.prefills]
+        sent = [prefill.process.transfer_engine.sent for prefill in cluster.prefills]
         assert (sum(each.coded_groups for each in sent) > 0) == is_coded
         assert sum(each.raw_bytes for each in sent) > 0
         assert all(wire.num_used == 0 for wire in wires(cluster))
@@ -270,7 +268,7 @@ async def test_devices_that_check_and_code_over_several_polls_change_no_answer(e
     args = cluster_args(48, "in_process").model_copy(update={"transfer": TransferArgs(codec=codec)})
     async with local_cluster(args, (1, 1, 2)) as cluster:
         await check_all(cluster, part_of(expected, 3), 16)
-        sent = cluster.prefills[0]._process.transfer_engine.sent
+        sent = cluster.prefills[0].process.transfer_engine.sent
         assert (sent.coded_groups > 0) == (codec == "int8") and sent.raw_bytes > 0
 
 
@@ -294,8 +292,8 @@ async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected,
 
 
 def wires(cluster: LocalCluster) -> list[Wire]:
-    senders = [prefill._process.transfer_engine._sender for prefill in cluster.prefills]
-    receivers = [decode._process.transfer_engine._receiver for decode in cluster.decodes]
+    senders = [prefill.process.transfer_engine._sender for prefill in cluster.prefills]
+    receivers = [decode.process.transfer_engine._receiver for decode in cluster.decodes]
     every = [side.wire for side in (*senders, *receivers) if side is not None and side.wire is not None]
     assert len(every) == len(senders) + len(receivers)
     return every

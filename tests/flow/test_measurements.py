@@ -67,7 +67,7 @@ class Wiretap:
         self._began_at: dict[tuple[str, int | None], float] = {}
         self.media: list[tuple[EncodeTiming, float]] = []
         self.prefill: list[tuple[PrefillTiming, float]] = []
-        members = cluster.door._members
+        members = cluster.door.dispatcher.members
         self._send, members.send = members.send, self._tapped  # type: ignore[method-assign]
         self._listener, members._listener = members._listener, self  # type: ignore[assignment]
 
@@ -125,7 +125,7 @@ async def test_a_door_knows_how_fast_everybody_is_what_prefill_has_and_where_the
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
             await asyncio.gather(*(ask(client, case) for case in cases))
         await late.listen(list(members.values()))
-        pool = cluster.prefills[0]._engine._blocks
+        pool = cluster.prefills[0].engine.blocks
         for listener in (early, late):
             await until(lambda heard=listener: heard.blocks[names[Role.PREFILL]] == set(pool.content()))
             await listener.aclose()

@@ -16,7 +16,7 @@ from bench.workload import data_uri, png_bytes
 from deploy.demo_model.training.media import jpeg_bytes
 from tests.contract.fetch_host import MediaHost, answer
 from tests.fakes.local_prefill import let_prefill_locally
-from tests.flow.local_cluster import HANG_S, LocalCluster, let_all_in
+from tests.flow.local_cluster import HANG_S, LocalCluster
 from tests.flow.media_client import (
     Part,
     ask,
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def num_encoded(cluster: LocalCluster) -> int:
-    return cluster.encoders[0]._engine.load().encoded.num_encoded
+    return cluster.encoders[0].encoder.engine.load().encoded.num_encoded
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +194,7 @@ async def first_chunk(response: httpx.Response) -> dict[str, Any]:
 
 
 async def test_new_media_is_reduced_while_encoders_are_behind_and_the_client_is_told():
-    async with serving(reduce_from_queued_rows=40) as (cluster, client):
-        let_all_in(cluster)
+    async with serving(lets_all_in=True, reduce_from_queued_rows=40) as (cluster, client):
         with gate(cluster) as held:
             waiting = await first_held(held, ask(client, [picture_part(20)]))
             new = await queued(cluster, ask(client, [picture_part(21)]))
@@ -215,8 +214,7 @@ async def test_new_media_is_reduced_while_encoders_are_behind_and_the_client_is_
 
 
 async def test_a_queue_reduces_nothing_unless_the_operator_says_so():
-    async with serving() as (cluster, client):
-        let_all_in(cluster)
+    async with serving(lets_all_in=True) as (cluster, client):
         with gate(cluster) as held:
             first = await first_held(held, ask(client, [picture_part(30)]))
             second = await queued(cluster, ask(client, [picture_part(31)]))

@@ -18,7 +18,7 @@ from bench.workload import Case, Reference, data_uri, make_case, png_bytes
 from cluster.types.media import MediaItem
 from router.api.app import build_api
 from tests.fakes.slow_params import often
-from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
+from tests.flow.local_cluster import HANG_S, LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, cluster_args
 
 NUM_CLIENTS = 100
@@ -59,7 +59,7 @@ async def test_a_cold_video_that_everybody_asks_two_doors_for_is_encoded_once():
         responses = await asyncio.gather(*(ask(client, case.messages) for client in both))
         assert {text_of(response) for response in responses} == {answer}
         await cluster.audit()
-        assert sum(encoder._engine.load().encoded.num_encoded for encoder in cluster.encoders) == 1
+        assert sum(encoder.encoder.engine.load().encoded.num_encoded for encoder in cluster.encoders) == 1
 
 
 @pytest.mark.parametrize("where", often(["at the door", "at the encoder"], ["at the door"]))
@@ -70,8 +70,7 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
     to refuse, which computes nothing here until it has refused something."""
     args = cluster_args(256)
     if where == "at the encoder":
-        admission = args.door.admission.model_copy(update={"max_outstanding_s": 1000.0})
-        args = args.model_copy(update={"door": args.door.model_copy(update={"admission": admission})})
+        args = let_all_in(args)
     budget = 256 * 1024
     encode = args.encode.model_copy(update={"max_queued_rows": 500, "max_prepared_bytes": budget})
     rng = np.random.default_rng(3)
@@ -79,7 +78,7 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
         local_cluster(args.model_copy(update={"encode": encode})) as cluster,
         clients(cluster) as (client,),
     ):
-        engine = cluster.encoders[0]._engine
+        engine = cluster.encoders[0].encoder.engine
         most = 0
         prepared = engine.preparation
 
@@ -128,7 +127,7 @@ class Gate:
     """Holds an encoder's calls, one after the other, until they are let through."""
 
     def __init__(self, cluster: LocalCluster):
-        runner = cluster.encoders[0]._engine._runner
+        runner = cluster.encoders[0].encoder.engine.runner
         self._encode, runner.encode = runner.encode, self._held
         self._turns = threading.Semaphore(0)
         self.has_first = threading.Event()  # the first call is held
@@ -153,22 +152,22 @@ def gate(cluster: LocalCluster) -> Iterator[Gate]:
 
 def prepared_after(cluster: LocalCluster, image: dict, event: threading.Event) -> None:
     """Whichever file is read first is encoded first: this one is read after the event."""
-    runner = cluster.encoders[0]._engine.preparation
+    runner = cluster.encoders[0].encoder.engine.runner
     data = base64.b64decode(image["image_url"]["url"].partition(",")[2])
-    prepare = runner._prepare
+    prepare = runner.prepare
 
-    def in_order(item: MediaItem, is_wanted: Callable[[], bool]):
+    def in_order(item: MediaItem, is_wanted: Callable[[], bool] = lambda: True):
         assert item.data != data or event.wait(timeout=HANG_S)
         return prepare(item, is_wanted)
 
-    runner._prepare = in_order
+    runner.prepare = in_order
 
 
 async def num_computed(cluster: LocalCluster, at_least: int) -> int:
     """Tokens of the one prompt in work, once there are so many of them."""
     async with asyncio.timeout(HANG_S):
         while True:
-            for request in list(cluster.prefills[0]._engine.requests.values()):
+            for request in list(cluster.prefills[0].engine.requests.values()):
                 if request.sequences and request.main.num_computed_tokens >= at_least:
                     return request.main.num_computed_tokens
             await asyncio.sleep(0.002)
@@ -191,17 +190,17 @@ async def test_prefill_computes_what_stands_before_each_image_while_the_image_is
         local_cluster(args.model_copy(update={"encode": one_by_one})) as cluster,
         clients(cluster) as (client,),
     ):
-        planner = cluster.prefills[0]._engine.planner
+        planner = cluster.prefills[0].engine.planner
         planner._is_worth_a_step = lambda sequence: True  # else what steps took so far decides
         with gate(cluster) as held:
             prepared_after(cluster, images[1], held.has_first)
             task = asyncio.ensure_future(ask(client, messages))
             async with asyncio.timeout(HANG_S):
                 while not any(
-                    known.sequences for known in list(cluster.prefills[0]._engine.requests.values())
+                    known.sequences for known in list(cluster.prefills[0].engine.requests.values())
                 ):
                     await asyncio.sleep(0.002)
-            (request,) = cluster.prefills[0]._engine.requests.values()
+            (request,) = cluster.prefills[0].engine.requests.values()
             first, second = request.main.prompt.media
             assert first.offset > 20 and second.offset > first.end + 20
             assert await num_computed(cluster, first.offset) == first.offset

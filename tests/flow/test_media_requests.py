@@ -95,7 +95,7 @@ async def test_media_by_url_is_answered_as_by_data_uri(reference):
             expected = reference.answer(cases[kind], MAX_TOKENS)
             check(await ask(client, [part(kind, host.url(f"/{kind}"))]), expected)
             check(await ask(client, [part(kind, data_uri(media_type, file))]), expected)
-        assert cluster.encoders[0]._engine.load().encoded.num_encoded == 3, "the same item, both ways"
+        assert cluster.encoders[0].encoder.engine.load().encoded.num_encoded == 3, "the same item, both ways"
 
 
 async def drip(_: Request, writer: asyncio.StreamWriter) -> None:
@@ -134,7 +134,8 @@ async def test_what_cannot_be_fetched_is_refused_by_name_and_leaves_nothing_open
                 assert error["message"].startswith("item 1 (image): ") and reason in error["message"], error
                 await cluster.audit()
             assert (
-                private.num_connections == 0 and cluster.encoders[0]._engine.load().encoded.num_encoded == 0
+                private.num_connections == 0
+                and cluster.encoders[0].encoder.engine.load().encoded.num_encoded == 0
             )
         await host.until_closed()
 

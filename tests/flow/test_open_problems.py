@@ -52,7 +52,7 @@ async def test_answers_under_a_schema_go_on_when_their_decode_worker_is_lost(sta
         wanted = [await ask_for_choices(client, **each) for each in fields]
         loss = Loss(cluster.decodes, "run", 4, stand_ins)
         got = await asyncio.gather(*(ask_for_choices(client, **each) for each in fields))
-        assert loss.victim is not None and cluster.door._flow.continuation.num_replays > 0
+        assert loss.victim is not None and cluster.door.dispatcher.flow.continuation.num_replays > 0
         assert got == wanted
 
 

@@ -18,7 +18,7 @@ from cluster.types.messages import TokenEvent
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
 from router.telemetry.timeline import RequestTimeline
-from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
 
 TEXTS = ["Where is the größte red circle? 圆 <|im_end|> It is", "a", "one two three four five six seven"]
@@ -33,7 +33,7 @@ def reference() -> Reference:
 def logprobs_of(reference: Reference, inputs: dict[str, Any]) -> torch.Tensor:
     """[tokens, V]: of what follows each token."""
     with torch.inference_mode():
-        return reference._model(**inputs).logits[0].float().log_softmax(-1)
+        return reference.model(**inputs).logits[0].float().log_softmax(-1)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def texts(reference: Reference) -> list[tuple[list[int], torch.Tensor]]:
     """Tokens and what the model gives behind them."""
     found = []
     for text in TEXTS:
-        ids = reference._processor.tokenizer.encode(text)
+        ids = reference.processor.tokenizer.encode(text)
         given = {
             "input_ids": torch.tensor([ids]),
             "attention_mask": torch.ones(1, len(ids), dtype=torch.long),
@@ -53,7 +53,7 @@ def texts(reference: Reference) -> list[tuple[list[int], torch.Tensor]]:
 @pytest.fixture(scope="module")
 def media(reference: Reference) -> list[tuple[Case, list[int], torch.Tensor]]:
     cases = [case for case in make_cases(21, len(KINDS)) if case.kind in ("image", "video", "audio")]
-    given = [reference._inputs(case) for case in cases]
+    given = [reference.inputs(case) for case in cases]
     return [
         (case, inputs["input_ids"][0].tolist(), logprobs_of(reference, inputs))
         for case, inputs in zip(cases, given, strict=True)
@@ -68,7 +68,7 @@ async def post(client: httpx.AsyncClient, path: str, **body: Any) -> dict[str, A
 
 def check_echo(reference: Reference, choice: dict[str, Any], ids: list[int], expected: torch.Tensor) -> None:
     """As lm-eval-harness reads it: what was asked first, then what was generated."""
-    told, tokenizer = choice["logprobs"], reference._processor.tokenizer
+    told, tokenizer = choice["logprobs"], reference.processor.tokenizer
     assert choice["text"].startswith(tokenizer.decode(ids))
     assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
     for i, token_id in enumerate(ids[1:], 1):
@@ -164,7 +164,7 @@ async def events_of(cluster: LocalCluster, request: GenerateRequest) -> list[lis
     async def read(stream: Any) -> list[TokenEvent]:
         return [event async for event in stream]
 
-    streams = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
+    streams = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
     return await asyncio.gather(*map(read, streams))
 
 
@@ -184,10 +184,10 @@ async def test_each_choice_is_told_once_also_if_its_answer_is_preempted(texts):
         )
         for i in range(4)
     ]
-    async with local_cluster(args, (0, 1, 1)) as cluster:
+    async with local_cluster(let_all_in(args), (0, 1, 1)) as cluster:
         overcommit(cluster)
         got = await asyncio.gather(*(events_of(cluster, request) for request in requests))
-        assert cluster.decodes[0]._engine.load().totals.num_preempted > 0
+        assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     for first, *rest in (events for choices in got for events in choices):
         values = [each.drawn for each in first.prompt_logprobs]
         assert values == pytest.approx(expected[range(len(ids) - 1), ids[1:]].tolist(), abs=1e-4)

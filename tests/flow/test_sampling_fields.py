@@ -19,7 +19,7 @@ from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, LogitChanges, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
 from router.telemetry.timeline import RequestTimeline
-from tests.flow.local_cluster import LocalCluster, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
 from tests.flow.test_law import MODEL, cluster_args
 from tests.flow.text_models import BLOCK_SIZE, SIZES, draw_prompts, save_text_model
 
@@ -68,7 +68,7 @@ async def drawn(cluster: LocalCluster, request: GenerateRequest) -> list[list[in
     async def read(stream: Any) -> list[int]:
         return [token_id async for event in stream for token_id in event.token_ids]
 
-    streams = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
+    streams = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
     return await asyncio.gather(*map(read, streams))
 
 
@@ -117,11 +117,11 @@ async def test_changed_answers_equal_generate(text_model, asked):
     decode = {"kv_blocks": 30, "speculation": {"method": "draft", "draft_model": str(text_model)}}
     args = args.model_copy(update={"decode": type(args.decode).model_validate(decode)})
     requests = [msgspec.structs.replace(request, request_id=new_request_id()) for request, _ in asked]
-    async with local_cluster(args, (0, 1, 1)) as cluster:
+    async with local_cluster(let_all_in(args), (0, 1, 1)) as cluster:
         overcommit(cluster)
         got = await asyncio.gather(*(drawn(cluster, request) for request in requests))
-        engine = cluster.decodes[0]._engine
-        assert engine.load().totals.num_preempted > 0 and engine._runner.num_accepted > 0
+        engine = cluster.decodes[0].engine
+        assert engine.load().totals.num_preempted > 0 and engine.runner.num_accepted > 0
     assert got == [[answer] * 2 for _, answer in asked]
 
 
@@ -155,15 +155,15 @@ async def whole_and_streamed(client: httpx.AsyncClient, body: dict[str, Any]) ->
 async def test_log_probabilities_equal_those_of_generate():
     """Of text and of every kind of media: the model's own, also where penalties decide what is drawn."""
     reference = Reference(MODEL)
-    tokenizer = reference._processor.tokenizer
+    tokenizer = reference.processor.tokenizer
     cases = [case for case in make_cases(21, len(KINDS)) if case.kind in ("text", "image", "video", "audio")]
     async with local_cluster(cluster_args(48)) as cluster:
         transport = httpx.ASGITransport(build_api(cluster.door))
         async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
             for i, case in enumerate(cases):
                 changes = CHANGES if i % 2 else LogitChanges()
-                inputs = {**reference._inputs(case), "max_new_tokens": MAX_TOKENS}
-                token_ids, logprobs = generated(reference._model, inputs, changes)
+                inputs = {**reference.inputs(case), "max_new_tokens": MAX_TOKENS}
+                token_ids, logprobs = generated(reference.model, inputs, changes)
                 body = {"model": "demo", "messages": case.messages, **FIELDS, **(PENALTIES if i % 2 else {})}
                 for got in await whole_and_streamed(client, body):
                     assert got["text"] == tokenizer.decode(token_ids, skip_special_tokens=True), case.kind

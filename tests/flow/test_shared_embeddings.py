@@ -55,7 +55,7 @@ def held(cluster: LocalCluster) -> Iterator[threading.Event]:
     is_free = threading.Event()
     for encoder in cluster.encoders:
         for _ in range(NUM_PREPARE_THREADS):
-            encoder._encoder.executor.submit(is_free.wait)
+            encoder.encoder.executor.submit(is_free.wait)
     try:
         yield is_free
     finally:
@@ -71,10 +71,10 @@ async def asked(
     for case, _ in pairs:
         tasks.append(asyncio.ensure_future(cluster.answer(case, MAX_TOKENS)))
         async with asyncio.timeout(HANG_S):
-            while len(cluster.prefills[0]._features.copies) < len(tasks):
+            while len(cluster.prefills[0].features.copies) < len(tasks):
                 await asyncio.sleep(0.002)
     async with asyncio.timeout(HANG_S):
-        while sum(len(encoder._engine.deliveries) for encoder in cluster.encoders) > 1:
+        while sum(len(encoder.encoder.engine.deliveries) for encoder in cluster.encoders) > 1:
             await asyncio.sleep(0.002)
     try:
         yield tasks
@@ -87,23 +87,21 @@ def right(pairs: list[Expected]) -> list[tuple[str, int]]:
 
 
 def attempts(cluster: LocalCluster) -> list[Attempt]:
-    return list(cluster.door._flow.attempts.values())
+    return list(cluster.door.dispatcher.flow.attempts.values())
 
 
 def num_bytes(cluster: LocalCluster, num_blocks: int) -> int:
-    sender = cluster.encoders[0]._process.transfer_engine._sender
-    assert sender is not None
-    return num_blocks * sender.memory.layout.block_bytes
+    return num_blocks * cluster.encoders[0].encoder.memory.layout.block_bytes
 
 
 def sent_bytes(cluster: LocalCluster) -> int:
-    return sum(encoder._process.transfer_engine.sent.raw_bytes for encoder in cluster.encoders)
+    return sum(encoder.process.transfer_engine.sent.raw_bytes for encoder in cluster.encoders)
 
 
 @pytest.mark.parametrize(("transport", "num_encoders"), [("in_process", 1), ("nixl", 2)])
 async def test_one_image_of_many_requests_is_encoded_kept_and_sent_once(expected, transport, num_encoders):
     async with local_cluster(cluster_args(64, transport), (num_encoders, 1, 1)) as cluster:
-        features = cluster.prefills[0]._features
+        features = cluster.prefills[0].features
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
                 assert features.num_open_leases == 1
@@ -112,7 +110,9 @@ async def test_one_image_of_many_requests_is_encoded_kept_and_sent_once(expected
         assert [task.result() for task in tasks] == right(expected)
         assert sent_bytes(cluster) == num_bytes(cluster, num_blocks)
         await cluster.audit()
-        assert sum(encoder._engine.load().num_cached_blocks for encoder in cluster.encoders) == num_blocks
+        assert (
+            sum(encoder.encoder.engine.load().num_cached_blocks for encoder in cluster.encoders) == num_blocks
+        )
 
 
 @pytest.mark.parametrize("has_room", [True, False])
@@ -122,7 +122,7 @@ async def test_the_others_are_answered_when_the_one_that_brings_the_image_is_can
 ):
     """Whether or not there is room for another copy while the first is given up."""
     async with local_cluster(cluster_args(64)) as cluster:
-        features = cluster.prefills[0]._features
+        features = cluster.prefills[0].features
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
                 taken = features._blocks.allocate(0 if has_room else features._blocks.num_free)
@@ -171,7 +171,7 @@ async def test_a_lost_encoder_that_was_to_bring_the_image_costs_nobody_anything(
     async with local_cluster(args, (2, 1, 1), lease_margin_s=0.1) as cluster:
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
-                owner = max(cluster.encoders, key=lambda encoder: len(encoder._engine.deliveries))
+                owner = max(cluster.encoders, key=lambda encoder: len(encoder.encoder.engine.deliveries))
                 assert len({attempt.media[0].encoder for attempt in attempts(cluster)}) == 1
                 await owner.stop()
                 is_free.set()

@@ -18,7 +18,7 @@ from kv_transfer.lease.receiver import Receiver
 from kv_transfer.lease.sender import Sender
 from router.flow import watch
 from router.policy import ClusterView, Decision, JointPolicy, RequestView
-from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
+from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster, with_policy
 from tests.flow.test_law import MODEL, cluster_args
 
 MAX_TOKENS = 8
@@ -65,9 +65,10 @@ def right(answer: Answer) -> tuple[str, int]:
 class AtFirst(JointPolicy):
     """Of the first placement: items are encoded at this worker, and all else is done by the first one."""
 
-    def __init__(self, encoder: int = 0):
+    encoder = 0
+
+    def __init__(self):
         super().__init__()
-        self._encoder = encoder
         self._has_placed = False
 
     def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
@@ -76,9 +77,13 @@ class AtFirst(JointPolicy):
         if self._has_placed:
             return decision
         self._has_placed = True
-        encoders = (names[self._encoder],) * len(request.media)
+        encoders = (names[self.encoder],) * len(request.media)
         where = replace(decision.placement, encoders=encoders, prefill=names[0], decode=names[0])
         return replace(decision, placement=where)
+
+
+class EncodedAtSecond(AtFirst):
+    encoder = 1
 
 
 def encoded(cluster: LocalCluster) -> list[int]:
@@ -86,7 +91,7 @@ def encoded(cluster: LocalCluster) -> list[int]:
 
 
 def encoder_of(whole: LanguageWorker) -> Any:
-    return whole._encoder
+    return whole.encoder
 
 
 async def test_nothing_is_leased_or_sent_while_one_worker_does_all_of_a_request(answered, leases):
@@ -111,12 +116,12 @@ async def test_an_item_that_fails_at_one_worker_is_encoded_at_the_other(image, l
     def fail(*_: object) -> None:
         raise RuntimeError("out of order")
 
-    async with local_cluster(cluster_args(48), TWO) as cluster:
-        cluster.door._flow._placer._policy = AtFirst(encoder)
-        encoder_of(cluster.decodes[encoder]).engine._runner.prepare = fail
+    policy = (AtFirst, EncodedAtSecond)[encoder]
+    async with local_cluster(with_policy(cluster_args(48), policy), TWO) as cluster:
+        encoder_of(cluster.decodes[encoder]).engine.runner.prepare = fail
         assert await cluster.answer(case, MAX_TOKENS) == right(answer)
         assert encoded(cluster)[1 - encoder] == 1
-        sent = [whole._process.feature_transfer_engine.sent.raw_bytes for whole in cluster.decodes]
+        sent = [whole.process.feature_transfer_engine.sent.raw_bytes for whole in cluster.decodes]
         assert sent[0] == 0 and (sent[1] > 0) == (encoder == 0)
         assert ("fill_here" in leases) == (encoder == 1)
 
@@ -124,8 +129,7 @@ async def test_an_item_that_fails_at_one_worker_is_encoded_at_the_other(image, l
 async def test_what_a_worker_has_whose_encoder_hangs_goes_on_at_the_other(image, monkeypatch):
     monkeypatch.setattr(watch, "MOVE_S", 0.1)
     case, answer = image
-    async with local_cluster(cluster_args(48), TWO) as cluster:
-        cluster.door._flow._placer._policy = AtFirst()
+    async with local_cluster(with_policy(cluster_args(48), AtFirst), TWO) as cluster:
         engine, is_free = encoder_of(cluster.decodes[0]).engine, threading.Event()
         step = engine.step
         engine.step = lambda: step() if is_free.wait() else 0.0
@@ -155,9 +159,9 @@ async def test_of_two_requests_with_one_image_the_first_may_leave(image):
             is_free.set()
             assert await asked[1] == right(answer)
         await cluster.audit()
-        assert whole._features.num_used_blocks == 0 and asked[0].cancelled()
+        assert whole.features.num_used_blocks == 0 and asked[0].cancelled()
 
 
 def requests_with_items(whole: LanguageWorker) -> set[str]:
-    assert whole._features is not None
-    return {request_id for request_id, _ in whole._features.copies}
+    assert whole.features is not None
+    return {request_id for request_id, _ in whole.features.copies}

@@ -99,5 +99,5 @@ async def test_what_a_lost_worker_had_goes_on_at_another(stand_ins, role, num_re
         answers = await asyncio.gather(*(answer(cluster, case, fields) for case, fields in asked()))
         assert loss.victim is not None
         assert answers == expected
-        assert cluster.door._flow.continuation.num_replays > 0
+        assert cluster.door.dispatcher.flow.continuation.num_replays > 0
         assert loss.victim.replica_id not in {peer.member.replica_id for peer in cluster.door.peers}

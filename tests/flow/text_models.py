@@ -78,7 +78,7 @@ async def answers(
 
     stop = StopParams(num_tokens)
     request = GenerateRequest(new_request_id(), Prompt(prompt), (sampling,) * num_choices, stop)
-    streams = cluster.door._dispatcher.generate(request, (), (), RequestTimeline(0.0))
+    streams = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
     try:
         return [await read(stream) for stream in streams]
     finally:
