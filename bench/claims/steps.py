@@ -6,10 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from bench.claims.claim import SIMULATED, Claim, Found
 from bench.claims.virtual import request, simulation
-from cluster.engine.runner import OnLayer
 from cluster.engine.state import AnswerWork, Work, WorkResult
 from cluster.types.curves import Link
 from cluster.types.members import Phase
@@ -32,9 +32,9 @@ def noted(runner: SimRunner, gaps: list[float]) -> None:
     """Every step with prompts that all answers wait for goes into `gaps`."""
     run, clock = runner.run, runner.device.clock
 
-    def timed(works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:
+    def timed(works: Sequence[Work], *rest: Any) -> list[WorkResult]:
         began_at = clock.now()
-        results = run(works, on_layer)
+        results = run(works, *rest)
         num_answers = sum(isinstance(work, AnswerWork) for work in works)
         if num_answers == NUM_ANSWERS < len(works):
             gaps.append(clock.now() - began_at)

@@ -1,5 +1,9 @@
 """The answers that an engine generates: which of them a step continues, with which blocks, and what a step's
 tokens mean for them. Used on the engine's thread.
+
+Blocks for an answer are allocated as it grows. If every layer of the model has a window, blocks behind the
+window are freed. If the pool has no free block, the newest running request is preempted: it loses its blocks,
+and its door has the rest of it computed again.
 """
 
 from __future__ import annotations

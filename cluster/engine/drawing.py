@@ -18,7 +18,7 @@ with any drafts. What this needs of a choice is in its `DrawState`. Used on the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,16 +78,18 @@ class Drawer:
         changed = [(request, choice) for request, choice in choices if not request.is_plain]
         _start(self._masks, [(self._state_of(*each), each[1].drafts) for each in changed])
 
-    def next_tokens(self, logits: Tensor, choices: Choices) -> Drawn:
+    def next_tokens(
+        self, logits: Tensor, choices: Choices, on_drawn: Callable[[Tensor], None] = lambda tokens: None
+    ) -> Drawn:
         """A token behind the last one of each choice, and behind each of its drafts. logits: [rows, V]
         float32 as the model gave them, one row for each of these tokens, and behind it that of the negative
-        sequence if there is one. May change them. Synchronises the device."""
+        sequence if there is one. May change them. `on_drawn`: see `sample`. Synchronises the device."""
         if not choices:
             return Drawn([])
         params = [choice.sampling for _, choice in choices for _ in range(len(choice.drafts) + 1)]
         positions = [position for _, choice in choices for position in _positions(choice)]
         if all(request.is_plain for request, _ in choices):
-            return Drawn(sample(logits, params, positions))
+            return Drawn(sample(logits, params, positions, on_drawn))
         changed, first, raw = [], 0, 0
         for request, choice in choices:
             if not request.is_plain:
@@ -97,7 +99,7 @@ class Drawer:
             raw += (len(choice.drafts) + 1) * len(request.request.prompts)
         logprobs = _raw_logprobs(logits, changed)
         logits, late = self._changed(logits, changed)
-        tokens = sample(logits, params, positions)
+        tokens = sample(logits, params, positions, on_drawn)
         return Drawn(tokens, logprobs.of(range(len(tokens)), tokens), late=late)
 
     def first_tokens(self, requests: Sequence[LanguageRequest]) -> Drawn:

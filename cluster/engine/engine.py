@@ -8,12 +8,7 @@ A step:
 3. tokens are drawn, and the doors are told.
 
 A prompt is computed here, or its KV arrives (`KvInput`). An answer is generated here (`Answers`), or the KV
-is sent to the worker that generates it (`KvOutput`). How much of each a worker does is its role
-(`StepLimits`).
-
-Blocks for an answer are allocated as it grows. If every layer of the model has a window, blocks behind the
-window are freed. If the pool has no free block, the newest running request is preempted: it loses its blocks,
-and its door has the rest of it computed again.
+is sent to the worker that generates it (`KvOutput`). `StepLimits` say how much of each a worker does.
 
 Runs on the worker's engine thread. Transfer events and messages of doors arrive as calls. An exception that a
 request causes ends that request only (`Blame`). How requests end: `Lifecycle`.
@@ -28,6 +23,7 @@ from operator import attrgetter
 import msgspec
 
 from cluster.clock import Clock
+from cluster.engine.ahead import ForwardAhead
 from cluster.engine.answers import Answers
 from cluster.engine.counts import SequenceCounts
 from cluster.engine.events import first_events
@@ -101,11 +97,13 @@ class LanguageEngine:
         tier: KvTier | None = None,
         constraints: Constraints | None = None,
         allows_recompute: bool = False,
+        runs_ahead: bool = False,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ):
         """`features`: where embeddings arrive. `tier`: the second one of the KV cache. `constraints`: those
-        of `runner`. `allows_recompute`: see `KvInput`. `on_ended(request_id)` is called, on this thread, once
-        for each request whose answer was to be generated here, when it leaves the engine."""
+        of `runner`. `allows_recompute`: see `KvInput`. `runs_ahead`: see `ForwardAhead`.
+        `on_ended(request_id)` is called, on this thread, once for each request whose answer was to be
+        generated here, when it leaves the engine."""
         self.runner = runner
         self.blocks = blocks
         self._features = features
@@ -129,7 +127,8 @@ class LanguageEngine:
         self._lifecycle = Lifecycle(state, outbox, self._unschedule, on_ended)
         self._blame = Blame(self._lifecycle.fail_named)
         self._intake = Intake(model, state, limits, self.planner, self._lifecycle, self._blame, outbox, clock)
-        self._forward = StepForward(model, state, self.planner, self.fit, self._blame, cpu_slots)
+        self._ahead = ForwardAhead(state, self._blame, clock, is_on=runs_ahead)
+        self._forward = StepForward(model, state, self.planner, self.fit, self._blame, cpu_slots, self._ahead)
         self._answers = Answers(
             state, self._lifecycle, self._blame, self._forward.probe, outbox, clock, model.sliding_window
         )
@@ -171,11 +170,17 @@ class LanguageEngine:
     def step(self) -> float | None:
         self._admit()
         answers = self._answers.next(self._limits.max_sequences)
-        room = self.runner.room_for_prompts(answers) if self.planner.has_runnable else None
-        prompts, is_long = self.planner.next_step(self._prompts_limit_s if answers else math.inf, room)
+        prompts, is_long = [], False
+        if not (in_flight := self._ahead.computes(answers)):
+            room = self.runner.room_for_prompts(answers) if self.planner.has_runnable else None
+            # The fixed part of the answers' own step would be spent without prompts, too.
+            fixed_s = self.fit.predicted_s(0, self._counts.mean_context) if answers else math.inf
+            prompts, is_long = self.planner.next_step(self._prompt_pause_s + fixed_s, room)
+        answers = in_flight or answers
         # The load is told before a long step: a report behind it would not count what came meanwhile.
         self._tell_doors(self.load() if prompts or not answers else None)
         if not answers and not prompts:
+            self._ahead.drop()
             return self.requests.deadlines.wait_s() if self.requests else self._idle_check.run()
         self._run(answers, prompts, is_long)
         self._tell_doors(None if prompts else self.load())
@@ -192,12 +197,6 @@ class LanguageEngine:
             with self._blame.of(request_id):
                 self._lifecycle.expire(request_id)
         self._intake.admit()
-
-    @property
-    def _prompts_limit_s(self) -> float:
-        """How long a step of prompts alone may last whose tokens run beside answers: the fixed part of the
-        answers' own step would be spent without them, too."""
-        return self._prompt_pause_s + self.fit.predicted_s(0, self._counts.mean_context)
 
     def start(self, door: DoorId, message: StartPrefill | StartDecode, came_at: float) -> None:
         """`came_at`: when the message arrived. The engine may have been busy since then."""
@@ -292,7 +291,8 @@ class LanguageEngine:
             began_at = self._clock.now()
             for request in requests:
                 request.stopwatch.turn_to(Part.COMPUTING, began_at)
-            done = self._forward.run(answers, prompts) if answers or prompts else []
+            is_all = len(answers) == len(self._answers.running)
+            done = self._forward.run(answers, prompts, is_all=is_all)
         self._forward.learn([work for work, _ in done], is_long)
         for work, result in done:
             with self._blame.of(work.request.request_id):

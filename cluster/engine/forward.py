@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.engine.ahead import ForwardAhead
 from cluster.engine.kv_output import Ready, StepPush
 from cluster.engine.lifecycle import EngineState
 from cluster.engine.planner import PromptPlanner
-from cluster.engine.state import AnswerWork, PromptWork, Work, WorkResult
+from cluster.engine.state import AnswerChoice, AnswerWork, PromptWork, Work, WorkResult
 from cluster.model.language import LanguageModel
 from cluster.scheduling.fit import StepFit
 from cluster.worker.blame import Blame
@@ -29,8 +30,10 @@ class StepForward:
         fit: StepFit,
         blame: Blame,
         cpu_slots: CpuSlots,
+        ahead: ForwardAhead,
     ):
         """`fit`: of steps that only generate answers, by their sequences and the tokens that these see."""
+        self._ahead = ahead
         self._model = model
         self._state = state
         self._planner = planner
@@ -39,18 +42,32 @@ class StepForward:
         self._cpu_slots = cpu_slots
 
     def run(
-        self, answers: Sequence[AnswerWork], prompts: Sequence[PromptWork]
+        self, answers: Sequence[AnswerWork], prompts: Sequence[PromptWork], *, is_all: bool
     ) -> list[tuple[Work, WorkResult]]:
-        """Inside a CPU slot. Returns what has succeeded; requests whose work raises alone, too, have
-        failed."""
-        return self._blame.together([*answers, *prompts], self._compute, _id_of, self.probe)
+        """Inside a CPU slot. Returns what has succeeded; requests whose work raises alone, too, have failed.
+        `is_all`: all answers that run here are in the step."""
+        is_alone = is_all and not prompts and not self._planner.has_runnable
+        then = iter([self._ahead.plan([work.request for work in answers], is_alone=is_alone)])
+        works = [*(work for work in answers if work.request.live_choices), *prompts]
+        if not works:
+            self._ahead.drop()
+            return []
+        done = self._blame.together(
+            works,
+            lambda some: self._compute(some, next(then, ())),  # nothing is enqueued behind a repetition
+            _id_of,
+            self.probe,
+        )
+        self._ahead.finish()
+        return done
 
     def learn(self, works: Sequence[Work], is_long: bool) -> None:
         """Behind the step, before its results are taken in: it has computed this. `is_long`: see
         `PromptPlanner.next_step`."""
         answers = [work for work in works if isinstance(work, AnswerWork)]
         prompts = [work for work in works if isinstance(work, PromptWork)]
-        step_s, num_sequences = self._cpu_slots.ran_s, sum(work.request.num_sequences for work in answers)
+        step_s = self._cpu_slots.ran_s if self._ahead.step_s is None else self._ahead.step_s
+        num_sequences = sum(work.request.num_sequences for work in answers)
         if answers and not prompts:
             self._fit.observe(num_sequences, self._state.counts.mean_context, step_s)
         if prompts:
@@ -67,7 +84,7 @@ class StepForward:
             self._state.runner.warm_up_prompt(1, block)
             self._state.blocks.free(block)
 
-    def _compute(self, works: Sequence[Work]) -> list[WorkResult]:
+    def _compute(self, works: Sequence[Work], then: Sequence[AnswerChoice]) -> list[WorkResult]:
         """After each layer, its KV is posted to the worker that wants it, and the CPU slot may be yielded."""
         sent = [work for work in works if isinstance(work, PromptWork) and work.request.sends]
         push = StepPush(sent, self._model.kv_layout, self._model.num_layers)
@@ -78,7 +95,7 @@ class StepForward:
             push.on_layer(layer_idx, ready)
             self._cpu_slots.yield_between_layers()
 
-        results = self._state.runner.run(works, on_layer)
+        results = self._state.runner.run(works, on_layer, then)
         push.close()
         return results
 

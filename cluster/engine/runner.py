@@ -4,7 +4,9 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from cluster.engine.state import (
 )
 from cluster.engine.tables import uncut_spans
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.cuda.draw import to_device
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.logprobs import PromptScores
 from cluster.model.sampling import sample
@@ -55,6 +58,7 @@ class LanguageRunner:
         self._features = features
         self._speculator = speculator
         self._drawer = Drawer(masks)
+        self._in_flight: _InFlight | None = None
         self.num_drafted = 0  # tokens, since the start
         self.num_accepted = 0  # drafts that were right
 
@@ -99,11 +103,17 @@ class LanguageRunner:
         return room if room >= LEAST_SHARE * recorded else None
 
     @torch.inference_mode()
-    def run(self, works: Sequence[Work], on_layer: OnLayer) -> list[WorkResult]:
+    def run(
+        self, works: Sequence[Work], on_layer: OnLayer, then: Sequence[AnswerChoice] = ()
+    ) -> list[WorkResult]:
         """Computes the KV of every answer's last token and drafts, and of the next tokens of prompts; draws
         the next tokens of the answers. `on_layer(i, ready)` is called after layer i if there are prompts. On
         the CPU its KV is written then; on a GPU it is enqueued, and is written once `ready()` is true, and
-        only steps with KV to send call: others may be recorded. Blocks; synchronises the device."""
+        only steps with KV to send call: others may be recorded. Blocks; synchronises the device.
+
+        `then`: choices of the answers, if nothing but answers without drafts is computed. Their next forward
+        is enqueued before the tokens are read (`cluster.engine.ahead`). It is not waited for."""
+        ahead, self._in_flight = self._in_flight, None
         answers = [work.request for work in works if isinstance(work, AnswerWork)]
         prompts = [work for work in works if isinstance(work, PromptWork)]
         choices = [(request, choice) for request in answers for choice in request.live_choices]
@@ -120,9 +130,12 @@ class LanguageRunner:
             logits = self._steps.forward(chunks, self._kv, self._marked(on_layer) if tells else None)
             self._kv.synchronize()
         else:
-            logits = self._decode([choice for _, choice in choices])
+            logits = None if ahead is None else ahead.logits_of([choice for _, choice in choices])
+            if logits is None:
+                logits = self._decode([choice for _, choice in choices])
             num_rows = len(logits)
-        drawn = self._drawer.next_tokens(logits[:num_rows], choices)
+        enqueue = partial(self._go_ahead, {choice: i for i, (_, choice) in enumerate(choices)}, then)
+        drawn = self._drawer.next_tokens(logits[:num_rows], choices, enqueue)
         accepted = iter(self._accept(drawn, choices))
         last = iter(logits[num_rows:].clone().split(1))  # these outlive the step
         scored = iter([() if chunk.scores is None else chunk.scores.found for chunk in computed])
@@ -132,6 +145,11 @@ class LanguageRunner:
             else WorkResult(logits=next(last) if _is_last(work) else None, prompt_logprobs=next(scored))
             for work in works
         ]
+
+    def drop_ahead(self) -> None:
+        """Waits for the forward in flight, whose results are not wanted."""
+        self._in_flight = None
+        self._kv.synchronize()
 
     @torch.inference_mode()
     def first_tokens(self, requests: Sequence[LanguageRequest]) -> list[FirstTokens]:
@@ -148,6 +166,7 @@ class LanguageRunner:
     @torch.inference_mode()
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
         """One step over a prompt that belongs to no request."""
+        self._in_flight = None
         self._steps.forward([SequenceChunk([0] * num_tokens, 0, 0, block_table)], self._kv)
         self._kv.synchronize()
 
@@ -180,6 +199,25 @@ class LanguageRunner:
             [sequence.block_table for _, sequence in rows],
             self._kv,
         )
+
+    def _go_ahead(
+        self, index_of: Mapping[AnswerChoice, int], then: Sequence[AnswerChoice], tokens: Tensor
+    ) -> None:
+        """tokens: those of the step, on the device; `index_of`: the place of each choice among them."""
+        rows = [(index_of[choice], sequence) for choice in then for sequence in choice.sequences]
+        if not rows:
+            return
+        places = [place for place, _ in rows]
+        if places != list(range(len(tokens))):
+            tokens = tokens[to_device(places, tokens.device)]
+        logits = self._steps.decode(
+            tokens,
+            [sequence.num_computed_tokens + 1 for _, sequence in rows],
+            [sequence.position_delta for _, sequence in rows],
+            [sequence.block_table for _, sequence in rows],
+            self._kv,
+        )
+        self._in_flight = _InFlight.of(then, logits)
 
     def _marked(self, on_layer: OnLayer) -> Callable[[int], None]:
         return lambda layer_idx: on_layer(layer_idx, self._kv.mark())
@@ -224,6 +262,33 @@ class LanguageRunner:
                 for rows in self._features.rows((work.request.request_id, item_idx), row, row + count):
                     yield FeatureSlice(token - start, rows)
                     token += len(rows)
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A forward that is enqueued. logits: valid until the model is called again."""
+
+    rows: Mapping[AnswerChoice, range]
+    num_tokens: Mapping[AnswerChoice, int]  # of each choice when it is drawn from
+    logits: Tensor
+
+    @classmethod
+    def of(cls, choices: Sequence[AnswerChoice], logits: Tensor) -> _InFlight:
+        rows, end = {}, 0
+        for choice in choices:
+            start, end = end, end + len(choice.sequences)
+            rows[choice] = range(start, end)
+        return cls(rows, {choice: len(choice.token_ids) + 1 for choice in choices}, logits)
+
+    def logits_of(self, choices: Sequence[AnswerChoice]) -> Tensor | None:
+        """[rows of the choices, vocab_size]. None: they are not the logits that a step of these choices
+        wants."""
+        if any(self.num_tokens.get(choice) != len(choice.token_ids) for choice in choices):
+            return None
+        rows = [row for choice in choices for row in self.rows[choice]]
+        if rows == list(range(len(rows))):
+            return self.logits[: len(rows)]
+        return self.logits[to_device(rows, self.logits.device)]
 
 
 def _is_last(work: PromptWork) -> bool:

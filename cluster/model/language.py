@@ -139,13 +139,14 @@ class LanguageModel:
     @torch.inference_mode()
     def decode(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         context_lens: Sequence[int],
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor:
-        """Computes one token for each of B sequences. context_lens[i]: KV length before this token, which is
+        """Computes one token for each of B sequences. token_ids: if a tensor, [B] int64 on the model's
+        device, where it is read. context_lens[i]: KV length before this token, which is
         its index. block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32
         logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
@@ -185,6 +186,10 @@ class LanguageModel:
         ids = np.array(token_ids)
         ids[ids >= self._embed.num_embeddings] = 0
         return ids
+
+    def known_on_device(self, token_ids: Tensor) -> Tensor:
+        """`known_ids`, [T] int64 on the device."""
+        return token_ids.masked_fill(token_ids >= self._embed.num_embeddings, 0)
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""
@@ -256,8 +261,10 @@ class LanguageModel:
         logits = self._head(hidden)
         return logits if self._post_head is None else self._post_head(logits)
 
-    def _embed_tokens(self, token_ids: Sequence[int]) -> Tensor:
+    def _embed_tokens(self, token_ids: Sequence[int] | Tensor) -> Tensor:
         """[T, hidden_size]."""
+        if isinstance(token_ids, Tensor):
+            return self._embedded(self.known_on_device(token_ids))
         return self._embedded(torch.from_numpy(self.known_ids(token_ids)).to(self.device))
 
     def _embedded(self, token_ids: Tensor) -> Tensor:

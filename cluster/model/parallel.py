@@ -161,12 +161,15 @@ class LeadingModel:
 
     def decode(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         context_lens: Sequence[int],
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
     ) -> Tensor:
+        """Tokens on the device are read: the other ranks are sent numbers."""
+        if isinstance(token_ids, Tensor):
+            token_ids = token_ids.tolist()
         with _in_step():
             self._tell(_Decode(token_ids, context_lens, deltas, block_tables))
             return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)

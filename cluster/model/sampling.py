@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cluster.config.machine import has_triton
 from cluster.model.cpu import library
-from cluster.model.cuda.draw import GREEDY, draw_tokens
+from cluster.model.cuda.draw import GREEDY, draw_tokens, to_device
 from cluster.types.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,23 @@ _MAX_GROUP_ELEMENTS = 1 << 18
 _MAX_DEVICE_ELEMENTS = 1 << 24
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    on_drawn: Callable[[Tensor], None] = lambda tokens: None,
+) -> list[int]:
     """One token id per row. logits: [B, V] float32, any device. `positions[i]`: index of the drawn token in
-    row i's sequence (prompt + generated). Synchronises the device."""
-    if logits.device.type == "cuda" and _kernels_draw(logits.device):
-        return _sample_by_kernels(logits, params, positions)
+    row i's sequence (prompt + generated). `on_drawn(tokens [B] int64)` is called when the tokens are there
+    or, on a GPU, enqueued; then the device is synchronised."""
+    by_kernels = logits.device.type == "cuda" and _kernels_draw(logits.device)
+    tokens = (_sample_by_kernels if by_kernels else _sample_by_torch)(logits, params, positions)
+    on_drawn(tokens)
+    return tokens.tolist()
+
+
+def _sample_by_torch(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """Or by the native kernel, on the CPU."""
     sampled = [row for row, p in enumerate(params) if p.temperature > 0]
     has_greedy = len(sampled) < len(params)
     tokens = _greedy_tokens(logits) if has_greedy else logits.new_empty(len(params), dtype=torch.int64)
@@ -61,7 +73,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         sampled = [row for row in sampled if _has_filter(params[row])]
     for some, scores in _likely(logits, params, sampled):
         tokens[some] = _draw(native, scores, [keys[row] for row in some])
-    return tokens.tolist()
+    return tokens
 
 
 def _likely(
@@ -77,10 +89,8 @@ def _likely(
         yield some, keep_likely(logits[some] / temperature, [params[row] for row in some])
 
 
-def _sample_by_kernels(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> list[int]:
-    """`sample` on a GPU: all rows without a filter at once, then the others. Waits once, at the end."""
+def _sample_by_kernels(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """All rows without a filter at once, then the others."""
     filtered = [row for row, p in enumerate(params) if p.temperature > 0 and _has_filter(p)]
     plain = [row for row in range(len(params)) if row not in set(filtered)]
     keys = [_row_key(p.seed, position) for p, position in zip(params, positions, strict=True)]
@@ -91,10 +101,10 @@ def _sample_by_kernels(
     for some, scores in _likely(logits, params, filtered):
         found.append(draw_tokens(scores, range(len(some)), [1.0] * len(some), [keys[row] for row in some]))
         order += some
-    tokens = [0] * len(params)
-    for row, token in zip(order, torch.cat(found).tolist(), strict=True):
-        tokens[row] = token
-    return tokens
+    if not filtered:
+        return found[0]
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(found)[to_device(places, logits.device)]
 
 
 @cache

@@ -30,7 +30,7 @@ class StepModel(Protocol):
 
     def decode(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         context_lens: Sequence[int],
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from cluster.engine.state import AnswerWork, FirstTokens, LanguageRequest, PromptWork, Work, WorkResult
+from cluster.engine.state import (
+    AnswerChoice,
+    AnswerWork,
+    FirstTokens,
+    LanguageRequest,
+    PromptWork,
+    Work,
+    WorkResult,
+)
 from cluster.kvcache.blocks import BlockPool
 from cluster.types.media import MediaItem, Modality
 from cluster.worker.cpu_slots import CpuSlots
@@ -136,7 +144,7 @@ class SimRunner:
             for request in requests:
                 request.choices[0].propose(drafts)
 
-    def run(self, works: Sequence[Work], on_layer: Any) -> list[WorkResult]:
+    def run(self, works: Sequence[Work], on_layer: Any, then: Sequence[AnswerChoice]) -> list[WorkResult]:
         prompts = [work for work in works if isinstance(work, PromptWork)]
         requests = [work.request for work in works if isinstance(work, AnswerWork)]
         if self._rest is not None:

@@ -78,10 +78,11 @@ class Rig:
         step_tokens: int = 10,
         tier_levels: Sequence[Slots] = (),
         cpu_slots: Any = None,
+        runs_ahead: bool = False,
     ):
         """`window`: tokens that decode's model looks back; None: all. `step_tokens`: of a prefill step.
         `tier_levels`: where prefill keeps what its cache loses. `feature_blocks`: prefill's and decode's.
-        `cpu_slots`: those of the language engines."""
+        `cpu_slots`, `runs_ahead`: of the language engines."""
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
@@ -111,7 +112,7 @@ class Rig:
         self.pools: dict[str, BlockPool] = {}
         self.workers: dict[str, Worker] = {}
         self.runners: dict[str, Any] = {}  # in place of the models
-        self._cpu_slots = cpu_slots
+        self._cpu_slots, self._runs_ahead = cpu_slots, runs_ahead
         for name in ("encoder", "prefill", "decode"):
             self.start_worker(name)
 
@@ -253,6 +254,7 @@ class Rig:
             cpu_slots=self._cpu_slots or no_cpu_slots(self.clock),
             features=features,
             tier=tier,
+            runs_ahead=self._runs_ahead,
             on_ended=self.ended.append,
         )
 

@@ -48,6 +48,8 @@ class ScriptedRunner:
     ):
         self.kv = kv
         self.num_drafted = self.num_accepted = 0
+        self.num_ahead = 0  # steps behind which a forward was enqueued
+        self._in_flight: list[tuple[list[int], int, int]] = []
         self._features = features
         self._on_prompts, self._on_answers = on_prompts, on_answers
         self._draft = draft
@@ -70,7 +72,10 @@ class ScriptedRunner:
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
         pass
 
-    def _run(self, works: Sequence[Work], on_layer: Callable[[int, Any], None]) -> list[WorkResult]:
+    def _run(
+        self, works: Sequence[Work], on_layer: Callable[[int, Any], None], then: Sequence[AnswerChoice] = ()
+    ) -> list[WorkResult]:
+        self._write_late()
         prompts, answers = prompts_in(works), answers_in(works)
         assert list(works) == [*answers, *prompts]
         for work in prompts:
@@ -80,9 +85,25 @@ class ScriptedRunner:
         if answers:
             self._on_answers()
         results = [WorkResult(tokens=self.answer(work.request)) for work in answers]
+        self._in_flight = [
+            (list(sequence.block_table), sequence.num_computed_tokens + 1, choice.token_ids[-1] + 1)
+            for choice in then
+            for sequence in choice.sequences
+        ]
+        self.num_ahead += bool(then)
         if prompts:
             on_layer(0, None)
         return results + [WorkResult(logits=torch.empty(0))] * len(prompts)
+
+    def drop_ahead(self) -> None:
+        self._write_late()
+
+    def _write_late(self) -> None:
+        """What was enqueued behind the last step is written as late as it may be: whatever has become of the
+        blocks since then."""
+        for block_table, position, token_id in self._in_flight:
+            write_token(self.kv, block_table, position, token_id)
+        self._in_flight = []
 
     def compute_prompt(self, work: PromptWork) -> None:
         sequence, prompt = work.sequence, work.sequence.prompt

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -107,7 +108,7 @@ class History:
             is_warm=Random(f"{self.seed} is warm").random() < 0.5,
         )
         outstanding_s = rng.choice([0.004, 0.02]) if self.is_tight else 1e9
-        return Shape(
+        shape = Shape(
             rng.choice(CROWDED if self.focus in CROWDING else CLUSTERS),
             num_doors=rng.choice([1, 1, 2]),
             sizes=sizes,
@@ -120,6 +121,8 @@ class History:
             overcommit=rng.choice([1, 1, 4]),
             skew=rng.random() < 0.5,
         )
+        runs_ahead = not shape.drafts and Random(f"{self.seed} runs ahead").random() < 0.5
+        return replace(shape, sizes=replace(sizes, runs_ahead=runs_ahead))
 
     def run(self) -> Counter[str]:
         counts: Counter[str] = Counter()

@@ -115,6 +115,7 @@ class ChainRunner:
         self.copy_blocks = kv.copy_blocks
         self.run = bookkeeping(self._run)
         self.first_tokens = bookkeeping(self._first_tokens)
+        self._in_flight: list[tuple[list[int], int, int]] = []
         self._rows = kv.segments[0].view(kv.num_blocks * BLOCK_SIZE).numpy()
         self._features, self._feature_memory = features, feature_memory
         self._compute, self._on_foreign, self._draft = compute, on_foreign, draft
@@ -134,13 +135,18 @@ class ChainRunner:
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
         pass
 
-    def _run(self, works: Sequence[Work], on_layer: Callable[[int, Any], None]) -> list[WorkResult]:
+    def _run(
+        self, works: Sequence[Work], on_layer: Callable[[int, Any], None], then: Sequence[AnswerChoice]
+    ) -> list[WorkResult]:
         prompts = [work for work in works if isinstance(work, PromptWork)]
+        if prompts:
+            self.drop_ahead()  # the device computes one after the other
         for work in prompts:
             self._compute_prompt(work)
         self._compute(STEP_S + TOKEN_S * sum(work.num_tokens for work in prompts))
+        self.drop_ahead()
         results = [
-            WorkResult(tokens=self._continue(work.request))
+            WorkResult(tokens=self._continue(work.request, then))
             if isinstance(work, AnswerWork)
             else WorkResult(logits=torch.empty(0))
             for work in works
@@ -148,6 +154,13 @@ class ChainRunner:
         if prompts:
             on_layer(0, None)
         return results
+
+    def drop_ahead(self) -> None:
+        """What was enqueued behind the last step is written as late as it may be: when the next step has
+        ended, whatever has become of the blocks since then."""
+        for block_table, position, value in self._in_flight:
+            self._write(block_table, position, value)
+        self._in_flight = []
 
     def _compute_prompt(self, work: PromptWork) -> None:
         sequence, prompt = work.sequence, work.sequence.prompt
@@ -174,10 +187,10 @@ class ChainRunner:
             self._on_foreign(self._feature_memory, key[0], blocks)
         return rows
 
-    def _continue(self, request: LanguageRequest) -> list[list[int]]:
-        return [self._next_tokens(request, choice) for choice in request.live_choices]
+    def _continue(self, request: LanguageRequest, then: Sequence[AnswerChoice]) -> list[list[int]]:
+        return [self._next_tokens(request, choice, choice in then) for choice in request.live_choices]
 
-    def _next_tokens(self, request: LanguageRequest, choice: AnswerChoice) -> list[int]:
+    def _next_tokens(self, request: LanguageRequest, choice: AnswerChoice, goes_on: bool) -> list[int]:
         generated = choice.token_ids[choice.num_prompt_tokens :]
         new = [generated[-1], *choice.drafts]
         lasts_of = []
@@ -193,6 +206,10 @@ class ChainRunner:
                 self._write(sequence.block_table, position, last)
             lasts_of.append(lasts)
         drawn = [draw(lasts, choice.sampling.seed) for lasts in zip(*lasts_of, strict=True)]
+        for sequence, (last, *drafted) in zip(choice.sequences, lasts_of, strict=True) if goes_on else ():
+            assert not drafted
+            position = sequence.num_computed_tokens + 1
+            self._in_flight.append((list(sequence.block_table), position, mix(last, drawn[0])))
         tokens = accept(choice.drafts, drawn)
         choice.drop_drafts()
         return tokens

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from cluster.engine import answers, kv_output, state
+from cluster.engine.ahead import ForwardAhead
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
 from cluster.engine.lifecycle import Lifecycle
@@ -277,6 +278,17 @@ def stale_tier() -> Change:
     return KvTier, "_is_there", lambda self, block: True
 
 
+def forward_ahead_holds_nothing() -> Change:
+    """The blocks that a forward in flight writes to are free when its answers have ended."""
+    hold = ForwardAhead._hold
+
+    def holds(self: ForwardAhead, request: Any, written: list[int]) -> bool:
+        with patch.object(self._state.blocks, "share", nothing):
+            return hold(self, request, [])
+
+    return ForwardAhead, "_hold", holds
+
+
 def outbox_forgets_doors() -> Change:
     """A door that is gone is still told everything."""
     return Outbox, "remove_door", nothing
@@ -289,5 +301,5 @@ ALL = (
     cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
     partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
     last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,
-    unwanted_grant_kept, stale_tier, outbox_forgets_doors,
+    unwanted_grant_kept, stale_tier, forward_ahead_holds_nothing, outbox_forgets_doors,
 )  # fmt: skip

@@ -68,6 +68,7 @@ class Sizes:
     margin_s: float = 2.0
     # Workers that only decode know from the start how long prompts take: then they are given some
     is_warm: bool = False
+    runs_ahead: bool = False  # see cluster/engine/ahead.py
     max_queued_rows: int = 1000
 
     @property
@@ -170,6 +171,7 @@ class SimulatedLanguage(Inbox):
             features=self.features,
             tier=self._tier,
             allows_recompute=True,
+            runs_ahead=sizes.runs_ahead,
             on_ended=worker.ended.append,
         )
         self.engine.planner.budget.min_tokens = sizes.step_tokens  # however long steps last

@@ -31,8 +31,7 @@ def draw_tokens(
         (row, key, struct.unpack("<i", struct.pack("<f", temperature))[0])
         for row, key, temperature in zip(rows, keys, temperatures, strict=True)
     ]
-    sent = torch.tensor(records, dtype=torch.int64, pin_memory=logits.is_cuda)
-    sent = sent.to(logits.device, non_blocking=True)
+    sent = to_device(records, logits.device)
     scores = torch.empty(len(records), num_tiles, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(len(records), dtype=torch.int64, device=logits.device)
     stride = logits.stride(0)
@@ -44,3 +43,9 @@ def draw_tokens(
         TILE=_TILE, TILES_PAD=power_of_two(num_tiles), num_warps=8,
     )  # fmt: skip
     return tokens
+
+
+def to_device(numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """int64, on the device. Enqueues, and does not wait."""
+    on_host = torch.tensor(numbers, dtype=torch.int64)
+    return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)

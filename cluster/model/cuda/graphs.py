@@ -70,6 +70,8 @@ class CapturableModel(StepModel, Protocol):
 
     def known_ids(self, token_ids: Sequence[int]) -> np.ndarray: ...
 
+    def known_on_device(self, token_ids: Tensor) -> Tensor: ...
+
 
 @dataclass(frozen=True)
 class RecordedSizes:
@@ -169,7 +171,7 @@ class GraphedModel:
     @torch.inference_mode()
     def decode(
         self,
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | Tensor,
         context_lens: Sequence[int],
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
@@ -182,9 +184,11 @@ class GraphedModel:
         sizes = next((sizes for sizes in self._sizes.answers if sizes.num_rows >= count), None)
         if sizes is None:
             return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
-        self._buffers.fill_answers(
-            sizes, self._model.known_ids(token_ids), context_lens, deltas, block_tables
-        )
+        is_on_device = isinstance(token_ids, Tensor)
+        known = 0 if is_on_device else self._model.known_ids(token_ids)
+        inputs = self._buffers.fill_answers(sizes, known, context_lens, deltas, block_tables)
+        if is_on_device:
+            inputs.token_ids[:count].copy_(self._model.known_on_device(token_ids))
         return self._replays[sizes]()[:count]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:

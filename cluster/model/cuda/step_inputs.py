@@ -102,12 +102,13 @@ class StepBuffers:
     def fill_answers(
         self,
         sizes: StepSizes,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Sequence[int] | np.ndarray | int,
         context_lens: Sequence[int],
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
     ) -> StepInputs:
-        """One token for each sequence. Arguments as in `LanguageModel.decode`."""
+        """One token for each sequence. Arguments as in `LanguageModel.decode`; one number stands for every
+        token."""
         fields, count = self._begin(sizes), len(context_lens)
         fields.token_ids[:count] = token_ids
         fields.indices[:count] = context_lens

@@ -32,11 +32,13 @@ REHEARSED = {  # test file: places
     "test_recorded_steps.py": """
         cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded
     """,
+    "test_ahead.py": "cluster/model/cuda/draw.py:to_device cluster/engine/worker.py:_may_run_ahead",
     "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
         cluster/model/logprobs.py:RawLogprobs.__init__ cluster/model/sampling.py:_ascending
         cluster/model/sampling.py:_greedy_tokens cluster/model/sampling.py:_likely
+        cluster/model/sampling.py:_sample_by_torch
         cluster/model/sampling.py:sample
     """,
     "test_memory.py": """
@@ -86,7 +88,6 @@ NOT_REHEARSED = {
     "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "cluster/model/cuda/draw_kernels.py:module": "Triton: test_cuda_draw.py, likewise",
-    "cluster/model/cuda/draw.py:draw_tokens": "Triton: test_cuda_draw.py",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
     "kv_transfer/codecs/triton_checksum.py:module": "Triton: test_triton_checksum.py, likewise",
     "kv_transfer/agents/collective_agent.py:built_backends": "asks this build of torch",

@@ -55,9 +55,9 @@ def test_speculation_forgets_every_choice_that_has_ended(rig, relay, ends):
     forgotten, begun, runner = [], set(), rig.runners["decode"]
     run = runner.run
     runner.forget = lambda choice: forgotten.append(choice.request_id)
-    runner.run = lambda works, on_layer: (
+    runner.run = lambda works, *rest: (
         begun.update(c.request_id for work in answers_in(works) for c in work.request.live_choices)
-        or run(works, on_layer)
+        or run(works, *rest)
     )
     stop = {"by a stop token": (52,), "at its first token": (50,)}.get(ends, ())
     for n in range(3 if ends == "by preemption" else 1):

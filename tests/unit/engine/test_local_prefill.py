@@ -31,10 +31,10 @@ def record_parts(rig):
     runner, parts = rig.runners["decode"], []
     run = runner.run
 
-    def recorded(works, on_layer):
+    def recorded(works, *rest):
         if prompts := prompts_in(works):
             parts.append([(work.sequence.num_computed_tokens, work.num_tokens) for work in prompts])
-        return run(works, on_layer)
+        return run(works, *rest)
 
     runner.run = recorded
     return parts

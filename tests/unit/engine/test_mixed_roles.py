@@ -57,9 +57,9 @@ def test_a_step_holds_answers_and_prompts_and_the_answers_wait_no_longer_for_the
     runner, steps, limits = rig.runners["decode"], [], []
     run, next_step = runner.run, rig.decode.engine.planner.next_step
 
-    def recorded(works, on_layer):
+    def recorded(works, *rest):
         steps.append((len(answers_in(works)), len(prompts_in(works))))
-        return run(works, on_layer)
+        return run(works, *rest)
 
     runner.run = recorded
     rig.decode.engine.planner.next_step = lambda limit_s, room: (

@@ -39,7 +39,7 @@ def test_nothing_is_run_for_a_request_that_preempted_itself(rig, relay):
     """Two rows fill a step, so each request runs alone, and the newer one asks for the last blocks."""
     runner, sizes = rig.runners["decode"], []
     run = runner.run
-    runner.run = lambda works, on_layer: sizes.append(len(works)) or run(works, on_layer)
+    runner.run = lambda works, *rest: sizes.append(len(works)) or run(works, *rest)
     relay.start(make_request("old", 6, max_tokens=12, num_choices=2))
     rig.clock.at += 0.1
     relay.start(make_request("new", 6, max_tokens=12, num_choices=2))

@@ -303,10 +303,10 @@ def test_layers_of_a_long_prompt_last_no_longer_than_their_slice(mean_slice_s, u
     """Five hundredths of a second a token, one layer; the largest step has 20 tokens."""
     sizes = []
 
-    def run(works, on_layer):
+    def run(works, *rest):
         sizes.append(sum(work.num_tokens for work in works))
         cpu_slots.ran_s = 0.05 * sizes[-1]
-        return compute(works, on_layer)
+        return compute(works, *rest)
 
     cpu_slots = SimpleNamespace(
         acquire=lambda exclusive_s: nullcontext(),

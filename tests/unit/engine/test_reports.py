@@ -25,9 +25,9 @@ def test_the_first_token_says_where_its_time_went(rig, relay):
     runner = rig.runners["decode"]
     run = runner.run
 
-    def timed(works, on_layer):
+    def timed(works, *rest):
         rig.clock.at += 1.0
-        return run(works, on_layer)
+        return run(works, *rest)
 
     runner.run = timed
     for _ in range(8):
@@ -64,9 +64,9 @@ def test_the_context_of_all_running_sequences_is_in_the_load(rig, relay):
 def test_steps_are_learnt_by_their_sequences_and_told(rig, relay):
     run = rig.runners["decode"].run
 
-    def slowly(works, on_layer):
+    def slowly(works, *rest):
         rig.clock.at += 0.25
-        return run(works, on_layer)
+        return run(works, *rest)
 
     rig.runners["decode"].run = slowly
     relay.start(make_request("r", 6, max_tokens=8, num_choices=2))

@@ -186,6 +186,9 @@ class EchoModel:
     def known_ids(self, token_ids: Sequence[int]) -> np.ndarray:
         return np.array(token_ids)
 
+    def known_on_device(self, token_ids: Tensor) -> Tensor:
+        return token_ids
+
     def forward(self, chunks, kv, on_layer=None) -> Tensor:
         return torch.tensor([[-1.0]])
 

@@ -1,0 +1,103 @@
+"""Steps of a runner on a simulated GPU whose next forward is enqueued before the tokens are read: from the
+tokens on the device, recorded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from cluster.engine.runner import LanguageRunner
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import AnswerWork, LanguageRequest, PromptWork
+from cluster.engine.timing import Stopwatch
+from cluster.engine.worker import _may_run_ahead
+from cluster.model.cuda.draw import to_device
+from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from tests.fakes.cuda_device import SimulatedCuda
+from tests.unit.cuda.test_recorded_steps import FEATURES, PROMPTS, TABLES, Compared, text_model
+
+NUM_STEPS = 6
+SAMPLING = [
+    SamplingParams(),
+    SamplingParams(temperature=0.9, seed=3),
+    SamplingParams(temperature=1.1, seed=4),
+]
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda() as simulated:
+        yield simulated
+
+
+def test_numbers_are_sent_without_waiting(device: SimulatedCuda) -> None:
+    before = device.num_syncs
+    sent = to_device([(1, -2), (3, 1 << 40)], torch.device("cuda"))
+    assert device.num_syncs == before and sent.cpu().tolist() == [[1, -2], [3, 1 << 40]]
+
+
+def test_workers_run_ahead_on_a_gpu_only() -> None:
+    """In flows: tests/flow/test_ahead.py."""
+    assert _may_run_ahead(torch.device("cuda", 0)) and not _may_run_ahead(torch.device("cpu"))
+
+
+def answering(runner: LanguageRunner, row: int) -> LanguageRequest:
+    """A request whose prompt is computed and whose first token is known."""
+    asked = GenerateRequest(f"r{row}", Prompt(tuple(PROMPTS[row])), (SAMPLING[row],), StopParams(99))
+    request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=False)
+    sequence = TokenSequence(f"r{row}/0", asked.prompt, block_table=TABLES[row])
+    request.add_prompt(sequence)
+    runner.run([PromptWork(request, sequence, len(PROMPTS[row]))], lambda layer, ready: None)
+    sequence.computed(len(PROMPTS[row]))
+    (choice,) = request.choices
+    request.hand_over(choice)
+    choice.append(20 + row)
+    return request
+
+
+def step(runner: LanguageRunner, requests: Sequence[LanguageRequest], goes_on: Sequence[int]) -> list[int]:
+    then = [requests[row].choices[0] for row in goes_on]
+    results = runner.run([AnswerWork(request) for request in requests], lambda layer, ready: None, then)
+    tokens = [result.tokens[0][0] for result in results]
+    for request, token_id in zip(requests, tokens, strict=True):
+        request.choices[0].append(token_id)
+        request.choices[0].sequences[0].computed(1)
+    return tokens
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_tokens_are_those_of_steps_that_wait(is_recorded: bool, device: SimulatedCuda) -> None:
+    """One forward ahead leaves a row out, one is dropped, and one has more rows than are drawn from."""
+    compared = Compared(text_model(device))
+    steps = compared.graphed if is_recorded else compared.model
+    found = []
+    for is_ahead in (False, True):
+        runner = LanguageRunner(compared.model, steps, compared.kvs[0], FEATURES)
+        requests = [answering(runner, row) for row in range(3)]
+        tokens = []
+        for number in range(NUM_STEPS):
+            goes_on = [0, 2] if number == 2 else [0, 1, 2]
+            batch = requests[::2] if number == 4 else requests
+            tokens.append(step(runner, batch, [0, 1] if len(batch) == 2 else goes_on if is_ahead else ()))
+        found.append(tokens)
+    assert found[0] == found[1], found
+
+
+def test_the_forward_is_enqueued_before_the_host_waits(
+    device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = Compared(text_model(device))
+    runner = LanguageRunner(compared.model, compared.graphed, compared.kvs[0], FEATURES)
+    requests = [answering(runner, row) for row in range(3)]
+    step(runner, requests, [0, 1, 2])
+    waited, decode = [], compared.graphed.decode
+
+    def noted(*args):
+        waited.append(device.num_syncs)
+        return decode(*args)
+
+    monkeypatch.setattr(compared.graphed, "decode", noted)
+    step(runner, requests, [0, 1, 2])
+    assert len(waited) == 1 and waited[0] < device.num_syncs, "tokens are read behind it"
