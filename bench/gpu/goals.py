@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.gpu.offline import OFFLINE_RUN
 from bench.tables import table
 
 Records = Mapping[tuple[str, str], Mapping[str, Any]]  # the last record of a part, by its `what`
@@ -63,6 +64,10 @@ def _start(topology: str, first_run_s: float) -> Goal:
     return Goal(text, value, first_run_s + 5, is_most=True)
 
 
+def _step_ms(records: Records) -> float:
+    return of("steps", "0.5b decode at 1, context 2048", "us")(records) / 1e3
+
+
 def _throughput(load: str, above: str, below: str, limit: float) -> Goal:
     value = ratio(of(f"load-{above}", load, "tokens_per_s"), of(f"load-{below}", load, "tokens_per_s"))
     return Goal(f"tokens/s, {load}: {above} ÷ {below}", value, limit, is_most=False)
@@ -70,6 +75,7 @@ def _throughput(load: str, above: str, below: str, limit: float) -> Goal:
 
 _LINK = of("load-raw", "fastest measured link", "gb_per_s")
 _TRANSFER = of("transfer", "NIXL between two processes", "gb_per_s")
+_ITL_ALONE = of("load-whole", ALONE, "itl_p50_ms")
 _ITL_P99, _ITL_P50 = (of("load-whole", SHORT, f"itl_{share}_ms") for share in ("p99", "p50"))
 GOALS = (
     Goal("whole: answers equal generate", of("equal-whole", ALL_EQUAL, "ok"), 1, is_most=False),
@@ -91,6 +97,11 @@ GOALS = (
     ),
     Goal("draw of 64 rows at T = 0.8, us", of("draws", "64 rows, T = 0.8", "device_us"), 60, is_most=True),
     Goal(f"whole, {SHORT}: ITL p99 ÷ p50", ratio(_ITL_P99, _ITL_P50), 1.5, is_most=True),
+    Goal(f"whole, {ALONE}: ITL p50 ÷ the step alone", ratio(_ITL_ALONE, _step_ms), 1.1, is_most=True),
+    *(
+        Goal(f"{part}, {OFFLINE_RUN}: tokens/s", of(part, OFFLINE_RUN, "tokens_per_s"), 20_000, is_most=False)
+        for part in ("throughput", "throughput-engine")
+    ),
     _start("whole", 26.6),
     _start("e-p-d", 19.1),
     _handover("raw", SHORT, 20),

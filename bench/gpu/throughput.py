@@ -16,6 +16,7 @@ from bench.gpu.machine import DeviceSpeed
 from bench.gpu.offline import TEMPERATURE, OfflineRequest
 from bench.gpu.steps import worker_args
 from cluster.clock import SystemClock
+from cluster.engine.ahead import may_run_ahead
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
 from cluster.engine.limits import limits_of, sizes_of
@@ -75,6 +76,7 @@ class EngineAlone:
             limits=limits,
             cpu_slots=self._slots,
             features=store,
+            runs_ahead=may_run_ahead(model.device),
         )
         warm_up_answers(
             runner, blocks, self._engine.fit, self._slots, limits.max_sequences, model.max_model_len

@@ -21,10 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from cluster.clock import Clock
 from cluster.engine.lifecycle import EngineState
 from cluster.engine.state import AnswerChoice, LanguageRequest
 from cluster.worker.blame import Blame, bookkeeping
+
+
+def may_run_ahead(device: torch.device) -> bool:
+    """Where the host computes, a forward that is enqueued would only begin later."""
+    return device.type == "cuda"
 
 
 class ForwardAhead:
@@ -59,33 +66,32 @@ class ForwardAhead:
         self._began_at = self._ended_at if self._in_flight else None
         if not (self._is_on and is_alone) or any(each.request.structure is not None for each in batch):
             return []
-        written: list[int] = []
-        has_room = True
+        choices: list[AnswerChoice] = []
         for request in batch:
             with self._blame.of(request.request_id):
-                has_room = self._hold(request, written) and has_room
-        if not has_room:
-            self._state.blocks.free(written)
-            return []
-        choices = [choice for request in batch for choice in _going_on(request)]
+                for choice in request.live_choices:
+                    if choice.num_generated + 1 < choice.stop.max_tokens:  # else this token is its last
+                        if not self._try_cover(choice):
+                            return []
+                        choices.append(choice)
+        size = self._state.blocks.block_size
+        written = [
+            sequence.block_table[(sequence.num_computed_tokens + 1) // size]
+            for choice in choices
+            for sequence in choice.sequences
+        ]
+        self._state.blocks.share(written)
         self._next = (frozenset(choices), written)
         return choices
 
-    def _hold(self, request: LanguageRequest, written: list[int]) -> bool:
-        """Blocks for the next two tokens. Those that the second is written to get one more reference, and are
-        added to `written`. False: there is no room."""
+    def _try_cover(self, choice: AnswerChoice) -> bool:
+        """Blocks for the next two tokens. False: there is no room."""
         blocks = self._state.blocks
-        sequences = [sequence for choice in _going_on(request) for sequence in choice.sequences]
-        missing = [(each, each.num_blocks_missing(2, blocks.block_size)) for each in sequences]
-        fresh = blocks.try_allocate(sum(count for _, count in missing))
-        if fresh is None:
-            return False
-        for sequence, count in missing:
-            sequence.hold(fresh.pop() for _ in range(count))
-        places = [(each, (each.num_computed_tokens + 1) // blocks.block_size) for each in sequences]
-        own = [sequence.block_table[place] for sequence, place in places]
-        blocks.share(own)
-        written += own
+        for sequence in choice.sequences:
+            if count := sequence.num_blocks_missing(2, blocks.block_size):
+                if (fresh := blocks.try_allocate(count)) is None:
+                    return False
+                sequence.hold(fresh)
         return True
 
     @bookkeeping
@@ -100,8 +106,3 @@ class ForwardAhead:
         if self._in_flight:
             self._state.runner.drop_ahead()
             self.finish()
-
-
-def _going_on(request: LanguageRequest) -> list[AnswerChoice]:
-    """The choices that this step's token does not bring to their full length."""
-    return [each for each in request.live_choices if each.num_generated + 1 < each.stop.max_tokens]

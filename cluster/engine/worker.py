@@ -17,11 +17,10 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import torch
-
 from cluster.clock import Clock
 from cluster.config.checkpoint import placeholder_ids, read_config, takes_media
 from cluster.config.settings import ClusterArgs
+from cluster.engine.ahead import may_run_ahead
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
 from cluster.engine.inbox import EncoderPort, Inbox, ServeCalls
@@ -98,7 +97,7 @@ class LanguageWorker(PhaseService):
             tier=self._tier,
             constraints=masks,
             allows_recompute=args.transfer.recompute == "auto",
-            runs_ahead=speculator is None and ranks is None and _may_run_ahead(model.device),
+            runs_ahead=speculator is None and ranks is None and may_run_ahead(model.device),
             on_ended=functools.partial(_on_ended, process, calls),
         )
         self._calls = calls
@@ -190,11 +189,6 @@ def _constraints(args: ClusterArgs, vocab_size: int, clock: Clock) -> Constraint
     """The tokenizer is read when the first request with a structure comes."""
     end_ids = GenerationDefaults.load(args.model).eos_token_ids
     return Constraints(GrammarCompiler(lambda: VocabularySource.load(args.model, vocab_size, end_ids), clock))
-
-
-def _may_run_ahead(device: torch.device) -> bool:
-    """Where the host computes, a forward that is enqueued would only begin later."""
-    return device.type == "cuda"
 
 
 def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:

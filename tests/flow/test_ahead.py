@@ -29,7 +29,7 @@ def num_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return choices
 
     monkeypatch.setattr(ForwardAhead, "plan", counted)
-    monkeypatch.setattr("cluster.engine.worker._may_run_ahead", lambda device: True)
+    monkeypatch.setattr("cluster.engine.worker.may_run_ahead", lambda device: True)
     return numbers
 
 

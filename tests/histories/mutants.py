@@ -280,13 +280,15 @@ def stale_tier() -> Change:
 
 def forward_ahead_holds_nothing() -> Change:
     """The blocks that a forward in flight writes to are free when its answers have ended."""
-    hold = ForwardAhead._hold
+    plan = ForwardAhead.plan
 
-    def holds(self: ForwardAhead, request: Any, written: list[int]) -> bool:
+    def plans(self: ForwardAhead, batch: Any, *, is_alone: bool) -> Any:
         with patch.object(self._state.blocks, "share", nothing):
-            return hold(self, request, [])
+            choices = plan(self, batch, is_alone=is_alone)
+        self._next = (frozenset(choices), [])
+        return choices
 
-    return ForwardAhead, "_hold", holds
+    return ForwardAhead, "plan", plans
 
 
 def outbox_forgets_doors() -> Change:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from cluster.engine.ahead import may_run_ahead
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import AnswerWork, LanguageRequest, PromptWork
 from cluster.engine.timing import Stopwatch
-from cluster.engine.worker import _may_run_ahead
 from cluster.model.cuda.draw import to_device
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.fakes.cuda_device import SimulatedCuda
@@ -40,7 +40,7 @@ def test_numbers_are_sent_without_waiting(device: SimulatedCuda) -> None:
 
 def test_workers_run_ahead_on_a_gpu_only() -> None:
     """In flows: tests/flow/test_ahead.py."""
-    assert _may_run_ahead(torch.device("cuda", 0)) and not _may_run_ahead(torch.device("cpu"))
+    assert may_run_ahead(torch.device("cuda", 0)) and not may_run_ahead(torch.device("cpu"))
 
 
 def answering(runner: LanguageRunner, row: int) -> LanguageRequest:
