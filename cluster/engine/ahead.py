@@ -57,6 +57,8 @@ class ForwardAhead:
     def computes(self, batch: Sequence[LanguageRequest]) -> list[LanguageRequest]:
         """Those of the batch whose next forward is in flight. They are the next step, if there are any: what
         has come meanwhile, answers and prompts, joins the step after it."""
+        if not self._in_flight:
+            return []
         return [request for request in batch if self._in_flight.issuperset(request.live_choices)]
 
     def plan(self, batch: Sequence[LanguageRequest], *, is_alone: bool) -> list[AnswerChoice]:

@@ -134,7 +134,7 @@ class LanguageRunner:
             if logits is None:
                 logits = self._decode([choice for _, choice in choices])
             num_rows = len(logits)
-        enqueue = partial(self._go_ahead, {choice: i for i, (_, choice) in enumerate(choices)}, then)
+        enqueue = partial(self._go_ahead, choices, then)
         drawn = self._drawer.next_tokens(logits[:num_rows], choices, enqueue)
         accepted = iter(self._accept(drawn, choices))
         last = iter(logits[num_rows:].clone().split(1))  # these outlive the step
@@ -200,10 +200,9 @@ class LanguageRunner:
             self._kv,
         )
 
-    def _go_ahead(
-        self, index_of: Mapping[AnswerChoice, int], then: Sequence[AnswerChoice], tokens: Tensor
-    ) -> None:
-        """tokens: those of the step, on the device; `index_of`: the place of each choice among them."""
+    def _go_ahead(self, choices: Choices, then: Sequence[AnswerChoice], tokens: Tensor) -> None:
+        """tokens: those of the choices, on the device."""
+        index_of = {choice: i for i, (_, choice) in enumerate(choices)} if then else {}
         rows = [(index_of[choice], sequence) for choice in then for sequence in choice.sequences]
         if not rows:
             return
