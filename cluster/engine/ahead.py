@@ -15,6 +15,9 @@ and whatever is unusual costs a forward at most.
 Until it has finished, the forward writes one row of KV for each of its sequences. The blocks of these rows
 are held meanwhile: a block that an answer gives back could otherwise be leased to another worker, whose write
 the device does not wait for. Used on the engine's thread.
+
+Untried on a GPU: a CPU has run it with the device's part computed at once (tests/flow/test_ahead.py), a
+simulated GPU and the histories with that part late.
 """
 
 from __future__ import annotations

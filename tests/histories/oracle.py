@@ -39,7 +39,10 @@ def _check_leases(worker: SimulatedWorker) -> None:
             continue
         pool = worker.pool_of(memory)
         seen: set[int] = set()
+        filled_here = worker.language.features.filled_here if worker.language is not None else set()
         for grant in engine.open_grants.values():
+            if grant.lease_id in filled_here:
+                continue
             assert pool.generations(grant.block_ids) == grant.generations, f"{grant} has other generations"
             pool.share(grant.block_ids)  # raises if one of them is not held
             pool.free(grant.block_ids)

@@ -120,6 +120,19 @@ class SimulatedEncoder(Encoder):
         self._seat, self._clock = seat, worker.clock
 
 
+class SimulatedFeatures(FeatureStore):
+    """Knows the leases that the worker's own encoder fills: their grants are passed to no writer, and the
+    transfer engine has yet to hear that they have ended."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.filled_here: set[str] = set()
+
+    def fill_here(self, lease_id: str) -> None:
+        self.filled_here.add(lease_id)
+        super().fill_here(lease_id)
+
+
 class SimulatedLanguage(Inbox):
     def __init__(self, worker: SimulatedWorker, role: Role):
         self.role = role
@@ -137,7 +150,7 @@ class SimulatedLanguage(Inbox):
             embeddings=None if encoder is None else encoder.memory,
         )
         self.feature_pool = BlockPool(feature_memory.num_blocks, BLOCK_SIZE)
-        self.features = self._features = FeatureStore(
+        self.features = self._features = SimulatedFeatures(
             feature_memory, self.feature_pool, process.feature_transfer_engine
         )
         self.pool = BlockPool(sizes.kv_blocks, BLOCK_SIZE)
