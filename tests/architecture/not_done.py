@@ -55,5 +55,5 @@ PRIVATES: dict[str, int] = {
     "tests/fakes": 5,
     "tests/faults": 6,
     "tests/flow": 38,
-    "tests/unit": 151,
+    "tests/unit": 106,
 }

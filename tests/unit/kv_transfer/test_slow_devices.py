@@ -203,11 +203,13 @@ def test_a_launch_that_raises_ends_its_leases_alone(pair, monkeypatch):
     outgoing = pair.open(grant)
     outgoing.write([7, 6], [0, 1])
     outgoing.finish(b"")
-    sums = pair.writer._sender._sums[0]
-    run = sums._batch._run
-    monkeypatch.setattr(sums._batch, "_run", lambda jobs: (_ for _ in ()).throw(RuntimeError("broken")))
-    pair.writer.step()
-    monkeypatch.setattr(sums._batch, "_run", run)
+
+    def fail() -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.source, "mark", fail)
+        pair.writer.step()
     pair.step(3)
     assert isinstance(pair.sent[0], SendFailed) and "broken" in str(pair.sent[0].error)
     assert isinstance(pair.received[0], Aborted)
