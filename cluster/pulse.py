@@ -102,7 +102,7 @@ class Watch:
         self._on_silent = on_silent
         self._on_hung = on_hung
         self._is_hung = False
-        self._is_looking = False
+        self.is_looking = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.silent: tuple[str, ...] = ()
         for pulse in pulses.values():
@@ -118,8 +118,8 @@ class Watch:
     def wake(self) -> None:
         """A thread has got work. Any thread."""
         loop = self._loop
-        if loop is not None and not self._is_looking and not loop.is_closed():
-            self._is_looking = True
+        if loop is not None and not self.is_looking and not loop.is_closed():
+            self.is_looking = True
             self._looked_at = self._clock.now()
             loop.call_soon_threadsafe(self._look_on)
 
@@ -149,10 +149,10 @@ class Watch:
         if self._loop is None:
             return
         if not self._has_work() and not self.silent:
-            self._is_looking = False
+            self.is_looking = False
             if not self._has_work():  # otherwise a thread got work just now and did not wake this watch
                 return
-            self._is_looking = True
+            self.is_looking = True
         self._loop.call_later(LOOK_EVERY_S, self._look_on)
 
     def _has_work(self) -> bool:

@@ -210,7 +210,7 @@ async def _load(running: Cluster, composer: Composer, rate: float, count: int, s
     senders, instants = draw_senders(count, rng), arrivals(rate, count, rng)
     shapes = first_shapes(_phase(), count, seed)
     calls = composer.calls(shapes, instants, "overload", rate, seed)
-    calls = [_sent_by(sender, call) for sender, call in zip(senders, calls, strict=True)]
+    calls = [sent_by(sender, call) for sender, call in zip(senders, calls, strict=True)]
     before = finished(running.doors[LIMITED].metrics().decode())
     answers = await open_loop(running.urls[LIMITED], calls)
     held = await running.wait_idle()
@@ -224,7 +224,7 @@ async def _load(running: Cluster, composer: Composer, rate: float, count: int, s
     }
 
 
-def _sent_by(sender: Sender, call: Call) -> Call:
+def sent_by(sender: Sender, call: Call) -> Call:
     """The priority is one more field of the body."""
     body = b'{"priority":%d,%b' % (sender.of_class.priority, call.body[1:])
     return replace(call, body=body, headers=sender.headers)

@@ -230,20 +230,20 @@ class OpenerPool:
     def __init__(self, start: Callable[[], Opener] = lambda: Opener(opener_server())):
         self._start = start
         self._lock = threading.Lock()
-        self._idle: list[Opener] = []
-        self._busy: set[Opener] = set()
+        self.idle: list[Opener] = []
+        self.busy: set[Opener] = set()
         self._is_closed = False
         self._has_warned = False
 
     @property
     def num_busy(self) -> int:
-        return len(self._busy)
+        return len(self.busy)
 
     def warm_up(self, num_openers: int = 1) -> None:
         """Starts openers until there are so many, so that the first orders need not wait for them."""
         with self._lock:
-            while not self._is_closed and len(self._idle) + len(self._busy) < num_openers:
-                self._idle.append(self._start())
+            while not self._is_closed and len(self.idle) + len(self.busy) < num_openers:
+                self.idle.append(self._start())
 
     async def ask(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
         """Does what `Opener.ask` does, but an opener that ends is replaced, and too long an order is a
@@ -270,11 +270,11 @@ class OpenerPool:
         """Ends all openers. Running orders fail."""
         with self._lock:
             self._is_closed = True
-            for opener in self._idle:
+            for opener in self.idle:
                 opener.close()
-            for opener in self._busy:
+            for opener in self.busy:
                 opener.kill()
-            self._idle.clear()
+            self.idle.clear()
 
     async def _try_once(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
         opener = self._take()
@@ -293,24 +293,24 @@ class OpenerPool:
         with self._lock:
             if self._is_closed:
                 raise UnavailableError("the server is shutting down")
-            while self._idle:
-                opener = self._idle.pop()
+            while self.idle:
+                opener = self.idle.pop()
                 if not opener.has_ended:
                     break
                 opener.close()
             else:
                 opener = self._start()
-            self._busy.add(opener)
+            self.busy.add(opener)
             return opener
 
     def _give_back(self, opener: Opener, has_ended: bool) -> None:
         with self._lock:
-            self._busy.remove(opener)
+            self.busy.remove(opener)
             if has_ended or self._is_closed:
                 opener.close()
             else:
-                self._idle.append(opener)
-            num_openers = len(self._idle) + len(self._busy) + has_ended
+                self.idle.append(opener)
+            num_openers = len(self.idle) + len(self.busy) + has_ended
             if not opener.is_filtered and not self._has_warned:
                 self._has_warned = True
                 logger.warning("this kernel filters no system calls: openers of media files have limits only")

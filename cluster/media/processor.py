@@ -63,8 +63,8 @@ class MediaProcessor:
         self.transformers_processor = processor  # its tokenizer and chat template make the prompts
         self.fingerprint = fingerprint
         self._family = family = family_of_type(config["model_type"])
-        self._row_tokens = _row_tokens(processor, config, family)
-        self.modalities = tuple(self._row_tokens)
+        self.row_tokens = _row_tokens(processor, config, family)
+        self.modalities = tuple(self.row_tokens)
         self._calls = ProcessorCalls(processor, family, call_kwargs)
         self._shape_calls = ProcessorCalls(shapes_only(processor), family, call_kwargs)
         self.settings = self._make_settings(limits)
@@ -162,7 +162,7 @@ class MediaProcessor:
                     processed = calls.audio(self._blank_audio(probe), options)
         except ValueError as error:  # raised by processors for sizes that they do not take
             raise MediaError(f"this model's processor refuses it: {error}") from error
-        return make_layout(processed, probe.modality, self._row_tokens)
+        return make_layout(processed, probe.modality, self.row_tokens)
 
     def _blank_audio(self, probe: MediaProbe) -> np.ndarray:
         most = self.settings.max_audio_samples

@@ -66,7 +66,7 @@ def _sample_by_torch(logits: Tensor, params: Sequence[SamplingParams], positions
     has_greedy = len(sampled) < len(params)
     tokens = _greedy_tokens(logits) if has_greedy else logits.new_empty(len(params), dtype=torch.int64)
     keys = {row: _row_key(params[row].seed, positions[row]) for row in sampled}
-    native = _native() if logits.device.type == "cpu" else None
+    native = native_library() if logits.device.type == "cpu" else None
     if native is not None and (plain := [row for row in sampled if not _has_filter(params[row])]):
         temperatures = [params[row].temperature for row in plain]
         tokens[plain] = draw_native(native, logits, plain, temperatures, [keys[row] for row in plain])
@@ -171,7 +171,7 @@ def draw_native(
     return tokens
 
 
-def _native() -> ctypes.CDLL | None:
+def native_library() -> ctypes.CDLL | None:
     kernels = library.load()
     return declared(kernels.cdll) if kernels else None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -59,13 +60,18 @@ class _Selection:
 @cache
 def runnable_variants() -> tuple[Variant, ...]:
     """The variants that this CPU can run, best first; none is a warning."""
-    flags = _cpu_flags()
-    if flags >= _AMX and not _may_use_amx():
-        flags -= _AMX
-    variants = tuple(variant for variant in VARIANTS if variant.cpu_flags <= flags)
+    variants = variants_for(_cpu_flags(), _may_use_amx)
     if not variants:
         logger.warning("no native CPU kernels: this CPU has no AVX2")
     return variants
+
+
+def variants_for(cpu_flags: frozenset[str], may_use_amx: Callable[[], bool]) -> tuple[Variant, ...]:
+    """The variants that a CPU with these flags can run, best first. `may_use_amx` is asked only if it has
+    AMX."""
+    if cpu_flags >= _AMX and not may_use_amx():
+        cpu_flags -= _AMX
+    return tuple(variant for variant in VARIANTS if variant.cpu_flags <= cpu_flags)
 
 
 def check_choice(name: str, runnable: tuple[Variant, ...]) -> None:

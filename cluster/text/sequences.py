@@ -17,7 +17,7 @@ class SequenceAutomaton:
     """
 
     def __init__(self, sequences: Sequence[Sequence[Hashable]]):
-        self._edges: dict[tuple[int, Hashable], int] = {}
+        self.edges: dict[tuple[int, Hashable], int] = {}  # (node, item): the node that is one item longer
         self._fallbacks = [START]  # of each node: its longest proper end that is a node
         self._depths = [0]
         self._origins = [0]  # of each node: a sequence that begins with it
@@ -37,7 +37,7 @@ class SequenceAutomaton:
 
     def step(self, node: int, item: Hashable) -> int:
         """The node of the stream with this item."""
-        while (after := self._edges.get((node, item))) is None:
+        while (after := self.edges.get((node, item))) is None:
             if node == START:
                 return START
             node = self._fallbacks[node]
@@ -63,10 +63,10 @@ class SequenceAutomaton:
             node = self._shorter[node]
 
     def _child(self, node: int, item: Hashable, sequence: int) -> int:
-        child = self._edges.get((node, item))
+        child = self.edges.get((node, item))
         if child is None:
             fallback = START if node == START else self.step(self._fallbacks[node], item)
-            child = self._edges[node, item] = len(self._depths)
+            child = self.edges[node, item] = len(self._depths)
             self._fallbacks.append(fallback)
             self._depths.append(self._depths[node] + 1)
             self._origins.append(sequence)

@@ -48,7 +48,7 @@ def probe_transport(device: torch.device, timeout_s: float = TIMEOUT_S) -> float
     theirs.close()
     pipe = Connection(ours.detach())
     try:
-        return _measure(device, pipe, time.monotonic() + timeout_s)
+        return measure(device, pipe, time.monotonic() + timeout_s)
     except (TransferError, EOFError, OSError) as error:
         raise ConfigError(
             f"NIXL does not move memory of {device} between processes of this host: {error}",
@@ -76,7 +76,7 @@ def check_shareable(address: int, driver: ctypes.CDLL) -> None:
         )
 
 
-def _measure(device: torch.device, pipe: Connection, deadline: float) -> float:
+def measure(device: torch.device, pipe: Connection, deadline: float) -> float:
     agent = make_agent("nixl", f"transport-probe-{secrets.token_hex(8)}")
     try:
         memory = BlockMemory(LAYOUT, NUM_BLOCKS, device)

@@ -57,21 +57,24 @@ class LeasePair(SteppedPair):
         self.writer = TransferEngine(
             self.network.agent("writer"),
             self.clock,
-            self.sent.append,
+            self.on_sent,
             outgoing=source,
             outgoing_wire=writer_wire,
         )
         self.owner = TransferEngine(
             self.network.agent("owner"),
             self.clock,
-            self._on_lease,
+            self.on_received,
             incoming=target,
             incoming_wire=owner_wire,
             margin_s=MARGIN_S,
             has_ended=lambda process: process in self.ended,
         )
 
-    def _on_lease(self, event):
+    def on_sent(self, event):
+        self.sent.append(event)
+
+    def on_received(self, event):
         self.received.append(event)
         if isinstance(event, LateWrite):
             return

@@ -164,11 +164,14 @@ async def test_a_reader_gets_pieces_however_much_there_is():
     kept = store.ask("a", ["w" * (3 * PIECE_BYTES)] + ["small"] * 100)
     await over(kept)
     pieces = [piece async for piece in kept.read()]
-    assert b"".join(pieces) == b"".join(kept._events)
+    events = [event + b"\n\n" for event in b"".join(pieces).split(b"\n\n")[:-1]]
+    *numbered, done = [event.split(b"data: ", 1)[1] for event in events]
+    assert done == b"[DONE]\n\n"
+    assert [json.loads(data)["sequence_number"] for data in numbered] == [*range(kept.answer.num_events)]
     assert max(map(len, pieces)) == PIECE_BYTES and len(pieces) > 12
-    for after in range(len(kept._events)):
+    for after in range(len(events)):
         rest = b"".join([piece async for piece in kept.read(after)])
-        assert rest == b"".join(kept._events[after + 1 :])
+        assert rest == b"".join(events[after + 1 :])
 
 
 async def test_an_answer_that_is_read_is_not_forgotten_for_another():

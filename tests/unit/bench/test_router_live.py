@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,8 +206,9 @@ def test_an_emulated_step_sleeps_as_its_curve_says_layer_by_layer_and_answers_wi
 
 def test_an_emulated_encoder_gives_each_item_as_many_rows_as_the_real_one() -> None:
     slept: list[float] = []
-    encoder = _Encoder(_Nothing(), Device(EMULATED[Role.ENCODE], sleep=slept.append))  # type: ignore[arg-type]
-    encoder._merge = 2
+    model: Any = _Nothing()
+    model.config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
+    encoder = _Encoder(model, Device(EMULATED[Role.ENCODE], sleep=slept.append))
     items = [{"image_grid_thw": torch.tensor([[1, 8, 8]])}, {"image_grid_thw": torch.tensor([[1, 4, 8]])}]
     assert [rows.shape for rows in encoder.encode(Modality.IMAGE, items)] == [(16, 8), (8, 8)]
     assert slept == [EMULATED[Role.ENCODE].encode[Modality.IMAGE].seconds(24)]
@@ -281,6 +283,6 @@ def test_a_door_counts_ends_by_their_reason() -> None:
 
 
 def test_a_priority_becomes_a_field_of_the_body() -> None:
-    call = overload._sent_by(overload.Sender("light", BATCH), a_call())
+    call = overload.sent_by(overload.Sender("light", BATCH), a_call())
     assert json.loads(call.body) == {"priority": 1, "model": "m"}
     assert call.headers == {"authorization": "Bearer light"}

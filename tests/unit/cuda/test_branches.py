@@ -65,7 +65,7 @@ REHEARSED = {  # test file: places
         kv_transfer/agents/collective_group.py:_make_group
         kv_transfer/agents/in_process.py:InProcessAgent.register
         kv_transfer/agents/nixl_agent.py:NixlAgent.register
-        kv_transfer/agents/transport_probe.py:_measure """,
+        kv_transfer/agents/transport_probe.py:measure """,
     "test_start.py": """
         cluster/config/machine.py:has_triton cluster/model/encoder.py:EncoderModel.load
         cluster/model/encoder.py:EncoderModel.load.make

@@ -209,7 +209,7 @@ def test_the_probe_at_start_moves_a_gpus_memory(strict: None, device, monkeypatc
     pipe = Connection(ours.detach())
     try:
         with pytest.raises(error) if error else contextlib.nullcontext():
-            assert transport_probe._measure(torch.device("cuda"), pipe, time.monotonic() + HANG_S) > 0
+            assert transport_probe.measure(torch.device("cuda"), pipe, time.monotonic() + HANG_S) > 0
     finally:
         pipe.close()
         thread.join(HANG_S)

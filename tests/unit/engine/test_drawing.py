@@ -244,7 +244,7 @@ def test_what_bad_words_cost_in_a_step_does_not_depend_on_their_number_and_lengt
     states = [DrawState(request, [], None) for _ in range(num_choices)]
     (automaton,) = {id(state._bad_starts): state._bad_starts for state in states}.values()
     assert automaton is not None
-    edges = automaton._edges = CountedDict(automaton._edges)
+    edges = automaton.edges = CountedDict(automaton.edges)
     tokens = [*[1] * (length + 5), 0, *[1] * (length - 1), 0] * 5
     num_found = 0
     for state in states:

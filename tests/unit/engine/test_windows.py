@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from cluster.engine.state import LanguagePhase
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.language import LanguageModel, SequenceChunk
-from cluster.model.language_parts import make_backend
+from cluster.model.language_parts import make_backend, probed_parts
 from cluster.types.messages import Cancel
 from cluster.types.request import Prompt, num_window_blocks
 from tests.fakes.engines import BLOCK_SIZE, Rig
@@ -252,8 +253,8 @@ def test_a_model_has_a_window_if_all_its_layers_have(family: str, window: int | 
 def test_what_stands_in_the_holes_place_changes_no_logit(backend: Any, context_len: int) -> None:
     """Block 0 holds numbers that would be seen from afar; decode and verification are compared with whole
     tables."""
-    model = LanguageModel.from_model(TEXT_FAMILIES["mistral_window"]().model, block_size=BLOCK_SIZE)
-    model._backend = backend()
+    parts = probed_parts(TEXT_FAMILIES["mistral_window"]().model.eval(), BLOCK_SIZE, "auto")
+    model = LanguageModel(replace(parts, attention=backend()))
     kv = BlockMemory(model.kv_layout, 40)
     for segment in kv.segments:
         segment[0].fill_(1e4)

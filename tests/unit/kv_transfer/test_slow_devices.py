@@ -11,6 +11,7 @@ import pytest
 
 from cluster.types.members import ProcessId
 from kv_transfer.agents.agent import PeerLostError
+from kv_transfer.codecs.checksum import BlockSums
 from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, LateWrite, SendAborted, SendFailed
 from tests.fakes.leases import MARGIN_S, TTL_S
 from tests.fakes.slow_memory import SlowMemory
@@ -203,11 +204,13 @@ def test_a_launch_that_raises_ends_its_leases_alone(pair, monkeypatch):
     outgoing = pair.open(grant)
     outgoing.write([7, 6], [0, 1])
     outgoing.finish(b"")
-    sums = pair.writer._sender._sums[0]
-    run = sums._batch._run
-    monkeypatch.setattr(sums._batch, "_run", lambda jobs: (_ for _ in ()).throw(RuntimeError("broken")))
-    pair.writer.step()
-    monkeypatch.setattr(sums._batch, "_run", run)
+
+    def fail() -> None:
+        raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.source, "mark", fail)
+        pair.writer.step()
     pair.step(3)
     assert isinstance(pair.sent[0], SendFailed) and "broken" in str(pair.sent[0].error)
     assert isinstance(pair.received[0], Aborted)
@@ -251,25 +254,33 @@ def test_coded_groups_are_not_posted_after_the_grants_time(coded):
     assert isinstance(coded.sent[0], SendFailed) and not coded.target.buffer.any()
 
 
-def test_each_end_is_told_before_the_next_lease_is_looked_at():
+def test_each_end_is_told_before_the_next_lease_is_looked_at(monkeypatch):
     """On the CPU, where a look takes as long as reading the bytes."""
-    pair, happened = Pair(), []
-    sums = pair.writer._sender._sums[0]
-    of, notifications = sums.of, pair.writer.agent.notifications
-    sums.of = lambda ids: (happened.append("sum"), of(ids))[1]
+    happened = []
+
+    class Told(Pair):
+        def on_sent(self, event):
+            happened.append(event.lease_id)
+            super().on_sent(event)
+
+        def on_received(self, event):
+            happened.append(event.lease_id)
+            super().on_received(event)
+
+    pair = Told()
+    of, match, notifications = BlockSums.of, BlockSums.match, pair.writer.agent.notifications
     pair.writer.agent.notifications = lambda: (happened.append("drive"), notifications())[1]
     for name in ("a", "b"):
         outgoing = pair.open(pair.grant(name, 2))
         outgoing.write([7, 6], [0, 1])
         outgoing.finish(b"")
-    pair.writer._on_event = lambda event: happened.append(event.lease_id)
-    pair.writer.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockSums, "of", lambda sums, ids: (happened.append("sum"), of(sums, ids))[1])
+        pair.writer.step()
     assert happened == ["drive", "sum", "drive", "a", "sum", "drive", "b"]
     happened.clear()
-    sums = pair.owner._receiver._incoming._sums
-    match = sums.match
-    sums.match = lambda ids, expected: (happened.append("check"), match(ids, expected))[1]
-    on_event = pair.owner._on_event
-    pair.owner._on_event = lambda event: (happened.append(event.lease_id), on_event(event))
+    monkeypatch.setattr(
+        BlockSums, "match", lambda sums, *asked: (happened.append("check"), match(sums, *asked))[1]
+    )
     pair.owner.step()
     assert happened == ["check", "a", "check", "b"]

@@ -60,7 +60,7 @@ def families(tmp_path_factory) -> dict[str, Family]:
 
 def written_out(media: MediaProcessor, layout: MediaLayout) -> str:
     """The layout's text with every run at its length."""
-    tokens = [media._row_tokens[kind] for kind, _ in layout.parts]
+    tokens = [media.row_tokens[kind] for kind, _ in layout.parts]
     pieces, rest = [], layout.text
     for part, length in layout.runs:
         before, rest = rest.split(tokens[part], 1)
@@ -90,7 +90,7 @@ def assert_same(family: Family, probe: MediaProbe, array: np.ndarray, **given: o
     theirs = their_outputs(folder, modality, **given)
     token_ids = processor.tokenizer(written_out(media, layout))["input_ids"]
     assert token_ids == torch.as_tensor(theirs["input_ids"])[0].tolist()
-    row_id = processor.tokenizer.convert_tokens_to_ids(media._row_tokens[modality])
+    row_id = processor.tokenizer.convert_tokens_to_ids(media.row_tokens[modality])
     assert layout.geometry.num_tokens == token_ids.count(row_id)
     if f"{modality}_grid_thw" in theirs:
         assert layout.geometry.grid_thw == tuple(theirs[f"{modality}_grid_thw"][0].tolist())

@@ -66,7 +66,7 @@ class Pool:
         """The pool does its work, and nothing is left of what has ended."""
         assert self.decode("good").shape == (2, 2, 3) and self.pool.num_busy == 0
         alive = [opener for opener in self.openers if opener._socket.fileno() >= 0]
-        assert alive == self.pool._idle
+        assert alive == self.pool.idle
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +83,10 @@ def made(hostile):
     num_others = _num_files() - 3  # of an opener: a socket, its process, the result
     yield made
     made.check()
-    num_own = sum(2 + (opener.process is not None) for opener in made.pool._idle)
+    num_own = sum(2 + (opener.process is not None) for opener in made.pool.idle)
     assert _num_files() - num_others == num_own, "a file or a socket is left"
     made.decoders.close()
-    assert not made.pool._idle and made.pool.num_busy == 0
+    assert not made.pool.idle and made.pool.num_busy == 0
 
 
 def _num_files() -> int:
@@ -104,7 +104,8 @@ def _ends(process: int) -> bool:
 
 
 def test_files_of_every_format_give_what_this_process_decodes():
-    decoders, settings = Decoders(1), MediaSettings()
+    pool, settings = OpenerPool(), MediaSettings()
+    decoders = Decoders(1, pool)
     try:
         for name, modality, data in [
             *fuzz_media.good_files(),
@@ -123,7 +124,7 @@ def test_files_of_every_format_give_what_this_process_decodes():
                 got = decoders.decode(modality, data, settings, PLAIN)
                 assert got.dtype == expected.dtype and np.array_equal(got, expected), name
                 got[...] = 0  # private, and writable
-        (opener,) = decoders._pool._idle
+        (opener,) = pool.idle
         assert opener.process is not None
     finally:
         decoders.close()
@@ -165,7 +166,7 @@ def test_a_process_that_is_killed_over_a_file_is_replaced_and_the_file_decoded(m
         nonlocal num_asked
         num_asked += 1
         if num_asked == 1:
-            (opener,) = made.pool._busy
+            (opener,) = made.pool.busy
             os.kill(pid_of(opener), signal.SIGKILL)
             assert _ends(os.dup(opener.process))
         return num_asked < 3

@@ -146,8 +146,13 @@ async def test_a_pool_that_is_closed_ends_its_processes_and_starts_none():
 
 
 @pytest.fixture
-def pool():
-    pool = SurveyorPool()
+def openers():
+    return OpenerPool()
+
+
+@pytest.fixture
+def pool(openers):
+    pool = SurveyorPool(openers)
     yield pool
     pool.close()
 
@@ -173,7 +178,7 @@ async def test_another_process_finds_what_this_one_does(pool):
         assert (found.sound is not None) == options.audio_in_video
 
 
-async def test_what_cannot_be_opened_is_a_media_error_and_the_process_goes_on(pool):
+async def test_what_cannot_be_opened_is_a_media_error_and_the_process_goes_on(pool, openers):
     cut = files.image(96, 96, "JPEG")[:3000]
     for modality, data, fields in [
         (Modality.IMAGE, b"nothing", {}),
@@ -183,7 +188,7 @@ async def test_what_cannot_be_opened_is_a_media_error_and_the_process_goes_on(po
     ]:
         with pytest.raises(MediaError):
             await survey(pool, modality, data, **fields)
-    (opener,) = pool._pool._idle
+    (opener,) = openers.idle
     assert not opener.has_ended
 
 

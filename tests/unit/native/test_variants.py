@@ -7,8 +7,15 @@ import pytest
 from cluster.errors import ConfigError
 from cluster.model import sampling
 from cluster.model.cpu import library
-from cluster.native import variants
-from cluster.native.variants import AUTO, NONE, VARIANTS, check_choice, runnable_variants, select
+from cluster.native.variants import (
+    AUTO,
+    NONE,
+    VARIANTS,
+    check_choice,
+    runnable_variants,
+    select,
+    variants_for,
+)
 from kv_transfer.codecs import native as codecs
 
 
@@ -27,14 +34,14 @@ def test_kernels_codecs_and_sampling_use_the_selected_variant(name):
         pytest.skip("no compiler")
     assert kernels.variant == name and kernels is library.load()
     assert f"codecs-{name}-" in codec._name
-    assert sampling._native() is kernels.cdll
+    assert sampling.native_library() is kernels.cdll
     select(AUTO)
     assert library.load() is best
 
 
 def test_none_loads_no_native_code():
     select(NONE)
-    assert library.load() is None and codecs.load() is None and sampling._native() is None
+    assert library.load() is None and codecs.load() is None and sampling.native_library() is None
 
 
 def test_a_variant_that_the_processor_cannot_run_is_refused_and_nothing_changes():
@@ -50,13 +57,12 @@ def test_a_variant_that_the_processor_cannot_run_is_refused_and_nothing_changes(
         check_choice(name, ())
 
 
-def test_the_matrix_unit_is_used_only_where_linux_grants_its_registers(monkeypatch):
+def test_the_matrix_unit_is_used_only_where_linux_grants_its_registers():
     all_flags = frozenset().union(*(variant.cpu_flags for variant in VARIANTS))
-    monkeypatch.setattr(variants, "_cpu_flags", lambda: all_flags)
-    names = []
-    for granted in (True, False):
-        monkeypatch.setattr(variants, "_may_use_amx", lambda granted=granted: granted)
-        names.append([variant.name for variant in runnable_variants.__wrapped__()])
+    names = [
+        [variant.name for variant in variants_for(all_flags, lambda granted=granted: granted)]
+        for granted in (True, False)
+    ]
     assert names == [
         ["amx", "avx512_bf16", "avx512", "avx2"],
         ["avx512_bf16", "avx512", "avx2"],

@@ -20,11 +20,14 @@ def ticket(name: str) -> AdmissionTicket:
 
 
 @pytest.fixture
-def control(monkeypatch) -> Iterator[AdmissionController]:
-    """With two requests that were admitted: the next one waits."""
+def queue() -> AdmissionQueue:
     classes = (AdmissionClassArgs(name="all", max_wait_s=MAX_WAIT_S),)
-    queue = AdmissionQueue(AdmissionArgs(classes=classes, max_outstanding_s=1.0), 0.3, Capacity(1, 1, 100))
-    monkeypatch.setattr(queue, "_wait_s", lambda _: 0.0)
+    return AdmissionQueue(AdmissionArgs(classes=classes, max_outstanding_s=1.0), 0.3, Capacity(1, 1, 100))
+
+
+@pytest.fixture
+def control(queue) -> Iterator[AdmissionController]:
+    """With two requests that were admitted: the next one waits."""
     control = AdmissionController(queue)
     assert control.offer(ticket("first"), 0.0) and control.offer(ticket("second"), 0.0)
     yield control
@@ -56,8 +59,8 @@ def test_a_waiting_request_that_leaves_is_forgotten(control):
     assert control.settle(1.0) == [] and control.num_waiting == 0
 
 
-def test_a_request_that_would_wait_too_long_is_refused_at_once(control, monkeypatch):
-    monkeypatch.setattr(control._queue, "_wait_s", lambda _: 2 * MAX_WAIT_S)
+def test_a_request_that_would_wait_too_long_is_refused_at_once(control, queue, monkeypatch):
+    monkeypatch.setattr(queue, "_wait_s", lambda _: 2 * MAX_WAIT_S)
     with pytest.raises(OverloadedError, match="busy"):
         control.offer(ticket("next"), 0.0)
 
@@ -84,24 +87,24 @@ def test_loads_are_taken_while_requests_wait_and_at_most_every_so_often(control)
     assert not control.takes_load(1.0), "it is new no longer"
 
 
-def test_an_error_in_the_queue_is_tried_again_and_loses_no_request(control, monkeypatch):
+def test_an_error_in_the_queue_is_tried_again_and_loses_no_request(control, queue, monkeypatch):
     def fail(now: float) -> list[AdmissionTicket]:
         raise ZeroDivisionError
 
     control.offer(ticket("next"), 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(control._queue, "freed", fail)
+        patch.setattr(queue, "freed", fail)
         assert control.settle(0.0) == [] and control.deadline == RETRY_S
     control.done("first")
     assert control.settle(RETRY_S) == [("next", None)]
 
 
-def test_a_request_that_the_queue_has_lost_fails(control, monkeypatch):
+def test_a_request_that_the_queue_has_lost_fails(control, queue, monkeypatch):
     def lose(now: float) -> list[AdmissionTicket]:
-        control._queue.leave("next")
+        queue.leave("next")
         raise ZeroDivisionError
 
     control.offer(ticket("next"), 0.0)
-    monkeypatch.setattr(control._queue, "freed", lose)
+    monkeypatch.setattr(queue, "freed", lose)
     ((name, error),) = control.settle(0.0)
     assert name == "next" and isinstance(error, InternalError)

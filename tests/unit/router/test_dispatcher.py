@@ -82,7 +82,8 @@ class Door:
 
     def token(self, token_id: int, choice: int = 0, reason: FinishReason | None = None) -> None:
         event = TokenEvent("r", (token_id,), reason, choice_idx=choice)
-        self.dispatcher.on_message(self.dispatcher.members._peers[Role.DECODE], Tokens((event,)))
+        peer = next(peer for peer in self.dispatcher.members.all_peers() if peer.member.role is Role.DECODE)
+        self.dispatcher.on_message(peer, Tokens((event,)))
 
     @property
     def sent(self) -> list[AnyMessage]:
@@ -96,9 +97,8 @@ async def door() -> AsyncIterator[Door]:
     for call in door.calls.values():
         call.cancel()
     async with asyncio.timeout(HANG_S):
-        while door.dispatcher._calls:
+        while not door.dispatcher.is_idle:
             await asyncio.sleep(0)
-    assert door.dispatcher.is_idle
 
 
 async def begin(stream: TokenStream) -> asyncio.Task[TokenEvent]:

@@ -342,9 +342,10 @@ def test_an_item_that_is_held_is_forgotten_with_its_request():
     stage.lose(0)
     stage.grant(0, "lease")
     stage.lose(1)
-    assert isinstance(stage.error(), QuarantinedError) and stage.media._held
+    assert isinstance(stage.error(), QuarantinedError)
+    assert not stage.media.is_idle
     stage.land()
-    assert not stage.media._held
+    assert stage.media.is_idle
 
 
 def test_items_leave_a_silent_encoder_where_another_moves():

@@ -74,8 +74,13 @@ async def workers(tmp_path):
 
 
 @pytest.fixture
-async def table():
-    table = MemberTable("door", Listener(), None)
+def listener():
+    return Listener()
+
+
+@pytest.fixture
+async def table(listener):
+    table = MemberTable("door", listener, None)
     yield table
     await table.aclose()
     await asyncio.sleep(0.01)
@@ -84,6 +89,11 @@ async def table():
 
 def only(table: MemberTable) -> Peer:
     (peer,) = table.all_peers()
+    return peer
+
+
+def peer_of(table: MemberTable, name: str) -> Peer:
+    (peer,) = [peer for peer in table.all_peers() if peer.member.replica_id == name]
     return peer
 
 
@@ -111,22 +121,22 @@ async def test_a_worker_that_is_not_up_yet_is_dialled_until_it_answers(table, wo
     await until(lambda: table.has(Phase.DECODE))
 
 
-async def test_a_draining_worker_is_kept_until_the_listener_closes_it(table, workers):
+async def test_a_draining_worker_is_kept_until_the_listener_closes_it(table, listener, workers):
     table.update(Role.DECODE, [await workers.start("d")])
     await until(lambda: table.has(Phase.DECODE))
     peer = only(table)
     table.update(Role.DECODE, [])
     assert not table.has(Phase.DECODE) and table.all_peers() == [peer]
     table.close("d")
-    assert table.all_peers() == [] and table._listener.lost == ["d"]
+    assert table.all_peers() == [] and listener.lost == ["d"]
 
 
-async def test_a_cut_connection_is_told_and_dialled_again(table, workers):
+async def test_a_cut_connection_is_told_and_dialled_again(table, listener, workers):
     table.update(Role.DECODE, [await workers.start("d")])
     await until(lambda: table.has(Phase.DECODE))
     old = only(table)
     workers.connections[0].abort()
-    await until(lambda: table._listener.lost == ["d"])
+    await until(lambda: listener.lost == ["d"])
     await until(lambda: table.has(Phase.DECODE))
     assert only(table) is not old
 
@@ -251,7 +261,7 @@ async def test_another_process_at_the_address_of_a_worker_is_not_taken_for_it(ta
 
 async def test_a_worker_is_told_which_of_its_grants_was_read_last(pair, workers):
     workers.connections[0].send(DecodeGranted("r", grant("a")))
-    await until(lambda: pair._logs["owner"].last_read)
+    await until(lambda: peer_of(pair, "owner").log.last_read)
     await redial(pair, workers, workers.connections[0])
     said = [connection.peer_last_read for connection in workers.connections]
     assert said == [None, None, "DecodeGranted a"]
@@ -261,8 +271,8 @@ async def test_a_worker_is_told_which_of_its_grants_was_read_last(pair, workers)
 async def test_a_worker_is_told_what_was_read_before_its_connection_is_closed(pair, workers, is_door_ending):
     """What is read behind that counts for nothing."""
     workers.connections[0].send(DecodeGranted("r", grant("a")))
-    await until(lambda: pair._logs["owner"].last_read)
-    peer = pair._peers["owner"]
+    await until(lambda: peer_of(pair, "owner").log.last_read)
+    peer = peer_of(pair, "owner")
     if is_door_ending:
         await pair.aclose()
     else:
@@ -274,16 +284,17 @@ async def test_a_worker_is_told_what_was_read_before_its_connection_is_closed(pa
 
 async def test_a_grant_of_a_worker_that_has_left_the_table_may_still_come(pair, workers):
     """It was on its way when the connection was closed."""
-    peer = pair._peers["owner"]
+    peer = peer_of(pair, "owner")
     pair.close("owner")
-    pair.update(Role.DECODE, [pair._listed[Role.DECODE]["writer"]])
+    pair.update(Role.DECODE, [only(pair).member])
     peer.connection._on_message(peer.connection, DecodeGranted("r", grant("a")))
     assert "owner" not in pair._logs
 
 
 async def test_a_worker_that_is_neither_listed_nor_connected_is_forgotten(pair, workers):
-    pair.update(Role.DECODE, [pair._listed[Role.DECODE]["owner"]])
+    owner = peer_of(pair, "owner").member
+    pair.update(Role.DECODE, [owner])
     assert len(pair._logs) == 2
     pair.close("writer")
-    pair.update(Role.DECODE, [pair._listed[Role.DECODE]["owner"]])
+    pair.update(Role.DECODE, [owner])
     assert pair._logs.keys() == {"owner"}

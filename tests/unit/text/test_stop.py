@@ -77,7 +77,7 @@ def test_an_automaton_finds_all_sequences_that_a_stream_ends_with(sequences, str
 @pytest.mark.parametrize("piece", ["a", "ab", "aab", "a" * 100])
 def test_a_character_takes_two_steps_at_most_whatever_the_stop_strings_are(stops, piece):
     strings = StopStrings(stops)
-    edges = strings.automaton._edges = CountedDict(strings.automaton._edges)
+    edges = strings.automaton.edges = CountedDict(strings.automaton.edges)
     stream, num_chars = StopFilter(strings), 0
     while num_chars < 4000:
         if stream.push(piece)[1] is not None:
@@ -93,13 +93,13 @@ def test_an_automaton_is_built_in_steps_in_proportion_to_its_strings(stops):
 
         def step(self, node, item):
             self.num_steps += 1
-            if not isinstance(self._edges, CountedDict):
-                self._edges = CountedDict(self._edges)
+            if not isinstance(self.edges, CountedDict):
+                self.edges = CountedDict(self.edges)
             return super().step(node, item)
 
     automaton = Counting(stops)
     num_chars = sum(map(len, stops))
-    edges: Any = automaton._edges
+    edges: Any = automaton.edges
     assert automaton.num_steps <= num_chars and edges.num_lookups <= 4 * num_chars
 
 

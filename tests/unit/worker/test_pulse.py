@@ -164,12 +164,12 @@ async def test_the_watch_looks_only_while_there_is_work():
     worker = Worker()
     worker.watch.start()
     await asyncio.sleep(0.01)
-    assert not worker.watch._is_looking
+    assert not worker.watch.is_looking
     worker.engine.beat()
-    assert worker.watch._is_looking
+    assert worker.watch.is_looking
     worker.engine.rest()
     await asyncio.sleep(0.01)
-    assert not worker.watch._is_looking
+    assert not worker.watch.is_looking
     worker.watch.stop()
 
 
