@@ -4,13 +4,13 @@
     read the tokens of k; requests advance, doors are told        while the device computes k + 1
     draw k + 1 from that forward's logits …
 
-The *draw* waits until the host knows everything about step k, so stops, penalties, biases, log-probabilities,
-guidance and `n` need nothing special: what they change is changed before it. An answer that has ended
-meanwhile has been computed once in vain, and its row is not drawn from. What is new joins one step later.
+The *draw* waits until the host knows everything about step k, so stops, penalties, biases, guidance and `n`
+need nothing special: what they change is changed before it. An answer that has ended meanwhile has been
+computed once in vain, and its row is not drawn from. What is new joins one step later.
 
 A forward ahead may always be dropped: the next step computes the same tokens again, and writes the same KV
 into the same places. So it is made only for the common case, steps of answers alone that are all that runs,
-and whatever is unusual costs a forward at most.
+without grammars and log-probabilities, and whatever is unusual costs a forward at most.
 
 Until it has finished, the forward writes one row of KV for each of its sequences. The blocks of these rows
 are held meanwhile: a block that an answer gives back could otherwise be leased to another worker, whose write
@@ -35,6 +35,12 @@ from cluster.worker.blame import Blame, bookkeeping
 def may_run_ahead(device: torch.device) -> bool:
     """Where the host computes, a forward that is enqueued would only begin later."""
     return device.type == "cuda"
+
+
+def _must_wait(request: LanguageRequest) -> bool:
+    """A grammar may say several of the next tokens. Log-probabilities are read from the device once the token
+    is known: behind a forward."""
+    return request.request.structure is not None or request.request.num_logprobs is not None
 
 
 class ForwardAhead:
@@ -69,7 +75,7 @@ class ForwardAhead:
         must wait for the tokens, or for a request that is not in the step. They have blocks for both tokens
         then. `is_alone`: nothing else could run in the next step. A request that raises has failed."""
         self._began_at = self._ended_at if self._in_flight else None
-        if not (self._is_on and is_alone) or any(each.request.structure is not None for each in batch):
+        if not (self._is_on and is_alone) or any(map(_must_wait, batch)):
             return []
         choices: list[AnswerChoice] = []
         for request in batch:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cluster.config.machine import has_triton
 from cluster.model.cpu import library
-from cluster.model.cuda.draw import GREEDY, draw_tokens, to_device
+from cluster.model.cuda.draw import GREEDY, draw_tokens, reading, to_device
 from cluster.types.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -53,11 +53,12 @@ def sample(
 ) -> list[int]:
     """One token id per row. logits: [B, V] float32, any device. `positions[i]`: index of the drawn token in
     row i's sequence (prompt + generated). `on_drawn(tokens [B] int64)` is called when the tokens are there
-    or, on a GPU, enqueued; then the device is synchronised."""
+    or, on a GPU, enqueued. Waits for the tokens, and not for what `on_drawn` enqueues."""
     by_kernels = logits.device.type == "cuda" and _kernels_draw(logits.device)
     tokens = (_sample_by_kernels if by_kernels else _sample_by_torch)(logits, params, positions)
+    read = reading(tokens)
     on_drawn(tokens)
-    return tokens.tolist()
+    return read()
 
 
 def _sample_by_torch(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ first call imports.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import torch
@@ -49,3 +49,20 @@ def to_device(numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.
     """int64, on the device. Enqueues, and does not wait."""
     on_host = torch.tensor(numbers, dtype=torch.int64)
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
+
+
+def reading(tokens: Tensor) -> Callable[[], list[int]]:
+    """Enqueues a copy of the tokens to the host, on any device. The function that is returned waits for that
+    copy alone, not for what is enqueued behind it."""
+    if tokens.device.type != "cuda":
+        return tokens.tolist
+    found = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    found.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(tokens.device))
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return found.tolist()
+
+    return read

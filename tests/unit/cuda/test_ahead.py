@@ -85,19 +85,22 @@ def test_tokens_are_those_of_steps_that_wait(is_recorded: bool, device: Simulate
     assert found[0] == found[1], found
 
 
-def test_the_forward_is_enqueued_before_the_host_waits(
+def test_the_host_waits_for_the_tokens_and_not_for_the_forward_behind_them(
     device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Compared(text_model(device))
     runner = LanguageRunner(compared.model, compared.graphed, compared.kvs[0], FEATURES)
     requests = [answering(runner, row) for row in range(3)]
     step(runner, requests, [0, 1, 2])
-    waited, decode = [], compared.graphed.decode
+    happened: list[str] = []
+    decode, sync = compared.graphed.decode, device.sync
 
     def noted(*args):
-        waited.append(device.num_syncs)
-        return decode(*args)
+        logits = decode(*args)
+        happened.append("forward")
+        return logits
 
     monkeypatch.setattr(compared.graphed, "decode", noted)
+    monkeypatch.setattr(device, "sync", lambda why: happened.append(why) or sync(why))
     step(runner, requests, [0, 1, 2])
-    assert len(waited) == 1 and waited[0] < device.num_syncs, "tokens are read behind it"
+    assert happened[happened.index("forward") :] == ["forward", "the host waits for an event"]

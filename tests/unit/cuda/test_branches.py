@@ -32,7 +32,9 @@ REHEARSED = {  # test file: places
     "test_recorded_steps.py": """
         cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded
     """,
-    "test_ahead.py": "cluster/model/cuda/draw.py:to_device cluster/engine/ahead.py:may_run_ahead",
+    "test_ahead.py": """
+        cluster/model/cuda/draw.py:to_device cluster/model/cuda/draw.py:reading
+        cluster/engine/ahead.py:may_run_ahead """,
     "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
