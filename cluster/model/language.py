@@ -146,9 +146,8 @@ class LanguageModel:
         kv: BlockMemory,
     ) -> Tensor:
         """Computes one token for each of B sequences. token_ids: if a tensor, [B] int64 on the model's
-        device, where it is read. context_lens[i]: KV length before this token, which is
-        its index. block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32
-        logits."""
+        device, where it is read. context_lens[i]: KV length before this token, which is its index.
+        block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32 logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
         embeds, wanted = self._embed_tokens(token_ids), torch.arange(len(token_ids))

@@ -30,6 +30,7 @@ from torch import Tensor
 from cluster.config.machine import has_triton
 from cluster.model.cpu import library
 from cluster.model.cuda.draw import GREEDY, draw_tokens, reading, to_device
+from cluster.model.failures import is_device_lost
 from cluster.types.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -92,9 +93,14 @@ def _likely(
 
 def _sample_by_kernels(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """All rows without a filter at once, then the others."""
-    filtered = [row for row, p in enumerate(params) if p.temperature > 0 and _has_filter(p)]
-    plain = [row for row in range(len(params)) if row not in set(filtered)]
-    keys = [_row_key(p.seed, position) for p, position in zip(params, positions, strict=True)]
+    plain: list[int] = []
+    filtered: list[int] = []
+    for row, p in enumerate(params):
+        (filtered if p.temperature > 0 and _has_filter(p) else plain).append(row)
+    keys = [
+        _row_key(p.seed, position) if p.temperature > 0 else 0
+        for p, position in zip(params, positions, strict=True)
+    ]
     order, found = list(plain), []
     if plain:
         temperatures = [params[row].temperature or GREEDY for row in plain]
@@ -119,7 +125,9 @@ def _kernels_draw(device: torch.device) -> bool:
     try:
         ours = draw_tokens(logits, rows, [1.0] * len(rows), keys)
         is_equal = torch.equal(ours, draw(logits, keys))
-    except Exception:
+    except Exception as error:
+        if is_device_lost(error):
+            raise
         logger.warning("torch draws tokens: our kernels do not run on %s", device, exc_info=True)
         return False
     if not is_equal:

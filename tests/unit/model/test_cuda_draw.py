@@ -84,4 +84,4 @@ def test_rows_of_a_step_are_drawn_where_they_lie() -> None:
         SamplingParams(temperature=1.0, seed=5),
     ]
     logits = wide[:, 1]
-    assert _sample_by_kernels(logits, params, range(6)) == sample(logits, params, range(6))
+    assert _sample_by_kernels(logits, params, range(6)).tolist() == sample(logits, params, range(6))
