@@ -1,5 +1,5 @@
-"""From file bytes to embedding rows: `prepare` runs on CPU threads, `encode` on the engine's thread (device
-code).
+"""From file bytes to embedding rows: `prepare` runs on CPU threads, in processes of its own where there are
+some, `encode` on the engine's thread (device code).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from cluster.errors import InternalError
 from cluster.media.decode import decode
 from cluster.media.decoders import Decoders
+from cluster.media.preprocessors import Preprocessors
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import MediaItem, MediaOptions, Modality
@@ -56,11 +57,14 @@ class EncoderRunner:
         model: EncoderModel,
         processor: MediaProcessor,
         decoders: Decoders | None = None,
+        preprocessors: Preprocessors | None = None,
     ):
-        """`decoders`: None: files are trusted, and decoded in this process."""
+        """`decoders`: None: files are trusted, and decoded in this process. `preprocessors`: None: arrays are
+        preprocessed in this process."""
         self._model = model
         self._processor = processor
         self._decoders = decoders
+        self._preprocessors = preprocessors
 
     def prepare(self, item: MediaItem, is_wanted: Callable[[], bool] = lambda: True) -> Prepared:
         """Thread-safe; blocks. Raises MediaError for bytes that cannot be used, and NotWantedError soon after
@@ -73,11 +77,20 @@ class EncoderRunner:
             array = decode(item.modality, item.data, settings, options, item_idx=None)
         else:
             array = self._decoders.decode(item.modality, item.data, settings, options, is_wanted)
-        return self.preprocess(item.modality, array, item.options)
+        return self.preprocess(item.modality, array, item.options, is_wanted)
 
-    def preprocess(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> Prepared:
-        """`array`: what `cluster.media.decode` made of a file. Thread-safe; blocks. Raises MediaError."""
-        tensors = self._processor.prepare(modality, array, options, item_idx=None)
+    def preprocess(
+        self,
+        modality: Modality,
+        array: np.ndarray,
+        options: MediaOptions,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Prepared:
+        """`array`: what `cluster.media.decode` made of a file. Otherwise as `prepare`."""
+        if self._preprocessors is None:
+            tensors = self._processor.prepare(modality, array, options, item_idx=None)
+        else:
+            tensors = self._preprocessors.prepare(modality, array, options, is_wanted)
         cut = self._model.splitter(modality)
         num_units = 1 if cut is None else cut.num_units(tensors)
         return Prepared(self._model.upload(tensors), num_units)

@@ -11,6 +11,7 @@ from cluster.errors import ConfigError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.media.decoders import Decoders
+from cluster.media.preprocessors import Preprocessors, preprocessor_server
 from cluster.media.processor import MediaProcessor
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.encoder import EncoderModel
@@ -34,7 +35,8 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_ROWS = 16_384  # embedding rows in one encoder call; bounds its activation memory
 # Rows of a long item in one call: enough to keep a device busy, short enough for items that arrive meanwhile.
 MAX_PIECE_ROWS = 1024
-# threads that preprocess while the encoder runs, each with a process that decodes
+# Threads that preprocess while the encoder runs, unless there are processes for it. More would wait for one
+# interpreter lock.
 NUM_PREPARE_THREADS = 2
 
 
@@ -44,7 +46,17 @@ class Encoder:
     def __init__(self, args: ClusterArgs, setup: WorkerSetup, processor: MediaProcessor):
         """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
         self._args, self._processor = args, processor
-        self._decoders = Decoders(NUM_PREPARE_THREADS)  # first: they start while the model is read
+        # first: they start while the model is read
+        num_processes = args.encode.num_prepare_processes
+        self._num_prepared = num_processes or NUM_PREPARE_THREADS  # items at once
+        self._decoders = Decoders(self._num_prepared)
+        self.preprocessors = (
+            Preprocessors(
+                preprocessor_server(args.model), self._num_prepared, processor.settings.limits.max_decode_s
+            )
+            if num_processes
+            else None
+        )
         self.model = EncoderModel.load(
             args.model,
             dtype=setup.dtype,
@@ -76,7 +88,7 @@ class Encoder:
             row_bytes=step_row_bytes,
             max_prepared_bytes=args.encode.max_prepared_bytes,
             max_queued_rows=args.encode.max_queued_rows,
-            num_prepare_threads=NUM_PREPARE_THREADS,
+            num_prepare_threads=self._num_prepared,
         )
 
     @classmethod
@@ -89,8 +101,8 @@ class Encoder:
         """Builds the engine and measures the encoder's speed. `own_prompts`: of a worker that computes
         prompts, too."""
         seat = process.encoder_seat
-        self.executor = ThreadPoolExecutor(NUM_PREPARE_THREADS, thread_name_prefix="prepare")
-        runner = EncoderRunner(self.model, self._processor, self._decoders)
+        self.executor = ThreadPoolExecutor(self._num_prepared, thread_name_prefix="prepare")
+        runner = EncoderRunner(self.model, self._processor, self._decoders, self.preprocessors)
         self.engine = EncoderEngine(
             runner=runner,
             cache=EmbeddingCache(self.memory, BlockPool(self.memory.num_blocks, self._args.block_size)),
@@ -128,6 +140,8 @@ class Encoder:
     def close(self) -> None:
         self.executor.shutdown(wait=False, cancel_futures=True)
         self._decoders.close()
+        if self.preprocessors is not None:
+            self.preprocessors.close()
 
 
 class EncoderService(PhaseService):

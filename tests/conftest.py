@@ -13,10 +13,13 @@ it changed. `--hypothesis-profile=search` looks for others; what it finds belong
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,9 @@ from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# workers of tests share no CPU slots, neither with each other nor with a cluster that runs on this machine
+os.environ["EPDG_SOCKET_DIR"] = tempfile.mkdtemp(prefix="epdg-t")
+atexit.register(shutil.rmtree, os.environ["EPDG_SOCKET_DIR"], ignore_errors=True)
 
 settings.register_profile("search", deadline=None)
 settings.register_profile("same", derandomize=True, deadline=None)

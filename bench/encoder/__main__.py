@@ -4,6 +4,7 @@
     python -m bench.encoder curve   --out R.jsonl --models MODEL …            encoder calls of 1 to 32 items
     python -m bench.encoder tower   --out R.jsonl --models MODEL …            one item, part by part
     python -m bench.encoder decoding --out R.jsonl                            files in processes of their own
+    python -m bench.encoder preparing --out R.jsonl                           items at once, by processes
     python -m bench.encoder merge   --out R.jsonl                             rows into a prompt's embeddings
     python -m bench.encoder overlap --out R.jsonl                             what a slow encoder hides
     python -m bench.encoder accuracy --out R.jsonl                            answers with fewer pixels, frames or rows
@@ -101,9 +102,12 @@ def _add_engine_commands(commands: argparse._SubParsersAction[argparse.ArgumentP
     decoding = commands.add_parser("decoding")
     decoding.add_argument("--model", default=DEMO)
     decoding.add_argument("--threads", type=int, default=max(1, num_cores() // 2), help="of the encoder")
+    preparing = commands.add_parser("preparing")
+    preparing.add_argument("--model", default=DEMO)
+    preparing.add_argument("--processes", type=_numbers, default=[0, 1, 2, 4, 8], help="0: threads")
     for command in (curve, tower, merge, decoding):
         command.add_argument("--dtype", choices=DTYPES, default="float32")
-    for command in (curve, tower, merge, decoding, overlap):
+    for command in (curve, tower, merge, decoding, preparing, overlap):
         _add_results(command)
     accuracy = commands.add_parser("accuracy")
     accuracy.add_argument("--samples", type=int, default=200, help="of each task")
@@ -205,6 +209,12 @@ def _decoding(args: argparse.Namespace) -> Iterable[Record]:
     return measure(Path(args.model).resolve(), getattr(torch, args.dtype), args.repeats, args.threads)
 
 
+def _preparing(args: argparse.Namespace) -> Iterable[Record]:
+    from bench.encoder.preparing import measure
+
+    return measure(Path(args.model).resolve(), args.processes, args.repeats)
+
+
 def _merge(args: argparse.Namespace) -> Iterable[Record]:
     import torch
 
@@ -241,7 +251,8 @@ def _synchronous(args: argparse.Namespace) -> None:
 
     from bench.encoder.synchronous import serve
     from cluster.config.environment import read_environment
-    from cluster.config.settings import ClusterArgs, resolve
+    from cluster.config.resolution import resolve
+    from cluster.config.settings import ClusterArgs
 
     given = ClusterArgs.model_validate({"model": args.model, "dtype": args.dtype})
     resolved = resolve(given, read_environment(), num_cores=args.threads)
@@ -295,7 +306,7 @@ def _words(text: str) -> list[str]:
 
 
 COMMANDS = {
-    "models": _models, "curve": _curve, "tower": _tower, "decoding": _decoding, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
+    "models": _models, "curve": _curve, "tower": _tower, "decoding": _decoding, "preparing": _preparing, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
     "synchronous": _synchronous, "mixed": _mixed, "reuse": _reuse, "single": _single, "flood": _flood, "table": _table, "plot": _plot,
 }  # fmt: skip
 

@@ -240,7 +240,7 @@ class EvaluatedModel:
     def _content(self, source: MediaSource) -> Content:
         settings = self._media.settings
         data, _ = read_source(source, settings.limits.max_bytes)
-        order = SurveyOrder(source.modality, source.options, settings, settings.limits.max_decode_s)
+        order = SurveyOrder(source.modality, source.options, settings, timeout_s=settings.limits.max_decode_s)
         return Content(FetchedMedia(data, hashlib.sha256(data).digest()), look(order, data))
 
 

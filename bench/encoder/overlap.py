@@ -35,7 +35,8 @@ from bench.in_process import START_TIMEOUT_S, setup_here, started
 from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
-from cluster.config.settings import ClusterArgs, resolve
+from cluster.config.resolution import resolve
+from cluster.config.settings import ClusterArgs
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import Modality
 from cluster.worker.cpu_slots import no_cpu_slots

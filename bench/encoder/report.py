@@ -83,6 +83,26 @@ def decoding_table(records: Iterable[Record]) -> list[str]:
     return lines
 
 
+def preparing_table(records: Iterable[Record]) -> list[str]:
+    """Items at once by processes: the ratios are of items per second, to the threads of one process."""
+    cells = grouped(records, "model", "kind", "processes")
+    lines = head(
+        "model", "item", "processes", "alone: items/s", "÷ threads", "encoded: items/s", "÷ threads",
+        "lag p50, p99 ms",
+    )  # fmt: skip
+    for (*rest, number), cell in cells.items():
+        model, kind = rest
+        by_threads, num_items = cells[(*rest, 0)], cell[0]["items"]
+        rates = [
+            f"{num_items / median(cell, name):.1f} | {_ratio(by_threads, cell, itemgetter(name)):.2f}"
+            for name in ("alone_s", "encoded_s")
+        ]
+        p50, p99 = (1e3 * median(cell, name) for name in ("lag_p50_s", "lag_p99_s"))
+        way = number or "0 (threads)"
+        lines.append(f"| {model} | {kind} | {way} | {' | '.join(rates)} | {p50:.2f}, {p99:.2f} |")
+    return lines
+
+
 def merge_table(records: Iterable[Record]) -> list[str]:
     cells = grouped(records, "rows", "hidden_size", "dtype", "threads", "way")
     lines = head("rows", "hidden size", "dtype, threads", "MB", "way", "ms", "÷ copy", "page faults")
@@ -327,6 +347,7 @@ TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
     "curve": curve_table,
     "tower": tower_table,
     "decoding": decoding_table,
+    "preparing": preparing_table,
     "merge": merge_table,
     "mixed": mixed_table,
     "reuse": reuse_table,

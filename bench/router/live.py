@@ -35,7 +35,8 @@ from bench.router.policies import setting_of
 from bench.router.trace import Trace
 from bench.router.workers import Cluster, cluster, end_on_signals, specs
 from cluster.config.environment import read_environment
-from cluster.config.settings import ClusterArgs, resolve
+from cluster.config.resolution import resolve
+from cluster.config.settings import ClusterArgs
 from cluster.errors import ClusterError
 from cluster.types.members import Role
 

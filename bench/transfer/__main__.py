@@ -27,7 +27,8 @@ from typing import Any
 
 from bench import records
 from cluster.config.environment import read_environment
-from cluster.config.settings import ClusterArgs, resolve
+from cluster.config.resolution import resolve
+from cluster.config.settings import ClusterArgs
 
 DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 WORD_CACHE = Path(tempfile.gettempdir()) / "demo_model_cache"

@@ -1,8 +1,7 @@
 """The settings of one cluster: `ClusterArgs`, the `args` of the application in deploy/cluster.yaml.
 
 The values are frozen and made without I/O. An unknown name is refused, and the error names the nearest known
-one. `resolve` fills in what depends on the machine: the model's absolute path (after a download, if a hub id
-names it) and thread counts. Everything below the composition root sees resolved values only.
+one. `resolution` fills in what depends on the machine.
 """
 
 from __future__ import annotations
@@ -13,10 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cluster.config import hub
-from cluster.config.checkpoint import check_no_adapter
-from cluster.config.environment import Environment
-from cluster.errors import ConfigError
 from cluster.types.members import Phase, Role
 
 # for an installed wheel: site-packages. `deploy` lies next to the packages in both cases
@@ -53,10 +48,15 @@ class EncodeArgs(_PoolArgs):
     # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384
     # rows) and some images
     max_prepared_bytes: int = Field(default=512 * MIB, ge=1)
-    # embedding rows that wait for the encoder; beyond this number new items are refused (429). A GPU that
-    # makes 10,000 rows a second needs about `first_token_timeout_s` for so many: later items would only miss
-    # that deadline
+    # embedding rows that wait; beyond this number new items are refused (429). A GPU that makes 10,000 rows
+    # a second needs about `first_token_timeout_s` for so many: later items would only miss that deadline
     max_queued_rows: int = Field(default=1 << 20, ge=1)
+    # that run the model's processor; 0: two threads of the encoder's do it; None: a quarter of `threads`
+    prepare_processes: int | None = Field(default=None, ge=0)
+
+    @property
+    def num_prepare_processes(self) -> int:
+        return self.threads // 4 if self.prepare_processes is None else self.prepare_processes
 
 
 class SchedulingArgs(_Args):
@@ -347,50 +347,3 @@ class ClusterArgs(_Args):
     def net_devices(self) -> tuple[str, ...]:
         """The devices that a worker's NIXL agent may listen on."""
         return self.transfer.net_devices if self.side_channel == "tcp" else ("lo",)
-
-
-def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> ClusterArgs:
-    """Explicit arguments win over the environment, and the environment over defaults. Raises ConfigError."""
-    given = args.model if "model" in args.model_fields_set else environment.model or args.model
-    model = _find(given, environment)
-    model_id = args.model_id or (model.name if _is_folder(given) else given)
-    pools = {
-        name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or num_cores})
-        for name, pool in args.pools.items()
-    }
-    if args.decode.speculation.method == "draft":
-        draft = _find(args.decode.speculation.draft_model, environment)
-        speculation = args.decode.speculation.model_copy(update={"draft_model": str(draft)})
-        pools["decode"] = pools["decode"].model_copy(update={"speculation": speculation})
-    door = args.door.model_copy(update={"access": _with_absolute_path(args.door.access)})
-    return args.model_copy(update={"model": str(model), "model_id": model_id, "door": door, **pools})
-
-
-def _with_absolute_path(access: AccessArgs) -> AccessArgs:
-    if not access.key_file:
-        return access
-    return access.model_copy(update={"key_file": str(Path(access.key_file).expanduser().absolute())})
-
-
-def _find(model: str, environment: Environment) -> Path:
-    """A local folder wins over a model of the hub with the same name."""
-    for candidate in _candidates(model):
-        if (candidate / "config.json").is_file():
-            return candidate.resolve()
-    if _is_folder(model):
-        found = next(candidate for candidate in _candidates(model) if candidate.is_dir())
-        check_no_adapter(found)
-        raise ConfigError(f"{found} is no model folder: it has no config.json", param="model")
-    if hub.is_hub_id(model):
-        return hub.download(model, is_offline=environment.is_hub_offline)
-    tried = " and ".join(dict.fromkeys(str(candidate) for candidate in _candidates(model)))
-    raise ConfigError(f"no model folder '{model}': there is no {tried}", param="model")
-
-
-def _is_folder(model: str) -> bool:
-    return any(candidate.is_dir() for candidate in _candidates(model))
-
-
-def _candidates(model: str) -> list[Path]:
-    path = Path(model).expanduser()
-    return [path] if path.is_absolute() else [Path.cwd() / path, REPOSITORY / path]

@@ -1,7 +1,7 @@
 """What an opener process (`opener`) takes from itself before it reads the first file, so that code which a
 hostile file brings into it can do little more than return wrong pixels.
 
-* No privileges, no core dump; it ends with the process that forked it.
+* No privileges, no core dump.
 * A filter of system calls (seccomp): memory, threads, and the files that it has been given. It cannot open a
   file or a socket, start a process or a program, send a signal, or make memory executable. A call that is
   not allowed fails with EPERM.
@@ -20,7 +20,6 @@ import math
 import os
 import platform
 import resource
-import signal
 import struct
 import time
 
@@ -28,7 +27,7 @@ from cluster.media.settings import MediaSettings
 
 NUM_FILES = 16  # descriptors; an opener has three standard streams, its socket and the two files of an order
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 4, 38
 _CAPABILITIES_3 = 0x20080522  # version of the call's structure
 _SET_MODE_FILTER, _FILTER_ALL_THREADS = 1, 1
 _MACHINES = {"x86_64": 0, "aarch64": 1}  # machine → column of the tables below
@@ -69,13 +68,9 @@ _Instruction = tuple[int, int, int, int]  # code, instructions to skip if true, 
 class Confinement:
     """Takes effect when it is made, and cannot be undone."""
 
-    def __init__(self, forked_by: int):
-        """`forked_by`: process that forked this one."""
+    def __init__(self):
         self._base_bytes = _virtual_bytes()
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != forked_by:
-            os._exit(1)  # it has ended before
         libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         _limit(resource.RLIMIT_CORE, 0)
         libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cluster.media.opener import MAX_COPIED_BYTES, DecodeOrder
+from cluster.media.opener import DecodeOrder, Written
+from cluster.media.openers import opener_pool
 from cluster.media.processes import (
-    OpenerPool,
+    ProcessPool,
     append,
     check_size,
     open_memory_file,
@@ -25,14 +26,15 @@ from cluster.media.processes import (
     seal,
     wait_while,
 )
+from cluster.media.program import MAX_COPIED_BYTES
 from cluster.media.settings import MediaSettings
 from cluster.types.media import MediaOptions, Modality
 
 
 class Decoders:
-    def __init__(self, num_openers: int, pool: OpenerPool | None = None):
+    def __init__(self, num_openers: int, pool: ProcessPool[Written] | None = None):
         """Starts them without waiting."""
-        self._pool = pool or OpenerPool()
+        self._pool = pool or opener_pool()
         self._pool.warm_up(num_openers)
 
     def decode(
@@ -46,7 +48,7 @@ class Decoders:
         """Does what `cluster.media.decode.decode` does, for an item without a number; the array is private to
         the caller. Blocks no longer than the item `is_wanted`. Raises MediaError, NotWantedError and
         UnavailableError."""
-        order = DecodeOrder(modality, options, settings, settings.limits.max_decode_s)
+        order = DecodeOrder(modality, options, settings, timeout_s=settings.limits.max_decode_s)
         read = functools.partial(read_array, modality, settings)
         with open_memory_file() as file:
             append(file, data)
@@ -58,12 +60,14 @@ class Decoders:
         self._pool.close()
 
 
-def read_array(
-    modality: Modality, settings: MediaSettings, shape: tuple[int, ...], result: int
-) -> np.ndarray:
+def read_array(modality: Modality, settings: MediaSettings, answer: Written, result: int) -> np.ndarray:
     """The array in the file `result`. Raises ValueError if it is not one that `modality` and `settings`
     allow."""
-    limits, dtype = settings.limits, np.dtype(np.float32 if modality is Modality.AUDIO else np.uint8)
+    shape, limits, dtype = (
+        answer.shape,
+        settings.limits,
+        np.dtype(np.float32 if modality is Modality.AUDIO else np.uint8),
+    )
     match modality, shape:
         case (Modality.IMAGE, (height, width, 3)):
             is_allowed = height * width <= limits.max_pixels

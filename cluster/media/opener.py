@@ -1,45 +1,27 @@
 """The program of the processes in which doors and encoders open media files. FFmpeg and Pillow run here, on
 untrusted bytes.
 
-Two kinds of processes, both with one thread of Python:
-
-* The server imports everything and forks openers (`main`). It reads no file. `cluster.media.processes`
-  starts one for each door or worker.
-* An opener confines itself (`confinement`) and answers orders (`serve`). It knows nothing but the current
-  order, and whatever it does, only its item is lost.
-
-    asker → opener  an order, and two files in memory: the media file, sealed, and one for the result
-    opener → asker  Written: the result is in its file, which is sealed if it is large; or Refused
-
-An opener ends when its asker closes the socket, or at once with the server, which ends with its asker.
-Imports neither torch nor transformers.
+An opener confines itself (`confinement`) and follows orders (`program`). It knows nothing but the current
+order, and whatever it does, only its item is lost. The server that forks openers imports everything and reads
+no file; `cluster.media.processes` starts one for each door or worker.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import gc
 import importlib
 import os
-import signal
-import socket
-import sys
 from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
 
-from cluster.errors import ClusterError, ErrorInfo, MediaError, NoSoundError, to_info
+from cluster.errors import MediaError, NoSoundError
+from cluster.media.program import Asker, ProcessOrder, encoder, finish, fork_processes
 from cluster.media.settings import MediaSettings, naming
 from cluster.media.survey import MediaSurvey
 from cluster.types.media import MediaOptions, Modality
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-MAX_MESSAGE_BYTES = 1 << 16
-# A result up to this size is copied, and its file used again: new memory costs more than copying. A larger
-# one stays where it is.
-MAX_COPIED_BYTES = 16 << 20
 # An opener cannot import: these, and all that Pillow and PyAV would import for some file.
 IMPORTS = (
     "cluster.media.confinement", "cluster.media.decode", "cluster.media.probe",
@@ -47,13 +29,12 @@ IMPORTS = (
 )  # fmt: skip
 
 
-class DecodeOrder(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class DecodeOrder(ProcessOrder, frozen=True, array_like=True, tag=True):
     """Pixels or samples of one file. The result is an array, one element after the other."""
 
     modality: Modality
     options: MediaOptions
     settings: MediaSettings
-    timeout_s: float
 
 
 class SurveyOrder(DecodeOrder, frozen=True, array_like=True, tag=True):
@@ -73,18 +54,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     shape: tuple[int, ...]  # of the array; of a survey, the number of its bytes
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    error: ErrorInfo
-
-
-class OpenerReady(msgspec.Struct, frozen=True, tag=True):
-    """The first message of an opener. A descriptor of its process comes with it."""
-
-    is_filtered: bool  # see `confinement`
-
-
 Open = Callable[[DecodeOrder, bytes], Iterator[np.ndarray]]
-encoder = msgspec.msgpack.Encoder()
 _order_decoder = msgspec.msgpack.Decoder(SurveyOrder | DecodeOrder)
 
 
@@ -130,9 +100,7 @@ def write(order: DecodeOrder, parts: Iterator[np.ndarray], result: int) -> tuple
             raise MediaError("too large to decode")
         place += part.nbytes
         shapes.append(part.shape)
-    os.ftruncate(result, place)
-    if place > MAX_COPIED_BYTES:
-        fcntl.fcntl(result, fcntl.F_ADD_SEALS, SEALS)
+    finish(result, place)
     if isinstance(order, SurveyOrder):
         return (place,)
     match order.modality:
@@ -144,56 +112,29 @@ def write(order: DecodeOrder, parts: Iterator[np.ndarray], result: int) -> tuple
             return (sum(length for (length,) in shapes),)
 
 
-def serve(end: socket.socket, open_file: Open, forked_by: int) -> None:
-    """Answers orders until the other end closes."""
+def serve(asker: Asker, open_file: Open) -> None:
+    """Follows orders until the other end closes."""
     from cluster.media.confinement import Confinement
 
-    handle = os.pidfd_open(os.getpid())
-    confinement = Confinement(forked_by)
-    socket.send_fds(end, [encoder.encode(OpenerReady(confinement.is_filtered))], [handle])
-    os.close(handle)
-    while True:
-        message, files, _, _ = socket.recv_fds(end, MAX_MESSAGE_BYTES, 2)
-        if not message:
-            return
-        order, (file, result) = _order_decoder.decode(message), files
+    confinement = Confinement()
+
+    def follow(order: DecodeOrder, file: int, result: int) -> Written:
         confinement.bound(order.settings, order.timeout_s)
-        answer: Written | Refused
-        try:
-            with naming(order.modality, None):
-                data = os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
-                answer = Written(write(order, open_file(order, data), result))
-        except ClusterError as error:
-            answer = Refused(to_info(error))
-        data = b""
-        for number in files:
-            os.close(number)
-        end.send(encoder.encode(answer))
+        with naming(order.modality, None):
+            data = os.pread(file, os.lseek(file, 0, os.SEEK_END), 0)
+            return Written(write(order, open_file(order, data), result))
+
+    asker.follow(_order_decoder, follow, is_filtered=confinement.is_filtered)
 
 
 def main(open_file: Open = open_file) -> None:
-    """Forks an opener for each socket that comes, until the other end closes."""
+    """Serves until the asker closes the server's socket."""
     for name in IMPORTS:
         importlib.import_module(name)
     from PIL import Image
 
     Image.init()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # openers need not be waited for
-    gc.collect()
-    gc.freeze()  # an opener that collected all that is imported would copy its pages
-    server, pid = socket.socket(fileno=int(sys.argv[1])), os.getpid()
-    while True:
-        message, ends, _, _ = socket.recv_fds(server, 1, 1)
-        if not message:
-            return
-        if os.fork() == 0:
-            server.close()
-            os.dup2(0, 1)  # the null device
-            os.dup2(0, 2)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the asker is gone
-                serve(socket.socket(fileno=ends[0]), open_file, pid)
-            os._exit(0)
-        os.close(ends[0])
+    fork_processes(lambda asker: serve(asker, open_file))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Processes in which media files are opened (`opener`), for a door (`surveyors`) and for an encoder
-(`decoders`).
+"""Pools of processes that follow orders (`program`): openers of media files, for a door (`surveyors`) and for
+an encoder (`decoders`), and preprocessors (`preprocessors`).
 
-`OpenerPool` has the openers of one asker. An order takes an idle opener, or starts one:
+`ProcessPool` has the processes of one asker. An order takes an idle process, or starts one:
 
-* If an opener dies over a file, or breaks the protocol, another one tries the file once more. A file that
-  ends two openers is refused.
-* If an order takes too long, or is cancelled, its opener is killed at once.
-* An opener that has ended is replaced at once, so that an idle one is ready before it is needed.
+* If a process dies over an order, or breaks the protocol, another one tries the order once more. An item that
+  ends two processes is refused.
+* If an order takes too long, or is cancelled, its process is killed at once.
+* A process that has ended is replaced at once, so that an idle one is ready before it is needed.
 
-An opener is taken for hostile: it has read hostile files. Its answers have a fixed type and a bounded size.
+An opener is taken for hostile: it has read hostile files. Answers have a fixed type and a bounded size.
 Results are copied, or mapped when they are sealed, so that nothing can change them any more, and then
 checked. Nothing outlives the asker's process.
 
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import functools
 import logging
 import os
 import select
@@ -30,64 +29,65 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from cluster.config.environment import bare_environment
 from cluster.errors import ClusterError, MediaError, NotWantedError, RequestError, UnavailableError, from_info
 from cluster.media.budget import too_slow
-from cluster.media.opener import (
+from cluster.media.program import (
     MAX_COPIED_BYTES,
     MAX_MESSAGE_BYTES,
     SEALS,
-    DecodeOrder,
-    OpenerReady,
+    ProcessOrder,
+    ProcessReady,
     Refused,
-    Written,
     encoder,
 )
 
 logger = logging.getLogger(__name__)
 
 NUM_ATTEMPTS = 2
-START_TIMEOUT_S = 60.0  # importing FFmpeg and Pillow takes half a second on a busy core
-FORK_TIMEOUT_S = 10.0  # of a server that has started an opener before, which takes milliseconds
+START_TIMEOUT_S = 60.0  # importing FFmpeg and Pillow takes half a second, transformers some seconds
+FORK_TIMEOUT_S = 10.0  # of a server that has started a process before, which takes milliseconds
 GRACE_S = 1.0  # beyond the time limit, which the opener itself observes where its libraries allow it
 WANTED_EVERY_S = 0.05  # how often a thread that waits asks whether the result is still wanted
 
 T = TypeVar("T")
+A = TypeVar("A", bound=msgspec.Struct)
 # Until the socket can be read. Raises TimeoutError, and whatever ends the order.
 Wait = Callable[[socket.socket, float], Awaitable[None]]
-# Shape and file of a result → the result. Raises ValueError for one that is not right.
-Read = Callable[[tuple[int, ...], int], T]
-
-_answers = msgspec.msgpack.Decoder(Written | Refused)
+# Answer of a process and the result's file → the result. Raises ValueError for one that is not right.
+Read = Callable[[A, int], T]
 
 
-class OpenerEndedError(Exception):
+class ProcessEndedError(Exception):
     """The process has died or violated the protocol."""
 
 
-class OpenerNotStartedError(OpenerEndedError):
+class ProcessNotStartedError(ProcessEndedError):
     """It has read no file yet."""
 
 
-class OpenerServer:
-    """The process that forks openers. It is started with the first of them, and again when it has ended or no
-    longer forks. Any thread."""
+class ProcessServer(Generic[A]):
+    """The process that forks those of a pool. It is started with the first of them, and again when it has
+    ended or no longer forks. Any thread."""
 
-    def __init__(self, module: str = "cluster.media.opener"):
-        self._module = module
+    def __init__(self, answer: type[A], module: str, arguments: Sequence[str] = ()):
+        """`module`: the program. `answer`: what its processes answer, unless they refuse."""
+        self.answers = msgspec.msgpack.Decoder(answer | Refused)
+        self._command = [sys.executable, "-m", module]
+        self._arguments = arguments
         self._lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None  # while it serves
         self._socket: socket.socket | None = None
         self._has_forked = False
 
     def fork(self, end: socket.socket) -> int:
-        """An opener serves at this end as soon as the server has imported everything. Does not wait. Returns
+        """A process serves at this end as soon as the server has imported everything. Does not wait. Returns
         the id of the server's process."""
         with self._lock:
             if self._socket is None or self.process is None or self.process.poll() is not None:
@@ -95,7 +95,7 @@ class OpenerServer:
             try:
                 socket.send_fds(self._socket, [b"f"], [end.fileno()])
             except OSError:  # it has just ended, and is started again by the next order
-                logger.warning("the process that starts openers of media files has ended")
+                logger.warning("the process that forks those for media has ended")
             return self.process.pid
 
     @property
@@ -107,20 +107,20 @@ class OpenerServer:
         return self._socket is not None and self.process is not None and self.process.pid == pid
 
     def forked(self) -> None:
-        """An opener has started."""
+        """A process of the pool has started."""
         self._has_forked = True
 
     def give_up(self, pid: int) -> None:
-        """An opener of this process did not start. Ends the process with all its openers, unless another one
-        has taken its place already."""
+        """A process that this one should have forked did not start. Ends it with all that it has forked,
+        unless another one has taken its place already."""
         with self._lock:
             if self.process is not None and self.is_serving(pid) and self.process.poll() is None:
-                logger.warning("the process that starts openers of media files hangs: it is replaced")
+                logger.warning("the process that forks those for media hangs: it is replaced")
                 self.process.kill()
                 self._socket = None
 
     def close(self) -> None:
-        """Ends the server and its openers."""
+        """Ends the server and its processes."""
         with self._lock:
             if self.process is not None:
                 self.process.kill()
@@ -132,7 +132,7 @@ class OpenerServer:
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", self._module, str(theirs.fileno())],
+                [*self._command, str(theirs.fileno()), *self._arguments],
                 env=bare_environment(
                     PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
                     OPENBLAS_NUM_THREADS="1",  # a process with threads must not fork
@@ -148,16 +148,10 @@ class OpenerServer:
         return process, ours
 
 
-@functools.cache
-def opener_server() -> OpenerServer:
-    """The one of this process."""
-    return OpenerServer()
-
-
-class Opener:
+class PoolProcess(Generic[A]):
     """One process. Follows one order at a time. After an interrupted `ask` it can only be closed."""
 
-    def __init__(self, server: OpenerServer):
+    def __init__(self, server: ProcessServer[A]):
         """Starts the process without waiting for it."""
         self._socket, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         self._server = server
@@ -168,21 +162,21 @@ class Opener:
         self._result = memory_file()
         self.is_filtered = True
 
-    async def ask(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
-        """`file`: sealed. Raises OpenerEndedError, TimeoutError for an order that takes too long, and
+    async def ask(self, order: ProcessOrder, file: int, wait: Wait, read: Read[A, T]) -> T:
+        """`file`: sealed. Raises ProcessEndedError, TimeoutError for an order that takes too long, and
         RequestError for a file that cannot be used."""
         if self.process is None:
             await self._start_up(wait)
         try:
             socket.send_fds(self._socket, [encoder.encode(order)], [file, self._result])
             await wait(self._socket, order.timeout_s + GRACE_S)
-            answer = _answers.decode(self._socket.recv(MAX_MESSAGE_BYTES))
-            if isinstance(answer, Written):
-                return read(answer.shape, self._result)
+            answer = self._server.answers.decode(self._socket.recv(MAX_MESSAGE_BYTES))
+            if not isinstance(answer, Refused):
+                return read(answer, self._result)
         except TimeoutError:
             raise
         except (OSError, ValueError, msgspec.MsgspecError) as error:
-            raise OpenerEndedError from error
+            raise ProcessEndedError from error
         finally:
             if os.fstat(self._result).st_size > MAX_COPIED_BYTES:
                 os.close(self._result)
@@ -199,7 +193,7 @@ class Opener:
         return bool(events & select.POLLHUP) or (self.process is not None and events != 0)
 
     def kill(self) -> None:
-        """Ends the process. A running `ask` raises OpenerEndedError."""
+        """Ends the process. A running `ask` raises ProcessEndedError."""
         if self.process is None:
             self._socket.shutdown(socket.SHUT_RDWR)
         else:
@@ -218,20 +212,20 @@ class Opener:
             await wait(self._socket, self._server.start_timeout_s)
             message, descriptors, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1)
             (self.process,) = descriptors
-            self.is_filtered = msgspec.msgpack.decode(message, type=OpenerReady).is_filtered
+            self.is_filtered = msgspec.msgpack.decode(message, type=ProcessReady).is_filtered
             self._server.forked()
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             if isinstance(error, TimeoutError):
                 self._server.give_up(self._server_pid)
-            raise OpenerNotStartedError from error
+            raise ProcessNotStartedError from error
 
 
-class OpenerPool:
-    def __init__(self, start: Callable[[], Opener] = lambda: Opener(opener_server())):
+class ProcessPool(Generic[A]):
+    def __init__(self, start: Callable[[], PoolProcess[A]]):
         self._start = start
         self._lock = threading.Lock()
-        self.idle: list[Opener] = []
-        self.busy: set[Opener] = set()
+        self.idle: list[PoolProcess[A]] = []
+        self.busy: set[PoolProcess[A]] = set()
         self._is_closed = False
         self._has_warned = False
 
@@ -239,82 +233,82 @@ class OpenerPool:
     def num_busy(self) -> int:
         return len(self.busy)
 
-    def warm_up(self, num_openers: int = 1) -> None:
-        """Starts openers until there are so many, so that the first orders need not wait for them."""
+    def warm_up(self, num_processes: int = 1) -> None:
+        """Starts processes until there are so many, so that the first orders need not wait for them."""
         with self._lock:
-            while not self._is_closed and len(self.idle) + len(self.busy) < num_openers:
+            while not self._is_closed and len(self.idle) + len(self.busy) < num_processes:
                 self.idle.append(self._start())
 
-    async def ask(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
-        """Does what `Opener.ask` does, but an opener that ends is replaced, and too long an order is a
+    async def ask(self, order: ProcessOrder, file: int, wait: Wait, read: Read[A, T]) -> T:
+        """Does what `PoolProcess.ask` does, but a process that ends is replaced, and too long an order is a
         MediaError. May be cancelled at any time."""
         ends_at = time.monotonic() + order.timeout_s
         bounded = order
-        not_started = UnavailableError("the process that opens media files did not start")
+        not_started = UnavailableError("the process that works on media did not start")
         reason: ClusterError = not_started
         for _ in range(NUM_ATTEMPTS):
             try:
                 return await self._try_once(bounded, file, wait, read)
-            except OpenerNotStartedError:
+            except ProcessNotStartedError:
                 reason = not_started
                 continue
-            except OpenerEndedError:
-                reason = MediaError("cannot be decoded: the process that opens it dies")
-                logger.warning("a process has ended over a media file (%s)", order.modality)
+            except ProcessEndedError:
+                reason = MediaError("cannot be decoded: the process that works on it dies")
+                logger.warning("a process has ended over media: %s", type(order).__name__)
             except TimeoutError:
                 raise MediaError(too_slow(order.timeout_s)) from None
             bounded = msgspec.structs.replace(order, timeout_s=max(0.0, ends_at - time.monotonic()))
         raise reason
 
     def close(self) -> None:
-        """Ends all openers. Running orders fail."""
+        """Ends all processes. Running orders fail."""
         with self._lock:
             self._is_closed = True
-            for opener in self.idle:
-                opener.close()
-            for opener in self.busy:
-                opener.kill()
+            for process in self.idle:
+                process.close()
+            for process in self.busy:
+                process.kill()
             self.idle.clear()
 
-    async def _try_once(self, order: DecodeOrder, file: int, wait: Wait, read: Read[T]) -> T:
-        opener = self._take()
+    async def _try_once(self, order: ProcessOrder, file: int, wait: Wait, read: Read[A, T]) -> T:
+        process = self._take()
         has_ended = True
         try:
-            result = await opener.ask(order, file, wait, read)
+            result = await process.ask(order, file, wait, read)
             has_ended = False
             return result
         except RequestError:
             has_ended = False
             raise
         finally:
-            self._give_back(opener, has_ended)
+            self._give_back(process, has_ended)
 
-    def _take(self) -> Opener:
+    def _take(self) -> PoolProcess[A]:
         with self._lock:
             if self._is_closed:
                 raise UnavailableError("the server is shutting down")
             while self.idle:
-                opener = self.idle.pop()
-                if not opener.has_ended:
+                process = self.idle.pop()
+                if not process.has_ended:
                     break
-                opener.close()
+                process.close()
             else:
-                opener = self._start()
-            self.busy.add(opener)
-            return opener
+                process = self._start()
+            self.busy.add(process)
+            return process
 
-    def _give_back(self, opener: Opener, has_ended: bool) -> None:
+    def _give_back(self, process: PoolProcess, has_ended: bool) -> None:
         with self._lock:
-            self.busy.remove(opener)
+            self.busy.remove(process)
             if has_ended or self._is_closed:
-                opener.close()
+                process.close()
             else:
-                self.idle.append(opener)
-            num_openers = len(self.idle) + len(self.busy) + has_ended
-            if not opener.is_filtered and not self._has_warned:
+                self.idle.append(process)
+            num_processes = len(self.idle) + len(self.busy) + has_ended
+            if not process.is_filtered and not self._has_warned:
                 self._has_warned = True
-                logger.warning("this kernel filters no system calls: openers of media files have limits only")
-        self.warm_up(num_openers)
+                logger.warning("this kernel filters no system calls: processes for media have limits only")
+        self.warm_up(num_processes)
 
 
 def memory_file() -> int:

@@ -18,8 +18,9 @@ import msgspec
 
 from cluster import overload
 from cluster.errors import MediaError, OverloadedError
-from cluster.media.opener import Surveyed, SurveyOrder
-from cluster.media.processes import OpenerPool, append, check_size, open_memory_file, seal, wait_on_loop
+from cluster.media.opener import Surveyed, SurveyOrder, Written
+from cluster.media.openers import opener_pool
+from cluster.media.processes import ProcessPool, append, check_size, open_memory_file, seal, wait_on_loop
 from cluster.media.settings import MAX_SURVEY_BYTES
 from cluster.media.slots import FairSlots
 from cluster.media.survey import check_survey
@@ -50,8 +51,8 @@ class DecodeTime:
 
 
 class SurveyorPool:
-    def __init__(self, pool: OpenerPool | None = None):
-        self._pool = pool or OpenerPool()
+    def __init__(self, pool: ProcessPool[Written] | None = None):
+        self._pool = pool or opener_pool()
         self._long = FairSlots(NUM_LONG, NUM_LONG_PER_TENANT)
         self._all = FairSlots(NUM_PROCESSES, NUM_PROCESSES_PER_TENANT)
 
@@ -94,9 +95,9 @@ class SurveyorPool:
         self._pool.close()
 
 
-def _read(order: SurveyOrder, shape: tuple[int, ...], result: int) -> Surveyed:
+def _read(order: SurveyOrder, answer: Written, result: int) -> Surveyed:
     """Raises ValueError and msgspec.DecodeError for a survey that no file can have."""
-    (num_bytes,) = shape
+    (num_bytes,) = answer.shape
     if not 0 < num_bytes <= MAX_SURVEY_BYTES:
         raise ValueError(f"a survey of {num_bytes} bytes")
     check_size(result, num_bytes)

@@ -31,6 +31,7 @@ import msgspec
 
 from cluster.errors import ClusterError
 from cluster.media.confinement import Confinement
+from cluster.media.program import end_with
 from cluster.structure.grammar import compile_structure, loosened_structure
 from cluster.structure.matcher import Matcher, StructureError
 from cluster.structure.vocabulary import Vocabulary, VocabularySource
@@ -94,7 +95,8 @@ def _compile_and_exit(order: Order, vocabulary: Vocabulary, writing: int, forked
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says when it ends a process
         signal.setitimer(signal.ITIMER_PROF, order.cpu_s)  # its signal ends the process
         threading.stack_size(STACK_BYTES)
-        Confinement(forked_by)
+        end_with(forked_by)
+        Confinement()
         thread = threading.Thread(target=_compile, args=(order, vocabulary, writing))
         thread.start()
         thread.join()

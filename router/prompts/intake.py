@@ -191,8 +191,8 @@ class MediaIntake:
                 source.modality,
                 source.options,
                 settings,
-                settings.limits.max_decode_s,
-                call.media_rules.omits_bad,
+                decodes=call.media_rules.omits_bad,
+                timeout_s=settings.limits.max_decode_s,
             )
             try:
                 with naming(source.modality, item_idx, source.param):

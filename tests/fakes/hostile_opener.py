@@ -1,5 +1,5 @@
 """An opener that does what its file says, as if the file had crashed or taken over a codec library. A program
-for `OpenerServer`."""
+for `ProcessServer`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ import numpy as np
 
 from cluster.errors import UnavailableError
 from cluster.media.decoders import Decoders
-from cluster.media.opener import DecodeOrder, Written, encoder, main
-from cluster.media.processes import Opener, OpenerPool, OpenerServer
+from cluster.media.opener import DecodeOrder, Written, main
+from cluster.media.processes import PoolProcess, ProcessPool, ProcessServer
+from cluster.media.program import encoder
 from cluster.media.settings import MediaSettings
 from cluster.types.media import MediaOptions, Modality
 
@@ -118,16 +119,16 @@ def open_file(order: DecodeOrder, data: bytes) -> Iterator[np.ndarray]:
             yield np.full((2, 2, 3), len(data), np.uint8)
 
 
-def pid_of(opener: Opener) -> int:
+def pid_of(opener: PoolProcess) -> int:
     lines = Path(f"/proc/self/fdinfo/{opener.process}").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("Pid:")))
 
 
 def ask() -> None:
     """As an encoder: prints the pids of a server and an opener, which then hangs."""
-    server = OpenerServer("tests.fakes.hostile_opener")
-    opener = Opener(server)
-    decoders, settings = Decoders(1, OpenerPool(lambda: opener)), MediaSettings()
+    server = ProcessServer(Written, "tests.fakes.hostile_opener")
+    opener = PoolProcess(server)
+    decoders, settings = Decoders(1, ProcessPool(lambda: opener)), MediaSettings()
     decoders.decode(Modality.IMAGE, b"good", settings, MediaOptions())
     assert server.process is not None
     print(server.process.pid, pid_of(opener), flush=True)

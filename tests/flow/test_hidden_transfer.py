@@ -7,7 +7,7 @@ import pytest
 
 from bench.transfer.hidden import MODES, measure
 from cluster.config.environment import read_environment
-from cluster.config.settings import resolve
+from cluster.config.resolution import resolve
 from tests.flow.test_law import cluster_args
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from cluster.config.checkpoint import check_configuration, check_weights
 from cluster.config.environment import read_environment
-from cluster.config.settings import ClusterArgs, resolve
+from cluster.config.resolution import resolve
+from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 from tests.fakes.model_folders import text_folder, whole_omni_folder, write_tensors
 

@@ -43,6 +43,14 @@ def test_threads_are_all_cores_unless_given(tmp_path):
     assert (resolved.encode.threads, resolved.prefill.threads, resolved.decode.threads) == (8, 8, 3)
 
 
+def test_preprocessing_has_a_process_for_four_threads_unless_a_number_is_given(tmp_path):
+    folder = model_folder(tmp_path, "m")
+    for given, num_cores, expected in (({}, 3, 0), ({}, 16, 4), ({"prepare_processes": 0}, 16, 0)):
+        args = ClusterArgs.model_validate({"model": folder, "encode": given})
+        resolved = resolve(args, read_environment({}), num_cores=num_cores)
+        assert resolved.encode.num_prepare_processes == expected
+
+
 def test_a_pool_bound_to_cores_has_a_thread_on_each(tmp_path):
     pools = {"prefill": {"cores": [2, 3]}, "decode": {"cores": [0, 1], "threads": 1}}
     args = ClusterArgs.model_validate({"model": model_folder(tmp_path, "m"), **pools})

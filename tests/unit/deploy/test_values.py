@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from cluster.config.environment import read_environment
 from cluster.config.hub import NOT_WANTED
-from cluster.config.settings import REPOSITORY, ClusterArgs, resolve
+from cluster.config.resolution import resolve
+from cluster.config.settings import REPOSITORY, ClusterArgs
 from cluster.types.members import Role
 from deploy.generate import DECIDED, files
 from deploy.serving.local_environment import FRONT, ONE_LOOP

@@ -20,14 +20,15 @@ from bench import fuzz_media
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError
 from cluster.media.decode import decode
 from cluster.media.decoders import Decoders
-from cluster.media.opener import DecodeOrder
+from cluster.media.opener import DecodeOrder, Written
+from cluster.media.openers import opener_pool
 from cluster.media.processes import (
     FORK_TIMEOUT_S,
     START_TIMEOUT_S,
-    Opener,
-    OpenerEndedError,
-    OpenerPool,
-    OpenerServer,
+    PoolProcess,
+    ProcessEndedError,
+    ProcessPool,
+    ProcessServer,
     open_memory_file,
     run_blocking,
     wait_while,
@@ -46,14 +47,14 @@ SMALL = MediaSettings(MediaLimits(max_pixels=10_000, max_video_pixels=100_000, m
 class Pool:
     """An encoder's decoders, and how many openers they have started."""
 
-    def __init__(self, server: OpenerServer):
-        self.openers: list[Opener] = []
+    def __init__(self, server: ProcessServer):
+        self.openers: list[PoolProcess] = []
         self._server = server
-        self.pool = OpenerPool(self._start)
+        self.pool = ProcessPool(self._start)
         self.decoders = Decoders(1, self.pool)
 
-    def _start(self) -> Opener:
-        self.openers.append(Opener(self._server))
+    def _start(self) -> PoolProcess:
+        self.openers.append(PoolProcess(self._server))
         return self.openers[-1]
 
     def decode(
@@ -71,7 +72,7 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def hostile():
-    server = OpenerServer("tests.fakes.hostile_opener")
+    server = ProcessServer(Written, "tests.fakes.hostile_opener")
     yield server
     server.close()
 
@@ -104,7 +105,7 @@ def _ends(process: int) -> bool:
 
 
 def test_files_of_every_format_give_what_this_process_decodes():
-    pool, settings = OpenerPool(), MediaSettings()
+    pool, settings = opener_pool(), MediaSettings()
     decoders = Decoders(1, pool)
     try:
         for name, modality, data in [
@@ -133,7 +134,7 @@ def test_files_of_every_format_give_what_this_process_decodes():
 @pytest.mark.parametrize("way", ["crash", "abort", "exit", "nan", *hostile_opener.LIES])
 def test_a_file_that_ends_two_processes_is_refused(made, way):
     lies = way in hostile_opener.LIES
-    with pytest.raises(MediaError, match="the process that opens it dies"):
+    with pytest.raises(MediaError, match="the process that works on it dies"):
         made.decode(f"lie:{way}" if lies else way, AUDIO if way == "nan" else IMAGE)
     assert len(made.openers) == 3, "each that ended was replaced"
 
@@ -153,7 +154,7 @@ def test_a_large_result_is_mapped_if_it_is_sealed(hostile):
     array = made.decode("large", settings=MediaSettings())
     assert array.shape == hostile_opener.LARGE and array.min() == 1 and array.base is not None
     assert os.fstat(made.openers[0]._result).st_size == 0, "its file is not kept"
-    with pytest.raises(MediaError, match="the process that opens it dies"):
+    with pytest.raises(MediaError, match="the process that works on it dies"):
         made.decode("large and not sealed", settings=MediaSettings())
     made.check()
     made.decoders.close()
@@ -195,7 +196,7 @@ def test_a_file_that_is_not_wanted_any_more_or_takes_too_long_ends_its_process(m
 
     made.check()  # the second has started
     process = os.dup(made.openers[1].process)
-    order = DecodeOrder(IMAGE, PLAIN, SMALL, 5.0)
+    order = DecodeOrder(IMAGE, PLAIN, SMALL, timeout_s=5.0)
     with open_memory_file() as file, pytest.raises(MediaError, match="longer than 5 seconds"):
         os.write(file, b"hang")
         run_blocking(made.pool.ask(order, file, over, lambda *_: None))
@@ -262,7 +263,7 @@ def test_a_kernel_without_filters_is_named_in_the_log_once(hostile, caplog):
 
 
 def test_what_does_not_start_is_unavailable_and_a_server_that_ends_is_started_again(hostile):
-    server = OpenerServer("cluster.no_such_module")
+    server = ProcessServer(Written, "cluster.no_such_module")
     made = Pool(server)
     with pytest.raises(UnavailableError, match="did not start"):
         made.decode("good")
@@ -280,7 +281,7 @@ def test_what_does_not_start_is_unavailable_and_a_server_that_ends_is_started_ag
     made.decoders.close()
 
 
-def process_of(server: OpenerServer) -> subprocess.Popen[bytes]:
+def process_of(server: ProcessServer) -> subprocess.Popen[bytes]:
     assert server.process is not None
     return server.process
 
@@ -289,7 +290,7 @@ class HungServer:
     """A server that is stopped. No time passes until its openers are given up."""
 
     def __init__(self):
-        self.server = OpenerServer("tests.fakes.hostile_opener")
+        self.server = ProcessServer(Written, "tests.fakes.hostile_opener")
         self.made = Pool(self.server)
         self.made.decode("good")
         self.pid = process_of(self.server).pid
@@ -300,7 +301,7 @@ class HungServer:
             raise TimeoutError
 
     def ask(self, num_orders: int) -> None:
-        pool = OpenerPool(lambda: Opener(self.server))
+        pool = ProcessPool(lambda: PoolProcess(self.server))
         pool.warm_up(num_orders)
         blocking = wait_while(lambda: True)
 
@@ -310,9 +311,9 @@ class HungServer:
 
         with open_memory_file() as file:
             os.write(file, b"good")
-            order = DecodeOrder(IMAGE, PLAIN, SMALL, 60.0)
+            order = DecodeOrder(IMAGE, PLAIN, SMALL, timeout_s=60.0)
             for _ in range(num_orders):
-                run_blocking(pool.ask(order, file, wait, lambda shape, _: shape))
+                run_blocking(pool.ask(order, file, wait, lambda answer, _: answer.shape))
         pool.close()
 
     def close(self):
@@ -329,14 +330,14 @@ def test_a_server_that_hangs_is_replaced_and_its_files_are_opened(caplog):
 
 
 def test_a_server_that_imports_slowly_is_waited_for():
-    server = OpenerServer("tests.fakes.hostile_opener")
+    server = ProcessServer(Written, "tests.fakes.hostile_opener")
     assert server.start_timeout_s == START_TIMEOUT_S
     made = Pool(server)
     made.decode("good")
     assert server.start_timeout_s == FORK_TIMEOUT_S < START_TIMEOUT_S
     process_of(server).kill()
     process_of(server).wait()
-    Opener(server).close()
+    PoolProcess(server).close()
     assert server.start_timeout_s == START_TIMEOUT_S, "the one in its place imports, too"
     made.decoders.close()
     server.close()
@@ -352,11 +353,11 @@ def test_nothing_is_left_of_a_process_that_is_killed():
 
 
 async def test_an_opener_that_was_closed_before_it_started_ends(hostile):
-    opener = Opener(hostile)
+    opener = PoolProcess(hostile)
     opener.close()
-    other = Opener(hostile)
-    with open_memory_file() as file, pytest.raises(OpenerEndedError):
-        order = DecodeOrder(IMAGE, PLAIN, SMALL, 60.0)
+    other = PoolProcess(hostile)
+    with open_memory_file() as file, pytest.raises(ProcessEndedError):
+        order = DecodeOrder(IMAGE, PLAIN, SMALL, timeout_s=60.0)
         os.write(file, b"exit")
         await other.ask(order, file, wait_while(lambda: True), lambda *_: None)
     other.close()

@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from cluster.errors import MediaError, UnavailableError
-from cluster.media.opener import Surveyed, SurveyOrder
+from cluster.media.opener import Surveyed, SurveyOrder, Written
+from cluster.media.openers import opener_pool
 from cluster.media.probe import probe
-from cluster.media.processes import OpenerEndedError, OpenerPool, open_memory_file
+from cluster.media.processes import ProcessEndedError, ProcessPool, open_memory_file
 from cluster.media.settings import MediaSettings
 from cluster.media.survey import MediaSurvey, probe_of
 from cluster.media.surveyors import DecodeTime, SurveyorPool, _read
@@ -24,7 +25,7 @@ PLAIN = MediaOptions()
 
 
 def order_of(modality: Modality, options: MediaOptions = PLAIN, **fields) -> SurveyOrder:
-    return SurveyOrder(modality, options, SETTINGS, 60.0, **fields)
+    return SurveyOrder(modality, options, SETTINGS, timeout_s=60.0, **fields)
 
 
 class FakeOpener:
@@ -47,7 +48,7 @@ class FakeOpener:
         return answer
 
     def kill(self):
-        self.answer.set_result(OpenerEndedError())
+        self.answer.set_result(ProcessEndedError())
 
     def close(self):
         self.is_closed = True
@@ -56,7 +57,7 @@ class FakeOpener:
 class Pool:
     def __init__(self):
         self.processes: list[FakeOpener] = []
-        self.pool = SurveyorPool(OpenerPool(self._start))  # pyright: ignore
+        self.pool = SurveyorPool(ProcessPool(self._start))  # pyright: ignore
 
     def _start(self) -> FakeOpener:
         self.processes.append(FakeOpener())
@@ -111,14 +112,14 @@ async def test_a_look_that_is_not_wanted_any_more_ends_its_process_at_once():
 async def test_a_file_whose_process_dies_is_tried_once_more_and_then_refused():
     made = Pool()
     made.pool.warm_up()
-    made.processes[0].answer.set_result(OpenerEndedError())
+    made.processes[0].answer.set_result(ProcessEndedError())
     task = await made.look(Modality.IMAGE)
     made.processes[1].answer.set_result(ANSWER)
     assert await task is ANSWER
-    made.processes[1].answer.set_result(OpenerEndedError())
+    made.processes[1].answer.set_result(ProcessEndedError())
     task = await made.look(Modality.IMAGE)
-    made.processes[2].answer.set_result(OpenerEndedError())
-    with pytest.raises(MediaError, match="the process that opens it dies"):
+    made.processes[2].answer.set_result(ProcessEndedError())
+    with pytest.raises(MediaError, match="the process that works on it dies"):
         await task
     assert made.pool.num_busy == 0
 
@@ -147,7 +148,7 @@ async def test_a_pool_that_is_closed_ends_its_processes_and_starts_none():
 
 @pytest.fixture
 def openers():
-    return OpenerPool()
+    return opener_pool()
 
 
 @pytest.fixture
@@ -207,4 +208,4 @@ def test_a_survey_that_no_file_can_have_is_not_believed(modality, lie):
     content = msgspec.msgpack.encode(Surveyed(lie))
     with open_memory_file() as result, pytest.raises(ValueError):
         os.write(result, content)
-        _read(order_of(modality), (len(content),), result)
+        _read(order_of(modality), Written((len(content),)), result)

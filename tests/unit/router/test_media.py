@@ -84,7 +84,7 @@ def content_of(
 ) -> Content:
     """Opened in this process, by the code of the others."""
     settings = FakeProcessor.settings
-    order = SurveyOrder(modality, options, settings, settings.limits.max_decode_s, decodes)
+    order = SurveyOrder(modality, options, settings, timeout_s=settings.limits.max_decode_s, decodes=decodes)
     return Content(media, look(order, media.data))
 
 
@@ -177,7 +177,7 @@ def test_a_clip_without_a_sound_track_is_seen_alone(silent, omits_bad):
 
 def test_a_sound_track_that_cannot_be_used_is_no_silence():
     settings = MediaSettings(MediaLimits(max_audio_s=1.0))
-    order = SurveyOrder(VIDEO, MediaOptions(audio_in_video=True), settings, 60.0)
+    order = SurveyOrder(VIDEO, MediaOptions(audio_in_video=True), settings, timeout_s=60.0)
     with pytest.raises(MediaError, match="longer than 1 seconds"):
         look(order, video_of(scenes(20), sound_s=2.0))
 

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from cluster.config.environment import read_environment
-from cluster.config.settings import ClusterArgs, resolve
+from cluster.config.resolution import resolve
+from cluster.config.settings import ClusterArgs
 from cluster.worker.setup import SWITCH_INTERVAL_S, set_up
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo_model"
