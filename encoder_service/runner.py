@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -88,12 +89,12 @@ class EncoderRunner:
     ) -> Prepared:
         """`array`: what `cluster.media.decode` made of a file. Otherwise as `prepare`."""
         if self._preprocessors is None:
-            tensors = self._processor.prepare(modality, array, options, item_idx=None)
+            begun = self._processor.begin(modality, array, options, item_idx=None)
         else:
-            tensors = self._preprocessors.prepare(modality, array, options, is_wanted)
+            begun = self._preprocessors.begin(modality, array, options, is_wanted)
+        tensors = self._model.upload(begun, partial(self._processor.finish, modality))
         cut = self._model.splitter(modality)
-        num_units = 1 if cut is None else cut.num_units(tensors)
-        return Prepared(self._model.upload(tensors), num_units)
+        return Prepared(tensors, 1 if cut is None else cut.num_units(tensors))
 
     @torch.inference_mode()
     def encode(self, modality: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:

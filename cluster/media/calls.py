@@ -19,6 +19,7 @@ from cluster.types.media import MediaOptions, MediaProbe
 if TYPE_CHECKING:
     import torch
 
+NOTHING: Mapping[str, Any] = {}
 AREA_KEYS = ("shortest_edge", "longest_edge")  # of a processor that bounds the number of pixels
 
 # The layout is stated, because the processors' guess is wrong for an image three pixels high.
@@ -47,6 +48,10 @@ class ProcessorCalls:
         )
 
     @property
+    def images_kwargs(self) -> Mapping[str, Any]:
+        return self._kwargs["images_kwargs"]
+
+    @property
     def videos_kwargs(self) -> Mapping[str, Any]:
         return self._kwargs["videos_kwargs"]
 
@@ -54,10 +59,12 @@ class ProcessorCalls:
     def audio_kwargs(self) -> Mapping[str, Any]:
         return self._kwargs["audio_kwargs"]
 
-    def image(self, pixels: torch.Tensor, options: MediaOptions) -> Processed:
-        """pixels: [3, height, width] uint8."""
+    def image(
+        self, pixels: torch.Tensor, options: MediaOptions, more: Mapping[str, Any] = NOTHING
+    ) -> Processed:
+        """pixels: [3, height, width] uint8. `more`: arguments for the image processor."""
         processor = self._processor
-        kwargs = {**self._kwargs["images_kwargs"], **_TENSORS}
+        kwargs = {**self.images_kwargs, **_TENSORS, **more}
         kwargs |= _area(processor.image_processor, kwargs, options, unit=self._family.frames_of_an_image)
         text = [processor.image_token]
         images = processor.prepare_inputs_layout(images=[pixels], text=text, **self._kwargs)[0]
@@ -70,11 +77,17 @@ class ProcessorCalls:
         return Processed(dict(inputs), text)
 
     def video(
-        self, frames: torch.Tensor, probe: MediaProbe, options: MediaOptions, sound: np.ndarray | None = None
+        self,
+        frames: torch.Tensor,
+        probe: MediaProbe,
+        options: MediaOptions,
+        sound: np.ndarray | None = None,
+        more: Mapping[str, Any] = NOTHING,
     ) -> Processed:
-        """frames: [T, 3, height, width] uint8. sound: [samples] float32, if the clip is heard."""
+        """frames: [T, 3, height, width] uint8. sound: [samples] float32, if the clip is heard. `more`:
+        arguments for the video processor."""
         processor = self._processor
-        kwargs = {**self._kwargs["videos_kwargs"], **_TENSORS}
+        kwargs = {**self.videos_kwargs, **_TENSORS, **more}
         kwargs |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [_metadata(probe)]}
         share = probe.num_frames if self._family.bounds_whole_clips else 1
         kwargs |= _area(processor.video_processor, kwargs, options, share)

@@ -86,7 +86,7 @@ def read_tensors(preprocessed: Preprocessed, file: Tensor) -> dict[str, Tensor]:
 def serve(asker: Asker, processor: MediaProcessor) -> None:
     def follow(order: PreprocessOrder, file: int, result: int) -> Preprocessed:
         array = array_of(order, file)
-        return write_tensors(processor.prepare(order.modality, array, order.options, item_idx=None), result)
+        return write_tensors(processor.begin(order.modality, array, order.options, item_idx=None), result)
 
     asker.follow(msgspec.msgpack.Decoder(PreprocessOrder), follow)
 
@@ -102,6 +102,7 @@ def main(arguments: Sequence[str]) -> None:
     processor = MediaProcessor.load(folder)
     if processor is None:
         raise ValueError(f"{folder} takes no media")
+    processor.warm_up()
     fork_processes(lambda asker: serve(asker, processor))
 
 

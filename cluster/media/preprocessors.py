@@ -43,14 +43,14 @@ class Preprocessors:
         self._timeout_s = timeout_s
         self._pool.warm_up(num_processes)
 
-    def prepare(
+    def begin(
         self,
         modality: Modality,
         array: np.ndarray,
         options: MediaOptions,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Mapping[str, Tensor]:
-        """Does what `MediaProcessor.prepare` does, for an item without a number. Blocks no longer than the
+        """Does what `MediaProcessor.begin` does, for an item without a number. Blocks no longer than the
         item `is_wanted`. Any thread. Raises MediaError, UnsupportedError, NotWantedError and
         UnavailableError."""
         order = PreprocessOrder(modality, options, array.shape, timeout_s=self._timeout_s)

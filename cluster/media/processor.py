@@ -3,7 +3,8 @@
 * `layout`, for the door: the text and the number of embedding rows of an item. The processor itself is asked
   about an item of that size without content (`shapes`).
 * `prepare`, for the encoder: the tensors of one item that `get_image_features`, `get_video_features` and
-  `get_audio_features` take.
+  `get_audio_features` take. In two parts, `begin` and `finish`, which may run in different places
+  (`normalising`).
 
 Both make the same calls (`calls`), so they agree. `mm_processor_kwargs.json` in the model folder holds
 call-time arguments; without them some processors (Qwen2.5-Omni's) ignore parts of their own saved
@@ -26,8 +27,15 @@ import numpy as np
 from cluster.config.checkpoint import check_family, placeholder_ids, read_config, read_json, takes_media
 from cluster.config.families import EncoderForm, ModelFamily, family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.calls import ProcessorCalls
+from cluster.media.calls import NOTHING, ProcessorCalls
 from cluster.media.layout import make_layout
+from cluster.media.normalising import (
+    WITHOUT,
+    Normalisation,
+    find_normalisation,
+    trial_clips,
+    trial_images,
+)
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
 from cluster.media.shapes import blank_audio, blank_image, blank_video, shapes_only
 from cluster.types.media import MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
@@ -143,11 +151,31 @@ class MediaProcessor:
     ) -> dict[str, torch.Tensor]:
         """Model inputs of one item from the array that `decode` made, as the processor gives them for a batch
         of one. Pooling follows the encoder and changes nothing here. Raises MediaError, UnsupportedError."""
+        return self.finish(modality, self.begin(modality, array, options, item_idx=item_idx))
+
+    def warm_up(self) -> None:
+        """Does what the first item would have to wait for."""
+        _ = self._normalisations
+
+    def begin(
+        self,
+        modality: Modality,
+        array: np.ndarray,
+        options: MediaOptions = DEFAULT_OPTIONS,
+        *,
+        item_idx: int | None = 0,
+    ) -> dict[str, torch.Tensor]:
+        """What `prepare` does up to `finish`: pixels are bytes where they can be."""
         self._check_modality(modality)
         options = msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
+        more = NOTHING if self._normalisations.get(modality) is None else WITHOUT
         with naming(modality, item_idx):
-            inputs = self._process(modality, array, options)
-            return self._model_inputs(modality, inputs)
+            return self._model_inputs(modality, self._process(modality, array, options, more))
+
+    def finish(self, modality: Modality, begun: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of `begin`, on any device, as those of `prepare` on that device."""
+        normalisation = self._normalisations.get(modality)
+        return dict(begun) if normalisation is None else normalisation.finish(begun)
 
     def _layout(self, probe: MediaProbe, options: MediaOptions, sound: MediaProbe | None) -> MediaLayout:
         calls = self._shape_calls
@@ -171,17 +199,38 @@ class MediaProcessor:
             raise MediaError(f"longer than {seconds:g} seconds, the most this model takes")
         return blank_audio(probe)
 
-    def _process(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> dict[str, Any]:
+    @functools.cached_property
+    def _normalisations(self) -> Mapping[Modality, Normalisation | None]:
+        """What `begin` leaves to `finish`."""
+        calls, processor = self._calls, self.transformers_processor
+        parts = {
+            Modality.IMAGE: (lambda: processor.image_processor, calls.images_kwargs, trial_images),
+            Modality.VIDEO: (lambda: processor.video_processor, calls.videos_kwargs, trial_clips),
+        }
+
+        def find(modality: Modality) -> Normalisation | None:
+            def prepare(array: np.ndarray, is_bare: bool) -> dict[str, torch.Tensor]:
+                more = WITHOUT if is_bare else NOTHING
+                return self._model_inputs(modality, self._process(modality, array, DEFAULT_OPTIONS, more))
+
+            part, kwargs, arrays = parts[modality]
+            return find_normalisation(part(), kwargs, prepare, arrays())
+
+        return {modality: find(modality) for modality in parts if modality in self.modalities}
+
+    def _process(
+        self, modality: Modality, array: np.ndarray, options: MediaOptions, more: Mapping[str, Any]
+    ) -> dict[str, Any]:
         import torch
 
         if modality is Modality.AUDIO:
             return self._calls.audio(array, options).inputs
         pixels = torch.from_numpy(array if array.flags.writeable else array.copy()).movedim(-1, -3)
         if modality is Modality.IMAGE:
-            return self._calls.image(pixels, options).inputs
+            return self._calls.image(pixels, options, more).inputs
         num_frames, _, height, width = pixels.shape
         probe = MediaProbe(modality, width, height, num_frames=num_frames, fps=FALLBACK_FPS)
-        return self._calls.video(pixels, probe, options).inputs
+        return self._calls.video(pixels, probe, options, more=more).inputs
 
     def _model_inputs(self, modality: Modality, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
         import torch

@@ -20,7 +20,7 @@ from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
-from cluster.model.cuda.uploads import Uploads
+from cluster.model.cuda.uploads import Finish, Uploads
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.media_calls import CALLS, Splitter
 from cluster.model.support import family_of, num_deepstack_layers
@@ -90,11 +90,11 @@ class EncoderModel:
         cannot be split."""
         return self._calls[modality].splitter
 
-    def upload(self, item: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The item in the memory where `encode` reads it: on a GPU a copy there, on the CPU the item itself.
-        Call it on any thread but the engine's. It blocks until the copy is done, while the device continues
-        to compute."""
-        return item if self._uploads is None else self._uploads.copy(item)
+    def upload(self, item: Mapping[str, Tensor], finish: Finish = dict) -> Mapping[str, Tensor]:
+        """What `finish` makes of the item, in the memory where `encode` reads it: on a GPU from a copy there.
+        Call it on any thread but the engine's. It blocks until that is done, while the device continues to
+        compute."""
+        return finish(item) if self._uploads is None else self._uploads.copy(item, finish)
 
     @torch.inference_mode()
     def encode(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

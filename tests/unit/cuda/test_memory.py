@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -119,10 +119,20 @@ def test_a_mark_is_reached_when_the_host_has_waited(device: SimulatedCuda) -> No
 
 
 def test_uploads_are_complete_and_their_memory_waits_for_the_encoder(device: SimulatedCuda) -> None:
-    item = {"pixels": torch.randn(4, 8), "grid": torch.tensor([[1, 2, 2]])}
+    item = {
+        "bytes": torch.arange(8, dtype=torch.uint8),
+        "sound": torch.randn(4, 8),
+        "grid": torch.tensor([[1, 2, 2]]),
+    }
+
+    def finish(copies: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        assert all(copy.is_cuda for copy in copies.values()) and copies["bytes"].dtype == torch.uint8
+        return {**copies, "bytes": copies["bytes"].float() / 255}
+
     uploads = Uploads(torch.device("cuda"), torch.bfloat16)
-    uploaded = uploads.copy(item)
-    assert uploaded["pixels"].dtype == torch.bfloat16 and uploaded["grid"].dtype == torch.int64
+    uploaded = uploads.copy(item, finish)
+    dtypes = {name: tensor.dtype for name, tensor in uploaded.items()}
+    assert dtypes == {"bytes": torch.bfloat16, "sound": torch.bfloat16, "grid": torch.int64}
     copies: list[Any] = list(uploaded.values())
     for tensor in copies:
         assert device.default[0].number in device.recorded[tensor.held.data_ptr()]

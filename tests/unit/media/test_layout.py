@@ -124,6 +124,20 @@ def test_an_images_layout_and_tensors_are_the_processors(families, name, width, 
     )  # fmt: skip
 
 
+def test_pixels_stay_bytes_up_to_the_encoder_unless_the_processor_does_more_than_move_them(families):
+    images = np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)
+    clips = np.stack([images] * 2)
+    whole = {
+        (name, modality)
+        for modality, array, names in ((IMAGE, images, IMAGE_FAMILIES), (VIDEO, clips, VIDEO_FAMILIES))
+        for name in names
+        if torch.uint8 not in {each.dtype for each in families[name][1].begin(modality, array).values()}
+    }
+    assert whole == {
+        (name, IMAGE) for name in ("deepseek_vl_hybrid", "deepseek_ocr2", "step3p7", "idefics3", "smolvlm")
+    }
+
+
 @pytest.mark.parametrize("name", VIDEO_FAMILIES)
 @RELAXED
 @given(

@@ -45,8 +45,8 @@ def served() -> Iterator[Preprocessors]:
 
 @pytest.mark.parametrize("modality", ARRAYS)
 def test_a_process_gives_the_same_bits_as_this_one(processor, served, modality):
-    expected = processor.prepare(modality, ARRAYS[modality], PLAIN)
-    got = served.prepare(modality, ARRAYS[modality], PLAIN)
+    expected = processor.begin(modality, ARRAYS[modality], PLAIN)
+    got = served.begin(modality, ARRAYS[modality], PLAIN)
     assert list(got) == list(expected)
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
@@ -62,9 +62,9 @@ def test_a_process_gives_the_same_bits_as_this_one(processor, served, modality):
 )
 def test_a_refusal_is_the_one_of_this_process(processor, served, modality, options):
     with pytest.raises(RequestError) as expected:
-        processor.prepare(modality, ARRAYS[modality], options, item_idx=None)
+        processor.begin(modality, ARRAYS[modality], options, item_idx=None)
     with pytest.raises(expected.type) as got:
-        served.prepare(modality, ARRAYS[modality], options)
+        served.begin(modality, ARRAYS[modality], options)
     assert (str(got.value), got.value.param) == (str(expected.value), expected.value.param)
 
 
@@ -95,7 +95,7 @@ class Unruly:
 
     def prepare(self, kind: int, **wanted) -> dict[str, torch.Tensor]:
         array = np.full((1, 1, 3), kind, np.uint8)
-        return dict(self.preprocessors.prepare(Modality.IMAGE, array, PLAIN, **wanted))
+        return dict(self.preprocessors.begin(Modality.IMAGE, array, PLAIN, **wanted))
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_an_item_that_is_not_wanted_or_takes_too_long_costs_its_process(two):
         two.prepare(unruly.HANG, is_wanted=lambda: False)
     hurried = Preprocessors(two.server, 1, 0.1)
     with pytest.raises(MediaError, match="longer than"):
-        hurried.prepare(Modality.IMAGE, np.full((1, 1, 3), unruly.HANG, np.uint8), PLAIN)
+        hurried.begin(Modality.IMAGE, np.full((1, 1, 3), unruly.HANG, np.uint8), PLAIN)
     assert before > 0 and two.prepare(unruly.GOOD)["pid"] > 0
 
 
