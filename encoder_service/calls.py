@@ -9,16 +9,20 @@ from cluster.scheduling.keys import SchedulingPolicy, order_key
 from cluster.types.media_phase import MediaPhase
 from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
+from encoder_service.fits import EncoderFits
 from encoder_service.runner import Piece, Prepared
 from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
 from encoder_service.state import EncodeItem
+
+PIECE_S = 0.05  # an image that arrives during a piece of a long video waits no longer on a fast device
 
 
 @dataclass(frozen=True)
 class EncoderLimits:
     max_batch_items: int  # media items in one call
     max_batch_rows: int  # embedding rows in one call, before pooling
-    max_piece_rows: int  # items of more rows are encoded piece by piece, if their family allows it
+    # rows of a piece of a longer item, if its family allows that; more if the device computes them in PIECE_S
+    max_piece_rows: int
     max_call_bytes: int  # estimated bytes of a call, at most
     row_bytes: int  # estimated bytes of a call for one row, besides its input
     max_prepared_bytes: int  # preprocessed media ahead of the device
@@ -39,9 +43,15 @@ class CallPlanner:
     """Chooses the parts of each call. Used on the engine's thread only. Changes nothing."""
 
     def __init__(
-        self, limits: EncoderLimits, budget: CallBudget, policy: SchedulingPolicy, cache: EmbeddingCache
+        self,
+        limits: EncoderLimits,
+        budget: CallBudget,
+        policy: SchedulingPolicy,
+        cache: EmbeddingCache,
+        fits: EncoderFits,
     ):
         self._limits = limits
+        self._fits = fits
         self._budget = budget
         self._policy = policy
         self._cache = cache
@@ -49,7 +59,12 @@ class CallPlanner:
     def choose(self, calls: Iterable[CallPart]) -> Iterator[CallPart]:
         """The parts that make up the next call. The cache has room for their items."""
         by_hash = {call.item.media_hash: call for call in calls}
-        limits = CallLimits(self._limits.max_batch_items, self._limits.max_batch_rows, self._budget.max_bytes)
+        limits = CallLimits(
+            self._limits.max_batch_items,
+            self._limits.max_batch_rows,
+            self._budget.max_bytes,
+            self._fits.rows_of_a_batch,
+        )
         candidates = (call.candidate for call in by_hash.values())
         for candidate in select_batch(candidates, limits, self._cache.num_free_blocks):
             yield by_hash[candidate.media_hash]
@@ -58,12 +73,12 @@ class CallPlanner:
         """The part of the item that one call may compute."""
         num_rows, num_units = item.num_call_rows, prepared.num_units
         num_bytes = num_rows * self._limits.row_bytes + prepared.num_bytes
-        options = item.item.options
+        options, modality = item.item.options, item.item.modality
         units = units_per_call(
             num_units,
             num_rows,
             num_bytes,
-            self._limits.max_piece_rows,
+            max(self._limits.max_piece_rows, self._fits.rows_within(modality, PIECE_S)),
             self._budget.max_bytes,
             options.temporal_pooling,
         )
@@ -73,7 +88,7 @@ class CallPlanner:
         candidate = Candidate(
             item.media_hash,
             order_key(item.ticket, self._policy),
-            item.item.modality,
+            modality,
             num_rows=int(num_rows * share),
             num_bytes=int(num_bytes * share),
             num_blocks=self._cache.num_blocks(item.num_rows) if item.phase is MediaPhase.READY else 0,

@@ -87,7 +87,8 @@ class EncoderEngine:
         self.deliveries = Deliveries(cache, transfer_engine, outbox, clock, own_prompts)
         self._totals = EncodeTotals()
         self._budget = CallBudget(limits.max_call_bytes, clock)
-        self.planner = CallPlanner(limits, self._budget, policy, cache)
+        self.fits = EncoderFits(limits.max_batch_rows)
+        self.planner = CallPlanner(limits, self._budget, policy, cache, self.fits)
         self._blame_item = Blame(self._fail_named_item)
         self._blame_delivery = Blame(self._fail_named)
         ahead = PreparationLimits(
@@ -95,7 +96,6 @@ class EncoderEngine:
         )
         self.preparation = Preparation(self._prepare, executor, ahead, policy, self._on_prepared)
         outbox.greet_with(lambda: CacheChanged((*cache.content(), *self.items), ()))
-        self.fits = EncoderFits(limits.max_batch_rows)
         self._speed = SpeedReporter(
             outbox,
             clock,

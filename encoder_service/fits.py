@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from cluster.scheduling.fit import StepFit
+from cluster.types.curves import Curve
 from cluster.types.media import Modality
 
 
@@ -13,3 +16,22 @@ class EncoderFits:
         self.encode = {modality: StepFit(large_rows, 1) for modality in Modality}  # of a call
         # Of an item, on its thread.
         self.prepare = {modality: StepFit(large_rows, 1) for modality in Modality}
+
+    def rows_of_a_batch(self, modality: Modality, num_ready: int) -> float:
+        """Rows of a call with which `num_ready` rows are encoded soonest on average.
+
+        In calls of r rows, each of `fixed + per_row · r` seconds, R rows are ready after
+        (R / r + 1) · (fixed + per_row · r) / 2 on average, which is least at r = √(R · fixed / per_row):
+        where a call's fixed part is small, items wait for no others, and under a backlog calls become
+        large."""
+        fixed_s, per_row_s = self._parts(modality)
+        return math.sqrt(num_ready * fixed_s / per_row_s) if per_row_s else math.inf
+
+    def rows_within(self, modality: Modality, seconds: float) -> float:
+        """Rows of a call that lasts no longer; 0 before the first observation."""
+        fixed_s, per_row_s = self._parts(modality)
+        return max(0.0, seconds - fixed_s) / per_row_s if per_row_s else 0.0
+
+    def _parts(self, modality: Modality) -> tuple[float, float]:
+        curve = self.encode[modality].curve() or Curve(0.0, 0.0)
+        return curve.fixed_s, curve.per_unit_s

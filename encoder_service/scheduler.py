@@ -1,7 +1,8 @@
 """Which items share an encoder call, and how much of an item one call computes. Pure.
 
 When the device is free, a call starts at once; there is no timer. The most urgent item that can run chooses
-the modality. Other items of that modality join in order, until the budget of rows, bytes or items is used up.
+the modality. Other items of that modality join in order, as long as that is worth it by the device's own fit,
+and until the budget of rows, bytes or items is used up.
 
 An item that is larger than a call may be is computed in pieces, one call each. A piece runs alone. Between
 two pieces, more urgent items run.
@@ -9,7 +10,8 @@ two pieces, more urgent items run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from cluster.scheduling.keys import OrderKey
@@ -36,6 +38,8 @@ class CallLimits:
     max_items: int
     max_rows: int
     max_bytes: int
+    # rows of a modality's call → how many of so many that are ready it should have
+    rows_of_a_batch: Callable[[Modality, int], float] = lambda modality, num_ready: math.inf
 
 
 def select_batch(ready: Iterable[Candidate], limits: CallLimits, num_free_blocks: int) -> list[Candidate]:
@@ -43,15 +47,25 @@ def select_batch(ready: Iterable[Candidate], limits: CallLimits, num_free_blocks
     holds the room is being sent or encoded and will be free, so a large item is not delayed for ever."""
     batch: list[Candidate] = []
     num_rows = num_bytes = 0
-    for candidate in sorted(ready, key=lambda c: c.order):
+    wanted_rows = math.inf
+    candidates = sorted(ready, key=lambda c: c.order)
+    for candidate in candidates:
         if candidate.num_blocks > num_free_blocks:
             num_free_blocks = 0
             continue
         if batch and candidate.modality is not batch[0].modality:
             continue
+        if not batch:
+            num_ready = sum(c.num_rows for c in candidates if c.modality is candidate.modality)
+            wanted_rows = limits.rows_of_a_batch(candidate.modality, num_ready)
         num_rows += candidate.num_rows
         num_bytes += candidate.num_bytes
-        is_full = len(batch) == limits.max_items or num_rows > limits.max_rows or num_bytes > limits.max_bytes
+        is_full = (
+            len(batch) == limits.max_items
+            or num_rows - candidate.num_rows / 2 > wanted_rows  # the nearest number of items
+            or num_rows > limits.max_rows
+            or num_bytes > limits.max_bytes
+        )
         if batch and (candidate.runs_alone or is_full):
             break
         batch.append(candidate)
@@ -62,7 +76,7 @@ def select_batch(ready: Iterable[Candidate], limits: CallLimits, num_free_blocks
 
 
 def units_per_call(
-    num_units: int, num_rows: int, num_bytes: int, max_rows: int, max_bytes: int, multiple: int = 1
+    num_units: int, num_rows: int, num_bytes: int, max_rows: float, max_bytes: int, multiple: int = 1
 ) -> int:
     """How many equal units of an item (temporal patches, frames, tiles) one call computes.
 

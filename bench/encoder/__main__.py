@@ -13,9 +13,10 @@
     python -m bench.encoder reuse   --out R.jsonl --url URL                   later turns about the same media
     python -m bench.encoder single  --out R.jsonl --url URL                   one new video for 200 clients
     python -m bench.encoder flood   --out R.jsonl --url URL --model MODEL     200 images for one encoder
+    python -m bench.encoder burst   --out R.jsonl --url URL …                 64 images and 16 texts
     python -m bench.encoder table   R.jsonl …;  python -m bench.encoder plot R.jsonl … --out R.svg
 
-`serve` starts a cluster on a free port. If a command follows (mixed, reuse, single or flood, without --url),
+`serve` starts a cluster on a free port. If a command follows (mixed, reuse, single, flood or burst, without --url),
 it runs that command and then stops the cluster; otherwise it serves until Ctrl-C. All commands but `models`
 and `serve` append to --out.
 """
@@ -151,6 +152,12 @@ def _add_client_commands(commands: argparse._SubParsersAction[argparse.ArgumentP
         command.add_argument("--frame-side", type=int, default=224)
     for command in (single, flood):
         command.add_argument("--requests", type=int, default=200)
+    burst = commands.add_parser("burst")
+    burst.add_argument("--images", type=int, default=64)
+    burst.add_argument("--texts", type=int, default=16)
+    burst.add_argument("--side", type=int, default=224)
+    burst.add_argument("--url", action="append", help="several times: in turn")
+    _add_results(burst)
     for command in (mixed, reuse, single, flood):
         command.add_argument("--url", default=DEFAULT_URL)
         _add_results(command)
@@ -289,6 +296,12 @@ def _flood(args: argparse.Namespace) -> Iterable[Record]:
     return flood(args.url, args.model, dtype, args.requests, args.side, args.repeats, args.seed)
 
 
+def _burst(args: argparse.Namespace) -> Iterable[Record]:
+    from bench.encoder.crowd import burst
+
+    return burst(args.url or [DEFAULT_URL], args.images, args.texts, args.side, args.repeats, args.seed)
+
+
 def _table(args: argparse.Namespace) -> None:
     print("\n".join(report.tables(records.read(args.files))))
 
@@ -307,7 +320,7 @@ def _words(text: str) -> list[str]:
 
 COMMANDS = {
     "models": _models, "curve": _curve, "tower": _tower, "decoding": _decoding, "preparing": _preparing, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
-    "synchronous": _synchronous, "mixed": _mixed, "reuse": _reuse, "single": _single, "flood": _flood, "table": _table, "plot": _plot,
+    "synchronous": _synchronous, "mixed": _mixed, "reuse": _reuse, "single": _single, "flood": _flood, "burst": _burst, "table": _table, "plot": _plot,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -226,6 +226,22 @@ def flood_table(records: Iterable[Record]) -> list[str]:
     return lines
 
 
+def burst_table(records: Iterable[Record]) -> list[str]:
+    """The ratios are to the first cluster in the same repetition."""
+    cells = grouped(records, "model", "side", "images", "texts", "cluster")
+    names = ("images_per_s", "image_mean_s", "image_p99_s", "text_p50_s", "text_p99_s")
+    lines = head(
+        "model", "at once", "cluster", "images/s", "TTFT s: image mean", "p99", "text p50", "p99", "÷ first"
+    )
+    for (*rest, place), cell in cells.items():
+        model, side, images, texts = rest
+        ratios = [f"{_ratio(cell, cells[(*rest, 0)], itemgetter(name)):.2f}" for name in names]
+        values = " | ".join(f"{median(cell, name):.3g}" for name in names)
+        load = f"{images} images of {side}², {texts} texts"
+        lines.append(f"| {model} | {load} | {place} | {values} | {', '.join(ratios)} |")
+    return lines
+
+
 def overlap_table(records: Iterable[Record]) -> list[str]:
     """`best` and `sum` are computed from the times of text and image alone in the same repetition."""
     cells = grouped(records, "model", "text_tokens", "case")
@@ -353,6 +369,7 @@ TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
     "reuse": reuse_table,
     "single": single_table,
     "flood": flood_table,
+    "burst": burst_table,
     "overlap": overlap_table,
     "accuracy": accuracy_table,
 }

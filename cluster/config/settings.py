@@ -43,7 +43,7 @@ class _PoolArgs(_Args):
 
 
 class EncodeArgs(_PoolArgs):
-    max_batch_items: int = Field(default=8, ge=1)  # media items in one encoder step
+    max_batch_items: int = Field(default=64, ge=1)  # in one encoder call, whose fit decides up to here
     cache_bytes: int = Field(default=256 * MIB, ge=0)  # embeddings kept for media seen before
     # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384
     # rows) and some images

@@ -1,7 +1,11 @@
+import math
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.types.media import Modality
+from encoder_service.fits import EncoderFits
 from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
 
 IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO
@@ -91,3 +95,42 @@ def test_pieces_are_as_large_as_the_tighter_limit_allows_and_never_cut_a_pooled_
     assert units_per_call(8, 64, 640, max_rows=30, max_bytes=PLENTY, multiple=2) == 2
     assert units_per_call(8, 64, 640, max_rows=1, max_bytes=PLENTY, multiple=3) == 3
     assert units_per_call(1, 64, 640, max_rows=1, max_bytes=1) == 1
+
+
+def mean_end_s(num_items: int, rows: int, limit: CallLimits, seconds) -> float:
+    """Of equal items that are ready together, on a device whose calls take `seconds(rows)`."""
+    left, now, ends = [candidate(str(i), rows, order=i) for i in range(num_items)], 0.0, []
+    while left:
+        batch = select_batch(left, limit, PLENTY)
+        now += seconds(sum(c.num_rows for c in batch))
+        ends += [now] * len(batch)
+        left = left[len(batch) :]
+    return sum(ends) / num_items
+
+
+@pytest.mark.parametrize("num_items", [2, 5, 16, 64])
+@pytest.mark.parametrize(("fixed_s", "per_row_s"), [(0.0, 1e-3), (2.5e-3, 1.3e-4), (8e-3, 1e-6), (0.1, 1e-4)])
+def test_a_batch_is_as_large_as_makes_items_ready_soonest_on_average(num_items, fixed_s, per_row_s):
+    def seconds(rows: float) -> float:
+        return fixed_s + per_row_s * rows
+
+    fits, rows = EncoderFits(16_384), 64
+    for observed in (4, 64, 16, 256):
+        fits.encode[IMAGE].observe(observed, 0.0, seconds(observed))
+    by_fit = CallLimits(1000, 1 << 20, 1 << 30, fits.rows_of_a_batch)
+    fixed = [CallLimits(items, 1 << 20, 1 << 30) for items in range(1, num_items + 1)]
+    best_s = min(mean_end_s(num_items, rows, limit, seconds) for limit in fixed)
+    assert mean_end_s(num_items, rows, by_fit, seconds) <= 1.1 * best_s
+
+
+def test_before_a_call_was_measured_limits_alone_bound_a_batch_and_pieces_are_not_enlarged():
+    fits = EncoderFits(16_384)
+    assert fits.rows_of_a_batch(IMAGE, 100) == math.inf and fits.rows_within(IMAGE, 1.0) == 0
+
+
+def test_rows_within_a_time_follow_from_the_fit():
+    fits = EncoderFits(16_384)
+    for rows in (64, 1024) * 20:
+        fits.encode[VIDEO].observe(rows, 0.0, 0.01 + 1e-5 * rows)
+    assert fits.rows_within(VIDEO, 0.05) == pytest.approx(4000, rel=0.05)
+    assert fits.rows_within(VIDEO, 0.001) == 0
