@@ -16,7 +16,7 @@
     python -m bench.encoder burst   --out R.jsonl --url URL …                 64 images and 16 texts
     python -m bench.encoder table   R.jsonl …;  python -m bench.encoder plot R.jsonl … --out R.svg
 
-`serve` starts a cluster on a free port. If a command follows (mixed, reuse, single, flood or burst, without --url),
+`serve` starts a cluster on a free port. If a command follows (mixed … burst, without --url),
 it runs that command and then stops the cluster; otherwise it serves until Ctrl-C. All commands but `models`
 and `serve` append to --out.
 """
@@ -320,7 +320,8 @@ def _words(text: str) -> list[str]:
 
 COMMANDS = {
     "models": _models, "curve": _curve, "tower": _tower, "decoding": _decoding, "preparing": _preparing, "merge": _merge, "overlap": _overlap, "accuracy": _accuracy, "serve": _serve,
-    "synchronous": _synchronous, "mixed": _mixed, "reuse": _reuse, "single": _single, "flood": _flood, "burst": _burst, "table": _table, "plot": _plot,
+    "synchronous": _synchronous, "mixed": _mixed, "reuse": _reuse, "single": _single,
+    "flood": _flood, "burst": _burst, "table": _table, "plot": _plot,
 }  # fmt: skip
 
 if __name__ == "__main__":
