@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from bench.workload import Reference, make_cases
 from deploy.serving.launch import LocalCluster
@@ -17,6 +18,7 @@ from tests.serve.test_replicas import pid_of, until_running
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 MAX_TOKENS = 16
 NUM_CASES = 16
+pytestmark = pytest.mark.slow  # a second cluster; tests/flow kills workers in every run
 
 
 async def test_an_encoder_that_is_killed_under_load_costs_no_request(parallel: LocalCluster) -> None:

@@ -16,6 +16,7 @@ import pytest
 from bench.chaos.processes import REPLICAS, Processes
 from bench.ray_access import ray_headers
 from deploy.serving.launch import LocalCluster, processes_of
+from tests.fakes.slow_params import often
 from tests.serve.conftest import audit, configuration
 from tests.serve.test_replicas import GUARD_S, HANG_S, pid_of
 
@@ -68,7 +69,7 @@ async def test_a_killed_haproxy_is_replaced(cluster: LocalCluster) -> None:
     audit(cluster)
 
 
-@pytest.mark.parametrize("kind", ["controller", "gcs"])
+@pytest.mark.parametrize("kind", often(["controller", "gcs"], ["controller"]))
 async def test_requests_and_replicas_do_not_notice(cluster: LocalCluster, kind: str) -> None:
     processes = Processes(cluster.folder)
     (old,) = processes.of(kind)

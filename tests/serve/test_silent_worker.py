@@ -9,12 +9,14 @@ import signal
 import time
 
 import httpx
+import pytest
 
 from deploy.serving.launch import LocalCluster
 from tests.serve.test_replicas import pid_of, until_running
 
 GUARD_S = 60.0
 SILENT = 'epdg_door_silent_workers{pool="decode"}'
+pytestmark = pytest.mark.slow  # a second cluster
 
 
 async def test_a_stopped_worker_is_avoided_until_it_moves(parallel: LocalCluster) -> None:

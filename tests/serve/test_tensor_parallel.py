@@ -25,6 +25,8 @@ from tests.serve.test_replicas import (
     wait_for_health,
 )
 
+pytestmark = pytest.mark.slow  # a second cluster
+
 
 def rank_of(cluster: LocalCluster, leader: int) -> int:
     """Process id of rank 1 of the worker whose rank 0 is `leader`."""

@@ -284,6 +284,7 @@ def test_doors_that_are_asked_for_the_same_new_images_at_once_have_each_encoded_
     assert num_images <= num_encoded <= 1.05 * num_images
 
 
+@pytest.mark.slow
 def test_the_joint_policy_is_no_worse_than_least_loaded_where_one_worker_is_slow() -> None:
     specs = throttled(workers(Layout(0, 3, 2), VL_7B, H200), "p:h200-0", since=0.0, factor=3.0)
     mean = {
@@ -293,6 +294,7 @@ def test_the_joint_policy_is_no_worse_than_least_loaded_where_one_worker_is_slow
     assert mean["joint"] <= 1.02 * mean["least_loaded"]
 
 
+@pytest.mark.slow
 def test_the_oracle_is_no_worse_than_taking_turns() -> None:
     specs = workers(Layout(0, 3, 2), VL_7B, H200)
     oracle, turns = (

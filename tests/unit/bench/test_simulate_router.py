@@ -41,6 +41,7 @@ from deploy.simulator.results import Slo
 from deploy.simulator.search import run_once
 from deploy.simulator.simulation import SCHEDULING, Simulation
 from deploy.simulator.workload import WORKLOADS, Workload, fixed_text, image_prompts
+from tests.fakes.slow_params import often
 
 TIMES = {"ttft_mean_s": 0.1, "ttft_p50_s": 0.08, "ttft_p99_s": 0.5, "second_mean_s": 0.12}
 
@@ -114,6 +115,7 @@ def test_in_a_split_a_step_with_prompts_lasts_no_longer_than_a_token_may_take() 
     assert promised(Slo(2.0, 0.1), specs) == promised(Slo(2.0), specs) == SCHEDULING
 
 
+@pytest.mark.slow
 def test_more_answers_are_in_time_with_the_setting_of_their_limit() -> None:
     slo, specs = Slo(1.0, 0.025, share=0.9), workers(Layout(num_whole=4), VL_7B, A100)
     good_shares = [
@@ -214,7 +216,7 @@ def test_every_division_of_the_devices_is_considered_once() -> None:
     assert set(neighbours(found[4])) <= set(found)
 
 
-@pytest.mark.parametrize(("tpot_s", "num_decode"), [(math.inf, 0), (0.009, 1)])
+@pytest.mark.parametrize(("tpot_s", "num_decode"), often([(math.inf, 0), (0.009, 1)], [(0.009, 1)]))
 def test_a_limit_for_each_token_decides_whether_decode_has_devices_of_its_own(
     tpot_s: float, num_decode: int
 ) -> None:
@@ -232,6 +234,7 @@ def test_devices_without_room_for_the_model_are_an_error() -> None:
         plan(WORKLOADS["1-image"], Slo(2.0), {"h200": 2}, replace(VL_7B, num_parameters=80e9), 50)
 
 
+@pytest.mark.slow
 def test_the_planner_command_writes_a_table_and_a_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +273,7 @@ def test_admission_refuses_what_cannot_be_served_and_leaves_nothing_behind() -> 
     assert simulation.doors[0].is_idle
 
 
+@pytest.mark.slow
 def test_a_large_cluster_serves_every_request() -> None:
     found = scale(60, 300, "least_loaded", media=True)
     assert found["num_ended"] == 300
