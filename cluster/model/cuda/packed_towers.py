@@ -110,14 +110,14 @@ def _replace(attention: nn.Module) -> str | None:
 
 def _unknown_form(attention: nn.Module) -> str | None:
     parameters = inspect.signature(attention.forward).parameters
-    width, dtype = getattr(attention, "head_dim", None), next(attention.parameters()).dtype
-    if not set(_TAKEN) <= set(parameters) or not hasattr(attention, "config"):
+    width, first = getattr(attention, "head_dim", None), next(attention.parameters(), None)
+    if not set(_TAKEN) <= set(parameters) or not hasattr(attention, "config") or first is None:
         return "its form is not known"
     if getattr(attention, "is_causal", None) is not False:
         return "it may be causal"
     if not isinstance(width, int) or width > MAX_WIDTH:
         return f"heads of {width} channels"
-    return None if dtype in ENCODER_TOLERANCES else f"it computes in {dtype}"
+    return None if first.dtype in ENCODER_TOLERANCES else f"it computes in {first.dtype}"
 
 
 def _trial(attention: nn.Module) -> tuple[dict[str, Any], Tensor]:
