@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.gpu.encoders import CLIP, ONE, SIGLIP, SIXTEEN
 from bench.gpu.offline import OFFLINE_RUN
 from bench.tables import table
 
@@ -96,6 +97,10 @@ GOALS = (
         is_most=False,
     ),
     Goal("draw of 64 rows at T = 0.8, us", of("draws", "64 rows, T = 0.8", "device_us"), 60, is_most=True),
+    *(
+        Goal(f"{what}, us", of("encoder", what, "us"), limit, is_most=True)
+        for what, limit in ((ONE, 6_000), (SIXTEEN, 20_000), (CLIP, 50_000), (SIGLIP, 5_000))
+    ),
     Goal(f"whole, {SHORT}: ITL p99 ÷ p50", ratio(_ITL_P99, _ITL_P50), 1.5, is_most=True),
     Goal(f"whole, {ALONE}: ITL p50 ÷ the step alone", ratio(_ITL_ALONE, _step_ms), 1.1, is_most=True),
     *(

@@ -25,7 +25,8 @@ from bench.tables import table
 
 OTHER = "other"
 OURS = {
-    "attend": "attention", "merge": "attention", "plan": "attention", "add_norm": "norms",
+    "attend": "attention", "merge": "attention", "plan": "attention", "attend_segments": "attention",
+    "cut_segments": "attention", "add_norm": "norms",
     "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation",
     "product_row": "products", "product_rows": "products", "tile_scores": "draw", "draw_rows": "draw",
 }  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bench.gpu import served
+from bench.gpu import encoders, served
 from bench.gpu.kernels import kernels_of
 from bench.gpu.machine import DeviceSpeed, measure_machine, median_s, nominal_bytes_per_s, replayed_s
 from bench.gpu.models import SHAPES, write_checkpoint
@@ -186,6 +186,11 @@ def draws(rehearse: bool) -> Measurements:
             yield record if rehearse else {**record, "device_us": kernels_of(work, device).busy_us}
 
 
+def encoder(rehearse: bool) -> Measurements:
+    """Latencies of towers of 12 and 24 blocks."""
+    yield from encoders.latencies(_speed(rehearse), rehearse)
+
+
 def transfer(rehearse: bool) -> Measurements:
     """Measures transfers between two processes on one device, by NIXL."""
     speed = probe_transport(torch.device("cpu" if rehearse else "cuda"))
@@ -224,6 +229,7 @@ RUN: dict[str, Part] = {
     "throughput-engine": Part(70, throughput_engine),
     "equal-e-p-d": Part(70, partial(served.equality, "e-p-d")),
     "draws": Part(20, draws),
+    "encoder": Part(25, encoder),
     "wire": Part(25, wire),
     "transfer": Part(30, transfer),
     "load-raw": Part(75, partial(served.load, "e-p-d", "raw")),

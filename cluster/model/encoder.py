@@ -20,6 +20,7 @@ from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
+from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.uploads import Finish, Uploads
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.media_calls import CALLS, Splitter
@@ -57,8 +58,9 @@ class EncoderModel:
         weight_cache: WeightCache | None = None,
     ) -> EncoderModel:  # fmt: skip
         """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears, gated
-        MLPs and norms) and patch projections run on native kernels, if these can be built. `weight_cache`:
-        where packed weights are kept and shared. Raises ConfigError for models that are not supported."""
+        MLPs and norms) and patch projections run on native kernels, if these can be built; on a GPU packed
+        attention makes one launch a block. `weight_cache`: where packed weights are kept and shared. Raises
+        ConfigError for models that are not supported."""
 
         def make(making: Making) -> EncoderModel:
             half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=making.mapped)
@@ -69,6 +71,8 @@ class EncoderModel:
                 optimise_encoder_layers(encoder._base, kernels)
                 optimise_patches(encoder._base, kernels)
                 optimise_modules(encoder._base, kernels)
+            else:
+                optimise_packed_attention(encoder._base)
             return encoder
 
         kernels = load_kernels() if torch.device(device).type == "cpu" else None

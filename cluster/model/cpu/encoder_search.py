@@ -25,13 +25,10 @@ from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import is_servable
 from cluster.model.layers.parts import is_linear, is_rms_norm, pick
 from cluster.model.layers.search import Settings
-from cluster.model.layers.trial import agree
+from cluster.model.layers.trial import ENCODER_TOLERANCES, agree
 
 logger = logging.getLogger(__name__)
 
-# Largest relative error (2-norm) of what a replacement adds to its input: at least three times the error seen
-# on random weights.
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _TRIAL_LENGTHS = (5, 19, 1)  # of packed sequences
 _TRIAL_SHAPE = (2, 7)  # of sequences of equal length
 _TRIAL_SCALE = 0.1  # of the input, so that what a block of small weights adds does not vanish behind it
@@ -107,7 +104,7 @@ def _replacement(
     def agrees(native: NativeEncoderLayer, _settings: Settings) -> bool:
         result = native(x, **keywords)
         added = (result[0] if isinstance(result, tuple) else result).float() - x.float()
-        return agree(added, expected[0], _TOLERANCE[parts.dtype])
+        return agree(added, expected[0], ENCODER_TOLERANCES[parts.dtype])
 
     return kernels.weights.replacement(block, candidates(), build, agrees)
 

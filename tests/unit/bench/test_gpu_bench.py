@@ -69,7 +69,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("machine", 2), ("steps", 10), ("attention", 3), ("throughput-engine", 1), ("wire", 5)],
+    [("machine", 2), ("steps", 10), ("attention", 3), ("throughput-engine", 1), ("wire", 5), ("encoder", 4)],
 )
 def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
     found = list(PARTS[name].run(True))
@@ -124,7 +124,7 @@ def test_every_kernel_that_a_layer_launches_has_a_kind() -> None:
     launched = {
         name
         for file in folder.glob("*.py")
-        for name in re.findall(r"\b(?:layer|attention)_kernels\.(\w+)\[", file.read_text())
+        for name in re.findall(r"\b(?:layer|attention|packed)_kernels\.(\w+)\[", file.read_text())
     }
     assert launched and launched <= OURS.keys()
     assert set(OURS.values()) <= set(KINDS)
@@ -217,7 +217,7 @@ def test_every_goal_is_met_missed_or_not_measured() -> None:
 
 def test_goals_ask_for_rows_that_parts_give() -> None:
     """Of steps: those of the tiny model have the same names but for the sizes."""
-    rows = {(name, row["what"]) for name in ("wire", "machine") for row in PARTS[name].run(True)}
+    rows = {(name, row["what"]) for name in ("wire", "machine", "encoder") for row in PARTS[name].run(True)}
     asked: set[tuple[str, str]] = set()
 
     class Asking(dict):
@@ -228,7 +228,7 @@ def test_goals_ask_for_rows_that_parts_give() -> None:
     for goal in GOALS:
         goal.line(Asking())
     assert {part for part, _ in asked} <= set(RUN)
-    assert {key for key in asked if key[0] == "wire"} <= rows
+    assert {key for key in asked if key[0] in ("wire", "encoder")} <= rows
     forms = {_form(str(row["what"])) for name in ("steps", "attention-int8") for row in PARTS[name].run(True)}
     assert {_form(what) for part, what in asked if part in ("steps", "attention-int8")} <= forms
 

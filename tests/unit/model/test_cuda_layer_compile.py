@@ -17,7 +17,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
-from cluster.model.cuda import attention_kernels, draw_kernels, layer_kernels  # noqa: E402
+from cluster.model.cuda import (  # noqa: E402
+    attention_kernels,
+    draw_kernels,
+    layer_kernels,
+    packed_attention,
+    packed_kernels,
+)
 from cluster.model.cuda.paged_attention import tiles_for  # noqa: E402
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache  # noqa: E402
 
@@ -109,6 +115,30 @@ def test_the_kernels_that_draw_compile(capability: int) -> None:
     check_compiles(draw_kernels, "tile_scores", {"TILE": 4096}, kinds, capability, num_warps=8)
     constants = {"TILE": 4096, "TILES_PAD": 64}
     check_compiles(draw_kernels, "draw_rows", constants, kinds, capability, num_warps=8)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("width", [64, 72, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_over_segments_compiles(width: int, dtype, capability: int) -> None:
+    tiles = packed_attention.tiles_for(width, dtype == torch.float32)
+    constants = {
+        "QUERY_HEAD_STRIDE": width, "KEY_HEAD_STRIDE": width, "VALUE_HEAD_STRIDE": width, "GROUP": 1,
+        "WIDTH": width, "RUN": tiles.run, "REST": tiles.rest, "ROWS": tiles.rows, "KEYS": tiles.keys,
+    }  # fmt: skip
+    kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    kinds = dict.fromkeys(("query", "key", "value", "out"), kind)
+    kinds |= dict.fromkeys(("query_stride", "key_stride", "value_stride"), "i32")
+    check_compiles(
+        packed_kernels, "attend_segments", constants, kinds, capability, num_warps=tiles.warps, num_stages=2
+    )
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_table_of_segments_compiles(capability: int) -> None:
+    constants = {"ROWS": 64, "TILES": 128, "SEGMENTS": 64}
+    kinds = {"starts": "*i32", "num_segments": "i32", "capacity": "i32"}
+    check_compiles(packed_kernels, "cut_segments", constants, kinds, capability, num_warps=4)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
