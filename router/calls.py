@@ -7,7 +7,7 @@ construction and with every default filled in. The door answers with deltas, usa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -180,21 +180,27 @@ class TextDelta(msgspec.Struct, frozen=True):
         """But for the finish reason."""
         return not (self.text or self.reasoning or self.calls or self.scores or self.token_ids)
 
-    def pieces(self, max_scores: int) -> Iterator[TextDelta]:
+    def pieces(self, max_scores: int) -> Sequence[TextDelta]:
         """The same in deltas with at most so many scores each. The text is in the first one, calls that begin
         and the end in the last one."""
         if len(self.scores) <= max_scores:
-            yield self
-            return
+            return (self,)
         begun = next((idx for idx, piece in enumerate(self.calls) if piece.name), len(self.calls))
         first, *others = (
             self.scores[begin : begin + max_scores] for begin in range(0, len(self.scores), max_scores)
         )
-        yield msgspec.structs.replace(self, scores=first, calls=self.calls[:begun], finish_reason=None)
-        last = TextDelta("", 0, self.finish_reason, calls=self.calls[begun:], stop_string=self.stop_string)
-        for scores in others[:-1]:
-            yield TextDelta("", scores=scores)
-        yield msgspec.structs.replace(last, scores=others[-1])
+        return (
+            msgspec.structs.replace(self, scores=first, calls=self.calls[:begun], finish_reason=None),
+            *(TextDelta("", scores=scores) for scores in others[:-1]),
+            TextDelta(
+                "",
+                0,
+                self.finish_reason,
+                others[-1],
+                calls=self.calls[begun:],
+                stop_string=self.stop_string,
+            ),
+        )
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -69,6 +69,10 @@ class Choice:
         )
 
     @property
+    def has_next(self) -> bool:
+        return self._tokens.has_next
+
+    @property
     def prompt_token_ids(self) -> Sequence[int]:
         return self._prompt.prompt.token_ids
 
@@ -122,9 +126,9 @@ class Choice:
             self._metrics.prompt_tokens.inc(self._prompt.num_tokens)
             self._metrics.cached_tokens.inc(event.num_cached_tokens)
         else:
-            self._metrics.itl_s.observe(now - self._last_at)
+            self._metrics.tokens.gap(now - self._last_at)
         if self._keeps_timeline and self.timeline.token(now, event.timing, event.step_s):
             self._metrics.observe_timeline(self.timeline)
-        self._metrics.generation_tokens.inc(len(event.token_ids))
         self._last_at = now
         self._num_tokens += len(event.token_ids)
+        self._metrics.tokens.num += len(event.token_ids)

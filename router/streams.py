@@ -34,6 +34,11 @@ class TokenStream:
         self._is_submitted = False
         self.is_closed = False
 
+    @property
+    def has_next(self) -> bool:
+        """Whether tokens are there: reading on does not wait, and raises no ClusterError."""
+        return bool(self._events) and not self.is_closed and isinstance(self._events[0], TokenEvent)
+
     def __aiter__(self) -> TokenStream:
         return self
 

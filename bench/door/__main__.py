@@ -1,6 +1,6 @@
 """What door processes relay. See README.md.
 
-python -m bench.door [--doors 1] [--seconds 5] [--streams 64] [--rates 2000,3000,4000,6000]
+python -m bench.door [--doors 1] [--seconds 5] [--streams 64,256] [--rates 3000,6000,max]
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
+import uvloop
 
 from bench.door.clients import Lags, ask, body, leave, open_unread, read_stream
 from bench.door.stub import StubWorker
@@ -33,6 +34,8 @@ NUM_OTHERS = 500
 OTHERS_STEP_S = 0.2
 CONNECTIONS = 16
 SHORT_TOKENS = 8
+LONGEST = 4000  # tokens of an answer: as many as the model's context has room for
+SETTLING_S = 1.0  # between the first step and the measured time
 
 
 @dataclass
@@ -47,19 +50,39 @@ class Bench:
         return Lags(self.words, self.stub.sent_at)
 
     @contextlib.asynccontextmanager
-    async def stepping(self, interval_s: float) -> AsyncIterator[None]:
-        steps = asyncio.ensure_future(self.stub.run(interval_s))
+    async def stepping(self, steps: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """`steps`: of the stub, until they are cancelled."""
+        running = asyncio.ensure_future(steps)
         try:
             yield
         finally:
-            steps.cancel()
+            running.cancel()
+
+    @contextlib.asynccontextmanager
+    async def reading(self, clients: Iterable[Coroutine[Any, Any, None]], num: int) -> AsyncIterator[None]:
+        """Runs clients next to the block, which begins when the stub has `num` requests. After the block they
+        leave, and the stub soon has none: what is not read, or left, is cancelled there."""
+        tasks = [asyncio.ensure_future(client) for client in clients]
+        try:
+            await self._until(lambda: self.stub.num_running >= num)
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await self._until(lambda: self.stub.num_running == 0)
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not is_so():
+                await asyncio.sleep(0.05)
 
     @contextlib.contextmanager
     def timed(self, row: dict[str, Any]) -> Iterator[None]:
         began_at, door_s, own_s = time.monotonic(), self._doors_cpu_s(), time.process_time()
         yield
         row["seconds"] = seconds = time.monotonic() - began_at
-        row["door_cpu"] = round((self._doors_cpu_s() - door_s) / seconds, 2)
+        row["door_cpu"] = round((self._doors_cpu_s() - door_s) / seconds, 3)
         row["stub_and_clients_cpu"] = round((time.process_time() - own_s) / seconds, 2)
 
     def _doors_cpu_s(self) -> float:
@@ -72,23 +95,29 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def figures(lags: Lags) -> dict[str, float]:
-    p50, p99 = np.percentile(lags.values, [50, 99]) * 1e3
+def figures(lags_s: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(lags_s, [50, 99]) * 1e3
     return {"lag_p50_ms": round(float(p50), 2), "lag_p99_ms": round(float(p99), 2)}
 
 
-async def streams(bench: Bench, num_streams: int, rate: float) -> dict[str, Any]:
-    """Measures streams that get so many tokens a second together."""
-    row: dict[str, Any] = {"row": "streams", "streams": num_streams, "offered": rate}
-    num_tokens = int(rate / num_streams * bench.seconds)
+async def streams(bench: Bench, num_streams: int, rate: float | None) -> dict[str, Any]:
+    """Measures streams that get so many tokens a second together; None: as many as the doors can relay."""
+    row: dict[str, Any] = {"row": "streams", "streams": num_streams, "offered": rate or "max"}
     lags = bench.lags()
-    async with bench.stepping(num_streams / rate):
+    steps = (
+        bench.stub.run_ahead(lambda: len(lags.values)) if rate is None else bench.stub.run(num_streams / rate)
+    )
+    clients = (read_stream(next(bench.ports), LONGEST, lags) for _ in range(num_streams))
+    async with bench.reading(clients, num_streams), bench.stepping(steps):
+        await asyncio.sleep(SETTLING_S)
+        begin = len(lags.values)
         with bench.timed(row):
-            await asyncio.gather(
-                *(read_stream(next(bench.ports), num_tokens, lags) for _ in range(num_streams))
-            )
-    row["tokens"] = len(lags.values)
-    return row | {"tokens_per_s": round(len(lags.values) / row["seconds"])} | figures(lags)
+            await asyncio.sleep(bench.seconds)
+            values = lags.values[begin:]
+        assert bench.stub.num_running == num_streams, "an answer has ended before its row"
+    row |= {"tokens": len(values), "tokens_per_s": round(len(values) / row["seconds"])}
+    row["door_us_per_token"] = round(1e6 * row["door_cpu"] * row["seconds"] / len(values), 1)
+    return row | figures(values)
 
 
 async def short_requests(bench: Bench) -> dict[str, Any]:
@@ -102,7 +131,7 @@ async def short_requests(bench: Bench) -> dict[str, Any]:
             statuses.append(await ask(reader, writer, request))
         writer.close()
 
-    async with bench.stepping(1e-3):
+    async with bench.stepping(bench.stub.run(1e-3)):
         with bench.timed(row):
             await asyncio.gather(*(client() for _ in range(CONNECTIONS)))
     assert set(statuses) == {200}, "a request failed"
@@ -113,31 +142,21 @@ async def beside(bench: Bench, kind: str) -> dict[str, Any]:
     """Streams that are read, among others that are read, that are never read, or whose clients leave."""
     row: dict[str, Any] = {"row": f"{NUM_MEASURED} streams beside {NUM_OTHERS} {kind}"}
     num_tokens, lags, unread = int(bench.seconds / OTHERS_STEP_S), bench.lags(), []
-    async with bench.stepping(OTHERS_STEP_S):
-        others: list[Any] = []
-        if kind == "read":
-            others = [read_stream(next(bench.ports), 4 * num_tokens, bench.lags()) for _ in range(NUM_OTHERS)]
-        elif kind == "leaving":
-            others = [_leave_one_by_one(bench)]
-        else:
-            unread = [open_unread(next(bench.ports), 4 * num_tokens) for _ in range(NUM_OTHERS)]
-        tasks = [asyncio.ensure_future(other) for other in others]
-        wanted = 0 if kind == "leaving" else NUM_OTHERS
-        async with asyncio.timeout(60):
-            while bench.stub.num_running < wanted:
-                await asyncio.sleep(0.05)
+    others: list[Coroutine[Any, Any, None]] = []
+    if kind == "read":
+        others = [read_stream(next(bench.ports), 4 * num_tokens, bench.lags()) for _ in range(NUM_OTHERS)]
+    elif kind == "leaving":
+        others = [_leave_one_by_one(bench)]
+    else:
+        unread = [open_unread(next(bench.ports), 4 * num_tokens) for _ in range(NUM_OTHERS)]
+    num_others = 0 if kind == "leaving" else NUM_OTHERS
+    async with bench.stepping(bench.stub.run(OTHERS_STEP_S)), bench.reading(others, num_others):
         with bench.timed(row):
             measured = (read_stream(next(bench.ports), num_tokens, lags) for _ in range(NUM_MEASURED))
             await asyncio.gather(*measured)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         for client in unread:
             client.close()
-        async with asyncio.timeout(60):  # what is not read, or left, is cancelled at the worker
-            while bench.stub.num_running:
-                await asyncio.sleep(0.05)
-    return row | figures(lags)
+    return row | figures(lags.values)
 
 
 async def _leave_one_by_one(bench: Bench) -> None:
@@ -185,18 +204,19 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--doors", type=int, default=1, help="processes, asked in turn")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rates", default="2000,3000,4000,6000", help="tokens per second of all streams")
+    parser.add_argument("--streams", default="64,256")
+    parser.add_argument("--rates", default="3000,6000,max", help="tokens per second of all streams")
     args = parser.parse_args()
     print(json.dumps(origin() | {"doors": args.doors}))
     async with started(args.doors, args.seconds) as bench:
         await streams(bench, 8, 400.0)  # warm
-        for rate in args.rates.split(","):
-            print(json.dumps(await streams(bench, args.streams, float(rate))), flush=True)
+        for num_streams, rate in itertools.product(args.streams.split(","), args.rates.split(",")):
+            row = await streams(bench, int(num_streams), None if rate == "max" else float(rate))
+            print(json.dumps(row), flush=True)
         print(json.dumps(await short_requests(bench)), flush=True)
         for kind in ("read", "unread", "leaving"):
             print(json.dumps(await beside(bench, kind)), flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    uvloop.run(main())

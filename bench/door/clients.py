@@ -43,16 +43,33 @@ def body(max_tokens: int, stream: bool) -> bytes:
 
 async def read_stream(port: int, max_tokens: int, lags: Lags | None = None) -> None:
     """Reads to the end of the answer."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(body(max_tokens, True))
+    loop = asyncio.get_running_loop()
+    transport, stream = await loop.create_connection(lambda: _Stream(lags), "127.0.0.1", port)
     try:
-        while data := await reader.readuntil(b"\r\n"):
-            if lags is not None:
-                lags.note(data)
-            if data.startswith(b"data: [DONE]"):
-                return
+        transport.write(body(max_tokens, True))
+        await stream.ended
     finally:
-        writer.close()
+        transport.close()
+
+
+class _Stream(asyncio.Protocol):
+    """The client's end of a stream. Callbacks, because a task's wake-up for each token would cost more."""
+
+    def __init__(self, lags: Lags | None):
+        self._lags = lags
+        self._tail = b""  # of what has come: the beginning of an event
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        events, _, self._tail = (self._tail + data).rpartition(b"\n\n")
+        if self._lags is not None:
+            self._lags.note(events)
+        if b"data: [DONE]" in events and not self.ended.done():
+            self.ended.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(exc or ConnectionError("the door has closed a stream"))
 
 
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> int:

@@ -1,5 +1,6 @@
-"""A door alone in its process, on uvicorn: `python -m bench.door.served MEMBER`, with the member as JSON.
-Prints its port when it listens. Ends with its standard input, or is killed."""
+"""A door alone in its process, on uvicorn and, as a replica of Ray's, on uvloop: `python -m bench.door.served
+MEMBER`, with the member as JSON. Prints its port when it listens. Ends with its standard input, or is
+killed."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import sys
 
 import msgspec
 import uvicorn
+import uvloop
 
 from bench.equality import MODEL
 from cluster.config.settings import ClusterArgs
@@ -42,4 +44,4 @@ async def main(member: Member) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(msgspec.json.decode(sys.argv[1], type=Member)))
+    uvloop.run(main(msgspec.json.decode(sys.argv[1], type=Member)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cluster.rpc import Connection, Server
 from cluster.types.curves import Curve, Link, ServiceCurves
@@ -26,6 +26,8 @@ from cluster.types.messages import (
 CURVES = ServiceCurves(
     prefill=Curve(1e-3, 1e-6), decode=Curve(1e-3, 1e-6), max_step_units=100_000, links={"": Link(1e-4, 1e10)}
 )
+AHEAD = 4  # tokens of each answer on their way: a door that is busy with a step finds the next ones waiting
+POLL_S = 1e-3
 
 
 class StubWorker:
@@ -35,6 +37,7 @@ class StubWorker:
         self._token_ids = token_ids
         self._left: dict[Connection, dict[str, int]] = {}  # door → tokens of each answer that are left
         self._num_steps = 0
+        self._num_sent = 0  # tokens
         self.sent_at = [0.0] * len(token_ids)  # of the last step with this token
 
     @property
@@ -64,6 +67,15 @@ class StubWorker:
             await asyncio.sleep(due_at - loop.time())
             self._step()
 
+    async def run_ahead(self, num_read: Callable[[], int]) -> None:
+        """Steps as fast as clients read, until it is cancelled. `num_read`: tokens that they have read since
+        the call."""
+        sent_before = self._num_sent
+        while True:
+            while self._num_sent - sent_before - num_read() < AHEAD * self.num_running:
+                self._step()
+            await asyncio.sleep(POLL_S)
+
     def _step(self) -> None:
         if not self.num_running:
             return
@@ -72,6 +84,7 @@ class StubWorker:
         self.sent_at[which] = time.monotonic()
         for door, left in self._left.items():
             events = _next_tokens(left, (self._token_ids[which],))
+            self._num_sent += len(events)
             num = self.num_running
             door.send(Tokens(events, LoadReport(num_running=num, num_queued_units=num)))
 

@@ -38,7 +38,7 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that has become certain; may be empty."""
-        return "".join(self._push(token_id) for token_id in token_ids if token_id not in self._special_ids)
+        return "".join([self._push(token_id) for token_id in token_ids if token_id not in self._special_ids])
 
     def flush(self) -> str:
         """The end of the stream: the text that was held back."""

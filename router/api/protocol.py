@@ -39,6 +39,12 @@ class Generation(Protocol):
     """One choice."""
 
     @property
+    def has_next(self) -> bool:
+        """Whether the next delta is there already: the iteration goes on without waiting. False after the
+        last delta."""
+        ...
+
+    @property
     def prompt_token_ids(self) -> Sequence[int]:
         """The prompt with media placeholders expanded; the same for all choices of a prompt."""
         ...

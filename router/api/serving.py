@@ -31,6 +31,7 @@ AnyCall = TypeVar("AnyCall", bound=Call)
 Start = Callable[[], Awaitable[Sequence[Generation]]]  # of a call
 StartCall = Callable[[AnyCall], Awaitable[Sequence[Generation]]]
 _OF_WORKERS = ("placement", "alternatives")  # fields of a timeline
+MAX_WRITE_BYTES = 16 << 10  # of events that are sent together: some 80 tokens, 1.5 ms of work
 
 
 class AnswerFormat(Protocol):
@@ -182,28 +183,31 @@ async def stream(
     answer: AnswerFormat,
     report: TimelineReport | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Yields server-sent events. The caller answers errors that are raised before the first event, and sends
-    later ones as events. With a `report`, the timelines are an event after the choices."""
+    """Yields server-sent events: those of deltas that are there already come together, so that a door that
+    falls behind has less to do for each. The caller answers errors that are raised before the first event,
+    and sends later ones as events. With a `report`, the timelines are an event after the choices."""
     with naming(answer.name_of):
         generations = await start()
         started: set[int] = set()
         has_begun = False
+        events = b""
         try:
             async with contextlib.aclosing(_merged(generations)) as deltas:
                 async for index, delta in deltas:
-                    generation, events = generations[index], b""
+                    generation = generations[index]
                     if index not in started:
-                        events = answer.first(index, generation, has_notes=not started)
+                        events += answer.first(index, generation, has_notes=not started)
                         started.add(index)
                     if not delta.is_empty:
                         events += answer.text(index, delta, generation)
                     if delta.finish_reason is not None:
                         events += answer.finish(index, delta, generation)
-                    if events:
+                    if events and (len(events) >= MAX_WRITE_BYTES or not generation.has_next):
                         if report is not None and not has_begun:
                             has_begun = True
                             report.begin(generation)
                         yield events
+                        events = b""
             if report is not None:
                 yield answer.timelines(report.fields(generations))
             yield answer.end(generations)

@@ -144,11 +144,16 @@ class Attempts(Mapping[str, Attempt]):
         ):
             raise barred_request()
 
-    def on_tokens(self, attempt: Attempt, worker: WorkerState, event: TokenEvent, now: float) -> None:
-        with self._context.isolated(attempt):
-            self._on_tokens(attempt, worker, event, now)
-        if event.finish_reason is not None or worker is not attempt.decode or attempt.has_failed:
-            self.advance(attempt, now)
+    def on_tokens(self, worker: WorkerState, events: Sequence[TokenEvent], now: float) -> None:
+        """The tokens of one step. Those of requests that have landed are dropped."""
+        for event in events:
+            attempt = self._attempts.get(event.request_id)
+            if attempt is None:
+                continue
+            with self._context.isolated(attempt):
+                self._on_tokens(attempt, worker, event, now)
+            if event.finish_reason is not None or worker is not attempt.decode or attempt.has_failed:
+                self.advance(attempt, now)
 
     def on_message(self, worker: WorkerState, message: RequestMessage, now: float) -> None:
         attempt = self._attempts[message.request_id]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from cluster.errors import ClusterError
 from cluster.types.messages import AnyMessage, TokenEvent
 from router.telemetry.timeline import RequestTimeline
@@ -19,8 +21,7 @@ class Send:
     owner: str = ""  # the worker whose grant the message passes on; empty: it passes none on
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """New tokens of one choice, or the error that ends it, to its reader."""
 
     request_id: str  # the client's

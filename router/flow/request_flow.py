@@ -208,10 +208,7 @@ class RequestFlow:
                 with logged():
                     self._cluster.reported(replica_id, message.load, now)
                     self._admission.load_changed()
-            for event in message.events:
-                attempt = self.attempts.get(event.request_id)
-                if attempt is not None:
-                    self.attempts.on_tokens(attempt, worker, event, now)
+            self.attempts.on_tokens(worker, message.events, now)
         elif isinstance(message, RequestMessage) and message.request_id in self.attempts:
             self.attempts.on_message(worker, message, now)
         else:

@@ -318,7 +318,8 @@ class Attempt:
         ready = choice.arrived(event, is_first)
         if worker is self.decode:
             self.has_decode_spoken = True
-            self.is_over_at_decode = all(choice.is_finished for choice in self.choices)
+            if event.finish_reason is not None:
+                self.is_over_at_decode = all(choice.is_finished for choice in self.choices)
         return ready
 
     def on_preempted(self) -> None:

@@ -48,9 +48,6 @@ class EventStream(Response):
             except OSError:  # the server raises it when the connection is gone
                 raise ClientGoneError from None
 
-        def body(data: bytes, more: bool) -> Message:
-            return {"type": "http.response.body", "body": data, "more_body": more}
-
         has_started = False
         try:
             async for event in self._events:
@@ -61,12 +58,13 @@ class EventStream(Response):
                     await write(start)
                     if request.method == "HEAD":
                         break
-                await write(body(event, True))
+                await write({"type": "http.response.body", "body": event, "more_body": True})
         except ClientGoneError:
             raise
         except Exception as error:
             if not has_started:
                 raise
             log_unexpected(request, error)
-            await write(body(self._error_event(public_error(error)), True))
-        await write(body(b"", False))
+            last = self._error_event(public_error(error))
+            await write({"type": "http.response.body", "body": last, "more_body": True})
+        await write({"type": "http.response.body", "body": b"", "more_body": False})

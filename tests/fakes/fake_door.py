@@ -34,7 +34,7 @@ class FakeTimeline:
 
 class FakeGeneration:
     timeline = FakeTimeline()
-
+    has_next = False
     prompt_token_ids = (1, 2, 3)
     prompt_logprobs = (None, (RankedToken(2, -0.5, None, "b"), RankedToken(9, -0.25, 1, "\ufffd")), None)
 

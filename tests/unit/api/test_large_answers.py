@@ -265,7 +265,8 @@ async def test_an_echoed_prompt_comes_in_pieces_between_which_the_loop_goes_on()
             pass
 
     metrics: Any = SimpleNamespace(finished=lambda outcome: None)
-    for name in ("ttft_s", "prompt_tokens", "cached_tokens", "generation_tokens", "itl_s"):
+    metrics.tokens = SimpleNamespace(num=0)
+    for name in ("ttft_s", "prompt_tokens", "cached_tokens"):
         setattr(metrics, name, SimpleNamespace(observe=lambda value: None, inc=lambda value: None))
     text: Any = SimpleNamespace(push=lambda event: delta)
     prompt: Any = SimpleNamespace(num_tokens=1000, release=lambda: None)

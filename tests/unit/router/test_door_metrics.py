@@ -7,6 +7,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from cluster.types.curves import Link
 from cluster.types.members import Member, Role
@@ -99,3 +100,20 @@ def test_every_reason_is_exported_before_a_request_ended_with_it():
         assert lines(metrics)[series(reason)] == 0
     metrics.finished("InternalError")
     assert lines(metrics)[series("InternalError")] == 1
+
+
+def test_gaps_between_tokens_are_counted_as_the_client_library_counts():
+    """In the buckets of a histogram, with bounds that belong to the bucket below them."""
+    metrics, registry = DoorMetrics("m", list, flow()), CollectorRegistry()
+    buckets = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5]
+    own = Histogram(
+        "epdg_inter_token_latency_seconds", "", ("model_name",), buckets=buckets, registry=registry
+    )
+    for gap_s in (0.0, 0.001, 0.0011, 0.02, 0.02, 2.5, 2.6, 100.0):
+        metrics.tokens.gap(gap_s)
+        own.labels("m").observe(gap_s)
+    metrics.tokens.num += 9
+    expected = [line for line in generate_latest(registry).decode().splitlines() if line.startswith("epdg")]
+    found = metrics.render().decode().splitlines()
+    assert [line for line in expected if "_created" not in line and line not in found] == []
+    assert 'epdg_generation_tokens_total{model_name="m"} 9.0' in found
