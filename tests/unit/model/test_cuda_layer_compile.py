@@ -127,7 +127,7 @@ def test_attention_over_segments_compiles(width: int, dtype, capability: int) ->
         "WIDTH": width, "RUN": tiles.run, "REST": tiles.rest, "ROWS": tiles.rows, "KEYS": tiles.keys,
     }  # fmt: skip
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
-    kinds = dict.fromkeys(("query", "key", "value", "out"), kind)
+    kinds: dict[str, str] = dict.fromkeys(("query", "key", "value", "out"), kind)
     kinds |= dict.fromkeys(("query_stride", "key_stride", "value_stride"), "i32")
     check_compiles(
         packed_kernels, "attend_segments", constants, kinds, capability, num_warps=tiles.warps, num_stages=2
