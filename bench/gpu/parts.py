@@ -191,6 +191,24 @@ def encoder(rehearse: bool) -> Measurements:
     yield from encoders.latencies(_speed(rehearse), rehearse)
 
 
+def preparing(rehearse: bool) -> Measurements:
+    """Images and clips that threads of one process, or so many processes, prepare at once; on the CPUs of the
+    machine."""
+    from bench.encoder.preparing import measure  # needs PyAV
+    from bench.equality import MODEL
+
+    for record in measure(MODEL, (0,) if rehearse else (0, 1, 2, 4, 8), 1):
+        way = f"{record['processes']} processes" if record["processes"] else "threads"
+        rates = {f"{how}_per_s": record["items"] / record[f"{how}_s"] for how in ("alone", "encoded")}
+        lags = {name: 1e6 * record[f"lag_{name}_s"] for name in ("p50", "p99")}
+        yield {
+            "what": f"{record['kind']}, {way}",
+            **rates,
+            "lag_p50_us": lags["p50"],
+            "lag_p99_us": lags["p99"],
+        }
+
+
 def transfer(rehearse: bool) -> Measurements:
     """Measures transfers between two processes on one device, by NIXL."""
     speed = probe_transport(torch.device("cpu" if rehearse else "cuda"))
@@ -242,5 +260,6 @@ MORE: dict[str, Part] = {
     "steps-7b": Part(240, partial(steps, ("7b",), ("auto", "int8"), BATCHES)),
     "attention": Part(90, partial(attention, CASES, FORMATS)),
     "products": Part(60, products),
+    "preparing": Part(90, preparing),
 }
 PARTS = RUN | MORE
