@@ -21,7 +21,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 CONFIG ?= deploy/cluster.yaml
 PYTEST_ARGS ?=
-TEST_WORKERS ?= 2# each takes a core and about 2 GB
+TEST_WORKERS ?= 3# each takes about 2 GB; on two cores, as many tests wait
 PYTEST = $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
 TYPES = $(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 PIP_AUDIT := pip-audit==2.10.1

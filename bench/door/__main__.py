@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import re
 import sys
 import tempfile
@@ -90,9 +89,9 @@ class Bench:
 
 
 def cpu_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Of a process with all its threads, by the clock that clock_getcpuclockid(3) names: a jiffy would be
+    hundreds of tokens."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def figures(lags_s: Sequence[float]) -> dict[str, float]:
