@@ -89,8 +89,8 @@ class Bench:
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process with all its threads, by the clock that clock_getcpuclockid(3) names: a jiffy would be
-    hundreds of tokens."""
+    """Reads the clock of a process and all its threads, as clock_getcpuclockid(3) names it: a jiffy would
+    be hundreds of tokens."""
     return time.clock_gettime(~pid << 3 | 2)
 
 
