@@ -57,7 +57,8 @@ def find_normalisation(
         return getattr(part, name, None) if given is None else given
 
     mean, std, factor = (value(name) for name in ("image_mean", "image_std", "rescale_factor"))
-    if not (value("do_rescale") and value("do_normalize") and mean and std and factor):
+    channels = all(isinstance(values, list | tuple) and len(values) == NUM_CHANNELS for values in (mean, std))
+    if not (value("do_rescale") and value("do_normalize") and channels and factor):
         return None
     scaled = [torch.tensor(values) * (1.0 / factor) for values in (mean, std)]  # as transformers fuses them
     pairs = [pair for array in arrays if (pair := _pair(prepare, array)) is not None]
@@ -94,8 +95,6 @@ def _candidates(
 ) -> Iterator[Normalisation]:
     import torch
 
-    if len(mean) != NUM_CHANNELS or len(std) != NUM_CHANNELS:
-        return
     for name in whole:
         pixels = bare.get(name)
         if pixels is None or pixels.dtype is not torch.uint8:

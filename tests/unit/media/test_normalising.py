@@ -80,7 +80,13 @@ def test_a_processor_that_differs_in_a_bit_computes_the_step_itself(prepare):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"do_normalize": False}, {"do_rescale": False}, {"image_mean": [0.5], "image_std": [0.5]}]
+    "kwargs",
+    [
+        {"do_normalize": False},
+        {"do_rescale": False},
+        {"image_mean": [0.5], "image_std": [0.5]},
+        {"image_mean": 0.5},
+    ],
 )
 def test_call_arguments_of_the_model_folder_count(kwargs):
     assert find_normalisation(PART, kwargs, planes, trial_images()) is None
