@@ -145,7 +145,7 @@ class Network:
     def _close(self, end: End) -> None:
         if end.is_ended:
             return
-        if not end.is_deaf and self.is_parted(end.process, end.peer.process):
+        if not end.is_deaf and (end.blocked or self.is_parted(end.process, end.peer.process)):
             self._scheduler.after(0.1, end.thread, "", self._close, end)
             return
         end.is_ended, end.is_open = True, False
@@ -161,9 +161,14 @@ class Network:
         self.partitions.discard(pair)
         for end in self.ends:
             if end.blocked and frozenset((end.process, end.peer.process)) == pair:
-                waiting, end.blocked = end.blocked, deque()
-                for message in waiting:
-                    self._scheduler.after(0.0, end.thread, "", self._arrive, end, message)
+                self._scheduler.after(0.0, end.thread, "", self._unblock, end)
+
+    def _unblock(self, end: End) -> None:
+        """Until it happens, later messages queue behind those that are blocked, also where the process is
+        stopped by then."""
+        waiting, end.blocked = end.blocked, deque()
+        for message in waiting:
+            self._arrive(end, message)
 
 
 def describe(message: Any) -> str:

@@ -14,7 +14,8 @@ from tests.fakes.engines import FEATURE_LAYOUT, Rig
 from tests.fakes.kv_rows import BLOCK_SIZE
 from tests.fakes.relay import Relay
 from tests.fakes.requests import make_item, make_request
-from tests.histories.scheduler import SimulatedProcess, SimulatedThread
+from tests.histories.network import Network
+from tests.histories.scheduler import Scheduler, SimulatedProcess, SimulatedThread
 from tests.histories.world import Shape, World
 from tests.unit.engine.feature_parts import FakeMover
 
@@ -74,3 +75,26 @@ def test_an_item_that_is_asked_for_again_at_its_own_worker_does_not_stay_there()
         scheduler.run_until(2.0)
     assert len(encoder.engine.deliveries) == 0
     assert worker.ended[-1] == "second"
+
+
+def test_messages_keep_their_order_through_a_partition_and_a_stop() -> None:
+    """Of the tool itself: what a partition held back came after what arrived while the process was stopped
+    (seed 313883)."""
+    scheduler = Scheduler()
+    network = Network(scheduler, Random(0))
+    near, far = (SimulatedThread(SimulatedProcess(name), "loop") for name in ("door", "worker"))
+    here, there = network.connect(near, far)
+    heard: list[str] = []
+    there.on_message = lambda _, message: heard.append(message.request_id)
+    network.part(near.process, far.process, 1.0)
+    here.send(Cancel("first"))
+    scheduler.run_until(0.1)
+    scheduler.stop(far.process)
+    here.send(Cancel("second"))
+    scheduler.run_until(2.0)
+    here.send(Cancel("third"))
+    scheduler.run_until(2.1)
+    assert heard == []
+    scheduler.resume(far.process)
+    scheduler.run_until(3.0)
+    assert heard == ["first", "second", "third"]
