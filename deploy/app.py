@@ -85,7 +85,7 @@ def compose(args: ClusterArgs, hosts: Hosts) -> serve.Application:
     resolved = resolve(args, read_environment(), num_cores=len(os.sched_getaffinity(0)))
     config = read_config(resolved.model)  # the door checks the tokenizer: to read a large one takes a while
     check_family(config)
-    check_weights(Path(resolved.model), resolved.tensor_parallel_size)
+    check_weights(Path(resolved.model))
     roles = [role for role in resolved.roles if role is not Role.ENCODE or takes_media(config)]
     if len(roles) < len(resolved.roles):
         logger.warning("model type '%s' takes no media: there is no encode pool", config["model_type"])

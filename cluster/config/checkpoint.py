@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.families import family_of_type, no_adapter, part_of_whole, why_refused
-from cluster.config.quantised import MXFP4, Header, Quantisation, declared, judge
+from cluster.config.quantised import declared, judge
+from cluster.config.weight_formats import Header, Quantisation
 from cluster.errors import ConfigError
 from cluster.types.media import Modality
 
@@ -37,13 +38,12 @@ class Weights:
     file_bytes: int = 0
 
 
-def check_checkpoint(folder: Path, num_ranks: int = 1) -> tuple[dict[str, Any], Weights]:
+def check_checkpoint(folder: Path) -> tuple[dict[str, Any], Weights]:
     """The configuration of the part that is served, and the weights. Raises ConfigError for everything that
-    would make loading on `num_ranks` ranks fail or give other weights, as far as it can be seen without
-    reading a weight."""
+    would make loading fail or give other weights, as far as it can be seen without reading a weight."""
     config = read_config(folder)
     check_family(config)
-    weights = check_weights(folder, num_ranks)
+    weights = check_weights(folder)
     check_tokenizer(folder)
     return config, weights
 
@@ -142,7 +142,7 @@ def check_tokenizer(folder: Path) -> None:
             raise ConfigError(f"cannot read {file}: {error}", param="model") from error
 
 
-def check_weights(folder: Path, num_ranks: int = 1) -> Weights:
+def check_weights(folder: Path) -> Weights:
     """Checks every header and size, not the bytes inside tensors. Raises ConfigError for a file that is
     missing, truncated or in another format, for weights that are not plain numbers and would not become
     such, and for an adapter."""
@@ -155,8 +155,6 @@ def check_weights(folder: Path, num_ranks: int = 1) -> Weights:
         return Weights(0)
     headers = {name: header for file in files for name, header in _read_headers(file).items()}
     quantisation = check_headers(folder, headers)
-    if quantisation is not None:
-        quantisation.check_ranks(num_ranks)
     num_bytes = sum(file.stat().st_size for file in files)
     return Weights(_num_parameters(headers, quantisation), quantisation, num_bytes)
 
@@ -232,14 +230,12 @@ def _read_headers(file: Path) -> dict[str, Header]:
 
 
 def _num_parameters(headers: Mapping[str, Header], quantisation: Quantisation | None) -> int:
-    """The parameters as the plain model has them: without scales, and both weights that share a byte."""
-    count = sum(math.prod(header.shape) for header in headers.values())
-    if quantisation is not None:
-        for quantised, scales in quantisation.scales.items():
-            count -= math.prod(headers[scales].shape)
-            if quantisation.method == MXFP4:
-                count += math.prod(headers[quantised].shape)
-    return count
+    """The parameters as the plain model has them."""
+    if quantisation is None:
+        return sum(math.prod(header.shape) for header in headers.values())
+    replaced = set(quantisation.replaced)
+    kept = sum(math.prod(header.shape) for name, header in headers.items() if name not in replaced)
+    return kept + sum(math.prod(weight.shape) for weight in quantisation.weights.values())
 
 
 def _refuse(name: str, reason: str) -> None:

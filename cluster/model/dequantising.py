@@ -1,38 +1,167 @@
-"""Reads quantised weights as the plain numbers that they stand for, with transformers' own conversions.
+"""Reads quantised weights as the plain numbers that they stand for: transformers gets a plain checkpoint.
 
-    declare(config, quantisation)       the one entry that transformers sees
-    check_scales(files, quantisation)   before a weight is converted
-    settle(model, quantisation, dtype)  after that: every parameter in one dtype
+    forget_entries(config)                             transformers' own conversions do not run
+    with plain_tensors(files, quantisation, dtype) as tensors:
+        check_values(tensors)                          before a weight is converted
+        …                                              transformers slices what it needs
+    note(model, quantisation)                          for the fingerprint
+
+A plain weight is (code − zero) × scale, in float32, rounded once to the model's dtype. It is computed where
+it is sliced, a few rows at a time. A rank that takes a share of the rows reads those rows alone; of a share
+of the columns it reads all columns.
 
 Which formats there are, and whether a checkpoint has just the tensors of its format, is decided in
-`cluster.config.quantised`. Runs on the thread that loads the model.
+`cluster.config`. Runs on the threads that load the model.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cluster.config.quantised import MXFP4, Header, Quantisation
+from cluster.config.weight_formats import MXFP4, WORD_BITS, Header, Quantisation, StoredWeight
 from cluster.errors import ConfigError
 
 # The median of a matrix is about 0.01. Scales that were meant to divide make it 10⁵. There is no lower bound:
 # experts that training never used decay to almost nothing.
 _LARGEST_MEDIAN = 1.0
 _NUM_ROWS = 8  # of each matrix that are looked at
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # magnitudes of MXFP4's codes; the fourth bit is the sign
+_CHUNK = 1 << 22  # weights that are float32 at once, in each of transformers' threads
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by MXFP4's codes
+_MXFP4_BIAS = 127  # of exponents
 _PLAIN_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL",
 }  # fmt: skip
-_MXFP4_BIAS = 127  # of exponents
+Stored = Mapping[str, Any]  # tensors of weight files by name, each read where it is sliced
+
+
+class DequantisedSlice:
+    """A plain weight that exists where it is sliced, as safetensors' slices do."""
+
+    def __init__(self, weight: StoredWeight, form: Quantisation, tensors: Stored, dtype: torch.dtype):
+        self._weight = weight
+        self._form = form
+        self._tensors = tensors
+        self._dtype = dtype
+
+    def get_shape(self) -> list[int]:
+        return list(self._weight.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """index: an ellipsis, or slices of leading axes."""
+        rows, *others = (slice(None),) if index is ... else index
+        first, end, _ = rows.indices(self._weight.shape[0])
+        plain = torch.empty(end - first, *self._weight.shape[1:], dtype=self._dtype)
+        if self._form.layout is MXFP4:
+            for expert, target in enumerate(plain, first):
+                codes, scales = self._mxfp4(slice(expert, expert + 1))
+                target.copy_((codes * scales).flatten(2)[0].T)
+        else:
+            step = max(_NUM_ROWS, _CHUNK // self._weight.shape[1])
+            for start, part in zip(range(first, end, step), plain.split(step), strict=True):
+                codes, scales = self._rows(start, start + len(part))
+                part.copy_((codes * scales).flatten(1)[:, : plain.shape[1]])
+        return plain[(slice(None), *others)]
+
+    def check(self) -> None:
+        """Raises ConfigError if the values contradict the headers, or if the scales make no plausible
+        weights, e.g. if they were inverted. Reads a few rows."""
+        weight, tensors = self._weight, self._tensors
+        if weight.declared_shape and tensors[weight.declared_shape][:].tolist() != list(weight.shape):
+            self._refuse(f"{weight.declared_shape} is not {list(weight.shape)}")
+        if weight.groups:
+            in_order = torch.arange(weight.shape[1]) // weight.block[1]
+            if not torch.equal(tensors[weight.groups][:].long(), in_order):
+                self._refuse(f"{weight.groups} does not count its groups in order (desc_act)")
+        if weight.zeros and self._form.layout.zeros_are_symmetric_too:
+            self._check_zeros()
+        if self._form.layout is MXFP4:
+            codes, scales = self._mxfp4(slice(None), slice(_NUM_ROWS))
+        else:
+            codes, scales = self._rows(0, min(_NUM_ROWS, weight.shape[0]))
+        magnitudes = (codes.abs() * scales).flatten()  # negative if a scale is
+        magnitudes = magnitudes[magnitudes != 0]
+        if magnitudes.numel() and not 0 < (median := float(magnitudes.median())) <= _LARGEST_MEDIAN:
+            self._refuse(
+                f"{weight.codes} × {weight.scales} gives weights of about {median:.1e}: "
+                "the scales are wrong, or inverted"
+            )
+
+    def _check_zeros(self) -> None:
+        """A stored 15 means 16 to some readers of GPTQ, 0 to others, and may have spoilt its neighbours."""
+        form = self._form
+        zeros, largest = self._zeros(), 1 << form.bits
+        if form.is_symmetric and not (zeros == largest // 2).all():
+            self._refuse(f"{self._weight.zeros} is not symmetric")
+        if (zeros == largest).any():
+            self._refuse(f"{self._weight.zeros} has zero points that {form.layout.name} cannot hold")
+
+    def _refuse(self, what: str) -> None:
+        raise ConfigError(f"{what}; use another export or the unquantised checkpoint", param="model")
+
+    def _rows(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Codes without their zeros [rows, groups, columns of a group] and scales [rows, groups, 1], float32.
+        The last group is padded."""
+        layout, (block_rows, block_columns) = self._form.layout, self._weight.block
+        step = self._form.words if layout.is_packed_along_rows else 1
+        low, high = first // step, -(-end // step)
+        stored = self._tensors[self._weight.codes]
+        codes = stored[:, low:high].T if layout.is_transposed else stored[low:high]
+        if layout.dtype == "I32":
+            codes = self._unpacked(codes, along_rows=layout.is_packed_along_rows)
+        codes = codes[first - low * step : end - low * step].float()
+        scales = self._grid(self._tensors[self._weight.scales][...])
+        codes = functional.pad(codes, (0, scales.shape[1] * block_columns - codes.shape[1]))
+        codes = codes.unflatten(1, (-1, block_columns))
+        blocks = torch.arange(first, end) // block_rows
+        if layout.dtype == "I32":
+            codes -= self._zeros()[blocks].unsqueeze(-1)
+        return codes, scales[blocks].unsqueeze(-1)
+
+    def _zeros(self) -> Tensor:
+        """Codes of 0, for each scale [rows of blocks, columns of blocks]; of symmetric codes the middle."""
+        form, (rows, _) = self._form, self._num_blocks
+        if not self._weight.zeros:
+            return torch.full(self._num_blocks, float(1 << form.bits - 1))
+        words = self._tensors[self._weight.zeros][...]
+        words = words.T if form.layout.is_transposed else words
+        return (self._unpacked(words, along_rows=True)[:rows] + form.layout.zero_offset).float()
+
+    def _unpacked(self, words: Tensor, *, along_rows: bool) -> Tensor:
+        form = self._form
+        places = form.layout.places if form.bits == WORD_BITS // 8 else range(form.words)
+        shifts = torch.tensor(places, dtype=torch.int32) * form.bits
+        if along_rows:
+            return (words.unsqueeze(1) >> shifts[:, None] & (1 << form.bits) - 1).flatten(0, 1)
+        return (words.unsqueeze(-1) >> shifts & (1 << form.bits) - 1).flatten(1)
+
+    @property
+    def _num_blocks(self) -> tuple[int, int]:
+        rows, columns = (-(-n // b) for n, b in zip(self._weight.shape, self._weight.block, strict=True))
+        return rows, columns
+
+    def _grid(self, scales: Tensor) -> Tensor:
+        """[rows of blocks, columns of blocks] float32."""
+        rows, columns = self._num_blocks
+        if self._form.layout.is_transposed:
+            return scales.reshape(columns, rows).T.float()
+        return scales.reshape(rows, columns).float()
+
+    def _mxfp4(self, experts: slice, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Codes [experts, rows, groups, 32] and scales [experts, rows, groups, 1], float32."""
+        packed = self._tensors[self._weight.codes][experts, rows]
+        exponents = self._tensors[self._weight.scales][experts, rows].float() - _MXFP4_BIAS
+        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
+        return _E2M1[codes], exponents.exp2().unsqueeze(-1)
 
 
 def read_pickled_headers(folder: Path) -> dict[str, Header]:
@@ -51,64 +180,41 @@ def read_pickled_headers(folder: Path) -> dict[str, Header]:
     return headers
 
 
-def declare(config: PreTrainedConfig, quantisation: Quantisation | None) -> None:
-    """Replaces all entries in the configuration by one that makes transformers dequantise on every device. It
-    goes by the tensors' names, so a list of modules that were left plain is of no use to it, and without one
-    it would look for an output head that half a model has not."""
+def forget_entries(config: PreTrainedConfig) -> None:
+    """Removes all entries from the configuration, so that transformers loads plain weights."""
     for part in _parts(config):
         part.__dict__.pop("quantization_config", None)
-    if quantisation is not None:
-        config.quantization_config = {
-            "quant_method": quantisation.method, "dequantize": True, "modules_to_not_convert": [],
-        }  # fmt: skip
 
 
-def settle(model: PreTrainedModel, quantisation: Quantisation, dtype: torch.dtype) -> None:
-    """Casts what transformers leaves in the file's dtype: all plain tensors of a checkpoint with quantised
-    ones. Notes the format in the model's configuration, and with that in its fingerprint: weights that were
-    dequantised are not those that were quantised."""
-    kept = model._get_dtype_plan(dtype)
-    for name, parameter in model.named_parameters():
-        wanted = next((kept[part] for part in kept if re.search(part, name)), dtype)
-        if parameter.itemsize == 1:
-            raise ConfigError(f"{name} was not dequantised ({quantisation})", param="model")
-        if parameter.dtype is not wanted:
-            parameter.data = parameter.data.to(wanted)
-    model.config.dequantised_from = dict(quantisation.entry)
-
-
-def check_scales(files: Sequence[Path], quantisation: Quantisation) -> None:
-    """Raises ConfigError for a tensor whose scales make no plausible weights, e.g. if they were inverted.
-    Reads a few rows of each matrix."""
+@contextmanager
+def plain_tensors(files: Sequence[Path], form: Quantisation, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """All tensors of the plain checkpoint, by its names. Nothing is read before it is sliced."""
     with ExitStack() as opened:
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for file in files:
             reader = opened.enter_context(safe_open(file, framework="pt"))
-            tensors |= dict.fromkeys(reader.keys(), reader)
-        for weight, scale in quantisation.scales.items():
-            rows = tensors[weight].get_slice(weight)
-            scales = tensors[scale].get_slice(scale)
-            magnitudes = _mxfp4(rows, scales) if quantisation.method == MXFP4 else _fp8(rows, scales)
-            magnitudes = magnitudes[magnitudes != 0]
-            if magnitudes.numel() and not 0 < (median := float(magnitudes.median())) <= _LARGEST_MEDIAN:
-                raise ConfigError(
-                    f"{weight} × {scale} gives weights of about {median:.1e}: the scales are wrong, or "
-                    "inverted; use another export or the unquantised checkpoint",
-                    param="model",
-                )
+            tensors |= {name: reader.get_slice(name) for name in reader.offset_keys()}
+        replaced = set(form.replaced)
+        plain = {name: tensor for name, tensor in tensors.items() if name not in replaced}
+        for name, weight in form.weights.items():
+            plain[name] = DequantisedSlice(weight, form, tensors, dtype)
+        try:
+            yield plain
+        finally:
+            plain.clear()
 
 
-def _fp8(rows: Tensor, scales: Tensor) -> Tensor:
-    """Magnitudes of the first rows. Negative if a scale is. Both arguments are read when they are sliced."""
-    magnitudes, row_scales = rows[:_NUM_ROWS].float().abs(), scales[:1].float()
-    return (magnitudes.unflatten(1, (row_scales.shape[1], -1)) * row_scales.unsqueeze(-1)).flatten()
+def check_values(tensors: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a weight whose values contradict the headers, or are not plausible."""
+    for tensor in tensors.values():
+        if isinstance(tensor, DequantisedSlice):
+            tensor.check()
 
 
-def _mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Magnitudes of the first rows of all experts, without their signs."""
-    packed, exponents = blocks[:, :_NUM_ROWS], scales[:, :_NUM_ROWS].float() - _MXFP4_BIAS
-    codes = torch.cat((packed & 7, packed >> 4 & 7), -1).long()
-    return (_E2M1[codes] * exponents.exp2().unsqueeze(-1)).flatten()
+def note(model: PreTrainedModel, form: Quantisation) -> None:
+    """Notes the format in the model's configuration, and with that in its fingerprint: weights that were
+    dequantised are not those that were quantised."""
+    model.config.dequantised_from = dict(form.entry)
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

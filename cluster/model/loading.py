@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,11 @@ from transformers.distributed import DistributedConfig
 
 from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
+from cluster.config.weight_formats import Quantisation
 from cluster.errors import ConfigError
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.cuda.merging import merge_inputs
-from cluster.model.dequantising import check_scales, declare, read_pickled_headers, settle
+from cluster.model.dequantising import check_values, forget_entries, note, plain_tensors, read_pickled_headers
 from cluster.model.support import check_class, family_of
 
 logger = logging.getLogger(__name__)
@@ -87,27 +88,27 @@ def load_half(
         half_class = _encoder_class(model_class, family.text_module)
     else:
         half_class = _language_class(model_class, family.text_module)
-    quantisation = check_weights(Path(path), num_ranks).quantisation
+    quantisation = check_weights(Path(path)).quantisation
     if not weight_files(Path(path)):
         check_headers(Path(path), read_pickled_headers(Path(path)))
-    declare(config, quantisation)
+    forget_entries(config)
     if mapped is not None:
         half_class = _mapped_class(half_class, mapped)
-    elif quantisation is not None:
-        check_scales(weight_files(Path(path)), quantisation)
-    if num_ranks > 1:
-        model, report = _read_share(half_class, path, config, dtype, num_ranks)
-    else:
-        model, report = _read_whole(half_class, path, config, dtype)
+    with ExitStack() as opened:
+        if quantisation is not None:
+            tensors = opened.enter_context(plain_tensors(weight_files(Path(path)), quantisation, dtype))
+            half_class = _given_class(half_class, tensors)
+            if mapped is None:
+                check_values(tensors)
+        if num_ranks > 1:
+            model, report = _read_share(half_class, path, config, dtype, num_ranks)
+        else:
+            model, report = _read_whole(half_class, path, config, dtype)
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
     if quantisation is not None:
-        settle(model, quantisation, dtype)
-        held = sum(own.numel() * own.element_size() for own in map(_own_share, model.parameters()))
-        logger.info(
-            "%s: the %s half is held dequantised, from %s: %.2f GiB of %s",
-            path, half, quantisation, held / (1 << 30), dtype,
-        )  # fmt: skip
+        note(model, quantisation)
+        _log_quantised(model, f"{path}: the {half} half", quantisation, dtype)
     _check_finite(model, path)
     model = model.eval().requires_grad_(False)
     # mapped weights, which only CPUs have, are not the model's parameters yet
@@ -117,6 +118,15 @@ def load_half(
     if mapped is not None:
         _register(model)
     return model
+
+
+def _log_quantised(model: nn.Module, what: str, quantisation: Quantisation, dtype: torch.dtype) -> None:
+    held = sum(own.numel() * own.element_size() for own in map(_own_share, model.parameters()))
+    logger.info(
+        "%s is held dequantised, from %s: %.2f GiB of %s", what, quantisation, held / (1 << 30), dtype
+    )
+    if unused := len(quantisation.unused):
+        logger.info("%s: %d scales of activations or KV are not used", what, unused)
 
 
 def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
@@ -291,6 +301,18 @@ def _mapped_class(half_class: type[PreTrainedModel], mapped: MappedWeights) -> t
             """Does nothing: tied weights are one mapped parameter with several names."""
 
     return _named_like(MappedHalf, half_class)
+
+
+def _given_class(half_class: type[PreTrainedModel], tensors: dict[str, Any]) -> type[PreTrainedModel]:
+    """`half_class` that loads these tensors in place of those in the weight files. `tensors`: emptied by the
+    owner when the model is loaded; until then each is read where transformers slices it."""
+
+    class GivenHalf(half_class):
+        @staticmethod
+        def _load_pretrained_model(model: Any, _state_dict: None, *args: Any, **kwargs: Any) -> Any:
+            return half_class._load_pretrained_model(model, tensors, *args, **kwargs)
+
+    return _named_like(GivenHalf, half_class)
 
 
 def _put_aside(model: nn.Module, names: Sequence[str], tensor: torch.Tensor) -> None:

@@ -122,7 +122,7 @@ def _complete(
     operator."""
     args = _settings(application.get("args") or {}, file)
     resolved = resolve(args, environment, num_cores=len(machine.cores))
-    config, weights = check_checkpoint(Path(resolved.model), resolved.tensor_parallel_size)
+    config, weights = check_checkpoint(Path(resolved.model))
     _check_machine(resolved, environment, machine)
     check_memory(resolved, config, weights, machine)
     if key_file := resolved.door.access.key_file:

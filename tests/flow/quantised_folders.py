@@ -104,14 +104,15 @@ def in_mxfp4(weight: Tensor) -> dict[str, Tensor]:
     return {"_blocks": codes[..., 0::2] | codes[..., 1::2] << 4, "_scales": (exponents + 127).to(torch.uint8)}
 
 
-def dequantised(checkpoint: Checkpoint) -> Checkpoint:
+def dequantised(checkpoint: Checkpoint, block: tuple[int, int] = (BLOCK, BLOCK)) -> Checkpoint:
     """What fp8 in blocks and MXFP4 stand for, in float32. A weight without its scales is left as it is."""
     tensors = dict(checkpoint.tensors)
     for name in checkpoint.tensors:
         stem = name.removesuffix("_blocks")
         if f"{name}_scale_inv" in tensors:
             scales = tensors.pop(f"{name}_scale_inv").float()
-            tensors[name] = tensors[name].float() * torch.kron(scales, torch.ones(BLOCK, BLOCK))
+            rows, columns = tensors[name].shape
+            tensors[name] = tensors[name].float() * torch.kron(scales, torch.ones(block))[:rows, :columns]
         elif stem != name:
             packed, exponents = tensors.pop(name), tensors.pop(f"{stem}_scales").float() - 127
             codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()

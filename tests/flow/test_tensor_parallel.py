@@ -40,6 +40,7 @@ from tests.flow.quantised_folders import (
     plain,
     quantised,
 )
+from tests.flow.quantised_formats import FORMS, in_form
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
 
@@ -60,7 +61,12 @@ QUANTISED = {
     "llama_fp8": ("llama", in_fp8_blocks, is_linear, FP8_ENTRY),
     "gpt_oss_mxfp4": ("gpt_oss_sinks_window", in_mxfp4, is_expert, MXFP4_ENTRY),
 }
-OFTEN = (*DIFFERENT, *QUANTISED)
+IN_FORMS = {  # packed along rows; experts, one by one; blocks that a rank's share does not fill
+    "llama_awq": ("llama", "AWQ"),
+    "qwen3_moe_w4a16": ("qwen3_moe", "W4A16 with zeros"),
+    "llama_fp8_uneven": ("llama", "fp8 in blocks that are not filled"),
+}
+OFTEN = (*DIFFERENT, *QUANTISED, *IN_FORMS)
 RARELY = tuple(name for name in FAMILIES if name not in OFTEN)
 Answers = tuple[list[list[int]], torch.Tensor]
 
@@ -127,6 +133,9 @@ def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             checkpoint = quantised(plain(family, folder / name), matrix, is_chosen)
             checkpoint.config["quantization_config"] = entry
             checkpoint.save(folder / name)
+        elif name in IN_FORMS:
+            family, form = IN_FORMS[name]
+            in_form(plain(family, folder / name), FORMS[form], is_linear)[0].save(folder / name)
         else:
             FAMILIES[name]().model.save_pretrained(folder / name)
     return {name: folder / name for name in request.param}

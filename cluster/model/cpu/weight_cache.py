@@ -42,7 +42,7 @@ from cluster.model.cpu.weight_source import MappedWeights, RecordedWeights, Stal
 logger = logging.getLogger(__name__)
 
 _MODEL_CODE = Path(__file__).parents[1]
-_CODE = ("*.py", "layers/*.py", "cpu/*.py", "cpu/*.cpp", "cpu/*.h")
+_CODE = ("*.py", "layers/*.py", "cpu/*.py", "cpu/*.cpp", "cpu/*.h", "../config/weight_formats.py")
 _CHECKPOINT = ("*.safetensors", "*.bin", "*.json")
 _HASHES = "checkpoints.json"
 _MAX_HASHES = 1000

@@ -73,22 +73,20 @@ def test_mxfp4_of_another_model_type_is_refused(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("rows", "grid"), [(192, (2, 1)), (1000, (8, 1)), (320, (3, 1)), (576, (5, 1))])
+def test_fp8_need_not_fill_its_last_blocks(tmp_path, rows, grid):
+    weights = check_weights(folder_of(tmp_path, fp8_tensors(rows, 128, grid), FP8))
+    assert weights.quantisation is not None and weights.num_parameters == rows * 128
+
+
 @pytest.mark.parametrize(
-    ("rows", "grid"),
-    [(192, (2, 1)), (1000, (8, 1)), (320, (3, 1)), (576, (5, 1)), (256, (2,)), (256, (1, 1))],
+    ("rows", "grid"), [(256, (2,)), (256, (1, 1)), (320, (2, 1)), (256, (4, 1)), (256, ())]
 )
-def test_fp8_that_does_not_fill_its_blocks_is_refused(tmp_path, rows, grid):
+def test_fp8_with_other_blocks_than_declared_is_refused(tmp_path, rows, grid):
     folder = folder_of(tmp_path, fp8_tensors(rows, 128, grid), FP8)
-    check_refused(folder, rf"q_proj\.weight \(F8_E4M3 \[{rows}, 128\]\), .* is not cut evenly")
-
-
-def test_fp8_whose_blocks_cannot_be_distributed_to_the_ranks_is_refused(tmp_path):
-    folder = folder_of(tmp_path, fp8_tensors(384, 256, (3, 2)), FP8)
-    assert check_weights(folder, 1).quantisation is not None
-    with pytest.raises(ConfigError, match=r"q_proj\.weight has 3 × 2 fp8 in blocks .* to 2 ranks"):
-        check_weights(folder, 2)
-    write_tensors(folder, fp8_tensors(512, 256, (4, 2)))
-    assert check_weights(folder, 2).quantisation is not None
+    check_refused(
+        folder, rf"q_proj\.weight \(F8_E4M3 \[{rows}, 128\]\), .* do not fit a weight of \[{rows}, 128\]"
+    )
 
 
 PACKED = {
@@ -125,11 +123,7 @@ FORMATS: list[tuple[dict, Tensors, str]] = [
         "modelopt NVFP4 .*weight",
     ),
     ({"quant_method": "nvfp4"}, {f"{Q}.weight": ("U8", (64, 32))}, "nvfp4 .*weight"),
-    (
-        {**FP8, "activation_scheme": "static", "weight_block_size": None},
-        {f"{Q}.weight": ("F8_E4M3", (64, 32)), f"{Q}.weight_scale_inv": ("F32", ())},
-        "fp8 static .*weight",
-    ),
+    ({**FP8, "activation_scheme": "static"}, fp8_tensors(), "fp8 static .*weight.* with blocks"),
     ({**FP8, "weight_block_size": [0, 128]}, fp8_tensors(), "fp8 dynamic .*weight"),
 ]  # fmt: skip
 
@@ -141,6 +135,84 @@ def test_a_format_that_is_not_served_is_refused_by_name(tmp_path, entry, tensors
     with pytest.raises(ConfigError, match=f"quantised as {reason.partition(' .*')[0]}"):
         check_configuration(tmp_path / "m")
     check_refused(folder_of(tmp_path / "bare", tensors), "tensor .* which no quantization_config explains")
+
+
+GROUPED = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+INTEGERS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+
+
+def compressed(weights: object, **more: object) -> dict:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    entry = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    return {**entry, **more}
+
+
+SERVED: list[tuple[dict, Tensors, str]] = [
+    ({"quant_method": "awq", "bits": 4, "group_size": 64}, PACKED, "4 bit AWQ in groups of 64"),
+    (GROUPED, {**PACKED, f"{Q}.qweight": ("I32", (8, 128)), f"{Q}.g_idx": ("I32", (64,))},
+     "4 bit GPTQ in groups of 64"),
+    (
+        compressed(INTEGERS),
+        {
+            f"{Q}.weight_packed": ("I32", (128, 8)), f"{Q}.weight_scale": ("BF16", (128, 4)),
+            f"{Q}.weight_shape": ("I64", (2,)),
+        },
+        "4 bit compressed-tensors weights in groups of 16",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {f"{Q}.weight": ("F8_E4M3", (128, 64)), f"{Q}.weight_scale": ("F32", ())},
+        "modelopt FP8 with one scale for a matrix",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entry", "tensors", "name"), SERVED)
+def test_a_format_that_is_served_is_counted_as_plain_weights(tmp_path, entry, tensors, name):
+    weights = check_weights(folder_of(tmp_path, {**tensors, "norm.weight": ("BF16", (7,))}, entry))
+    assert str(weights.quantisation) == name and weights.num_parameters == 128 * 64 + 7
+    for missing in tensors:
+        write_tensors(tmp_path / "m", {part: header for part, header in tensors.items() if part != missing})
+        if len(tensors) > 2 or missing.endswith("scale"):
+            check_refused(tmp_path / "m", f"{missing} is missing")
+        else:
+            check_refused(tmp_path / "m", "is missing|no tensor is quantised")
+    check_refused(
+        folder_of(tmp_path / "3", {**tensors, f"{Q}.weight_global_scale": ("F32", ())}, entry),
+        r"weight_global_scale .* only .* are known",
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ({**GROUPED, "desc_act": True}, "gptq 4 bit .* with desc_act"),
+        ({**GROUPED, "checkpoint_format": "marlin"}, "in format marlin"),
+        ({**GROUPED, "bits": 3}, "gptq 3 bit .* with other than 4 or 8 bits"),
+        ({**GROUPED, "dynamic": {"+:.*down_proj": {"bits": 8}}}, "in several ways"),
+        ({**GROUPED, "group_size": None}, "in blocks or groups of"),
+        ({**GROUPED, "group_size": [64]}, "in blocks or groups of"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "in version gemv"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False}, "without zero points"),
+        (compressed({**INTEGERS, "actorder": "group"}), "with actorder"),
+        (compressed({**INTEGERS, "num_bits": 3}), r"with weights of 3 bits \(int\)"),
+        (compressed({**INTEGERS, "strategy": "tensor_group"}), "with strategy tensor_group"),
+        (compressed({**INTEGERS, "type": "float"}), r"with weights of 4 bits \(float\)"),
+        (compressed(INTEGERS, format="nvfp4-pack-quantized"), "nvfp4-pack-quantized .* with weights of 4"),
+        (compressed(INTEGERS, sparsity_config={"format": "sparse-24-bitmask"}), "and sparse"),
+        (compressed(INTEGERS, transform_config={"config_groups": {"R1": {}}}), "with a transform_config"),
+        (compressed(None), "without config_groups"),
+        (compressed(INTEGERS, config_groups={"W4A16": ["Linear"]}), "with a preset"),
+        (
+            compressed(INTEGERS, config_groups={
+                "a": {"weights": INTEGERS}, "b": {"weights": {**INTEGERS, "group_size": 32}},
+            }),
+            "in several ways",
+        ),
+    ],
+)  # fmt: skip
+def test_a_variant_that_is_not_served_is_refused_by_name(tmp_path, entry, reason):
+    check_refused(folder_of(tmp_path, PACKED, entry), rf"quantised as .*{reason}")
 
 
 MLX: Tensors = {
@@ -199,7 +271,7 @@ def test_buffers_and_scales_that_belong_to_no_weight_are_left_alone(tmp_path, na
     (tmp_path / "q").mkdir()
     folder = folder_of(tmp_path / "q", {**tensors, **fp8_tensors()}, FP8)
     quantisation = check_weights(folder).quantisation
-    assert quantisation is not None and list(quantisation.scales) == [f"{Q}.weight"]
+    assert quantisation is not None and list(quantisation.weights) == [f"{Q}.weight"]
 
 
 def test_an_entry_that_no_tensor_bears_out_is_refused(tmp_path):
