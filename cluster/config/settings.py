@@ -48,10 +48,12 @@ class EncodeArgs(_PoolArgs):
     # preprocessed media that wait for the encoder; room for a long video (Qwen2.5-VL: 19 KiB a row, 16,384
     # rows) and some images
     max_prepared_bytes: int = Field(default=512 * MIB, ge=1)
-    # embedding rows that wait; beyond this number new items are refused (429). A GPU that makes 10,000 rows
-    # a second needs about `first_token_timeout_s` for so many: later items would only miss that deadline
+    # embedding rows that wait for the encoder; beyond this number new items are refused (429). A GPU that
+    # makes 10,000 rows a second needs about `first_token_timeout_s` for so many: later items would only miss
+    # that deadline
     max_queued_rows: int = Field(default=1 << 20, ge=1)
-    # that run the model's processor; 0: two threads of the encoder's do it; None: a quarter of `threads`
+    # processes that run the model's processor beside the encoder; 0: two threads of the encoder's own process
+    # do; None: a quarter of `threads`
     prepare_processes: int | None = Field(default=None, ge=0)
 
     @property

@@ -135,3 +135,13 @@ def part_of(config: dict[str, Any], path: str) -> dict[str, Any]:
     for key in filter(None, path.split(".")):
         config = config[key]
     return config
+
+
+def fp8(checkpoint: Checkpoint) -> Checkpoint:
+    """Without an entry."""
+    return quantised(checkpoint, in_fp8_blocks, is_linear)
+
+
+def declared(checkpoint: Checkpoint, entry: dict, path: str = "") -> Checkpoint:
+    part_of(checkpoint.config, path)["quantization_config"] = entry
+    return checkpoint

@@ -4,14 +4,11 @@ halves, on tiny models; the reference is transformers' own whole model with dequ
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from cluster.config.checkpoint import check_weights
@@ -25,14 +22,15 @@ from tests.flow.quantised_folders import (
     FP8_ENTRY,
     MXFP4_ENTRY,
     Checkpoint,
+    declared,
     dequantised,
+    fp8,
     in_fp8,
     in_fp8_blocks,
     in_int8,
     in_mxfp4,
     is_expert,
     is_linear,
-    part_of,
     plain,
     quantised,
     whole_omni,
@@ -48,16 +46,6 @@ IDS = torch.tensor([[5, 77, 12, 250, 9, 31]])
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     return {name: plain(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
-
-
-def fp8(checkpoint: Checkpoint) -> Checkpoint:
-    """Without an entry."""
-    return quantised(checkpoint, in_fp8_blocks, is_linear)
-
-
-def declared(checkpoint: Checkpoint, entry: dict, path: str = "") -> Checkpoint:
-    part_of(checkpoint.config, path)["quantization_config"] = entry
-    return checkpoint
 
 
 def halves_of(family: str) -> tuple[Half, ...]:
@@ -276,133 +264,3 @@ def test_whatever_transformers_raises_while_it_reads_is_a_configuration_error_wi
     monkeypatch.setattr(hf.LlamaForCausalLM, "from_pretrained", fail)
     with pytest.raises(ConfigError, match=f"cannot load .* {error.__name__}: .*autoawq is not installed"):
         load_half(tmp_path, Half.LANGUAGE, dtype=torch.float32, device="cpu")
-
-
-# ---------------------------------------------------------------------------------------------------- any
-# change
-
-_DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
-    torch.uint8, torch.int32,
-)  # fmt: skip
-_ENDINGS = ("_scale", ".scale", "_scales", "_scale_2", "_inv", "_absmax", "_qscale")
-_PLACES = (
-    None, "", "thinker_config", "thinker_config.text_config", "thinker_config.vision_config", "talker_config",
-)  # fmt: skip
-Change = tuple[str, int, int]
-CHANGES = st.lists(
-    st.one_of(
-        st.tuples(st.just("dtype"), st.integers(0, 400), st.integers(0, len(_DTYPES) - 1)),
-        st.tuples(st.just("rename"), st.integers(0, 400), st.integers(0, len(_ENDINGS) - 1)),
-        st.tuples(st.just("drop"), st.integers(0, 400), st.just(0)),
-        st.tuples(st.just("move"), st.just(0), st.integers(0, len(_PLACES) - 1)),
-        st.tuples(st.just("block"), st.integers(1, 40), st.integers(1, 40)),
-        st.tuples(st.just("static"), st.just(0), st.just(0)),
-    ),
-    min_size=1,
-    max_size=3,
-)
-
-
-def changed(checkpoint: Checkpoint, changes: list[Change]) -> Checkpoint:
-    """`checkpoint`: with its entry at the top."""
-    checkpoint = checkpoint.copied()
-    entry = checkpoint.config["quantization_config"]
-    for what, first, second in changes:
-        scales = [name for name in checkpoint.tensors if name.endswith("_scale_inv")]
-        names = list(checkpoint.tensors)
-        name = names[first % len(names)]
-        if what == "dtype":
-            checkpoint.tensors[name] = checkpoint.tensors[name].to(_DTYPES[second])
-        elif what == "rename" and scales:
-            name = scales[first % len(scales)]
-            stem = name.removesuffix("_scale_inv")
-            new = (stem.removesuffix(".weight") if _ENDINGS[second].startswith(".") else stem) + _ENDINGS[
-                second
-            ]
-            checkpoint.tensors[new] = checkpoint.tensors.pop(name)
-        elif what == "drop" and scales:
-            del checkpoint.tensors[scales[first % len(scales)]]
-        elif what == "block":
-            entry["weight_block_size"] = [first, second]
-        elif what == "static":
-            entry["activation_scheme"] = "static"
-        elif what == "move":
-            checkpoint.config.pop("quantization_config", None)
-            place = _PLACES[second]
-            if place is not None:
-                try:
-                    part_of(checkpoint.config, place)["quantization_config"] = entry
-                except KeyError:  # a text model has no parts
-                    checkpoint.config[place] = {"quantization_config": entry}
-    return checkpoint
-
-
-def check_change(base: Checkpoint, changes: list[Change], folder: Path, halves: tuple[Half, ...]) -> None:
-    """Refused, or what the tensors stand for: scales that lost their name stand for nothing."""
-    checkpoint = changed(base, changes)
-    checkpoint.save(folder / "changed")
-    accepted = {}
-    for half in halves:
-        with suppress(ConfigError):
-            accepted[half] = load_half(folder / "changed", half, dtype=torch.float32, device="cpu")
-    if not accepted:
-        return
-    coded = [name for name, tensor in checkpoint.tensors.items() if tensor.itemsize == 1]
-    assert all(f"{name}_scale_inv" in checkpoint.tensors for name in coded)
-    blocks = [change[1:] for change in changes if change[0] == "block"]
-    expected = dequantised(checkpoint, *blocks[-1:])
-    expected.config = {key: value for key, value in base.config.items() if key != "quantization_config"}
-    expected.save(folder / "plain")
-    for half, ours in accepted.items():
-        theirs = load_half(folder / "plain", half, dtype=torch.float32, device="cpu")
-        for (name, parameter), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(parameter, wanted), name
-
-
-def _fuzzed(num_examples: int) -> Callable:
-    return settings(
-        max_examples=num_examples,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-
-
-@pytest.fixture(scope="module")
-def llama(originals) -> Checkpoint:
-    return declared(fp8(originals["llama"]), FP8_ENTRY)
-
-
-@pytest.fixture(scope="module")
-def omni(originals) -> Checkpoint:
-    return declared(whole_omni(fp8(originals["qwen2_5_omni"]), "qwen2_5_omni"), FP8_ENTRY)
-
-
-@example(changes=[("rename", 0, 0)])
-@example(changes=[("move", 0, 0)])
-@example(changes=[("move", 0, 1), ("dtype", 1, 1)])
-@given(changes=CHANGES)
-@_fuzzed(30)
-def test_a_changed_checkpoint_is_refused_or_exact(changes: list[Change], llama, tmp_path: Path) -> None:
-    check_change(llama, changes, tmp_path, (Half.LANGUAGE,))
-
-
-@example(changes=[("move", 0, 4)])
-@example(changes=[("move", 0, 5)])
-@given(changes=CHANGES)
-@_fuzzed(8)
-def test_a_changed_omni_is_refused_or_exact(changes: list[Change], omni, tmp_path: Path) -> None:
-    check_change(omni, changes, tmp_path, tuple(Half))
-
-
-@pytest.mark.slow
-@given(changes=CHANGES)
-@_fuzzed(500)
-def test_many_changed_checkpoints_are_refused_or_exact(changes: list[Change], llama, tmp_path: Path) -> None:
-    check_change(llama, changes, tmp_path, (Half.LANGUAGE,))
-
-
-@pytest.mark.slow
-@given(changes=CHANGES)
-@_fuzzed(100)
-def test_many_changed_omnis_are_refused_or_exact(changes: list[Change], omni, tmp_path: Path) -> None:
-    check_change(omni, changes, tmp_path, tuple(Half))
