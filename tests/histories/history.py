@@ -139,7 +139,8 @@ class History:
             if failure is not None:
                 raise HistoryError(self.seed, self.world, failure) from failure
         counts += self._seen()
-        return counts
+        counts["histories at depth 1"] = int(self.world.sizes.runs_ahead)
+        return +counts
 
     def trace_lines(self) -> Iterator[str]:
         for at, who, what in self.world.scheduler.trace:
