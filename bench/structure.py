@@ -51,6 +51,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.door import Door
+from router.served_models import ServedModels
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 PROMPT = "Describe a thing as JSON."
@@ -125,7 +126,7 @@ def request_body(model: str, seed: int, max_tokens: int, fields: dict[str, Any])
 async def ask_door(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answered:
     body = request_body("demo", seed, max_tokens, fields)
     (choice,) = await door.chat(
-        chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
+        chat_call(ChatRequest.model_validate(body), CallContext(ServedModels("demo"), door.defaults))
     )
     texts, gaps, reason, last_at = [], [], None, time.perf_counter()
     try:

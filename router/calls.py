@@ -90,6 +90,8 @@ class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
 class Call(CommonFields, frozen=True, kw_only=True):
     """The fields that both endpoints have."""
 
+    model: str  # as the client names it
+    adapter: str = ""  # digest of the model's adapter
     sampling: tuple[SamplingParams, ...]  # one per choice; choice i of every prompt draws with sampling[i]
     stop: StopRules
     num_logprobs: int | None = None  # as in `GenerateRequest`

@@ -59,6 +59,7 @@ from router.prompts.media import MediaPlanner
 from router.prompts.media_budget import load_share
 from router.scaling import DoorReport
 from router.scaling.report import door_report
+from router.served_models import ServedModels
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 
@@ -72,7 +73,7 @@ NUM_TEXT_THREADS = 2  # for templates, layouts and tokenising, beside the event 
 class Door:
     def __init__(self, args: ClusterArgs, call_decode: DecodeCaller):
         """Loads tokenizer and processor; blocks. Raises ConfigError."""
-        self.model_id = args.model_id
+        self.models = ServedModels.of(args)
         self.created = int(time.time())
         self.transcription_instruction = args.door.transcription_instruction
         self.translation_instruction = args.door.translation_instruction
@@ -123,7 +124,7 @@ class Door:
         self._members = self.dispatcher.members
         classes = [each.name for each in args.door.admission.classes]
         self._metrics = DoorMetrics(
-            self.model_id, self._members.all_peers, self._flow, self._admission.totals, classes
+            args.model_id, self._members.all_peers, self._flow, self._admission.totals, classes
         )
         self._tracing = _tracing(args, self._clock)
         self._structures = StructureChecker(
@@ -213,7 +214,9 @@ class Door:
         changes = await self._changes(call)
         for prompt in call.prompts:
             timeline = RequestTimeline(arrived_at, call.trace_parent)
-            prepared = await self._off_loop(self._prompts.completion, prompt, call.guidance, call.cache_salt)
+            prepared = await self._off_loop(
+                self._prompts.completion, prompt, call.guidance, call.cache_salt, call.adapter
+            )
             timeline.prepared(arrived_at, self._clock.now())
             num_scores += prepared.num_tokens * num_told(call)
             if num_scores > max_scores:

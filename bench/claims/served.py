@@ -21,6 +21,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.door import Door
+from router.served_models import ServedModels
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
 SETTINGS = {"model": str(MODEL), "model_id": "demo", "dtype": "float32"}
@@ -84,7 +85,7 @@ async def count() -> dict[str, Counter[str]]:
             before, body = totals.copy(), {"model": "demo", "messages": messages(words, files), **fields}
             body |= {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
             (choice,) = await door.chat(
-                chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
+                chat_call(ChatRequest.model_validate(body), CallContext(ServedModels("demo"), door.defaults))
             )
             async for _ in choice:
                 pass

@@ -47,6 +47,7 @@ from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.media import Content, MediaPlanner
+from router.served_models import ServedModels
 
 TASKS = {
     Modality.IMAGE: ("shape", "colour", "yes or no", "describe the image", "two images in order"),
@@ -164,7 +165,9 @@ class EvaluatedModel:
         """
         body = {"model": self._name, "messages": [{"role": "user", "content": content}], **(fields or {})}
         body["max_tokens"] = MAX_NEW_TOKENS
-        call = chat_call(ChatRequest.model_validate(body), CallContext(self._name, self._defaults))
+        call = chat_call(
+            ChatRequest.model_validate(body), CallContext(ServedModels(self._name), self._defaults)
+        )
         return self._prompts.chat(call, [self._content(source) for source in call.media])
 
     def whole(self, plain: PreparedPrompt) -> FullSize:

@@ -100,6 +100,7 @@ class _Steps:
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
+        adapters: Sequence[int] = (),
     ) -> Tensor:
         curve = self._device.curves and self._device.curves.decode
         if curve is None:

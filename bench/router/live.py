@@ -66,7 +66,7 @@ class Measurement:
         self._trace = trace
         door = next(iter(running.doors.values()))
         args = cluster_args(options.policies[0])
-        self._composer = Composer(args.model, door.model_id, options.seed)
+        self._composer = Composer(args.model, door.models.model_id, options.seed)
         self._rates: dict[str, float] = {}
         self._slow: tuple[str, ...] = ()  # replica ids
 

@@ -53,7 +53,7 @@ class Trace:
         policy saw."""
         lines: list[Record] = [block | {"type": "block", "block": self._num_blocks}]
         for number, answer in enumerate(answers):
-            call = chat_call(parse(ChatRequest, answer.call.body), CallContext(door.model_id, door.defaults))
+            call = chat_call(parse(ChatRequest, answer.call.body), CallContext(door.models, door.defaults))
             prompt = await door.prepare(call, RequestTimeline(0.0))
             prompt.release()  # only its tokens and names are wanted
             lines.append({"block": self._num_blocks, "request": number} | request_fields(answer, prompt))

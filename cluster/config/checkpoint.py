@@ -153,7 +153,7 @@ def check_weights(folder: Path) -> Weights:
             what = f"{quantisation} in pickled files, not in safetensors"
             raise ConfigError(f"{folder} has {what}: use the unquantised checkpoint", param="model")
         return Weights(0)
-    headers = {name: header for file in files for name, header in _read_headers(file).items()}
+    headers = {name: header for file in files for name, header in read_headers(file).items()}
     quantisation = check_headers(folder, headers)
     num_bytes = sum(file.stat().st_size for file in files)
     return Weights(_num_parameters(headers, quantisation), quantisation, num_bytes)
@@ -187,8 +187,8 @@ def check_no_adapter(folder: Path) -> None:
         base = read_json(file).get("base_model_name_or_path") if file.suffix == ".json" else None
         of = f" of {base}" if base else ""
         raise ConfigError(
-            f"{file} is an adapter{of} (LoRA or another of PEFT); adapters are not served: merge it into the "
-            "base model's weights (PEFT: merge_and_unload), or serve a folder without it",
+            f"{file} is an adapter{of} (LoRA or another of PEFT), not a model: give the base model as "
+            "`model`, and a folder with this file under `adapters`",
             param="model",
         )
 
@@ -215,7 +215,7 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_headers(file: Path) -> dict[str, Header]:
+def read_headers(file: Path) -> dict[str, Header]:
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -4,6 +4,7 @@ id names it) and thread counts. Everything below the composition root sees resol
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.config import hub
@@ -27,7 +28,22 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
         speculation = args.decode.speculation.model_copy(update={"draft_model": str(draft)})
         pools["decode"] = pools["decode"].model_copy(update={"speculation": speculation})
     door = args.door.model_copy(update={"access": _with_absolute_path(args.door.access)})
-    return args.model_copy(update={"model": str(model), "model_id": model_id, "door": door, **pools})
+    adapters = _adapters(args.adapters, model_id)
+    named = {"model": str(model), "model_id": model_id, "adapters": adapters}
+    return args.model_copy(update={**named, "door": door, **pools})
+
+
+def _adapters(folders: Mapping[str, str], model_id: str) -> dict[str, str]:
+    """Returns absolute paths. Raises ConfigError."""
+    found = {}
+    for name, folder in folders.items():
+        if name == model_id:
+            raise ConfigError(f"adapter '{name}' has the name of the model itself", param="adapters")
+        path = next((path for path in _candidates(folder) if path.is_dir()), None)
+        if path is None:
+            raise ConfigError(f"adapter '{name}': there is no folder '{folder}'", param="adapters")
+        found[name] = str(path.resolve())
+    return found
 
 
 def _with_absolute_path(access: AccessArgs) -> AccessArgs:

@@ -283,6 +283,10 @@ class ClusterArgs(_Args):
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
     # of the language half's linears; int8: CPU only, less exact
     weight_dtype: Literal["auto", "int8"] = "auto"
+    # LoRA adapters: the name that clients give as `model`, and a folder as PEFT writes it, found as `model`
+    # is
+    adapters: dict[Annotated[str, Field(min_length=1, max_length=256)], str] = {}
+    max_lora_rank: int = Field(default=64, ge=1)  # an adapter with a larger one is refused
     # GPUs of each prefill and decode replica, which share the model
     tensor_parallel_size: int = Field(default=1, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if the replica finds it
@@ -317,6 +321,12 @@ class ClusterArgs(_Args):
                 'hosts (as "eth1" '
                 'or "mlx5_0:1"): of a private network, because NIXL does not authenticate what writes there'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> ClusterArgs:
+        if self.adapters and self.tensor_parallel_size > 1:
+            raise ValueError("adapters cannot be combined with tensor_parallel_size")
         return self
 
     @model_validator(mode="after")

@@ -22,7 +22,7 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import LanguagePhase, LanguageRequest
 from cluster.engine.tables import try_allocate_prompts, uncut_spans
 from cluster.engine.timing import Part, Stopwatch
-from cluster.errors import ClusterError, InternalError, RequestError
+from cluster.errors import ClusterError, InternalError, RequestError, UnavailableError
 from cluster.kvcache.hashing import BlockHashes
 from cluster.model.language import LanguageModel
 from cluster.scheduling.admission import heads
@@ -114,6 +114,8 @@ class Intake:
         self._check_role(request)
         block_size = self._state.blocks.block_size
         for i, prompt in enumerate(request.request.prompts):
+            if prompt.adapter and prompt.adapter not in self._model.adapter_slots:
+                raise UnavailableError("this worker does not have the adapter")
             positions = self._model.positions(prompt) if request.computes else None
             delta = 0 if positions is None else positions.delta
             hashes = BlockHashes(prompt, block_size) if request.codec == "raw" else None

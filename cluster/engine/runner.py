@@ -4,7 +4,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -121,7 +121,7 @@ class LanguageRunner:
         computed: list[SequenceChunk] = []
         if prompts or any(choice.drafts for _, choice in choices):
             chunks = [
-                _answer_chunk(choice, sequence) for _, choice in choices for sequence in choice.sequences
+                self._answer_chunk(choice, sequence) for _, choice in choices for sequence in choice.sequences
             ]
             num_rows = sum(len(chunk.token_ids) for chunk in chunks)
             computed = [self._prompt_chunk(work) for work in prompts]
@@ -198,7 +198,14 @@ class LanguageRunner:
             [sequence.position_delta for _, sequence in rows],
             [sequence.block_table for _, sequence in rows],
             self._kv,
+            self._adapters_of(sequence for _, sequence in rows),
         )
+
+    def _adapters_of(self, sequences: Iterable[TokenSequence]) -> list[int]:
+        """Empty if the model has none."""
+        if not (slots := self._model.adapter_slots):
+            return []
+        return [slots.get(sequence.prompt.adapter, 0) for sequence in sequences]
 
     def _go_ahead(self, choices: Choices, then: Sequence[AnswerChoice], tokens: Tensor) -> None:
         """tokens: those of the choices, on the device."""
@@ -215,6 +222,7 @@ class LanguageRunner:
             [sequence.position_delta for _, sequence in rows],
             [sequence.block_table for _, sequence in rows],
             self._kv,
+            self._adapters_of(sequence for _, sequence in rows),
         )
         self._in_flight = _InFlight.of(then, logits)
 
@@ -237,6 +245,17 @@ class LanguageRunner:
             yield tokens, drawn.logprobs_of(start, start + len(tokens))
             start = end
 
+    def _answer_chunk(self, choice: AnswerChoice, sequence: TokenSequence) -> SequenceChunk:
+        token_ids = [choice.token_ids[-1], *choice.drafts]
+        return SequenceChunk(
+            token_ids=token_ids,
+            position_ids=sequence.num_computed_tokens + sequence.position_delta,
+            num_computed_tokens=sequence.num_computed_tokens,
+            block_table=sequence.block_table,
+            num_logits=len(token_ids),
+            adapter=self._model.adapter_slots.get(sequence.prompt.adapter, 0),
+        )
+
     def _prompt_chunk(self, work: PromptWork) -> SequenceChunk:
         sequence, prompt = work.sequence, work.sequence.prompt
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + work.num_tokens
@@ -252,6 +271,7 @@ class LanguageRunner:
             num_logits=int(_is_last(work)),
             bidirectional_spans=uncut_spans(self._model, prompt),
             scores=_scores(work, start, end),
+            adapter=self._model.adapter_slots.get(prompt.adapter, 0),
         )
 
     def _features_of(self, work: PromptWork, start: int, end: int) -> Iterator[FeatureSlice]:
@@ -306,17 +326,6 @@ def _scores(work: PromptWork, start: int, end: int) -> PromptScores | None:
     if not told:
         return None
     return PromptScores([i - 1 - start for i in told], [prompt.token_ids[i] for i in told], num_top)
-
-
-def _answer_chunk(choice: AnswerChoice, sequence: TokenSequence) -> SequenceChunk:
-    token_ids = [choice.token_ids[-1], *choice.drafts]
-    return SequenceChunk(
-        token_ids=token_ids,
-        position_ids=sequence.num_computed_tokens + sequence.position_delta,
-        num_computed_tokens=sequence.num_computed_tokens,
-        block_table=sequence.block_table,
-        num_logits=len(token_ids),
-    )
 
 
 def _answer_result(accepted: Sequence[tuple[list[int], tuple[TokenLogprobs, ...]]]) -> WorkResult:

@@ -1,6 +1,6 @@
 """Block hashes: the name of a full block's content, given everything before it.
 
-    hash[-1] = H(the prompt's cache salt, block size)
+    hash[-1] = H(the prompt's cache salt, block size, digest of its adapter if it has one)
     hash[i]  = H(hash[i-1], token ids of block i, contents of its placeholders)
 
 Placeholder tokens are equal for all images of a model. So each run of an item's rows in a block adds
@@ -28,7 +28,7 @@ class BlockHashes:
     """The hashes of one sequence's full blocks: of its prompt, then also of its answer.
 
     hashes: one per full block, as `block_hashes` gives them for a prompt that contains all tokens so far,
-    with the same media and the same salt. A hash says nothing about the block's KV: of the newest tokens it
+    with the same media, salt and adapter. A hash says nothing about the block's KV: of the newest tokens it
     may not be computed yet. Not thread-safe.
     """
 
@@ -38,7 +38,7 @@ class BlockHashes:
         self.hashes: list[bytes] = []
         self._extras = _media_parts(prompt.media, block_size, len(prompt.token_ids))
         self._tail = array("q")  # token ids after the last full block
-        start = prompt.cache_salt.encode() + struct.pack("<q", block_size)
+        start = prompt.cache_salt.encode() + struct.pack("<q", block_size) + prompt.adapter.encode()
         self._parent = blake2b(start, digest_size=_DIGEST_BYTES).digest()
         self.extend(prompt.token_ids)
 

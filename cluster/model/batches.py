@@ -43,6 +43,7 @@ class SequenceChunk(msgspec.Struct, frozen=True, eq=False):
     bidirectional_spans: tuple[Span, ...] = ()
     num_logits: int = 1  # how many of its last tokens want logits; 0: further chunks of the prompt follow
     scores: PromptScores | None = None  # of its tokens; the forward fills it in
+    adapter: int = 0  # its number, from 1 on; 0: none
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class PackedTokens:
     seqs: np.ndarray  # [T]: which chunk
     indices: np.ndarray  # [T]: index among the sequence's positions
     wanted: np.ndarray  # [sum of num_logits]: which of the T tokens want logits
+    adapters: np.ndarray  # [T]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class PackedStep:
     position_ids: Tensor  # [T] or [3, T], on the CPU
     wanted: Tensor  # [sum of num_logits] int64, on the CPU: which of the T tokens want logits
     batch: PagedBatch
+    adapters: np.ndarray  # [T]: of each token its adapter's number, or 0
 
 
 def decode_batch(
@@ -93,7 +96,8 @@ def packed_step(
     )
     batch.on_layer = on_layer
     batch.bidirectional_spans = visible_spans(chunks)
-    return PackedStep(tokens.token_ids, tokens.position_ids, torch.from_numpy(tokens.wanted), batch)
+    wanted = torch.from_numpy(tokens.wanted)
+    return PackedStep(tokens.token_ids, tokens.position_ids, wanted, batch, tokens.adapters)
 
 
 def packed_tokens(chunks: Sequence[SequenceChunk]) -> PackedTokens:
@@ -104,10 +108,11 @@ def packed_tokens(chunks: Sequence[SequenceChunk]) -> PackedTokens:
             chunk.num_computed_tokens,
             0 if isinstance(ids, Tensor) else ids,
             chunk.num_logits,
+            chunk.adapter,
         )
         for chunk, ids in zip(chunks, given, strict=True)
     ]
-    counts, computed, firsts, num_logits = np.array(numbers).T
+    counts, computed, firsts, num_logits, adapters = np.array(numbers).T
     ends = counts.cumsum()
     seqs = np.repeat(np.arange(len(counts)), counts)
     new = np.arange(ends[-1]) - (ends - counts)[seqs]  # each token's index in its chunk
@@ -119,6 +124,7 @@ def packed_tokens(chunks: Sequence[SequenceChunk]) -> PackedTokens:
         seqs,
         computed[seqs] + new,
         np.nonzero(new >= (counts - num_logits)[seqs])[0],
+        adapters[seqs],
     )
 
 

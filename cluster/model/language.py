@@ -8,6 +8,7 @@ synchronise the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cluster.config.adapters import Adapter
 from cluster.config.checkpoint import max_rope_length, placeholder_ids
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.adapters import slots_of
 from cluster.model.attention import PagedBatch, UnknownSizes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.modules import WeightDtype
@@ -44,6 +47,7 @@ class LanguageModel:
     position_axes: of the position of a text token.
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
     has no window.
+    adapter_slots: numbers of the adapters, by digest; empty: it has none.
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
@@ -56,6 +60,7 @@ class LanguageModel:
         zeros = placeholder_ids(config.to_dict()).values() if parts.family.reads_placeholders_as_zero else ()
         self._read_as_zero = torch.tensor([*zeros], dtype=torch.int64, device=self._embed.weight.device)
         self._head, self._post_head, self._decoder = parts.head, parts.post_head, parts.decoder
+        self._adapters, self.adapter_slots = parts.step_adapters, slots_of(parts.adapters)
         self._position_rule = RULES[parts.family.positions]
         self.family: str = config.model_type
         self.chunk_cut_spans: bool = parts.family.is_media_bidirectional
@@ -89,14 +94,16 @@ class LanguageModel:
         weight_dtype: WeightDtype = "auto",
         num_ranks: int = 1,
         weight_cache: WeightCache | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> LanguageModel:
         """Reads only the language half of the checkpoint, or this rank's share of it
         (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
         `weight_dtype` "int8": linears with 8 bit weights, CPU only. `weight_cache`: where packed weights are
-        kept and shared. Raises ConfigError for everything that is not supported."""
+        kept and shared. `adapters`: that sequences may have. Raises ConfigError for everything that is not
+        supported."""
         parts = load_parts(
             path, dtype=dtype, device=device, block_size=block_size, kv_cache_dtype=kv_cache_dtype,
-            weight_dtype=weight_dtype, num_ranks=num_ranks, weight_cache=weight_cache,
+            weight_dtype=weight_dtype, num_ranks=num_ranks, weight_cache=weight_cache, adapters=adapters,
         )  # fmt: skip
         return cls(parts)
 
@@ -134,7 +141,8 @@ class LanguageModel:
             for place in places:
                 mask[0, place] = True
             extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks).float()
+        with self._adapted(step.adapters):
+            return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks).float()
 
     @torch.inference_mode()
     def decode(
@@ -144,14 +152,17 @@ class LanguageModel:
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
+        adapters: Sequence[int] = (),
     ) -> Tensor:
         """Computes one token for each of B sequences. token_ids: if a tensor, [B] int64 on the model's
         device, where it is read. context_lens[i]: KV length before this token, which is its index.
-        block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32 logits."""
+        block_tables[i] covers context_lens[i] + 1 tokens. adapters: their numbers, or 0; empty: no sequence
+        has one. Returns [B, vocab_size] float32 logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
         embeds, wanted = self._embed_tokens(token_ids), torch.arange(len(token_ids))
-        return self._run(embeds, position_ids, batch, wanted).float()
+        with self._adapted(np.array(adapters, dtype=np.int64)):
+            return self._run(embeds, position_ids, batch, wanted).float()
 
     def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
         """`forward` or `decode` over tensors at fixed addresses, for a CUDA graph. embeds [T, hidden_size]
@@ -171,7 +182,8 @@ class LanguageModel:
             bidirectional_spans=unknown,
             device=inputs.step,
         )
-        return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted)
+        with self._adapters.of_step(inputs.adapters.long() if self.adapter_slots else None):
+            return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted)
 
     def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None:
         """Writes the embeddings of token_ids [T], and in their places the feature rows of the chunks, into
@@ -232,6 +244,11 @@ class LanguageModel:
             return hidden.new_empty(0, self.vocab_size)
         is_all = batch.is_decode and len(rows) == len(hidden)
         return self._logits(hidden if is_all else hidden[rows])
+
+    def _adapted(self, adapters: np.ndarray) -> AbstractContextManager[None]:
+        """The work inside is that of tokens with these adapters."""
+        slots = torch.from_numpy(adapters).to(self.device) if adapters.any() else None
+        return self._adapters.of_step(slots)
 
     def _score(self, chunks: Sequence[SequenceChunk], hidden: Callable[[Tensor], Tensor]) -> None:
         """`hidden(rows)`: of some of the T tokens, as the head takes it."""

@@ -12,7 +12,7 @@ Runs on the thread that loads the model. Blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from cluster.config.adapters import Adapter
 from cluster.config.families import ModelFamily
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
+from cluster.model.adapters import StepAdapters, adapt, adapter_bytes
 from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
 from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_cuda import CudaAttention
@@ -58,12 +60,14 @@ class LanguageParts:
     weight_bytes: int  # of this rank's share
     decoder: WholeDecoder | None = None  # runs a step in one call, if one can
     evictable_bytes: int = 0  # of weights in a mapped file that are not locked in memory
+    adapters: Sequence[Adapter] = ()  # that its linears may add
+    step_adapters: StepAdapters = field(default_factory=StepAdapters)  # what these linears ask
 
 
 def load_parts(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, block_size: int,
     kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, num_ranks: int,
-    weight_cache: WeightCache | None,
+    weight_cache: WeightCache | None, adapters: Sequence[Adapter] = (),
 ) -> LanguageParts:  # fmt: skip
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
     if num_ranks > 1 and weight_dtype != "auto":
@@ -81,6 +85,8 @@ def load_parts(
             parts = probed_parts(half, block_size, kv_cache_dtype, shapes)
         making.notes["shapes"] = [astuple(shape) for shape in parts.shapes]
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
+        if adapters:
+            parts = _adapted(parts, adapters)
         served = parts if ours is None else on_kernels(parts, ours)
         if weight_dtype != "auto" and served.head is parts.head:
             raise ConfigError(
@@ -89,7 +95,8 @@ def load_parts(
         return replace(served, evictable_bytes=making.evictable_bytes)
 
     kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
-    key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype)
+    adapted = " ".join(sorted({module for adapter in adapters for module in adapter.modules}))
+    key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype, adapted)
     return load_through(weight_cache, key, kernels, make)
 
 
@@ -127,6 +134,12 @@ def probed_parts(
         attention=make_backend(device, dtype, shape),
         weight_bytes=sum(own.numel() * own.element_size() for own in weights),
     )
+
+
+def _adapted(parts: LanguageParts, adapters: Sequence[Adapter]) -> LanguageParts:
+    step = adapt(parts.text, adapters, parts.embed.weight.device)
+    num_bytes = parts.weight_bytes + adapter_bytes(parts.text)
+    return replace(parts, adapters=adapters, step_adapters=step, weight_bytes=num_bytes)
 
 
 def make_backend(

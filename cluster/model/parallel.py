@@ -166,8 +166,11 @@ class LeadingModel:
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
+        adapters: Sequence[int] = (),
     ) -> Tensor:
-        """Tokens on the device are read: the other ranks are sent numbers."""
+        """Tokens on the device are read: the other ranks are sent numbers. A model on several ranks has no
+        adapters."""
+        assert not any(adapters)
         if isinstance(token_ids, Tensor):
             token_ids = token_ids.tolist()
         with _in_step():

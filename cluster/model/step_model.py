@@ -35,6 +35,7 @@ class StepModel(Protocol):
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
+        adapters: Sequence[int] = (),
     ) -> Tensor: ...
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:

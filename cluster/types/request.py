@@ -41,6 +41,7 @@ class Prompt(msgspec.Struct, frozen=True):
     media: tuple[PlacedMedia, ...] = ()
     cache_salt: str = ""  # only prompts with an equal salt share KV
     num_generated: int = 0  # tokens at the end that an earlier attempt generated
+    adapter: str = ""  # digest of the LoRA adapter that computes it; only prompts with the same one share KV
 
     def text_indices(self, start: int, end: int) -> list[int]:
         """The indices of the tokens [start, end) that are text."""
@@ -64,7 +65,7 @@ class Prompt(msgspec.Struct, frozen=True):
         """The prompt without generated tokens."""
         if self.num_generated == 0:
             return self
-        return Prompt(self.token_ids[: -self.num_generated], self.media, self.cache_salt)
+        return msgspec.structs.replace(self, token_ids=self.token_ids[: -self.num_generated], num_generated=0)
 
 
 class Guidance(msgspec.Struct, frozen=True):

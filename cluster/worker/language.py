@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
+from cluster.config.adapters import read_adapters
 from cluster.config.settings import ClusterArgs, DecodeArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
@@ -62,16 +63,7 @@ def load_language(
     available."""
     if group is not None:
         setup = dataclasses.replace(setup, device=group.device)
-    model = LanguageModel.load(
-        args.model,
-        dtype=setup.dtype,
-        device=setup.device,
-        block_size=args.block_size,
-        kv_cache_dtype=args.kv_cache_dtype,
-        weight_dtype=args.weight_dtype,
-        num_ranks=1 if group is None else group.size,
-        weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
-    )
+    model = _model(args, setup, 1 if group is None else group.size)
     recording = _recording(model, args.decode, sizes.max_step_tokens, group) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
@@ -110,6 +102,20 @@ def load_language(
     wire = None if codec is None else _make_wire(args, setup, model, kv, codec)
     steps = model if recording is None else recording.over(model, kv)
     return Language(model, steps, kv, num_kv_blocks, wire)
+
+
+def _model(args: ClusterArgs, setup: WorkerSetup, num_ranks: int) -> LanguageModel:
+    return LanguageModel.load(
+        args.model,
+        dtype=setup.dtype,
+        device=setup.device,
+        block_size=args.block_size,
+        kv_cache_dtype=args.kv_cache_dtype,
+        weight_dtype=args.weight_dtype,
+        num_ranks=num_ranks,
+        weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
+        adapters=read_adapters(args.adapters, args.max_lora_rank),
+    )
 
 
 def _recording(

@@ -21,6 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config import ClusterArgs, Environment, read_environment, resolve
+from cluster.config.adapters import read_adapters
 from cluster.config.checkpoint import Weights, check_checkpoint, takes_media, text_config
 from cluster.config.keys import read_key_file
 from cluster.config.machine import available_memory, has_gpu, max_open_files
@@ -123,6 +124,7 @@ def _complete(
     args = _settings(application.get("args") or {}, file)
     resolved = resolve(args, environment, num_cores=len(machine.cores))
     config, weights = check_checkpoint(Path(resolved.model))
+    read_adapters(resolved.adapters, resolved.max_lora_rank)
     _check_machine(resolved, environment, machine)
     check_memory(resolved, config, weights, machine)
     if key_file := resolved.door.access.key_file:
@@ -130,6 +132,8 @@ def _complete(
     application["args"] = {
         **(application.get("args") or {}), "model": resolved.model, "model_id": resolved.model_id,
     }  # fmt: skip
+    if resolved.adapters:
+        application["args"]["adapters"] = resolved.adapters
     if key_file:
         application["args"]["door"]["access"]["key_file"] = key_file
     if resolved.decode.speculation.method == "draft":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cluster.text.defaults import GenerationDefaults
 from router.api.fields import MAX_PRIORITY
 from router.http.limits import Limits
+from router.served_models import ServedModels
 
 ANY = Limits(min_priority=-MAX_PRIORITY)  # for calls that no model will serve
 
@@ -15,7 +16,7 @@ ANY = Limits(min_priority=-MAX_PRIORITY)  # for calls that no model will serve
 class CallContext:
     """`tenant`: the client, by its credentials."""
 
-    model_id: str
+    models: ServedModels
     defaults: GenerationDefaults
     tenant: str = ""
     trace_parent: str = ""

@@ -1,4 +1,4 @@
-"""`/v1/models`: the one model of this cluster. Runs on the door's event loop."""
+"""`/v1/models`: the model of this cluster and its adapters. Runs on the door's event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from cluster.errors import ModelNotFoundError
 from router.api.protocol import DoorProtocol
 from router.http.errors import json_answer
 
@@ -22,18 +21,23 @@ class ModelRoutes:
         api.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
 
     async def models(self) -> Response:
-        return json_answer(msgspec.json.encode({"object": "list", "data": [self._card()]}))
+        return json_answer(msgspec.json.encode({"object": "list", "data": self._cards()}))
 
     async def model(self, model_id: str) -> Response:
-        if model_id != self._door.model_id:
-            raise ModelNotFoundError(f"the model {model_id[:200]!r} does not exist", param="model")
-        return json_answer(msgspec.json.encode(self._card()))
+        self._door.models.adapter_of(model_id)
+        return json_answer(msgspec.json.encode(self._card(model_id)))
 
-    def _card(self) -> dict[str, Any]:
+    def _cards(self) -> list[dict[str, Any]]:
+        return [self._card(name) for name in (self._door.models.model_id, *self._door.models.adapters)]
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """`parent`: of an adapter, the model that it changes."""
+        parent = self._door.models.model_id
         return {
-            "id": self._door.model_id,
+            "id": name,
             "object": "model",
             "created": self._door.created,
             "owned_by": "epdg",
+            "parent": None if name == parent else parent,
             "max_model_len": self._door.limits.max_model_len,
         }

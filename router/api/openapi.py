@@ -114,7 +114,7 @@ def document(api: FastAPI, door: DoorProtocol) -> bytes:
             if endpoint.body is not None:
                 _define(schemas, endpoint.body)
                 _add_untyped(endpoint.body, schemas[endpoint.body.__name__])
-                operation["requestBody"] = _body(endpoint, endpoint.body, schemas, door.model_id)
+                operation["requestBody"] = _body(endpoint, endpoint.body, schemas, door.models.model_id)
     found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return msgspec.json.encode(found)
 

@@ -23,6 +23,7 @@ from router.calls import (
 )
 from router.http.keys import Access
 from router.http.limits import Limits
+from router.served_models import ServedModels
 
 
 class TimelineProtocol(Protocol):
@@ -81,7 +82,7 @@ class Generation(Protocol):
 
 
 class DoorProtocol(Protocol):
-    model_id: str
+    models: ServedModels
     created: int  # unix seconds
     defaults: GenerationDefaults  # for fields that a request leaves out
     limits: Limits  # for all other fields

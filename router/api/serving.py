@@ -139,7 +139,7 @@ class CallServer:
     def _context(self, request: Request) -> CallContext:
         door = self._door
         return CallContext(
-            door.model_id, door.defaults, tenant_of(request), trace_parent_of(request), door.limits
+            door.models, door.defaults, tenant_of(request), trace_parent_of(request), door.limits
         )
 
     def _report(

@@ -17,7 +17,7 @@ from cluster.errors import RequestError
 from router.api.body import RequestBody, parse
 from router.api.chat.schema import ChatRequest, Messages
 from router.api.chat.tools import Tools, Variables
-from router.api.chat.translate import chat_call, check_model, check_prompt
+from router.api.chat.translate import chat_call, check_prompt
 from router.api.context import CallContext
 from router.api.fields import TokenId
 from router.api.protocol import DoorProtocol
@@ -73,7 +73,7 @@ class TokenRoutes:
 
 def tokenize_call(request: TokenizeRequest, context: CallContext) -> TokenizeCall:
     """Raises RequestError."""
-    check_model(request.model, context.model_id)
+    context.models.adapter_of(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("send either prompt or messages", param="prompt")
     names = bool(request.return_token_strs)
@@ -95,6 +95,6 @@ def tokenize_call(request: TokenizeRequest, context: CallContext) -> TokenizeCal
 
 def ids_to_detokenize(request: DetokenizeRequest, context: CallContext) -> list[int]:
     """Raises RequestError."""
-    check_model(request.model, context.model_id)
+    context.models.adapter_of(request.model)
     check_prompt(request.tokens, "tokens", context.limits)
     return request.tokens

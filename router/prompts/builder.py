@@ -97,7 +97,8 @@ class PromptBuilder:
             prompt, items = self._expanded(messages, measured, tenant, earlier, call.options)
         self._media.check_rows(measured, self._caps.max_picture_rows, self._caps.max_rows)
         notes.sort(key=lambda note: note.item)
-        prepared = self._prepared(prompt, items, call.guidance, call.cache_salt, notes, call.options)
+        prompt = msgspec.structs.replace(prompt, cache_salt=call.cache_salt, adapter=call.adapter)
+        prepared = self._prepared(prompt, items, call.guidance, notes, call.options)
         return replace(prepared, audio_s=self._media.audio_s(measured))
 
     def completion(
@@ -105,12 +106,13 @@ class PromptBuilder:
         prompt: str | tuple[int, ...],
         guidance: GuidanceRules | None = None,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> PreparedPrompt:
         if isinstance(prompt, str):
             token_ids = self._text.text_prompt(prompt)
         else:
             token_ids = self._text.checked_prompt(prompt)
-        return self._prepared(Prompt(tuple(token_ids)), (), guidance, cache_salt)
+        return self._prepared(Prompt(tuple(token_ids), (), cache_salt, adapter=adapter), (), guidance)
 
     def _expanded(
         self,
@@ -148,11 +150,9 @@ class PromptBuilder:
         prompt: Prompt,
         items: tuple[MediaItem, ...],
         rules: GuidanceRules | None,
-        cache_salt: str,
         notes: Sequence[MediaNote] = (),
         options: ChatOptions = NO_OPTIONS,
     ) -> PreparedPrompt:
-        prompt = msgspec.structs.replace(prompt, cache_salt=cache_salt)
         guidance = None if rules is None else Guidance(rules.scale, self._negative(prompt, rules, options))
         self._check_length(len(prompt.token_ids))
         if guidance is not None:
@@ -166,7 +166,7 @@ class PromptBuilder:
             negative = Prompt(tuple(self._text.text_prompt(rules.negative)))
         else:
             negative = self._text.chat_prompt(rules.negative, options=options)
-        return msgspec.structs.replace(negative, cache_salt=prompt.cache_salt)
+        return msgspec.structs.replace(negative, cache_salt=prompt.cache_salt, adapter=prompt.adapter)
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens >= self._max_model_len:

@@ -263,6 +263,8 @@ def _default(name: str, value: object) -> str:
             return f"{value:g}"
         case None | () | "":
             return "none"
+        case dict() if not value:
+            return "none"
         case str():
             return value
         case tuple() if all(isinstance(each, str) for each in value):

@@ -22,6 +22,7 @@ from router.calls import (
 )
 from router.http.keys import Access, KeyRing
 from router.http.limits import Limits
+from router.served_models import ServedModels
 
 
 class FakeTimeline:
@@ -70,7 +71,7 @@ class FakeGeneration:
 
 
 class FakeDoor:
-    model_id = "org/demo"
+    models = ServedModels("org/demo")
     created = 1_700_000_000
     transcription_instruction = "Write it down."
     translation_instruction = "Write it down in English."

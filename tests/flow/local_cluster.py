@@ -33,6 +33,7 @@ from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.door import Door
 from router.policy import Policy
+from router.served_models import ServedModels
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
@@ -59,7 +60,7 @@ class LocalCluster:
         door = self.door
         body = {"model": "demo", "messages": case.messages, "max_tokens": max_tokens, "temperature": 0}
         (choice,) = await door.chat(
-            chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
+            chat_call(ChatRequest.model_validate(body), CallContext(ServedModels("demo"), door.defaults))
         )
         try:
             text = "".join([delta.text async for delta in choice])

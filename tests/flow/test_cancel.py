@@ -16,6 +16,7 @@ from decode_service.calls import GenerationCalls
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
+from router.served_models import ServedModels
 from tests.fakes.progress import Progress
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import local_cluster
@@ -28,7 +29,9 @@ MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 
 def call_for(case, **fields):
     body = {"model": "demo", "messages": case.messages, "max_tokens": 64, "temperature": 0, **fields}
-    return chat_call(ChatRequest.model_validate(body), CallContext("demo", GenerationDefaults.load(MODEL)))
+    return chat_call(
+        ChatRequest.model_validate(body), CallContext(ServedModels("demo"), GenerationDefaults.load(MODEL))
+    )
 
 
 @pytest.mark.parametrize("transport", often(["in_process", "nixl"], ["nixl"]))
@@ -69,7 +72,8 @@ async def test_bad_media_is_named_and_harms_no_neighbour():
             ]
             body = {"model": "demo", "messages": [{"role": "user", "content": content}], "temperature": 0}
             call = chat_call(
-                ChatRequest.model_validate(body), CallContext("demo", GenerationDefaults.load(MODEL))
+                ChatRequest.model_validate(body),
+                CallContext(ServedModels("demo"), GenerationDefaults.load(MODEL)),
             )
             (choice,) = await cluster.door.chat(call)
             try:

@@ -65,6 +65,7 @@ class Sequence:
     spans: tuple[tuple[int, int], ...]
     context_len: int = 0
     tokens: list[int] = field(default_factory=list)
+    adapter: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -80,8 +81,9 @@ class Sequence:
                 slices.append(FeatureSlice(token - start, rows[row : row + count]))
         positions = self.positions[..., start:end]
         return SequenceChunk(
-            self.request.token_ids[start:end], positions, start, self.table, tuple(slices), self.spans
-        )
+            self.request.token_ids[start:end], positions, start, self.table, tuple(slices), self.spans,
+            adapter=self.adapter,
+        )  # fmt: skip
 
 
 def generate(case: TinyCase, request: TinyRequest, num_tokens: int = NUM_TOKENS) -> list[int]:
@@ -157,6 +159,7 @@ def decode(language: LanguageModel, kv: BlockMemory, sequences: list[Sequence]) 
             [s.delta for s in sequences],
             [s.table for s in sequences],
             kv,
+            [s.adapter for s in sequences],
         )
         for sequence, token in zip(sequences, logits.argmax(-1).tolist(), strict=True):
             sequence.context_len += 1

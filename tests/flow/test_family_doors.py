@@ -30,6 +30,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.door import Door
+from router.served_models import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.local_prefill import let_prefill_locally
 from tests.fakes.slow_params import often
@@ -273,7 +274,7 @@ async def test_what_only_the_processor_takes_is_refused_by_name(name: str, part:
 async def prompt_and_answer(door: Door, content: list[Part], **fields: object) -> tuple[list[int], list[int]]:
     """Below HTTP, where the ids themselves can be seen."""
     body = {"model": "tiny", "messages": message(content), "temperature": 0, **fields}
-    call = chat_call(ChatRequest.model_validate(body), CallContext("tiny", door.defaults))
+    call = chat_call(ChatRequest.model_validate(body), CallContext(ServedModels("tiny"), door.defaults))
     prompt = await door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, StopParams(MAX_TOKENS))
     (events,) = door.dispatcher.generate(request, prompt.items, prompt.block_hashes, RequestTimeline(0.0))

@@ -24,6 +24,7 @@ from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
+from router.served_models import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family
@@ -158,7 +159,8 @@ def make_talkative(folder: FamilyFolder) -> None:
 
 async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingParams) -> list[int]:
     body = {"model": "tiny", "messages": message(content)}
-    call = chat_call(ChatRequest.model_validate(body), CallContext("tiny", cluster.door.defaults))
+    context = CallContext(ServedModels("tiny"), cluster.door.defaults)
+    call = chat_call(ChatRequest.model_validate(body), context)
     prompt = await cluster.door.prepare(call, RequestTimeline(0.0))
     request = GenerateRequest(new_request_id(), prompt.prompt, (sampling,), StopParams(NUM_TOKENS))
     (events,) = cluster.door.dispatcher.generate(

@@ -27,6 +27,7 @@ from router.api.app import build_api
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
+from router.served_models import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
 from tests.fakes.slow_memory import SlowMemory
@@ -99,7 +100,7 @@ async def check_ids(cluster: LocalCluster, expected: list[Pair]) -> None:
     door = cluster.door
     for case, answer in expected:
         body = {"model": "demo", "messages": case.messages, "temperature": 0}
-        call = chat_call(ChatRequest.model_validate(body), CallContext("demo", door.defaults))
+        call = chat_call(ChatRequest.model_validate(body), CallContext(ServedModels("demo"), door.defaults))
         prompt = await door.prepare(call, RequestTimeline(0.0))
         stop = StopParams(MAX_TOKENS, call.stop.token_ids)
         request = GenerateRequest(new_request_id(), prompt.prompt, call.sampling, stop)

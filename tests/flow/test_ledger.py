@@ -39,7 +39,7 @@ async def test_the_stages_sum_to_the_wall_time_of_the_first_token(kind):
     case = make_case(random.Random(5), kind)
     async with local_cluster(shown(cluster_args(64))) as cluster, client_of(cluster) as client:
         body = {
-            "model": cluster.door.model_id,
+            "model": cluster.door.models.model_id,
             "messages": case.messages,
             "temperature": 0,
             "max_tokens": 4,
@@ -71,7 +71,7 @@ async def test_the_ledger_of_a_stream_comes_at_its_end_and_in_its_headers():
     case = make_case(random.Random(6), "image")
     async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
         body = {
-            "model": cluster.door.model_id,
+            "model": cluster.door.models.model_id,
             "messages": case.messages,
             "max_tokens": 4,
             "stream": True,
@@ -115,7 +115,8 @@ async def test_a_collector_gets_the_stages_of_every_request():
             local_cluster(args.model_copy(update={"door": door})) as cluster,
             client_of(cluster) as client,
         ):
-            body = {"model": cluster.door.model_id, "prompt": "a b c", "max_tokens": 4, "min_tokens": 4}
+            body = {"model": cluster.door.models.model_id, "prompt": "a b c", "max_tokens": 4}
+            body["min_tokens"] = 4
             trace_parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
             answer = await client.post("/v1/completions", json=body, headers={"traceparent": trace_parent})
             answer.raise_for_status()

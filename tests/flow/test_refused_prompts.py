@@ -16,6 +16,7 @@ from router.api.chat.translate import completion_call
 from router.api.context import CallContext
 from router.calls import CompletionCall
 from router.door import Door
+from router.served_models import ServedModels
 from tests.flow.test_law import cluster_args
 
 HANG_S = 60.0
@@ -38,7 +39,7 @@ async def door() -> AsyncIterator[Door]:
 
 def call_of(door: Door, prompt: Any, **fields: Any) -> CompletionCall:
     request = CompletionRequest.model_validate({"model": "demo", "prompt": prompt, **fields})
-    return completion_call(request, CallContext("demo", door.defaults))
+    return completion_call(request, CallContext(ServedModels("demo"), door.defaults))
 
 
 @pytest.mark.parametrize(

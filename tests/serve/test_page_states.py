@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BINARY is None, reason="there is no Chromium (Debian: apt-get install chromium)"),
 ]
-MODEL = FakeDoor.model_id
+MODEL = FakeDoor.models.model_id
 
 
 @contextlib.asynccontextmanager

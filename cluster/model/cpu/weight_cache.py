@@ -62,6 +62,7 @@ class WeightKey:
     half: str
     dtype: torch.dtype
     weight_dtype: str
+    adapted: str = ""  # which modules adapters change: these are not replaced as others are
 
 
 class Making:
@@ -154,7 +155,8 @@ class WeightCache:
             logger.warning("packed weights are not kept: %s", error)
             return None
         parts = (
-            contents, key.half, str(key.dtype), key.weight_dtype, kernels.variant, kernels.panel_outputs,
+            contents, key.half, str(key.dtype), key.weight_dtype, key.adapted,
+            kernels.variant, kernels.panel_outputs,
             _code_digest(), torch.__version__, transformers.__version__,
         )  # fmt: skip
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -11,7 +11,7 @@ when the file was written; the module's own matrices are not read, they are on t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -128,14 +128,20 @@ class RecordedWeights:
             self.is_complete = False
             return
         self.replaced[name] = replaced
-        for leaf, parameter in module.named_parameters():
+        for own, leaf, parameter in self._own_parameters(module):
             if parameter.ndim < 2:
                 continue
-            self._packed.add(f"{name}.{leaf}")
+            self._packed.add(f"{own}.{leaf}")
             _, names = self._parameters[id(parameter)]
             if self._packed.issuperset(names):  # not also the weight of a module that stays
                 del self._parameters[id(parameter)]
                 self.absent.update((name, (parameter.shape, parameter.dtype)) for name in names)
+
+    def _own_parameters(self, module: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+        """Parameters below `module`, with the names that their modules had at first."""
+        for part in module.modules():
+            for leaf, parameter in part.named_parameters(recurse=False):
+                yield self._names[part], leaf, parameter
 
 
 @dataclass

@@ -176,6 +176,7 @@ class GraphedModel:
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
+        adapters: Sequence[int] = (),
     ) -> Tensor:
         """The logits are valid until the next call. A request with more choices than a step of answers has
         sequences runs alone, and unrecorded."""
@@ -183,10 +184,10 @@ class GraphedModel:
         count = len(token_ids)
         sizes = next((sizes for sizes in self._sizes.answers if sizes.num_rows >= count), None)
         if sizes is None:
-            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
+            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters)
         is_on_device = isinstance(token_ids, Tensor)
         known = 0 if is_on_device else self._model.known_ids(token_ids)
-        inputs = self._buffers.fill_answers(sizes, known, context_lens, deltas, block_tables)
+        inputs = self._buffers.fill_answers(sizes, known, context_lens, deltas, block_tables, adapters)
         if is_on_device:
             inputs.token_ids[:count].copy_(self._model.known_on_device(token_ids))
         return self._replays[sizes]()[:count]

@@ -51,6 +51,7 @@ class StepInputs:
     token_ids: Tensor  # [T]
     position_ids: Tensor  # [T] or [axes, T]
     slots: Tensor  # [T]: where each new token's K and V go
+    adapters: Tensor  # [T]: numbers, or 0
     wanted: Tensor  # [W]: which of the T tokens want logits
     step: StepTensors
 
@@ -63,6 +64,7 @@ class _Fields:
     token_ids: np.ndarray
     position_ids: np.ndarray
     slots: np.ndarray
+    adapters: np.ndarray
     seqs: np.ndarray
     indices: np.ndarray
     ends: np.ndarray
@@ -106,6 +108,7 @@ class StepBuffers:
         context_lens: Sequence[int],
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
+        adapters: Sequence[int] = (),
     ) -> StepInputs:
         """One token for each sequence. Arguments as in `LanguageModel.decode`; one number stands for every
         token."""
@@ -115,6 +118,8 @@ class StepBuffers:
         fields.position_ids[..., :count] = fields.indices[:count] + np.array(deltas, dtype=np.int32)
         fields.ends[:count] = fields.indices[:count] + 1
         fields.contexts[:count] = fields.ends[:count]
+        fields.adapters[:] = 0
+        fields.adapters[: len(adapters)] = adapters
         # these three do not depend on the step; behind the last sequence they are padding
         numbers = np.arange(count)
         fields.seqs[:count] = fields.starts[:count] = fields.wanted[:count] = numbers
@@ -131,6 +136,7 @@ class StepBuffers:
         fields.token_ids[:num_tokens] = token_ids
         fields.position_ids[..., :num_tokens] = tokens.position_ids.numpy()
         fields.seqs[:num_tokens] = tokens.seqs
+        fields.adapters[:num_tokens], fields.adapters[num_tokens:] = tokens.adapters, 0
         fields.indices[:num_tokens] = tokens.indices
         fields.starts[0] = 0
         fields.starts[1 : num_rows + 1] = tokens.counts.cumsum()
@@ -144,11 +150,11 @@ class StepBuffers:
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Always the same views."""
         if sizes not in self._inputs:
-            token_ids, position_ids, slots, *of_step, wanted = self._views(sizes, self._device)
+            token_ids, position_ids, slots, adapters, *of_step, wanted = self._views(sizes, self._device)
             tables = self._device[self._first_table :][: sizes.num_rows * self._max_blocks]
             tables = tables.view(sizes.num_rows, self._max_blocks)
             step = StepTensors(*of_step, tables, self._block_size, sizes.is_decode)
-            self._inputs[sizes] = StepInputs(token_ids, position_ids, slots, wanted, step)
+            self._inputs[sizes] = StepInputs(token_ids, position_ids, slots, adapters, wanted, step)
         return self._inputs[sizes]
 
     def _begin(self, sizes: StepSizes) -> _Fields:
@@ -197,7 +203,8 @@ class StepBuffers:
     def _counts(self, sizes: StepSizes) -> list[int]:
         """Returns how many numbers each field has, in the order of `_Fields`."""
         tokens, rows = sizes.num_tokens, sizes.num_rows
-        return [tokens, self._axes * tokens, tokens, tokens, tokens, tokens, rows + 1, rows, sizes.num_wanted]
+        of_tokens = [tokens, self._axes * tokens, tokens, tokens, tokens, tokens, tokens]
+        return [*of_tokens, rows + 1, rows, sizes.num_wanted]
 
     def _views(self, sizes: StepSizes, buffer: Any) -> list[Any]:
         """Returns the fields as views of a tensor or an array."""

@@ -34,7 +34,7 @@ class MessagesRoutes:
         call = await self._calls.read(
             request, lambda body, context: messages_call(parse(MessagesRequest, body), context)
         )
-        answer = MessageFormat(new_id("msg_"), self._door.model_id)
+        answer = MessageFormat(new_id("msg_"), call.model)
         return await self._calls.answer(request, call, self._door.chat, answer)
 
     async def count(self, request: Request) -> Response:

@@ -30,12 +30,12 @@ class ChatRoutes:
         call = await self._calls.read(
             request, lambda body, context: chat_call(parse(ChatRequest, body), context)
         )
-        answer = ChatFormat(new_id("chatcmpl-"), int(time.time()), self._door.model_id, call)
+        answer = ChatFormat(new_id("chatcmpl-"), int(time.time()), call.model, call)
         return await self._calls.answer(request, call, self._door.chat, answer)
 
     async def complete(self, request: Request) -> Response:
         call = await self._calls.read(
             request, lambda body, context: completion_call(parse(CompletionRequest, body), context)
         )
-        answer = CompletionFormat(new_id("cmpl-"), int(time.time()), self._door.model_id, call)
+        answer = CompletionFormat(new_id("cmpl-"), int(time.time()), call.model, call)
         return await self._calls.answer(request, call, self._door.complete, answer)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import asdict
 
-from cluster.errors import ModelNotFoundError, RequestError, UnsupportedError
+from cluster.errors import RequestError, UnsupportedError
 from cluster.media.sources import MediaSource
 from cluster.text.chat import ChatMessage, ChatOptions
 from cluster.text.defaults import GenerationDefaults
@@ -49,6 +49,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 def chat_call(request: ChatRequest, context: CallContext) -> ChatCall:
     """Raises RequestError."""
     limits, defaults = context.limits, context.defaults
+    adapter = context.models.adapter_of(request.model)
     _check(request, context)
     rules = rules_of(request)
     tools = tool_texts(request)
@@ -70,6 +71,8 @@ def chat_call(request: ChatRequest, context: CallContext) -> ChatCall:
         media_rules=MediaRules(
             request.max_media_tokens, bool(request.exact_media), request.on_media_error == "omit"
         ),
+        model=request.model,
+        adapter=adapter,
         tenant=context.tenant,
         cache_salt=_salt(request, context),
         trace_parent=context.trace_parent,
@@ -83,6 +86,7 @@ def chat_call(request: ChatRequest, context: CallContext) -> ChatCall:
 def completion_call(request: CompletionRequest, context: CallContext) -> CompletionCall:
     """Raises RequestError."""
     limits, defaults = context.limits, context.defaults
+    adapter = context.models.adapter_of(request.model)
     _check(request, context)
     if request.best_of not in (None, request.n or 1):
         raise UnsupportedError("best_of: answers are not ranked; it must equal n", param="best_of")
@@ -99,6 +103,8 @@ def completion_call(request: CompletionRequest, context: CallContext) -> Complet
         echo=bool(request.echo),
         generates=max_tokens != 0,
         guidance=_guidance(request, lambda text: text),
+        model=request.model,
+        adapter=adapter,
         tenant=context.tenant,
         cache_salt=_salt(request, context),
         trace_parent=context.trace_parent,
@@ -159,7 +165,6 @@ def _changes(request: EndpointRequest, limits: Limits) -> LogitChanges | None:
 def _check(request: EndpointRequest, context: CallContext) -> None:
     """Checks the fields whose limits depend on the model and on its operator."""
     limits = context.limits
-    check_model(request.model, context.model_id)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -176,12 +181,6 @@ def _check(request: EndpointRequest, context: CallContext) -> None:
     ):
         if count is not None and count > limits.max_model_len:
             raise too_many_tokens(count, limits.max_model_len, param=name)
-
-
-def check_model(name: str, model_id: str) -> None:
-    """Raises ModelNotFoundError."""
-    if name != model_id:
-        raise ModelNotFoundError(f"the model {name[:200]!r} does not exist", param="model")
 
 
 def _check_ids(token_ids: Sequence[int], param: str, limits: Limits) -> None:

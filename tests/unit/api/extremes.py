@@ -67,7 +67,7 @@ def accepted(path: str, body: bytes, door: DoorProtocol) -> Any:
         "/tokenize": tokenize_call,
         "/detokenize": ids_to_detokenize,
     }[path]
-    context = CallContext(door.model_id, door.defaults, limits=door.limits)
+    context = CallContext(door.models, door.defaults, limits=door.limits)
     return translate(parse(ENDPOINTS[path], body), context)
 
 

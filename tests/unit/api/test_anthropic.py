@@ -18,6 +18,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.calls import ChatCall, MediaNote, TextDelta, TokenizeCall, ToolCallDelta
+from router.served_models import ServedModels
 from tests.fakes.fake_door import FakeDoor
 from tests.unit.api.test_app import call
 from tests.unit.api.test_tool_answers import DELTAS
@@ -56,12 +57,12 @@ def message_error_of(response: httpx.Response) -> dict[str, str]:
 
 def of_messages(**fields: Any) -> ChatCall:
     body = json.dumps({"model": "m", "max_tokens": 5, **fields}).encode()
-    return messages_call(parse(MessagesRequest, body), CallContext("m", FakeDoor.defaults))
+    return messages_call(parse(MessagesRequest, body), CallContext(ServedModels("m"), FakeDoor.defaults))
 
 
 def of_chat(**fields: Any) -> ChatCall:
     body = json.dumps({"model": "m", "max_tokens": 5, **fields}).encode()
-    return chat_call(parse(ChatRequest, body), CallContext("m", FakeDoor.defaults))
+    return chat_call(parse(ChatRequest, body), CallContext(ServedModels("m"), FakeDoor.defaults))
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:

@@ -68,7 +68,7 @@ def test_several_fields_take_extremes_at_once(path, data):
     values = data.draw(
         st.dictionaries(st.sampled_from(fields(kind)), st.sampled_from(EXTREMES), min_size=1, max_size=4)
     )
-    body = request(kind, values, model=door.model_id)
+    body = request(kind, values, model=door.models.model_id)
     response = call(door, "POST", path, content=body)
     if response.status_code == 200:
         body_schema(path).validate(json.loads(body))
@@ -102,4 +102,4 @@ def test_nested_fields_are_found_and_stand_where_they_belong():
 
 
 def _model(door: FakeDoor, field: tuple[str | int, ...]) -> dict[str, str]:
-    return {} if field == ("model",) else {"model": door.model_id}
+    return {} if field == ("model",) else {"model": door.models.model_id}

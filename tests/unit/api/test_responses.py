@@ -18,6 +18,7 @@ from router.api.context import CallContext
 from router.api.responses.schema import ResponsesRequest
 from router.api.responses.translate import responses_call
 from router.calls import MediaNote
+from router.served_models import ServedModels
 from tests.fakes.fake_door import FakeDoor
 from tests.unit.api.test_app import call
 from tests.unit.api.test_client import HANG_S, expect_soon, run
@@ -47,12 +48,13 @@ def respond(door: FakeDoor, **fields):
 
 def of_responses(**fields):
     body = json.dumps({"model": "m", **fields}).encode()
-    return responses_call(parse(ResponsesRequest, body), CallContext("m", FakeDoor.defaults))
+    return responses_call(parse(ResponsesRequest, body), CallContext(ServedModels("m"), FakeDoor.defaults))
 
 
 def of_chat(**fields):
     return chat_call(
-        parse(ChatRequest, json.dumps({"model": "m", **fields}).encode()), CallContext("m", FakeDoor.defaults)
+        parse(ChatRequest, json.dumps({"model": "m", **fields}).encode()),
+        CallContext(ServedModels("m"), FakeDoor.defaults),
     )
 
 

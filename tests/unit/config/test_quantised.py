@@ -344,7 +344,7 @@ def test_an_adapter_beside_full_weights_is_refused_by_name(tmp_path):
     (folder / "adapter_model.safetensors").touch()
     check_refused_adapter(folder, "m/adapter_model.safetensors is an adapter")
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    check_refused_adapter(folder, "m/adapter_config.json is an adapter of org/base .*merge_and_unload")
+    check_refused_adapter(folder, "m/adapter_config.json is an adapter of org/base .*under `adapters`")
 
 
 def check_refused_adapter(folder: Path, pattern: str) -> None:
@@ -355,5 +355,5 @@ def check_refused_adapter(folder: Path, pattern: str) -> None:
 def test_a_folder_that_is_nothing_but_an_adapter_is_refused_by_name(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    with pytest.raises(ConfigError, match=r"is an adapter of org/base .*adapters are not served"):
+    with pytest.raises(ConfigError, match=r"is an adapter of org/base .*not a model"):
         resolve(ClusterArgs(model=str(tmp_path / "a")), read_environment({}), num_cores=1)

@@ -21,10 +21,11 @@ from router.api.context import CallContext
 from router.api.responses.schema import ReasoningItem, ReasoningText, ResponsesRequest
 from router.api.responses.translate import responses_call
 from router.http.body_parser import BIG_BYTES, NUM_THREADS, NUM_THREADS_PER_TENANT, BodyParser
+from router.served_models import ServedModels
 from tests.fakes.fake_door import FakeDoor
 from tests.unit.api.test_client import HANG_S, expect_soon
 
-CONTEXT = CallContext("org/demo", GenerationDefaults())
+CONTEXT = CallContext(ServedModels("org/demo"), GenerationDefaults())
 
 
 class Held:

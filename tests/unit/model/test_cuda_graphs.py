@@ -194,7 +194,7 @@ class EchoModel:
 
     def copy_blocks(self, sources, targets, kv) -> None: ...
 
-    def decode(self, token_ids, context_lens, deltas, block_tables, kv) -> Tensor:
+    def decode(self, token_ids, context_lens, deltas, block_tables, kv, adapters=()) -> Tensor:
         return torch.tensor([[-1.0]])
 
 

@@ -87,6 +87,7 @@ class Intake:
         )
         return await self.intake.take_in(
             ChatCall(
+                model="m",
                 messages=(),
                 media=media,
                 sampling=(SamplingParams(),),

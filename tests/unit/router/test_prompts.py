@@ -80,6 +80,7 @@ def call(
         MediaSource(kind, "", options=MediaOptions()) for message in messages for kind in message.modalities()
     )
     return ChatCall(
+        model="m",
         messages=messages,
         media=media,
         sampling=(SamplingParams(),),

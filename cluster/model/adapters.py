@@ -1,0 +1,182 @@
+"""LoRA adapters in the language half: linear modules that add, to each row, what the row's adapter adds.
+
+    y = W x + scaling * B A x
+
+A and B of all adapters lie side by side in two matrices, so a step with any mix of adapters is two small
+products for each module, and a row's numbers depend on its own adapter alone: the columns of the others are
+multiplied by 0. A step without adapters skips both.
+
+Which adapter a row has is a property of the step (`StepAdapters`), set by the model that runs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from cluster.config.adapters import AdaptedModule, Adapter, tensor_names
+from cluster.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# What may stand before a module of the text model in the names of an adapter: transformers has moved the text
+# model within its multimodal models.
+_TEXT_PREFIXES = {"model", "language_model", "text_model", "thinker"}
+
+
+class StepAdapters:
+    """The adapters of one step. slots: [T] int64, of each token the adapter's number from 1 on, or 0; None:
+    no token has one."""
+
+    def __init__(self) -> None:
+        self.slots: Tensor | None = None
+
+    @contextmanager
+    def of_step(self, slots: Tensor | None) -> Iterator[None]:
+        """The work inside is a step of tokens with these adapters."""
+        self.slots = slots
+        try:
+            yield
+        finally:
+            self.slots = None
+
+
+class AdaptedLinear(nn.Module):
+    """A linear with what adapters add to it. `base` may be replaced by a module that computes the same."""
+
+    def __init__(
+        self, base: nn.Linear, updates: Sequence[Update | None], step: StepAdapters, device: torch.device
+    ):
+        """updates: of each adapter; None: it leaves this module as it is. device: of the matrices; the
+        weight of `base` may be known packed only, and be on the meta device."""
+        super().__init__()
+        self.base = base
+        self.updates, self._step = updates, step
+        self.in_features, self.out_features = base.in_features, base.out_features
+        given = [update for update in updates if update is not None]
+        down, up = torch.cat([update.a for update in given]).T, torch.cat([update.b for update in given], 1).T
+        dtype = base.weight.dtype
+        self.register_buffer("down", down.to(device, dtype).contiguous(), persistent=False)
+        self.register_buffer("up", up.to(device, dtype).contiguous(), persistent=False)
+        self.register_buffer("scalings", _scalings(updates).to(device, dtype), persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., T, inputs] → [..., T, outputs]."""
+        y, slots = self.base(x), self._step.slots
+        if slots is None:
+            return y
+        return y + ((x @ self.down) * self.scalings[slots]) @ self.up
+
+
+class Update:
+    """What one adapter adds to one module. a [rank, inputs], b [outputs, rank]."""
+
+    def __init__(self, a: Tensor, b: Tensor, scaling: float):
+        self.a, self.b, self.scaling = a, b, scaling
+
+
+def adapt(text_model: nn.Module, adapters: Sequence[Adapter], device: torch.device) -> StepAdapters:
+    """Puts `AdaptedLinear` in the place of every linear of the text model that an adapter changes. Slot i + 1
+    is adapters[i]. Blocks while the adapters are read. Raises ConfigError for an adapter that does not fit
+    the model, or changes what is not a linear of its text model."""
+    step = StepAdapters()
+    updates: dict[str, list[Update | None]] = {}
+    for slot, adapter in enumerate(adapters):
+        try:
+            own = _read(adapter, text_model)
+        except ConfigError as error:
+            raise ConfigError(f"adapter '{adapter.name}': {error.message}", param="adapters") from error
+        for path, update in own.items():
+            updates.setdefault(path, [None] * len(adapters))[slot] = update
+    for path, each in updates.items():
+        parent, _, leaf = path.rpartition(".")
+        base = cast(nn.Linear, text_model.get_submodule(path))
+        setattr(text_model.get_submodule(parent), leaf, AdaptedLinear(base, each, step, device))
+    logger.info("%d adapters change %d linear modules", len(adapters), len(updates))
+    return step
+
+
+def adapter_bytes(text_model: nn.Module) -> int:
+    """Memory that the adapters take."""
+    buffers = [
+        buffer
+        for module in text_model.modules()
+        if isinstance(module, AdaptedLinear)
+        for buffer in module.buffers(recurse=False)
+    ]
+    return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+
+def _scalings(updates: Sequence[Update | None]) -> Tensor:
+    """[1 + adapters, sum of ranks]: what the products with A are multiplied by, for each slot."""
+    ranks = [0 if update is None else len(update.a) for update in updates]
+    scalings = torch.zeros(1 + len(updates), sum(ranks))
+    first = 0
+    for slot, (update, rank) in enumerate(zip(updates, ranks, strict=True), 1):
+        if update is not None:
+            scalings[slot, first : first + rank] = update.scaling
+        first += rank
+    return scalings
+
+
+def _read(adapter: Adapter, text_model: nn.Module) -> dict[str, Update]:
+    """Returns the updates by the path of the module in the text model."""
+    updates: dict[str, Update] = {}
+    try:
+        with safe_open(adapter.weights, framework="pt") as tensors:
+            for name, module in adapter.modules.items():
+                path = _path_in(text_model, name, module)
+                a, b = (tensors.get_tensor(tensor).float() for tensor in tensor_names(name))
+                if not (a.isfinite().all() and b.isfinite().all()):
+                    raise ConfigError(f"{name} has weights that are not finite")
+                if path in updates:
+                    raise ConfigError(f"{name} is there twice, under two names")
+                updates[path] = Update(a, b, module.scaling)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"cannot read {adapter.weights}: {error}") from error
+    return updates
+
+
+def _path_in(text_model: nn.Module, name: str, module: AdaptedModule) -> str:
+    """The path in the text model of a module that the adapter names by its path in the whole model."""
+    parts = name.split(".")
+    while parts and parts[0] in _TEXT_PREFIXES:
+        parts = parts[1:]
+    path = ".".join(parts)
+    try:
+        found = text_model.get_submodule(path)
+    except AttributeError:
+        found = None
+    if not path or found is None:
+        raise ConfigError(
+            f"the language half of this model has no module '{name}'; adapters of encoders, projectors, "
+            "embeddings and heads are not served"
+        )
+    if type(found) is not nn.Linear:
+        raise ConfigError(f"'{name}' is a {type(found).__name__}; only linear modules are adapted")
+    shape = (found.in_features, found.out_features)
+    if shape != (module.inputs, module.outputs):
+        raise ConfigError(
+            f"'{name}' maps {module.inputs} to {module.outputs} values, the model's {shape[0]} to "
+            f"{shape[1]}: the adapter belongs to another model"
+        )
+    return path
+
+
+def slots_of(adapters: Sequence[Adapter]) -> Mapping[str, int]:
+    """Returns the numbers of the adapters by digest."""
+    return {adapter.digest: slot for slot, adapter in enumerate(adapters, 1)}

@@ -1,0 +1,127 @@
+"""LoRA adapters in the language half: every row has what its own adapter adds, in any company, so tokens
+equal those of PEFT's own model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cluster.config.adapters import read_adapters
+from cluster.config.families import family_of_type
+from cluster.errors import ConfigError
+from cluster.model.encoder import EncoderModel
+from cluster.model.language import LanguageModel
+from tests.fakes.slow_params import often
+from tests.flow.adapter_folders import ATTENTION, adapters_of, save_adapter
+from tests.flow.test_families import Sequence, Split, admit, decode, generate, memory, prefill
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase
+
+CASES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "gemma2_softcap_window", "gpt_oss_sinks_window", "qwen3_moe",
+    "deepseek_v3_mla", "qwen2_5_vl", "qwen3_vl",
+)  # fmt: skip
+
+
+class Adapted:
+    """A family with three adapters, and what the whole model generates with each and without."""
+
+    def __init__(self, name: str, folder: Path, dtype: torch.dtype = torch.float32):
+        case = CASES[name]()
+        case.requests = case.requests[:2]
+        case.model.save_pretrained(folder / "model")
+        expected = [generate(case, request) for request in case.requests]
+        family = family_of_type(case.model.config.model_type)
+        text_module = family.text_module if family.modalities else None
+        folders, answers = adapters_of(case, folder, text_module)
+        self.adapters = read_adapters(folders, max_rank=16)
+        self.language = LanguageModel.load(folder / "model", dtype=dtype, adapters=self.adapters)
+        has_media = any(request.placed for request in case.requests)
+        encoder = EncoderModel.load(folder / "model", dtype=torch.float32) if has_media else None
+        self.answers = [expected, *(answers[adapter.name] for adapter in self.adapters)]  # by slot
+        self._split = Split(case, expected, encoder, self.language)
+
+    @property
+    def case(self) -> TinyCase:
+        return self._split.case
+
+    def sequences(self, slots: list[int]) -> tuple[list[Sequence], list[list[int]]]:
+        """All requests once for each slot, and their answers."""
+        sequences: list[Sequence] = []
+        expected = []
+        for slot in slots:
+            own = admit(self._split, sum(len(sequence.table) for sequence in sequences))
+            for sequence in own:
+                sequence.adapter = slot
+            sequences += own
+            expected += self.answers[slot]
+        return sequences, expected
+
+
+@pytest.fixture(scope="module")
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(request.param, tmp_path_factory.mktemp("adapted"))
+
+
+@pytest.mark.parametrize(
+    "adapted", often(FAMILIES, ["llama", "qwen3", "qwen2_5_vl"]), indirect=True, scope="module"
+)
+class TestTokens:
+    def test_in_one_step_every_sequence_has_its_own_adapter(self, adapted: Adapted) -> None:
+        assert len({str(answers) for answers in adapted.answers}) == 4  # each adapter changes them
+        kv = memory(adapted.language)
+        sequences, expected = adapted.sequences([0, 1, 2, 3, 1])
+        prefill(adapted.language, kv, sequences, 16)
+        assert decode(adapted.language, kv, sequences) == expected
+
+    @pytest.mark.parametrize("slot", [0, 2])
+    def test_alone_in_chunks_of_another_size(self, adapted: Adapted, slot: int) -> None:
+        kv = memory(adapted.language)
+        sequences, expected = adapted.sequences([slot])
+        prefill(adapted.language, kv, sequences, 7)
+        assert decode(adapted.language, kv, sequences) == expected
+
+
+def tiny(folder: Path, name: str = "llama") -> TinyCase:
+    case = CASES[name]()
+    case.model.save_pretrained(folder / "model")
+    return case
+
+
+def refusal(folder: Path, adapter: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        LanguageModel.load(
+            folder / "model", dtype=torch.float32, adapters=read_adapters({"mine": str(adapter)}, 16)
+        )
+    return error.value.message
+
+
+def change(adapter: Path, new: Callable[[str, Tensor], Tensor]) -> None:
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: new(name, tensor).contiguous() for name, tensor in load_file(file).items()}, file)
+
+
+def test_an_adapter_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    case = tiny(tmp_path)
+    adapter = save_adapter(case.model, tmp_path / "a", targets=("down_proj",), r=4)
+    change(adapter, lambda name, tensor: tensor[:, :32] if "lora_A" in name else tensor)
+    assert "'mine'" in (told := refusal(tmp_path, adapter)) and "belongs to another model" in told
+
+
+def test_an_adapter_of_the_encoder_is_refused_by_name(tmp_path: Path) -> None:
+    case = tiny(tmp_path, "qwen2_5_vl")
+    adapter = save_adapter(case.model, tmp_path / "a", "visual", targets=("proj",), r=4)
+    assert "visual" in (told := refusal(tmp_path, adapter)) and "encoders" in told
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    case = tiny(tmp_path)
+    adapter = save_adapter(case.model, tmp_path / "a", targets=ATTENTION, r=4)
+    change(adapter, lambda _, tensor: tensor.index_fill(0, torch.tensor([1]), torch.inf))
+    assert "not finite" in refusal(tmp_path, adapter)
