@@ -54,6 +54,7 @@ class ModelShape:
 SHAPES = {
     "0.5b": ModelShape(896, 24, 14, 2, 64, 4864, 151_936, True),
     "0.6b": ModelShape(1024, 28, 16, 8, 128, 3072, 151_936, True, is_qwen3=True),
+    "1.5b": ModelShape(1536, 28, 12, 2, 128, 8960, 151_936, True),
     "7b": ModelShape(3584, 28, 28, 4, 128, 18_944, 152_064, False),
     "tiny": ModelShape(64, 2, 4, 2, 16, 128, 300, True),
 }

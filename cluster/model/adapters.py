@@ -57,7 +57,8 @@ class AdaptedLinear(nn.Module):
         weight of `base` may be known packed only, and be on the meta device."""
         super().__init__()
         self.base = base
-        self.updates, self._step = updates, step
+        self.step = step
+        self.ranks = tuple(0 if update is None else len(update.a) for update in updates)
         self.in_features, self.out_features = base.in_features, base.out_features
         given = [update for update in updates if update is not None]
         down, up = torch.cat([update.a for update in given]).T, torch.cat([update.b for update in given], 1).T
@@ -65,6 +66,12 @@ class AdaptedLinear(nn.Module):
         self.register_buffer("down", down.to(device, dtype).contiguous(), persistent=False)
         self.register_buffer("up", up.to(device, dtype).contiguous(), persistent=False)
         self.register_buffer("scalings", _scalings(updates).to(device, dtype), persistent=False)
+
+    def update(self, slot: int) -> tuple[Tensor, Tensor, float]:
+        """Returns A [rank, inputs], B^T [rank, outputs] and the scaling of an adapter that changes it."""
+        first = sum(self.ranks[: slot - 1])
+        own = slice(first, first + self.ranks[slot - 1])
+        return self.down[:, own].T, self.up[own], float(self.scalings[slot, first])
 
     @property
     def weight(self) -> Tensor:
@@ -76,7 +83,7 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., T, inputs] → [..., T, outputs]."""
-        y, slots = self.base(x), self._step.slots
+        y, slots = self.base(x), self.step.slots
         if slots is None:
             return y
         return y + ((x @ self.down) * self.scalings[slots]) @ self.up

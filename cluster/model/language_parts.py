@@ -178,7 +178,10 @@ def _layer_kernels(parts: LanguageParts, weight_dtype: WeightDtype, making: Maki
 
 def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
     """Puts the kernels in place of all modules that they can replace."""
-    trial = Trial(parts.text, parts.kv_layout, parts.attention, RULES[parts.family.positions].with_axes)
+    trial = Trial(
+        parts.text, parts.kv_layout, parts.attention, RULES[parts.family.positions].with_axes,
+        adapters=(parts.step_adapters, len(parts.adapters)),
+    )  # fmt: skip
     replace_layers(parts.text, kernels, trial)
     if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
         parts.model.set_output_embeddings(head)  # the old one's weights are not kept

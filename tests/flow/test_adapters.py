@@ -14,6 +14,8 @@ from torch import Tensor
 from cluster.config.adapters import read_adapters
 from cluster.config.families import family_of_type
 from cluster.errors import ConfigError
+from cluster.model.cpu.library import load
+from cluster.model.cpu.modules import WeightDtype
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from tests.fakes.slow_params import often
@@ -32,7 +34,9 @@ FAMILIES = (
 class Adapted:
     """A family with three adapters, and what the whole model generates with each and without."""
 
-    def __init__(self, name: str, folder: Path, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self, name: str, folder: Path, dtype: torch.dtype = torch.float32, weight_dtype: WeightDtype = "auto"
+    ):
         case = CASES[name]()
         case.requests = case.requests[:2]
         case.model.save_pretrained(folder / "model")
@@ -41,7 +45,9 @@ class Adapted:
         text_module = family.text_module if family.modalities else None
         folders, answers = adapters_of(case, folder, text_module)
         self.adapters = read_adapters(folders, max_rank=16)
-        self.language = LanguageModel.load(folder / "model", dtype=dtype, adapters=self.adapters)
+        self.language = LanguageModel.load(
+            folder / "model", dtype=dtype, weight_dtype=weight_dtype, adapters=self.adapters
+        )
         has_media = any(request.placed for request in case.requests)
         encoder = EncoderModel.load(folder / "model", dtype=torch.float32) if has_media else None
         self.answers = [expected, *(answers[adapter.name] for adapter in self.adapters)]  # by slot
@@ -80,12 +86,37 @@ class TestTokens:
         prefill(adapted.language, kv, sequences, 16)
         assert decode(adapted.language, kv, sequences) == expected
 
-    @pytest.mark.parametrize("slot", [0, 2])
-    def test_alone_in_chunks_of_another_size(self, adapted: Adapted, slot: int) -> None:
+    @pytest.mark.parametrize(("slot", "size"), [(0, 7), (2, 7), (1, 10_000)])
+    def test_alone_in_chunks_of_another_size(self, adapted: Adapted, slot: int, size: int) -> None:
         kv = memory(adapted.language)
         sequences, expected = adapted.sequences([slot])
-        prefill(adapted.language, kv, sequences, 7)
+        prefill(adapted.language, kv, sequences, size)
         assert decode(adapted.language, kv, sequences) == expected
+
+
+@pytest.mark.skipif(load() is None, reason="no native kernels on this machine")
+@pytest.mark.parametrize(
+    ("name", "dtype", "weight_dtype"),
+    [
+        ("llama", torch.float32, "auto"), ("qwen2", torch.bfloat16, "auto"), ("qwen3", torch.float32, "int8"),
+    ],
+)  # fmt: skip
+def test_native_layers_have_adapters_and_a_row_does_not_depend_on_its_company(
+    name: str, dtype: torch.dtype, weight_dtype: WeightDtype, tmp_path: Path
+) -> None:
+    adapted = Adapted(name, tmp_path, dtype, weight_dtype)
+    language = adapted.language
+
+    def logits(slots: list[int]) -> list[Tensor]:
+        kv = memory(language)
+        sequences, _ = adapted.sequences(slots)
+        chunks = [sequence.chunk(10_000) for sequence in sequences]
+        return [*language.forward(chunks, kv)]
+
+    alone = [row for slot in range(4) for row in logits([slot])]
+    assert language.kernels_s is not None  # the whole model ran in one native call
+    assert all(map(torch.equal, logits([0, 1, 2, 3]), alone))
+    assert len({tuple(row.tolist()) for row in alone}) == len(alone)
 
 
 def tiny(folder: Path, name: str = "llama") -> TinyCase:

@@ -8,7 +8,16 @@
 #include <vector>
 
 extern "C" {
-// Mirrored by library.py. Pointers are owned by the caller; bias, scales and sums are in the order of the packed outputs.
+// The next two are mirrored by library.py. Pointers are owned by the caller; bias, scales, sums and B are in the order of
+// the packed outputs.
+struct Layer;
+
+// What a LoRA adapter adds to a layer: y += B A x. The layer's outputs may be several parts, each with an A and a B.
+struct LayerAdapter {
+  const Layer* down;  // the parts' A, one behind the other: [parts * rank] outputs. Null: nothing is added
+  const void* up;     // the parts' B: [rank, packed outputs]
+};
+
 struct Layer {
   const char* packed;
   const float* bias;      // or null
@@ -16,7 +25,10 @@ struct Layer {
   const int32_t* sums;    // int8 only: 128 * sum over the inputs
   int64_t inputs;
   int64_t outputs;        // of y; a gated layer has twice as many rows of weights
-  int64_t gated;          // y = silu(gate) * up
+  int64_t gated;          // y = silu(gate) * up; gate and up are two parts
+  const LayerAdapter* adapters;  // by number, from 1 on; null: none
+  int64_t rank, down_width;      // rank: of each A, even, with zeros where it is smaller; down_width: of all parts
+  int64_t second, third;         // of a layer that is not gated: where these parts begin, multiples of kLanes
 };
 
 // The next three are mirrored by attention_cpu.py.
@@ -56,6 +68,8 @@ struct Batch {
   const float* x_scales;           // int8 only: one a row
   int64_t rows;
   const void* residual = nullptr;  // [rows, outputs], added to the result; may be the result's memory
+  const int32_t* adapters = nullptr;  // [rows] numbers, or 0; null: no row has one
+  const float* down = nullptr;        // [rows, down_width], A x of each row that has one
 };
 
 // y [rows, outputs] of x. Rows of bfloat16 are even in width.

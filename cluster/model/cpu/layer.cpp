@@ -17,7 +17,7 @@
 #include "workspace.h"
 
 extern "C" {
-// The next four are mirrored by layer.py. What is fixed when a model is loaded; the layers of a call have the same shapes.
+// The next five are mirrored by layer.py. What is fixed when a model is loaded; the layers of a call have the same shapes.
 struct DecoderLayer {
   const Layer *qkv, *out, *gate_up, *down;  // qkv: query heads, then key heads, then value heads
   const void *input_norm, *post_norm;       // [hidden]
@@ -40,6 +40,11 @@ struct LayerRows {
   void *key, *key_scales, *value, *value_scales;
 };
 
+// Successive tokens with one adapter.
+struct AdapterRun {
+  int64_t begin, end, adapter;
+};
+
 struct DecoderStep {
   const int64_t* slots;                 // [tokens]
   const void *cos, *sin;                // [tokens, rotary_width]; channels behind rotary_width are not turned
@@ -52,6 +57,9 @@ struct DecoderStep {
   float* logits;                        // the same in float32; null where `outputs` are
   int64_t tokens, rotary_width, num_views, num_wanted, threads;
   int (*on_layer)(int64_t layer);       // or null; called by the calling thread when a layer has run. Not 0: stop there
+  const int32_t* adapters;              // [tokens] numbers, or 0
+  const AdapterRun* runs;               // [num_runs], short: a thread computes A x of a whole run
+  int64_t num_runs;                     // 0: no token has an adapter
   int64_t busy;                         // set by the call: nanoseconds of each thread in kernels, on average
 };
 }
@@ -114,9 +122,21 @@ Rows rows_of(Workspace& workspace, const Layer& layer, int64_t count, bool is_bf
 
 // ----------------------------------------------------------------------------------------------------------- a layer
 
+int64_t down_width(const Decoder& decoder) {
+  int64_t widest = 0;
+  for (int64_t i = 0; i < decoder.num_layers; i++) {
+    const DecoderLayer& layer = *decoder.layers[i];
+    for (const Layer* weights : {layer.qkv, layer.out, layer.gate_up, layer.down})
+      widest = std::max(widest, weights->down_width);
+  }
+  return widest;
+}
+
 struct Buffers {
   Rows normed, attended, gated, last;
   char* qkv;
+  char* rounded = nullptr;  // A x of one product, of which `down` has the numbers in float32
+  float* down = nullptr;
 
   Buffers(const Decoder& decoder, const DecoderStep& step, Workspace& workspace) {
     const DecoderLayer& layer = *decoder.layers[0];
@@ -124,6 +144,11 @@ struct Buffers {
     attended = rows_of(workspace, *layer.out, step.tokens, layer.is_bf16);
     gated = rows_of(workspace, *layer.down, step.tokens, layer.is_bf16);
     qkv = workspace.take(step.tokens * layer.qkv->outputs * (layer.is_bf16 ? 2 : 4));
+    if (step.num_runs) {
+      const int64_t count = step.tokens * down_width(decoder);
+      down = (float*)workspace.take(count * 4);
+      rounded = layer.is_bf16 ? workspace.take(count * 2) : (char*)down;
+    }
     if (step.num_wanted) last = rows_of(workspace, *decoder.head, step.num_wanted, layer.is_bf16);
   }
 };
@@ -148,15 +173,37 @@ struct LayerCall {
         query_width(layer.query_heads * layer.head_width),
         kv_width(layer.kv_heads * layer.head_width),
         qkv_width(query_width + 2 * kv_width),
-        qkv{layer.qkv, buffers.normed.batch(step.tokens, nullptr), buffers.qkv, layer.is_bf16 != 0},
-        out{layer.out, buffers.attended.batch(step.tokens, x), step.y, layer.is_bf16 != 0},
-        gate_up{layer.gate_up, buffers.normed.batch(step.tokens, nullptr), buffers.gated.data, layer.is_bf16 != 0},
-        down{layer.down, buffers.gated.batch(step.tokens, step.y), step.y, layer.is_bf16 != 0},
+        qkv(product(layer.qkv, buffers.normed, nullptr, buffers.qkv)),
+        out(product(layer.out, buffers.attended, x, step.y)),
+        gate_up(product(layer.gate_up, buffers.normed, nullptr, buffers.gated.data)),
+        down(product(layer.down, buffers.gated, step.y, step.y)),
         key(write_call(query_width, rows.key, rows.key_scales)),
         value(write_call(query_width + kv_width, rows.value, rows.value_scales)),
         attention{buffers.qkv, rows.key, rows.key_scales, rows.value, rows.value_scales, nullptr, buffers.attended.data,
                   qkv_width, layer.head_width, layer.query_heads, layer.kv_heads, layer.head_width, layer.head_width,
                   layer.is_bf16, layer.scale, 0} {}
+
+  Product product(const Layer* weights, const Rows& rows, const void* residual, void* y) const {
+    kernels::Batch batch = rows.batch(step.tokens, residual);
+    if (step.num_runs && weights->adapters) {
+      batch.adapters = step.adapters;
+      batch.down = buffers.down;
+    }
+    return {weights, batch, y, layer.is_bf16 != 0};
+  }
+
+  // A x of the rows of one run.
+  void add_down(const Product& product, const Rows& rows, const AdapterRun& run) const {
+    const Layer* down = product.layer->adapters[run.adapter - 1].down;
+    if (!down) return;
+    const kernels::Batch batch{rows.data + run.begin * rows.row_bytes(), rows.row_bytes(), nullptr, run.end - run.begin};
+    const int64_t first = run.begin * down->outputs, count = batch.rows * down->outputs;
+    const Product a{down, batch, buffers.rounded + first * element_bytes, layer.is_bf16 != 0};
+    for (int64_t item = 0; item < a.items(); item++) a.run(item, 1);
+    const BFloat16* rounded = (const BFloat16*)buffers.rounded + first;
+    for (int64_t i = 0; layer.is_bf16 && i < count; i += kLanes)
+      store_some(buffers.down + first + i, count - i, load_some(rounded + i, count - i));
+  }
 
   WriteCall write_call(int64_t column, void* target, void* scales) const {
     return {buffers.qkv + column * element_bytes, step.slots, target, scales, step.tokens, layer.kv_heads,
@@ -219,6 +266,11 @@ struct Runner {
   void multiply(const Product& product, Fetch& next) {
     member.share(product.items(), next, [&](int64_t item) { product.run(item, 1); });
   }
+  // Before `product` is multiplied: what adapters make of its rows.
+  void add_down(const LayerCall& call, const Product& product, const Rows& rows, Fetch& next) {
+    if (!product.batch.adapters) return;
+    member.share(step.num_runs, next, [&](int64_t run) { call.add_down(product, rows, step.runs[run]); });
+  }
   void quantise(const Rows& rows, Fetch& next) {
     if (!rows.bytes) return;
     member.share(row_items, next, [&](int64_t item) {
@@ -237,14 +289,18 @@ struct Runner {
     Fetch qkv = fetch_of(call.qkv, member), out = fetch_of(call.out, member), gate_up = fetch_of(call.gate_up, member),
           down = fetch_of(call.down, member), next = after ? fetch_of(*after, member) : Fetch{};
     member.share(row_items, qkv, [&](int64_t item) { call.norm(layer.input_norm, call.x, layer.input_epsilon, item); });
+    add_down(call, call.qkv, call.buffers.normed, qkv);
     multiply(call.qkv, out);
     member.share((step.tokens + kTokens - 1) / kTokens, out, [&](int64_t item) { call.place(item); });
     attend(call, view, plan, out);
     quantise(call.buffers.attended, out);
+    add_down(call, call.out, call.buffers.attended, out);
     multiply(call.out, gate_up);
     member.share(row_items, gate_up, [&](int64_t item) { call.norm(layer.post_norm, step.y, layer.post_epsilon, item); });
+    add_down(call, call.gate_up, call.buffers.normed, gate_up);
     multiply(call.gate_up, down);
     quantise(call.buffers.gated, down);
+    add_down(call, call.down, call.buffers.gated, down);
     multiply(call.down, next);
   }
 };

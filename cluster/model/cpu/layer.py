@@ -25,6 +25,7 @@ from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import AttentionBackend, PagedBatch
 from cluster.model.attention_cpu import row_pointers, step_view
+from cluster.model.cpu.adapters import attach_adapters, runs_of, step_of
 from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import PackedLinear, PackedWeights, pointer
 from cluster.model.kv_format import layer_cache
@@ -65,7 +66,8 @@ class _DecoderStep(ctypes.Structure):
         ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
         ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
         ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64),
-        ("threads", c_int64), ("on_layer", _OnLayer), ("busy", c_int64),
+        ("threads", c_int64), ("on_layer", _OnLayer), ("adapters", c_void_p), ("runs", c_void_p),
+        ("num_runs", c_int64), ("busy", c_int64),
     )  # fmt: skip
 
 
@@ -89,6 +91,12 @@ class NativeDecoderLayer(nn.Module):
             PackedWeights(kernels, gate.weight, up=up.weight, int8=int8),
             PackedWeights(kernels, mlp.down.weight, int8=int8),
         )
+        products = (attention.projections, (attention.out,), mlp.inputs, (mlp.down,))
+        adapters = [
+            attach_adapters(packed, kernels, linears, gated=linears is mlp.inputs)
+            for packed, linears in zip(weights, products, strict=True)
+        ]
+        self.step_adapters = step_of([linear for linears in products for linear in linears])
         norms = [parts.attention.pre, parts.mlp.pre, *(attention.head_norms or (None, None))]
         self.dtype = parts.dtype
         self.hidden_size = gate.in_features
@@ -97,7 +105,7 @@ class NativeDecoderLayer(nn.Module):
         shape = (heads.num_query, heads.num_kv, heads.key_width)
         # Layers of one form can run in one call.
         self.form = (self.dtype, self.hidden_size, *shape, up.out_features, int8)
-        self._kept = (weights, [_weight(norm) for norm in norms])
+        self._kept = (weights, [_weight(norm) for norm in norms], adapters)
         self._layer = _DecoderLayer(
             *(packed.address for packed in weights), *map(pointer, self._kept[1]),
             *shape, self.dtype == torch.bfloat16,
@@ -140,6 +148,7 @@ class NativeDecoder:
         first = layers[0]
         self._form, self._windows, self._head = first.form, windows, head
         self._layer_ids = [layer.layer_idx for layer in layers]
+        self._adapters = next((layer.step_adapters for layer in layers if layer.step_adapters), None)
         norm = None if head is None else _weight(head.norm)
         addresses = (c_void_p * len(layers))(*(layer.address for layer in layers))
         views = (c_int64 * len(layers))(*(windows.index(layer.window) for layer in layers))
@@ -173,11 +182,14 @@ class NativeDecoder:
             logits = torch.empty(num_wanted, self._head.linear.out_features)
             outputs = logits if x.dtype is torch.float32 else torch.empty_like(logits, dtype=x.dtype)
         on_layer, errors = self._listener(batch)
+        adapted = None if self._adapters is None else self._adapters.slots
+        numbers, runs = (None, ()) if adapted is None else runs_of(adapted)
         step = _DecoderStep(
             slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._rows_of(batch.kv),
             ctypes.addressof(view_addresses), x.data_ptr(), y.data_ptr(),
             pointer(wanted), pointer(outputs), None if outputs is logits else pointer(logits),
             len(slots), cos.shape[-1], len(views), num_wanted, torch.get_num_threads(), on_layer,
+            *((None, None) if numbers is None else (numbers.ctypes.data, runs.ctypes.data)), len(runs),
         )  # fmt: skip
         self._run(self._address, ctypes.addressof(step))
         self.kernels_s = step.busy / 1e9

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from cluster.model.attention_cpu import MAX_GROUP, MAX_WIDTH
+from cluster.model.cpu.adapters import PART_OUTPUTS
 from cluster.model.cpu.layer import Head, NativeDecoder, NativeDecoderLayer, NativeTextModel, can_rotate
 from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import (
@@ -28,6 +29,8 @@ from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
 # on random weights.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _INT8_TOLERANCE = 1e-1
+# With adapters that add as much as the layer itself: modules round three times more than the native layer.
+_ADAPTED_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 class CpuLayerKernels:
@@ -55,6 +58,7 @@ class CpuLayerKernels:
             and len({linear.bias is None for linear in inputs}) == 1
             and is_gated_by_silu(mlp.inner)
             and all(linear.in_features % 2 == 0 for linear in (*inputs, out, mlp.inner.down))
+            and not (attention.inner.is_adapted and any(part.out_features % PART_OUTPUTS for part in inputs))
         )
 
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
@@ -71,7 +75,9 @@ class CpuLayerKernels:
         return NativeDecoderLayer(parts, heads, self._kernels, int8=settings["int8"])
 
     def tolerance(self, parts: DecoderParts, settings: Settings) -> float:
-        return _INT8_TOLERANCE if settings["int8"] else _TOLERANCE[parts.dtype]
+        if settings["int8"]:
+            return _INT8_TOLERANCE
+        return (_ADAPTED_TOLERANCE if parts.is_adapted else _TOLERANCE)[parts.dtype]
 
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> nn.Module | None:
         return optimise(text_model, head, self._weight_dtype, self._kernels)

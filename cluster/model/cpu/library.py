@@ -31,7 +31,18 @@ class Layer(ctypes.Structure):
         ("inputs", c_int64),
         ("outputs", c_int64),
         ("gated", c_int64),
+        ("adapters", c_void_p),
+        ("rank", c_int64),
+        ("down_width", c_int64),
+        ("second", c_int64),
+        ("third", c_int64),
     )
+
+
+class LayerAdapter(ctypes.Structure):
+    """Mirrors `LayerAdapter` of kernels.h."""
+
+    _fields_ = (("down", c_void_p), ("up", c_void_p))
 
 
 _LINEAR = (c_void_p, c_void_p, c_void_p, c_int64, c_int)  # layer, x, y, rows, threads

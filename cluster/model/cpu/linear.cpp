@@ -55,6 +55,31 @@ inline Floats dequantised(const Layer& layer, const Batch& batch, int64_t row, i
   return __builtin_convertvector(product, Floats) * load<Floats>(layer.scales + column) * batch.x_scales[row];
 }
 
+int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
+int64_t panels_of(const Layer& layer) { return ceil_div(layer.outputs * (layer.gated ? 2 : 1), kPanel); }
+
+// The row's adapter, if it has one, to a panel of its outputs.
+template <class Out>
+inline void add_adapter(const Layer& layer, const Batch& batch, int64_t row, int64_t column, Floats* values) {
+  const int32_t adapter = batch.adapters[row];
+  if (!adapter || !layer.adapters[adapter - 1].down) return;
+  const int64_t width = panels_of(layer) * kPanel;
+  const Out* up = (const Out*)layer.adapters[adapter - 1].up + column;
+  const float *down = batch.down + row * layer.down_width, *parts[kVectors];
+  for (int v = 0; v < kVectors; v++) {
+    const int64_t first = column + v * kLanes;
+    const int part = layer.gated ? v >= kVectors / 2 : (first >= layer.second) + (first >= layer.third);
+    parts[v] = down + part * layer.rank;
+  }
+  Floats sums[2][kVectors] = {};  // two chains of additions do not wait for each other
+  for (int64_t i = 0; i < layer.rank; i += 2)
+    for (int64_t j = 0; j < 2; j++)
+      for (int v = 0; v < kVectors; v++)
+        sums[j][v] += splat_word(parts[v] + i + j) * widened(up + (i + j) * width + v * kLanes);
+  for (int v = 0; v < kVectors; v++) values[v] += sums[0][v] + sums[1][v];
+}
+
 // One row of a tile. `column` counts packed outputs. Not inlined: the compiler would fuse its roundings differently in each
 // height of a tile, and a row's result would depend on it.
 template <class Out, class Accumulator>
@@ -65,6 +90,7 @@ __attribute__((noinline)) void finish(const Layer& layer, const Batch& batch, in
     values[v] = dequantised(layer, batch, row, column + v * kLanes, sums[v]);
     if (layer.bias) values[v] += load<Floats>(layer.bias + column + v * kLanes);
   }
+  if (batch.adapters) add_adapter<Out>(layer, batch, row, column, values);
   Out* out = y + row * layer.outputs;
   if (!layer.gated) {
     for (int v = 0; v < kVectors; v++) {
@@ -83,8 +109,6 @@ __attribute__((noinline)) void finish(const Layer& layer, const Batch& batch, in
 }
 
 // --------------------------------------------------------------------------------------------------------- the product
-
-int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
 template <class Op>
 int64_t steps_of(const Layer& layer) {
@@ -157,8 +181,6 @@ void panels_times_rows(const Layer& layer, const Batch& batch, int64_t panel, in
     }
   }
 }
-
-int64_t panels_of(const Layer& layer) { return ceil_div(layer.outputs * (layer.gated ? 2 : 1), kPanel); }
 
 // The items of a product of `all_rows` rows: some panels times a block of rows. Blocks are nearly equal, in whole tiles.
 template <class Op>

@@ -77,8 +77,8 @@ class PackedWeights:
             biases = [bias] if up_bias is None else [bias, up_bias]
             padded_bias = _padded_bias(biases, padded_outputs, kernels.panel_outputs)
         self._tensors = (matrix.packed, padded_bias, matrix.scales, matrix.sums)
-        self._layer = Layer(*map(pointer, self._tensors), inputs, outputs, up is not None)
-        self.address: int = ctypes.addressof(self._layer)  # of a `Layer`; valid while this object lives
+        self.layer = Layer(*map(pointer, self._tensors), inputs, outputs, up is not None)
+        self.address: int = ctypes.addressof(self.layer)  # valid while this object lives
         self._run = getattr(kernels.cdll, f"linear_i8_{suffix}" if int8 else f"linear_{suffix}")
         self._dtype, self._inputs, self._outputs = weight.dtype, inputs, outputs
 
@@ -206,7 +206,7 @@ def _replacement(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype)
         form = NativeRmsNorm
     elif is_linear(module):
         form = PackedLinear
-    elif is_gated_by_silu(mlp_parts(module)):
+    elif is_gated_by_silu(mlp := mlp_parts(module)) and not cast(MlpParts, mlp).is_adapted:
         form = PackedGatedMlp
     else:
         return None
@@ -254,14 +254,19 @@ def _agrees(module: nn.Module, candidate: nn.Module, tolerance: float) -> bool:
 
 
 def _padded_bias(biases: Sequence[Tensor], padded_outputs: int, panel_outputs: int) -> Tensor:
-    """[padded_outputs] float32 in the order of packed outputs: each panel holds some of gate's, then as many
-    of up's."""
-    panels = torch.zeros(padded_outputs).view(-1, len(biases), panel_outputs // len(biases))
-    for i, bias in enumerate(biases):
-        padded = torch.zeros(panels[:, i].numel())
-        padded[: len(bias)] = bias.detach()
-        panels[:, i] = padded.view(panels[:, i].shape)
-    return panels.flatten()
+    """[padded_outputs] float32 in the order of packed outputs."""
+    packed = in_panels([bias.detach().float()[None] for bias in biases], panel_outputs)[0]
+    assert len(packed) == padded_outputs
+    return packed
+
+
+def in_panels(parts: Sequence[Tensor], panel_outputs: int) -> Tensor:
+    """Rows of one part, or of gate and up, [rows, outputs] float32, in the order of packed outputs: each
+    panel holds some of gate's, then as many of up's. Returns [rows, packed outputs]."""
+    share = panel_outputs // len(parts)
+    num_panels = -(-parts[0].shape[1] // share)
+    padded = [nn.functional.pad(part, (0, num_panels * share - part.shape[1])) for part in parts]
+    return torch.stack([part.view(len(part), num_panels, share) for part in padded], 2).flatten(1)
 
 
 def pointer(tensor: Tensor | None) -> int | None:

@@ -259,7 +259,7 @@ class CudaLayerKernels:
     def can_replace(self, parts: DecoderParts) -> bool:
         attention, mlp = parts.attention.inner, parts.mlp.inner
         is_fused = (attention and product_of(attention.projections), mlp and product_of(mlp.inputs))
-        return parts.dtype in _TOLERANCE and any(is_fused)
+        return parts.dtype in _TOLERANCE and any(is_fused) and not parts.is_adapted
 
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
         """Norms and activation are recognised by what they compute (`forms`). Each rotation is tried."""

@@ -18,6 +18,10 @@ from typing import Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from cluster.model.adapters import AdaptedLinear
+
+Linear = nn.Linear | AdaptedLinear
+
 _NORMS = (  # before attention, after it, before the MLP, after it
     (
         "input_layernorm",
@@ -38,18 +42,26 @@ _SCALE = "residual_multiplier"
 
 @dataclass(frozen=True)
 class AttentionParts:
-    projections: tuple[nn.Linear, ...]  # q, k and v, or one for all three
-    out: nn.Linear
+    projections: tuple[Linear, ...]  # q, k and v, or one for all three
+    out: Linear
     head_norms: tuple[nn.Module, ...]  # of q and k, or none
+
+    @property
+    def is_adapted(self) -> bool:
+        return any(isinstance(linear, AdaptedLinear) for linear in (*self.projections, self.out))
 
 
 @dataclass(frozen=True)
 class MlpParts:
     """down(activation(gate(x)) * up(x))."""
 
-    inputs: tuple[nn.Linear, ...]  # gate and up, or one for both
-    down: nn.Linear
+    inputs: tuple[Linear, ...]  # gate and up, or one for both
+    down: Linear
     activation: nn.Module
+
+    @property
+    def is_adapted(self) -> bool:
+        return any(isinstance(linear, AdaptedLinear) for linear in (*self.inputs, self.down))
 
 
 Inner = TypeVar("Inner", AttentionParts, MlpParts)
@@ -78,6 +90,12 @@ class DecoderParts:
     layer: nn.Module
     attention: LayerHalf[AttentionParts]
     mlp: LayerHalf[MlpParts]
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether LoRA adapters change it."""
+        halves = (self.attention.inner, self.mlp.inner)
+        return any(inner is not None and inner.is_adapted for inner in halves)
 
     @property
     def layer_idx(self) -> int:
@@ -116,9 +134,9 @@ def attention_parts(attention: nn.Module) -> AttentionParts | None:
     linears = [*projections, *out]
     if len(children) > len(linears) + len(head_norms):
         return None
-    if not (all(map(is_linear, linears)) and all(map(is_rms_norm, head_norms))):
+    if not (all(map(_is_projection, linears)) and all(map(is_rms_norm, head_norms))):
         return None
-    *inputs, output = cast("list[nn.Linear]", linears)
+    *inputs, output = cast("list[Linear]", linears)
     return AttentionParts(tuple(inputs), output, tuple(head_norms))
 
 
@@ -128,9 +146,9 @@ def mlp_parts(mlp: nn.Module) -> MlpParts | None:
     activation = next((children[name] for name in _ACTIVATIONS if name in children), None)
     if linears is None or activation is None or len(children) > len(linears) + 1:
         return None
-    if not all(map(is_linear, linears)):
+    if not all(map(_is_projection, linears)):
         return None
-    *inputs, down = cast("list[nn.Linear]", linears)
+    *inputs, down = cast("list[Linear]", linears)
     return MlpParts(tuple(inputs), down, activation)
 
 
@@ -148,6 +166,10 @@ def _children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear
+
+
+def _is_projection(module: nn.Module) -> bool:
+    return is_linear(module) or isinstance(module, AdaptedLinear)
 
 
 def is_rms_norm(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.adapters import StepAdapters
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.kv_format import LayerCache, layer_cache
 from cluster.model.layers.parts import dtype_of
@@ -115,7 +116,9 @@ class Trial:
     def __init__(
         self, text_model: nn.Module, layout: MemoryLayout, attention: AttentionBackend,
         positions: Callable[[Tensor], Tensor], clock: Callable[[], float] = time.perf_counter,
+        adapters: tuple[StepAdapters, int] | None = None,
     ):  # fmt: skip
+        """adapters: where adapted modules ask for a step's, and how many there are."""
         # a parameter that is known packed only is on the meta device
         self._device = next(own.device for own in text_model.parameters() if not own.is_meta)
         self._text_model, self._attention, self._clock = text_model, attention, clock
@@ -124,6 +127,11 @@ class Trial:
         x = torch.randn(1, NUM_TOKENS, cast(Any, text_model).config.hidden_size, generator=generator)
         self._x = (_SCALE * x).to(self._device, dtype)
         self._positions = positions(torch.arange(NUM_TOKENS, device=self._device))
+        self._adapters, num_adapters = adapters or (StepAdapters(), 0)
+        # the first sequence has none, the others the first and the last adapter
+        slots = torch.tensor([0, min(1, num_adapters), num_adapters], device=self._device)
+        counts = torch.tensor([new for _, new in _SIZES], device=self._device)
+        self._slots = slots.repeat_interleave(counts) if num_adapters else None
 
     def observe(self, layer: nn.Module) -> Observed | None:
         """None: the layer does not return one tensor, or does not call attention once."""
@@ -145,18 +153,22 @@ class Trial:
         """Whether the decoder gives the logits of the text model and the head."""
         hidden = self._run_text_model().last_hidden_state
         wanted = torch.arange(NUM_TOKENS, device=self._device)
-        logits = decoder.logits(self._x.clone(), self._positions, self._step.batch(), wanted)
+        with self._adapters.of_step(self._slots):
+            logits = decoder.logits(self._x.clone(), self._positions, self._step.batch(), wanted)
         return agree(logits, head(hidden)[0].float(), tolerance)
 
     def _added(self, layer: nn.Module, attention: AttentionBackend) -> Tensor | None:
-        out = layer(self._x, **{**self._keywords, "paged": (self._step.batch(), attention)})
+        keywords = {**self._keywords, "paged": (self._step.batch(), attention)}
+        with self._adapters.of_step(self._slots):
+            out = layer(self._x, **keywords)
         return out.float() - self._x.float() if isinstance(out, Tensor) else None
 
     def _run_text_model(self) -> Any:
-        return self._text_model(
-            inputs_embeds=self._x, position_ids=self._positions, use_cache=False,
-            paged=(self._step.batch(), self._attention),
-        )  # fmt: skip
+        with self._adapters.of_step(self._slots):
+            return self._text_model(
+                inputs_embeds=self._x, position_ids=self._positions, use_cache=False,
+                paged=(self._step.batch(), self._attention),
+            )  # fmt: skip
 
     @cached_property
     def _keywords(self) -> Mapping[str, object]:

@@ -1,0 +1,110 @@
+"""What LoRA adapters cost a step of the language half on this CPU.
+
+    python -m bench.adapters [--shape 0.5b] [--adapters 8] [--rank 16] [--seconds 10] [--dtype bfloat16]
+
+A checkpoint of random weights and adapters of all its linears are written to a temporary folder and loaded as a
+worker loads them. Each step is run without adapters and with them, sequences having the adapters in turn;
+rounds alternate, and the figures are medians. The price is the quotient of both, less 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from bench.gpu.models import SHAPES, write_checkpoint
+from bench.step import BLOCK_SIZE, ModelStep, in_turns, random_kv, tables_of
+from cluster.config.adapters import read_adapters
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.language import LanguageModel, SequenceChunk
+
+STEPS = (ModelStep(1, 200, 1), ModelStep(8, 200, 1), ModelStep(32, 200, 1), ModelStep(1, 0, 512))
+
+
+def write_adapter(linears: dict[str, nn.Linear], folder: Path, rank: int) -> Path:
+    """Random matrices for all linears, as PEFT writes them."""
+    folder.mkdir(parents=True)
+    tensors = {}
+    for name, linear in linears.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = 0.02 * torch.randn(rank, linear.in_features)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = 0.02 * torch.randn(linear.out_features, rank)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def work_of(
+    model: LanguageModel, kv: BlockMemory, step: ModelStep, num_adapters: int
+) -> Callable[[], object]:
+    """num_adapters: which the sequences have in turn; 0: none."""
+    tables = tables_of(step)
+    slots = [1 + seq % num_adapters if num_adapters else 0 for seq in range(step.batch)]
+    if step.context:
+        contexts, deltas = [step.context] * step.batch, [0] * step.batch
+        return partial(model.decode, [1] * step.batch, contexts, deltas, tables, kv, slots)
+    chunks = [
+        SequenceChunk([1] * step.new, 0, 0, table, adapter=slot)
+        for table, slot in zip(tables, slots, strict=True)
+    ]
+    return partial(model.forward, chunks, kv)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> None:
+    dtype = getattr(torch, args.dtype)
+    checkpoint = write_checkpoint(SHAPES[args.shape], folder / "model", torch.device("cpu"), dtype)
+    plain = LanguageModel.load(checkpoint, dtype=dtype, block_size=BLOCK_SIZE)
+    print(f"model without adapters: {plain.weight_bytes / 1e6:.0f} MB")
+    del plain
+    from transformers import AutoModelForCausalLM
+
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    linears = {
+        name: module
+        for name, module in whole.named_modules()
+        if isinstance(module, nn.Linear) and "lm_head" not in name
+    }
+    folders = {
+        str(i): str(write_adapter(linears, folder / "adapters" / str(i), args.rank))
+        for i in range(args.adapters)
+    }
+    del whole, linears
+    adapters = read_adapters(folders, args.rank)
+    model = LanguageModel.load(checkpoint, dtype=dtype, block_size=BLOCK_SIZE, adapters=adapters)
+    print(f"with {args.adapters} adapters of rank {args.rank}: {model.weight_bytes / 1e6:.0f} MB")
+    kv = random_kv(model, STEPS)
+    print(f"{'step':20}{'without ms':>12}{'with ms':>12}{'price':>9}")
+    for step in STEPS:
+        times = in_turns([work_of(model, kv, step, number) for number in (0, args.adapters)], args.seconds)
+        without_s, with_s = map(statistics.median, times)
+        print(
+            f"{step.name:20}{1e3 * without_s:12.2f}{1e3 * with_s:12.2f}{with_s / without_s - 1:9.1%}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b")
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(args, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
