@@ -2,9 +2,9 @@
 
     python -m bench.adapters [--shape 0.5b] [--adapters 8] [--rank 16] [--seconds 10] [--dtype bfloat16]
 
-A checkpoint of random weights and adapters of all its linears are written to a temporary folder and loaded as a
-worker loads them. Each step is run without adapters and with them, sequences having the adapters in turn;
-rounds alternate, and the figures are medians. The price is the quotient of both, less 1.
+A checkpoint of random weights and adapters of all its linears are written to a temporary folder and loaded as
+a worker loads them. Each step is run without adapters and with them, sequences having the adapters in turn.
+Rounds alternate, and the figures are medians. The price is the quotient of both, less 1.
 """
 
 from __future__ import annotations
