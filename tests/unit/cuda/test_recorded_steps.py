@@ -90,12 +90,14 @@ class Compared:
         return found
 
     def decode(
-        self, token_ids: list[int], context_lens: list[int], deltas: list[int], tables: list[list[int]]
-    ) -> None:
+        self, token_ids: list[int], context_lens: list[int], deltas: list[int], tables: list[list[int]],
+        adapters: Sequence[int] = (),
+    ) -> Tensor:  # fmt: skip
         ours, plain = self.kvs[:2]
-        found = self.graphed.decode(token_ids, context_lens, deltas, tables, ours).cpu().clone()
-        expected = self.model.decode(token_ids, context_lens, deltas, tables, plain).cpu()
+        found = self.graphed.decode(token_ids, context_lens, deltas, tables, ours, adapters).cpu().clone()
+        expected = self.model.decode(token_ids, context_lens, deltas, tables, plain, adapters).cpu()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        return found
 
     def check_kv(self) -> None:
         """All but the scratch block."""
