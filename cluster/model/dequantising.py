@@ -52,7 +52,7 @@ class DequantisedSlice:
         self._weight = weight
         self._form = form
         self._tensors = tensors
-        self._dtype = dtype
+        self.dtype = dtype
 
     def get_shape(self) -> list[int]:
         return list(self._weight.shape)
@@ -61,7 +61,7 @@ class DequantisedSlice:
         """index: an ellipsis, or slices of leading axes."""
         rows, *others = (slice(None),) if index is ... else index
         first, end, _ = rows.indices(self._weight.shape[0])
-        plain = torch.empty(end - first, *self._weight.shape[1:], dtype=self._dtype)
+        plain = torch.empty(end - first, *self._weight.shape[1:], dtype=self.dtype)
         if self._form.layout is MXFP4:
             for expert, target in enumerate(plain, first):
                 codes, scales = self._mxfp4(slice(expert, expert + 1))

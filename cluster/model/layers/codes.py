@@ -56,10 +56,16 @@ class Codes:
     @property
     def form(self) -> tuple[object, ...]:
         """Two matrices of one form run by the same kernels, in the same way."""
-        zeros = None if self.zeros is None else self.zeros.dtype
-        return (
-            self.kind, self.width, self.group, self.scale_rows, self.numbers.shape, self.scales.dtype, zeros
-        )  # fmt: skip
+        return (*self.columns, self.scale_rows, len(self.numbers))
+
+    @property
+    def columns(self) -> tuple[object, ...]:
+        """Rows of two matrices can follow each other where this is equal."""
+        return self.kind, self.width, self.group, self.scales.dtype, self.zeros is None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.numbers, self.scales, self.zeros) if each is not None)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K], in float32 and rounded once to `dtype`, by plain torch."""
@@ -105,10 +111,7 @@ def in_words(codes: Tensor) -> Tensor:
 def alike(matrices: Sequence[Codes]) -> list[Codes] | None:
     """The matrices with scales for equally many rows, so that their tensors can follow each other as one
     matrix; None: they differ in more."""
-    if (
-        len({(each.kind, each.width, each.group, each.scales.dtype, each.zeros is None) for each in matrices})
-        > 1
-    ):
+    if len({each.columns for each in matrices}) > 1:
         return None
     sizes = {each.scale_rows for each in matrices}
     fit = all(len(each.numbers) % each.scale_rows == 0 for each in matrices[:-1])
@@ -119,18 +122,18 @@ def alike(matrices: Sequence[Codes]) -> list[Codes] | None:
 CodedProduct = Callable[[Tensor, Codes, Tensor | None], Tensor]
 
 
-class CodedLinear(nn.Module):
-    """Replaces `nn.Linear`. product: x [T, K], the codes and the bias → [T, N] in x's dtype. The codes are
-    buffers, because a layer's dtype is that of its parameters."""
+class CodedLinear(nn.Linear):
+    """A linear whose weight is codes. product: x [T, K], the codes and the bias → [T, N] in x's dtype. The
+    codes are buffers, because a layer's dtype is that of its parameters."""
 
     numbers: Tensor
     scales: Tensor
     zeros: Tensor | None
 
     def __init__(self, codes: Codes, bias: Tensor | None, product: CodedProduct):
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features = codes.width, len(codes.numbers)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         self._product = product
         self.set_codes(codes)
 
@@ -146,6 +149,11 @@ class CodedLinear(nn.Module):
         return Codes(
             self._kind, self.numbers, self.scales, self.zeros, self.in_features, self._group, self._scale_rows
         )  # fmt: skip
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight in float32, made at every call: for code that looks at it, not to compute with."""
+        return self.codes.plain(torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()

@@ -18,6 +18,8 @@ from typing import Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from cluster.model.layers.codes import CodedLinear
+
 _NORMS = (  # before attention, after it, before the MLP, after it
     (
         "input_layernorm",
@@ -147,7 +149,7 @@ def _children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
+    return type(module) in (nn.Linear, CodedLinear)
 
 
 def is_rms_norm(module: nn.Module) -> bool:

@@ -176,7 +176,8 @@ def test_matrices_that_follow_each_other_are_one(form: str, scale_rows: int) -> 
     cases = [case(form, (size, 384), seed) for seed, size in enumerate(rows)]
     parts = alike([each.codes for each in cases])
     assert parts is not None and {each.scale_rows for each in parts} == {scale_rows}
-    zeros = None if parts[0].zeros is None else torch.cat([each.zeros for each in parts])
+    every_zero = [each.zeros for each in parts if each.zeros is not None]
+    zeros = torch.cat(every_zero) if every_zero else None
     numbers, scales = (torch.cat([getattr(each, name) for each in parts]) for name in ("numbers", "scales"))
     merged = Codes(parts[0].kind, numbers, scales, zeros, 384, parts[0].group, scale_rows)
     assert torch.equal(merged.plain(torch.float32), torch.cat([each.plain for each in cases]))
