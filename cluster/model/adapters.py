@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cluster.config.adapters import AdaptedModule, Adapter, tensor_names
 from cluster.errors import ConfigError
+from cluster.model.layers.codes import CodedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,11 @@ class AdaptedLinear(nn.Module):
     """A linear with what adapters add to it. `base` may be replaced by a module that computes the same."""
 
     def __init__(
-        self, base: nn.Linear, updates: Sequence[Update | None], step: StepAdapters, device: torch.device
-    ):
-        """updates: of each adapter; None: it leaves this module as it is. device: of the matrices; the
-        weight of `base` may be known packed only, and be on the meta device."""
+        self, base: nn.Linear, updates: Sequence[Update | None], step: StepAdapters, device: torch.device,
+        dtype: torch.dtype,
+    ):  # fmt: skip
+        """updates: of each adapter; None: it leaves this module as it is. device, dtype: of the matrices; the
+        weight of `base` may be known packed only, and be on the meta device, or be codes."""
         super().__init__()
         self.base = base
         self.step = step
@@ -62,7 +64,6 @@ class AdaptedLinear(nn.Module):
         self.in_features, self.out_features = base.in_features, base.out_features
         given = [update for update in updates if update is not None]
         down, up = torch.cat([update.a for update in given]).T, torch.cat([update.b for update in given], 1).T
-        dtype = base.weight.dtype
         self.register_buffer("down", down.to(device, dtype).contiguous(), persistent=False)
         self.register_buffer("up", up.to(device, dtype).contiguous(), persistent=False)
         self.register_buffer("scalings", _scalings(updates).to(device, dtype), persistent=False)
@@ -96,7 +97,9 @@ class Update:
         self.a, self.b, self.scaling = a, b, scaling
 
 
-def adapt(text_model: nn.Module, adapters: Sequence[Adapter], device: torch.device) -> StepAdapters:
+def adapt(
+    text_model: nn.Module, adapters: Sequence[Adapter], device: torch.device, dtype: torch.dtype
+) -> StepAdapters:
     """Puts `AdaptedLinear` in the place of every linear of the text model that an adapter changes. Slot i + 1
     is adapters[i]. Blocks while the adapters are read. Raises ConfigError for an adapter that does not fit
     the model, or changes what is not a linear of its text model."""
@@ -112,7 +115,7 @@ def adapt(text_model: nn.Module, adapters: Sequence[Adapter], device: torch.devi
     for path, each in updates.items():
         parent, _, leaf = path.rpartition(".")
         base = cast(nn.Linear, text_model.get_submodule(path))
-        setattr(text_model.get_submodule(parent), leaf, AdaptedLinear(base, each, step, device))
+        setattr(text_model.get_submodule(parent), leaf, AdaptedLinear(base, each, step, device, dtype))
     logger.info("%d adapters change %d linear modules", len(adapters), len(updates))
     return step
 
@@ -173,7 +176,7 @@ def _path_in(text_model: nn.Module, name: str, module: AdaptedModule) -> str:
             f"the language half of this model has no module '{name}'; adapters of encoders, projectors, "
             "embeddings and heads are not served"
         )
-    if type(found) is not nn.Linear:
+    if type(found) not in (nn.Linear, CodedLinear):
         raise ConfigError(f"'{name}' is a {type(found).__name__}; only linear modules are adapted")
     shape = (found.in_features, found.out_features)
     if shape != (module.inputs, module.outputs):

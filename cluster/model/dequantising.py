@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.config.weight_formats import MXFP4, WORD_BITS, Header, Quantisation, StoredWeight
 from cluster.errors import ConfigError
+from cluster.model.layers.codes import WORDS, CodeKind, Codes, in_words
 
 # The median of a matrix is about 0.01. Scales that were meant to divide make it 10⁵. There is no lower bound:
 # experts that training never used decay to almost nothing.
@@ -51,7 +52,7 @@ class DequantisedSlice:
         self._weight = weight
         self._form = form
         self._tensors = tensors
-        self._dtype = dtype
+        self.dtype = dtype
 
     def get_shape(self) -> list[int]:
         return list(self._weight.shape)
@@ -60,7 +61,7 @@ class DequantisedSlice:
         """index: an ellipsis, or slices of leading axes."""
         rows, *others = (slice(None),) if index is ... else index
         first, end, _ = rows.indices(self._weight.shape[0])
-        plain = torch.empty(end - first, *self._weight.shape[1:], dtype=self._dtype)
+        plain = torch.empty(end - first, *self._weight.shape[1:], dtype=self.dtype)
         if self._form.layout is MXFP4:
             for expert, target in enumerate(plain, first):
                 codes, scales = self._mxfp4(slice(expert, expert + 1))
@@ -71,6 +72,36 @@ class DequantisedSlice:
                 codes, scales = self._rows(start, start + len(part))
                 part.copy_((codes * scales).flatten(1)[:, : plain.shape[1]])
         return plain[(slice(None), *others)]
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether kernels compute with such codes: all but MXFP4, and groups that are no multiples of 16."""
+        (_, columns), group = self._num_blocks, self._weight.block[1]
+        return self._form.layout is not MXFP4 and (columns == 1 or group % WORDS == 0)
+
+    def codes(self, name: str) -> Codes:
+        """The weight as it is held where kernels compute with it. Raises ConfigError, with the name, if a
+        code or a scale is not finite."""
+        layout, (num_rows, width) = self._form.layout, self._weight.shape
+        scales, zeros = self._grid(self._tensors[self._weight.scales][...]), None
+        if layout.dtype == "I32":
+            kind = CodeKind.NIBBLE if self._form.bits == 4 else CodeKind.BYTE
+            if self._weight.zeros and not self._form.is_symmetric:
+                zeros = self._zeros().to(torch.uint8)
+        else:
+            kind = CodeKind.E4M3
+        step = max(_NUM_ROWS, _CHUNK // width)
+        parts = []
+        for first in range(0, num_rows, step):
+            codes = self._stored(first, min(first + step, num_rows))
+            if kind is CodeKind.E4M3:
+                codes = codes.view(torch.uint8)
+            parts.append(in_words(codes) if kind is CodeKind.NIBBLE else codes.to(torch.uint8))
+        numbers = torch.cat(parts)
+        if not scales.isfinite().all() or (kind is CodeKind.E4M3 and ((numbers & 0x7F) == 0x7F).any()):
+            self._refuse(f"{name} has weights that are not finite")
+        block_rows, group = self._weight.block
+        return Codes(kind, numbers, scales, zeros, width, group, block_rows)
 
     def check(self) -> None:
         """Raises ConfigError if the values contradict the headers, or if the scales make no plausible
@@ -112,20 +143,25 @@ class DequantisedSlice:
         """Codes without their zeros [rows, groups, columns of a group] and scales [rows, groups, 1], float32.
         The last group is padded."""
         layout, (block_rows, block_columns) = self._form.layout, self._weight.block
-        step = self._form.words if layout.is_packed_along_rows else 1
-        low, high = first // step, -(-end // step)
-        stored = self._tensors[self._weight.codes]
-        codes = stored[:, low:high].T if layout.is_transposed else stored[low:high]
-        if layout.dtype == "I32":
-            codes = self._unpacked(codes, along_rows=layout.is_packed_along_rows)
-        codes = codes[first - low * step : end - low * step].float()
-        scales = self._grid(self._tensors[self._weight.scales][...])
+        codes = self._stored(first, end).float()
+        scales = self._grid(self._tensors[self._weight.scales][...]).float()
         codes = functional.pad(codes, (0, scales.shape[1] * block_columns - codes.shape[1]))
         codes = codes.unflatten(1, (-1, block_columns))
         blocks = torch.arange(first, end) // block_rows
         if layout.dtype == "I32":
             codes -= self._zeros()[blocks].unsqueeze(-1)
         return codes, scales[blocks].unsqueeze(-1)
+
+    def _stored(self, first: int, end: int) -> Tensor:
+        """Codes of these rows [rows, columns], in the file's dtype."""
+        layout = self._form.layout
+        step = self._form.words if layout.is_packed_along_rows else 1
+        low, high = first // step, -(-end // step)
+        stored = self._tensors[self._weight.codes]
+        codes = stored[:, low:high].T if layout.is_transposed else stored[low:high]
+        if layout.dtype == "I32":
+            codes = self._unpacked(codes, along_rows=layout.is_packed_along_rows)
+        return codes[first - low * step : end - low * step]
 
     def _zeros(self) -> Tensor:
         """Codes of 0, for each scale [rows of blocks, columns of blocks]; of symmetric codes the middle."""
@@ -150,11 +186,11 @@ class DequantisedSlice:
         return rows, columns
 
     def _grid(self, scales: Tensor) -> Tensor:
-        """[rows of blocks, columns of blocks] float32."""
+        """[rows of blocks, columns of blocks], in the file's dtype."""
         rows, columns = self._num_blocks
         if self._form.layout.is_transposed:
-            return scales.reshape(columns, rows).T.float()
-        return scales.reshape(rows, columns).float()
+            return scales.reshape(columns, rows).T.contiguous()
+        return scales.reshape(rows, columns)
 
     def _mxfp4(self, experts: slice, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Codes [experts, rows, groups, 32] and scales [experts, rows, groups, 1], float32."""

@@ -75,7 +75,7 @@ class LanguageModel:
         self.dtype: torch.dtype = self._embed.weight.dtype
         self.device: torch.device = self._embed.weight.device
         self.block_size = parts.block_size
-        self.weight_bytes = parts.weight_bytes
+        self.weight_bytes, self.scratch_bytes = parts.weight_bytes, parts.scratch_bytes
         self.evictable_bytes = parts.evictable_bytes
         self.fingerprint: str = fingerprint(config, self.dtype)
         self.shapes: Sequence[LayerShape] = parts.shapes

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from cluster.config.adapters import Adapter
 from cluster.config.families import ModelFamily
+from cluster.config.machine import has_triton
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
 from cluster.model.adapters import StepAdapters, adapt, adapter_bytes
@@ -34,14 +35,16 @@ from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
+from cluster.model.cuda.coded_products import scratch_bytes, whole_product
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.kv_format import KvCacheDtype, kv_segments
+from cluster.model.layers.codes import CodedLinear
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
 from cluster.model.layers.trial import Trial, WholeDecoder
 from cluster.model.loading import Half, distributing, load_half
 from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone
-from cluster.model.support import backbone_of, check_class, family_of, post_head
+from cluster.model.support import check_class, family_of, post_head, text_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ class LanguageParts:
     kv_layout: MemoryLayout
     attention: ModelAttention
     weight_bytes: int  # of this rank's share
+    scratch_bytes: int  # of plain weights that a step makes of codes, one after the other
     decoder: WholeDecoder | None = None  # runs a step in one call, if one can
     evictable_bytes: int = 0  # of weights in a mapped file that are not locked in memory
     adapters: Sequence[Adapter] = ()  # that its linears may add
@@ -77,8 +81,9 @@ def load_parts(
 
     def make(making: Making) -> LanguageParts:
         half = load_half(
-            path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=making.mapped
-        )
+            path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=making.mapped,
+            coded=whole_product if has_coded_kernels else None,
+        )  # fmt: skip
         notes = making.notes.get("shapes")
         shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
         with distributing(half.config.model_type, num_ranks):
@@ -94,6 +99,8 @@ def load_parts(
             )
         return replace(served, evictable_bytes=making.evictable_bytes)
 
+    # a share of a weight may begin inside a word or a block
+    has_coded_kernels = torch.device(device).type == "cuda" and num_ranks == 1 and has_triton()
     kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
     adapted = " ".join(sorted({module for adapter in adapters for module in adapter.modules}))
     key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype, adapted)
@@ -106,8 +113,7 @@ def probed_parts(
 ) -> LanguageParts:  # fmt: skip
     """Returns the parts with transformers' own modules. shapes: what probing this model gave before; None: it
     is probed. Raises ConfigError for everything that is not supported."""
-    family, base = family_of(model.config), backbone_of(model)
-    text = getattr(base, family.text_module) if family.modalities else base
+    family, text = family_of(model.config), text_of(model)
     check_class(type(text))
     embed = cast(nn.Embedding, model.get_input_embeddings())
     head, after = cast(nn.Linear, model.get_output_embeddings()), post_head(model.config)
@@ -120,6 +126,7 @@ def probed_parts(
     first = kv_segments(kv_row_shapes(shapes[:1]), block_size, dtype, kv_cache_dtype)
     shape = _attention_shape(model, shapes[0], MemoryLayout(first), block_size)
     weights = map(_own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
+    coded = [linear for linear in text.modules() if isinstance(linear, CodedLinear)]
     return LanguageParts(
         model=model,
         family=family,
@@ -132,12 +139,14 @@ def probed_parts(
         block_size=block_size,
         kv_layout=MemoryLayout(segments),
         attention=make_backend(device, dtype, shape),
-        weight_bytes=sum(own.numel() * own.element_size() for own in weights),
+        weight_bytes=sum(own.nbytes for own in weights) + sum(linear.codes.nbytes for linear in coded),
+        # gate and up are one matrix
+        scratch_bytes=max((2 * scratch_bytes(linear.codes, dtype) for linear in coded), default=0),
     )
 
 
 def _adapted(parts: LanguageParts, adapters: Sequence[Adapter]) -> LanguageParts:
-    step = adapt(parts.text, adapters, parts.embed.weight.device)
+    step = adapt(parts.text, adapters, parts.embed.weight.device, parts.embed.weight.dtype)
     num_bytes = parts.weight_bytes + adapter_bytes(parts.text)
     return replace(parts, adapters=adapters, step_adapters=step, weight_bytes=num_bytes)
 

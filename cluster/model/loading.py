@@ -12,8 +12,9 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,17 @@ from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
 from cluster.config.weight_formats import Quantisation
 from cluster.errors import ConfigError
+from cluster.model.coded_loading import Loaded, load_with_codes
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
+from cluster.model.cuda.coded_choice import keep_right_codes
 from cluster.model.cuda.merging import merge_inputs
 from cluster.model.dequantising import check_values, forget_entries, note, plain_tensors, read_pickled_headers
-from cluster.model.support import check_class, family_of
+from cluster.model.layers.codes import CodedLinear, CodedProduct
+from cluster.model.support import check_class, family_of, text_of
 
 logger = logging.getLogger(__name__)
 
+_GIB = 1 << 30
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
 # What transformers raises for checkpoints that it cannot read, e.g. for a package that is not installed.
 _LOADING_ERRORS = (
@@ -64,11 +69,12 @@ class AbsentHalf(nn.Module):
 
 def load_half(
     path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str, num_ranks: int = 1,
-    mapped: MappedWeights | None = None,
+    mapped: MappedWeights | None = None, coded: CodedProduct | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """transformers' model with only this rank's share of `half` in memory. Blocks while reading. mapped: its
     parameters, which are then not read from the checkpoint; those that exist in packed form only are on the
-    meta device.
+    meta device. coded: how linears of a quantised text model are computed, which then keep their codes; None:
+    they are dequantised. Not for ranks.
 
     Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
     half, a weight file is missing or truncated, a weight is not finite or is quantised in a form that is not
@@ -94,16 +100,14 @@ def load_half(
     forget_entries(config)
     if mapped is not None:
         half_class = _mapped_class(half_class, mapped)
-    with ExitStack() as opened:
-        if quantisation is not None:
-            tensors = opened.enter_context(plain_tensors(weight_files(Path(path)), quantisation, dtype))
-            half_class = _given_class(half_class, tensors)
+    if quantisation is None:
+        model, report = _read(half_class, path, config, dtype, num_ranks)
+    else:
+        with plain_tensors(weight_files(Path(path)), quantisation, dtype) as tensors:
             if mapped is None:
                 check_values(tensors)
-        if num_ranks > 1:
-            model, report = _read_share(half_class, path, config, dtype, num_ranks)
-        else:
-            model, report = _read_whole(half_class, path, config, dtype)
+            read = partial(_read, _given_class(half_class, tensors), path, config, dtype, num_ranks)
+            model, report = read() if coded is None else load_with_codes(read, tensors, text_of, coded)
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
     if quantisation is not None:
@@ -115,6 +119,8 @@ def load_half(
     if half is Half.LANGUAGE and num_ranks == 1 and mapped is None and model.device != torch.device(device):
         merge_inputs(model, torch.device(device))
     model.to(device)
+    if coded is not None:
+        keep_right_codes(model, dtype)
     if mapped is not None:
         _register(model)
     return model
@@ -122,9 +128,12 @@ def load_half(
 
 def _log_quantised(model: nn.Module, what: str, quantisation: Quantisation, dtype: torch.dtype) -> None:
     held = sum(own.numel() * own.element_size() for own in map(_own_share, model.parameters()))
-    logger.info(
-        "%s is held dequantised, from %s: %.2f GiB of %s", what, quantisation, held / (1 << 30), dtype
-    )
+    logger.info("%s is held dequantised, from %s: %.2f GiB of %s", what, quantisation, held / _GIB, dtype)
+    if linears := [module for module in model.modules() if isinstance(module, CodedLinear)]:
+        codes = sum(linear.codes.nbytes for linear in linears)
+        logger.info(
+            "%s: beside that, %d linears keep their codes: %.2f GiB", what, len(linears), codes / _GIB
+        )
     if unused := len(quantisation.unused):
         logger.info("%s: %d scales of activations or KV are not used", what, unused)
 
@@ -145,9 +154,18 @@ def _own_share(weight: torch.Tensor) -> torch.Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
+def _read(
+    half_class: type[PreTrainedModel], path: str | Path, config: PreTrainedConfig, dtype: torch.dtype,
+    num_ranks: int,
+) -> Loaded:  # fmt: skip
+    if num_ranks > 1:
+        return _read_share(half_class, path, config, dtype, num_ranks)
+    return _read_whole(half_class, path, config, dtype)
+
+
 def _read_whole(
     half_class: type[PreTrainedModel], path: str | Path, config: PreTrainedConfig, dtype: torch.dtype
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+) -> Loaded:
     try:
         loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
     except _LOADING_ERRORS as error:
@@ -164,7 +182,7 @@ def _read_share(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     num_ranks: int,
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+) -> Loaded:
     """Reads this rank's share by transformers' sharding plan for the model. All ranks of the group call it
     together."""
     check_heads(config.get_text_config(), num_ranks)

@@ -69,6 +69,12 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, model.model)
 
 
+def text_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The text model. Raises ConfigError."""
+    base, family = backbone_of(model), family_of(model.config)
+    return getattr(base, family.text_module) if family.modalities else base
+
+
 def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor] | None:
     """What the family's ForCausalLM does to the logits after the head; None: nothing. `probe` compares it
     with the real one."""

@@ -74,14 +74,7 @@ def load_language(
         wire=wire_layout(model.kv_layout, codec).block_bytes * wire_groups if codec else 0,
         tier=args.kv_cache.host_bytes if setup.device.type == "cpu" else 0,
         graphs=0 if recording is None else recording.num_bytes,
-        step=step_bytes(
-            sizes.max_step_tokens,
-            model.hidden_size,
-            model.vocab_size,
-            sizes.max_step_sequences,
-            setup.dtype.itemsize,
-        )
-        + model.score_bytes(sizes.max_step_tokens),
+        step=_step_bytes(model, sizes),
     )
     num_padding = int(recording is not None)  # blocks for the padding of recorded steps: the last one
     with setup.late_memory.granting() as promised:
@@ -116,6 +109,14 @@ def _model(args: ClusterArgs, setup: WorkerSetup, num_ranks: int) -> LanguageMod
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
         adapters=read_adapters(args.adapters, args.max_lora_rank),
     )
+
+
+def _step_bytes(model: LanguageModel, sizes: LanguageSizes) -> int:
+    num_tokens, num_sequences = sizes.max_step_tokens, sizes.max_step_sequences
+    tensors = step_bytes(
+        num_tokens, model.hidden_size, model.vocab_size, num_sequences, model.dtype.itemsize
+    )  # fmt: skip
+    return tensors + model.score_bytes(num_tokens) + model.scratch_bytes
 
 
 def _recording(

@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.simulator.hardware import ACCELERATORS, MODELS
+from deploy.simulator.hardware import ACCELERATORS, MODELS, WEIGHT_FORMATS, Model, in_format
 from deploy.simulator.layouts import Layout, workers
-from deploy.simulator.plan_report import plan_config, plan_plot, plan_table, plan_values
+from deploy.simulator.plan_report import plan_config, plan_plot, plan_table, plan_values, size_lines
 from deploy.simulator.planner import plan
 from deploy.simulator.results import Slo, fields
 from deploy.simulator.search import run_once
@@ -56,6 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     for command in (run, planner):
         command.add_argument("--workload", choices=WORKLOADS, required=True)
         command.add_argument("--model", choices=MODELS, default="vl-7b")
+        command.add_argument(
+            "--weights", choices=WEIGHT_FORMATS, default="bf16", help="of the checkpoint's linears"
+        )
         command.add_argument("--slo-ttft-s", type=float, default=2.0)
         command.add_argument("--slo-tpot-s", type=float, default=math.inf)
     for command, num_requests in ((run, 3000), (planner, 1500)):
@@ -65,10 +68,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    model = _model(args)
     summary = run_once(
-        workers(args.layout, MODELS[args.model], ACCELERATORS[args.accelerator]),
+        workers(args.layout, model, ACCELERATORS[args.accelerator]),
         lambda _: make_policy(args.policy),
-        MODELS[args.model],
+        model,
         WORKLOADS[args.workload],
         args.rate,
         args.requests,
@@ -80,7 +84,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    slo, model = Slo(args.slo_ttft_s, args.slo_tpot_s), MODELS[args.model]
+    slo, model = Slo(args.slo_ttft_s, args.slo_tpot_s), _model(args)
+    print("\n".join(size_lines(model, args.gpus)), end="\n\n")
     plans = plan(WORKLOADS[args.workload], slo, args.gpus, model, args.requests, args.seed)
     print("\n".join(plan_table(plans)))
     promise = f"99 % of first tokens within {slo.ttft_s:g} s, of times per token within {slo.tpot_s:g} s"
@@ -95,11 +100,16 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace) -> str:
     gpus = ",".join(f"{name}:{count}" for name, count in args.gpus.items())
+    weights = "" if args.weights == "bf16" else f"--weights {args.weights} "
     return (
-        f"python -m deploy.simulator plan --gpus {gpus} --model {args.model} --workload {args.workload} "
+        f"python -m deploy.simulator plan --gpus {gpus} --model {args.model} {weights}--workload {args.workload} "
         f"--slo-ttft-s {args.slo_ttft_s:g} --slo-tpot-s {args.slo_tpot_s:g} --requests {args.requests} "
         f"--config {args.config}"
     )
+
+
+def _model(args: argparse.Namespace) -> Model:
+    return in_format(MODELS[args.model], args.weights)
 
 
 def _layout(text: str) -> Layout:

@@ -8,7 +8,7 @@ Nothing here was measured by us.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.types.curves import Curve, Link, ServiceCurves
 from cluster.types.media import Modality
@@ -58,7 +58,7 @@ H200_PAIR = Accelerator("h200x2", 2 * 989e12, 2 * 4.8e12, 2 * 141e9, num_devices
 
 @dataclass(frozen=True)
 class Model:
-    """Card figures in bfloat16. One vision row is four patches."""
+    """Card figures; weights in bfloat16 but for `num_coded` of them. One vision row is four patches."""
 
     name: str
     num_parameters: float  # of the language half
@@ -68,16 +68,41 @@ class Model:
     num_vision_parameters: float
     bytes_per_row: int  # of embeddings
     block_size: int = BLOCK_SIZE
+    num_coded: float = 0.0  # parameters of linears, which stay codes where a checkpoint is quantised
+    code_bytes: float = 2.0  # of such a parameter and its part of a scale
+    num_active: float = 0.0  # parameters that a token is multiplied with; 0: all
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of the language half, as workers on GPUs hold it."""
+        return 2 * (self.num_parameters - self.num_coded) + self.code_bytes * self.num_coded
+
+    @property
+    def flops_per_token(self) -> float:
+        return 2 * (self.num_active or self.num_parameters)
 
 
 # Card: 28 layers, 4 KV heads of 128, hidden size 3584 (56 KiB of KV a token, 7 KiB an embedding); encoder of
 # 0.68 G parameters.
-VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168)
-# Card: 64 layers, 8 KV heads of 128, hidden size 5120.
-VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240)
+# Embeddings and head: 152,064 words each.
+VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168, num_coded=6.525e9)
+# Card: 64 layers, 64 heads and 8 KV heads of 128, hidden size 5120, MLP of 25,600; 151,936 words.
+VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240, num_coded=31.2e9)
+# Card of Qwen3-Omni's thinker: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048, 128 experts of 768,
+# of which 8 serve a token; an embedding has three further parts. Experts do not stay codes: attention does.
+OMNI_30B = Model(
+    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_coded=0.906e9, num_active=3.3e9
+)  # fmt: skip
 
-MODELS = {model.name: model for model in (VL_7B, VL_32B)}
+MODELS = {model.name: model for model in (VL_7B, VL_32B, OMNI_30B)}
+# Bytes of a coded parameter: E4M3 with a scale for 128 × 128; 4 bits with a scale of 16 bits for 128.
+WEIGHT_FORMATS = {"bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "w4a16": 0.5 + 2 / 128}
 ACCELERATORS = {each.name: each for each in (H200, H100, A100, H200_PAIR, H100_PAIR)}
+
+
+def in_format(model: Model, name: str) -> Model:
+    """The model from a checkpoint whose linears are quantised so."""
+    return replace(model, code_bytes=WEIGHT_FORMATS[name])
 
 
 def encode_curve(model: Model, accelerator: Accelerator) -> Curve:
@@ -89,18 +114,21 @@ def encode_curve(model: Model, accelerator: Accelerator) -> Curve:
 
 def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
     """Roofline: two operations for each parameter and token; attention four for each layer, channel and
-    earlier token."""
+    earlier token. Codes become plain weights once a step, which are written and read
+    (`cluster.model.cuda.coded_products`)."""
     flops = LANGUAGE_UTILISATION * accelerator.peak_flops
     per_pair_s = 4 * model.num_layers * model.hidden_size / flops
-    return Curve(CALL_S, 2 * model.num_parameters / flops, per_pair_s)
+    unpacked = (model.code_bytes + 4) * model.num_coded if model.code_bytes < 2 else 0.0
+    unpack_s = unpacked / (MEMORY_UTILISATION * accelerator.bytes_per_s)
+    return Curve(CALL_S + unpack_s, model.flops_per_token / flops, per_pair_s)
 
 
 def decode_curve(model: Model, accelerator: Accelerator) -> Curve:
-    """Roofline: weights are read once a step, KV once for each sequence and token; a sequence computes what a
-    prompt token does."""
+    """Roofline: weights are read once a step (all experts, as for many sequences), KV once for each sequence
+    and token; a sequence computes what a prompt token does."""
     bytes_per_s = MEMORY_UTILISATION * accelerator.bytes_per_s
-    per_sequence_s = 2 * model.num_parameters / (LANGUAGE_UTILISATION * accelerator.peak_flops)
-    weights_s = 2 * model.num_parameters / bytes_per_s
+    per_sequence_s = model.flops_per_token / (LANGUAGE_UTILISATION * accelerator.peak_flops)
+    weights_s = model.weight_bytes / bytes_per_s
     return Curve(CALL_S + weights_s, per_sequence_s, model.kv_bytes_per_token / bytes_per_s)
 
 
@@ -131,7 +159,7 @@ def step_s(curves: ServiceCurves, chunks: Chunks, num_answers: int, context_toke
 
 def num_kv_blocks(model: Model, accelerator: Accelerator) -> int:
     """What 0.9 of the memory leaves after the weights and 5 GB of activations."""
-    left = 0.9 * accelerator.num_bytes - 2 * model.num_parameters - 5e9
+    left = 0.9 * accelerator.num_bytes - model.weight_bytes - 5e9
     return int(left / (model.kv_bytes_per_token * model.block_size))
 
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from cluster.types.members import Role
 from deploy.simulator.charts import WIDTH, box, label, svg
-from deploy.simulator.hardware import ACCELERATORS, Model
+from deploy.simulator.hardware import ACCELERATORS, Model, num_kv_blocks
 from deploy.simulator.layouts import ROLES
 from deploy.simulator.planner import Plan
 
 LEFT, BAR, VALUES = 260, 15, 150
 _ENABLED = (Role.ENCODE, Role.PREFILL, Role.DECODE)  # pools that the chart starts by default
 COLOUR, ESTIMATE_COLOUR = "#2f6fb0", "#b5d3a8"
+
+
+def size_lines(model: Model, accelerators: Iterable[str]) -> list[str]:
+    """The memory of a language worker on each of these."""
+    lines = []
+    for name in accelerators:
+        blocks = num_kv_blocks(model, ACCELERATORS[name])
+        room = f"{blocks * model.block_size:,} tokens of KV" if blocks >= 0 else "too little memory"
+        lines.append(f"{model.name} on {name}: {model.weight_bytes / 1e9:.1f} GB of weights, {room}")
+    return lines
 
 
 def plan_table(plans: Sequence[Plan]) -> list[str]:

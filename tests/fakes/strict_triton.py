@@ -22,6 +22,7 @@ from tests.fakes.cuda_device import CudaTensor
 
 KERNELS = (
     "cluster.model.cuda.attention_kernels",
+    "cluster.model.cuda.coded_kernels",
     "cluster.model.cuda.layer_kernels",
     "cluster.model.cuda.packed_kernels",
     "kv_transfer.codecs.triton_codec",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cuda import CudaAttention
+from cluster.model.cuda.coded_products import coded_product
 from cluster.model.cuda.forms import activation_of, norm_of
 from cluster.model.cuda.layer_calls import (
     GateActivation,
@@ -35,9 +36,10 @@ from cluster.model.cuda.layer_calls import (
     product,
     rope_write,
 )
-from cluster.model.cuda.merging import merged
+from cluster.model.cuda.merging import merged, merged_codes
 from cluster.model.cuda.paged_attention import MAX_WIDTH
 from cluster.model.kv_format import layer_cache
+from cluster.model.layers.codes import CodedLinear, Codes
 from cluster.model.layers.parts import (
     AttentionParts,
     DecoderParts,
@@ -85,17 +87,22 @@ def normed(residual: Tensor, pending: Addition | None, pre: Norm | None) -> Tens
 class Product:
     """weight [M, N]: of one linear, or of several with one input."""
 
-    weight: Tensor
+    weight: Tensor | Codes
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, N] → shares [S, T, M]."""
+        if isinstance(self.weight, Codes):
+            return coded_product(x, self.weight, self.bias)
         return product(x, self.weight, self.bias)
 
 
 def product_of(linears: Sequence[nn.Linear]) -> Product | None:
     """None: their weights are not one matrix."""
-    weight = merged([linear.weight for linear in linears])
+    codes = [linear.codes for linear in linears if isinstance(linear, CodedLinear)]
+    if len(codes) not in (0, len(linears)):
+        return None
+    weight = merged_codes(codes) if codes else merged([linear.weight for linear in linears])
     biases = [linear.bias for linear in linears if linear.bias is not None]
     bias = merged(biases) if biases else None
     if weight is None or (biases and (bias is None or len(biases) < len(linears))):
@@ -301,7 +308,7 @@ class CudaLayerKernels:
         sinks = getattr(parts.attention.body, "sinks", None)
         return FusedAttention(
             cast(Around, around(parts.attention)), cast(Product, product_of(inner.projections)),
-            Product(inner.out.weight, inner.out.bias), rope, heads.num_query,
+            cast(Product, product_of([inner.out])), rope, heads.num_query,
             replace(heads.attention, sinks=sinks), parts.layer_idx, self._attend,
         )  # fmt: skip
 
@@ -362,12 +369,12 @@ def _activation(parts: DecoderParts) -> GateActivation | None:
     inner = parts.mlp.inner
     if inner is None or around(parts.mlp) is None or product_of(inner.inputs) is None:
         return None
-    return activation_of(inner.activation, inner.down.weight)
+    return activation_of(inner.activation, next(parts.layer.parameters()))
 
 
 def _mlp(parts: DecoderParts) -> FusedMlp:
     inner = cast(MlpParts, parts.mlp.inner)
     return FusedMlp(
         cast(Around, around(parts.mlp)), cast(Product, product_of(inner.inputs)),
-        Product(inner.down.weight, inner.down.bias), cast(GateActivation, _activation(parts)),
+        cast(Product, product_of([inner.down])), cast(GateActivation, _activation(parts)),
     )  # fmt: skip

@@ -6,11 +6,15 @@ addresses alone (`merged`). Runs on the thread that loads the model."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from cluster.model.layers.codes import CodedLinear, Codes, alike
 from cluster.model.layers.parts import decoder_parts
+
+_CODES = ("numbers", "scales", "zeros")
 
 
 def merge_inputs(model: nn.Module, device: torch.device) -> None:
@@ -39,22 +43,49 @@ def merged(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
 
 
+def merged_codes(matrices: Sequence[Codes]) -> Codes | None:
+    """One matrix over all of them, as `merged` finds it; None: their tensors are not neighbours."""
+    first = matrices[0]
+    if len({(*each.columns, each.scale_rows) for each in matrices}) > 1:
+        return None
+    whole = {name: merged([getattr(each, name) for each in matrices]) for name in _tensors(first)}
+    return None if None in whole.values() else replace(first, **whole)
+
+
 def _merge(linears: Sequence[nn.Linear], device: torch.device) -> None:
     """Moves the linears, unless they differ in what one product must share."""
-    dtypes = {linear.weight.dtype for linear in linears}
     has_bias = {linear.bias is not None for linear in linears}
-    if len(linears) == 1 or len(dtypes) > 1 or len(has_bias) > 1:
+    weights = _weights(linears)
+    if len(linears) == 1 or weights is None or len(has_bias) > 1:
         return
-    for leaf in ("weight", "bias") if has_bias == {True} else ("weight",):
+    for leaf in (*weights, "bias") if has_bias == {True} else weights:
         _move([(linear, leaf) for linear in linears], device)
 
 
+def _weights(linears: Sequence[nn.Linear]) -> tuple[str, ...] | None:
+    """The names of the tensors that are a linear's weight; None: the weights cannot become one."""
+    coded = [linear for linear in linears if isinstance(linear, CodedLinear)]
+    if not coded:
+        return ("weight",) if len({linear.weight.dtype for linear in linears}) == 1 else None
+    matrices = alike([linear.codes for linear in coded])
+    if matrices is None or len(coded) < len(linears):
+        return None
+    for linear, codes in zip(coded, matrices, strict=True):
+        linear.set_codes(codes)
+    return tuple(_tensors(matrices[0]))
+
+
+def _tensors(codes: Codes) -> dict[str, Tensor]:
+    return {name: tensor for name in _CODES if (tensor := getattr(codes, name)) is not None}
+
+
 def _move(places: Sequence[tuple[nn.Linear, str]], device: torch.device) -> None:
-    parameters = [linear.get_parameter(leaf) for linear, leaf in places]
+    parameters: list[Tensor] = [getattr(linear, leaf) for linear, leaf in places]
     sizes = [len(parameter) for parameter in parameters]
     whole = torch.empty(
         sum(sizes), *parameters[0].shape[1:], dtype=parameters[0].dtype, device=device
     )  # fmt: skip
     for (linear, leaf), parameter, part in zip(places, parameters, whole.split(sizes), strict=True):
         part.copy_(parameter.detach())
-        setattr(linear, leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        is_parameter = isinstance(parameter, nn.Parameter)
+        setattr(linear, leaf, nn.Parameter(part, parameter.requires_grad) if is_parameter else part)

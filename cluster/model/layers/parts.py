@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.model.adapters import AdaptedLinear
+from cluster.model.layers.codes import CodedLinear
 
 Linear = nn.Linear | AdaptedLinear
 
@@ -165,7 +166,7 @@ def _children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
+    return type(module) in (nn.Linear, CodedLinear)
 
 
 def _is_projection(module: nn.Module) -> bool:

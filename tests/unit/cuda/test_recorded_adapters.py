@@ -35,7 +35,7 @@ def adapted_model(device: SimulatedCuda, folder: Path) -> LanguageModel:
     }
     adapters = read_adapters({name: str(path) for name, path in folders.items()}, 8)
     parts = probed_parts(device.put(whole), 16, "auto")
-    step = adapt(parts.text, adapters, torch.device("cuda"))
+    step = adapt(parts.text, adapters, torch.device("cuda"), torch.float32)
     assert all(m.down.device.type == "cuda" for m in parts.text.modules() if isinstance(m, AdaptedLinear))
     parts = replace(parts, adapters=adapters, step_adapters=step, attention=RecordedAttention())
     return LanguageModel(parts)

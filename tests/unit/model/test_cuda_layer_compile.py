@@ -19,6 +19,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
 from cluster.model.cuda import (  # noqa: E402
     attention_kernels,
+    coded_kernels,
     draw_kernels,
     layer_kernels,
     packed_attention,
@@ -104,6 +105,36 @@ def check_compiles(
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:
     check_compiles(layer_kernels, name, constants, kinds, capability, enable_fp_fusion=False)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("kind", "group", "zeros"), [(0, 128, None), (1, 128, "*u8"), (2, 128, "*u8"), (2, 32, None)],
+    ids=["E4M3", "bytes", "nibbles", "nibbles in small groups"],
+)  # fmt: skip
+def test_the_products_with_codes_compile(kind: int, group: int, zeros: str | None, capability: int) -> None:
+    kinds = {
+        "numbers": "*i32" if kind == 2 else "*u8", "scales": "*bf16", "zeros": zeros or "", "out": "*fp32",
+        **dict.fromkeys(("scale_rows", "group", "num_groups"), "i32"),
+    }  # fmt: skip
+    constants: dict[str, Any] = {"KIND": kind, "MIDDLE": 8, **({} if zeros else {"zeros": None})}
+    check_compiles(
+        coded_kernels, "coded_row", {**constants, "TILE": 4, "STEP": 1024, "GROUP": group}, kinds, capability
+    )
+    check_compiles(
+        coded_kernels, "plain_weight", {**constants, "TILE": 16, "STEP": 256, "GROUP": group},
+        {**kinds, "out": "*bf16"}, capability,
+    )  # fmt: skip
+    for rows in (16, 64):
+        sizes = {"ROWS": rows, "TILE": 64, "STEP": group}
+        check_compiles(
+            coded_kernels, "coded_rows", {**constants, **sizes}, kinds, capability, num_warps=4, num_stages=3
+        )
+    sizes = {"ROWS": 16, "TILE": 32, "STEP": group}
+    floats = {**kinds, "x": "*fp32", "bias": "*fp32"}
+    check_compiles(
+        coded_kernels, "coded_rows", {**constants, **sizes}, floats, capability, num_warps=4, num_stages=3
+    )
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

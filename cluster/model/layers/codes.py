@@ -1,0 +1,160 @@
+"""Weights that stay codes: how they lie in memory, whatever the checkpoint's layout was, and a linear that
+has them in place of a weight.
+
+Letters: N outputs (rows), K inputs (columns), G groups of columns that have one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+RUN = 128  # columns whose 4 bit codes lie in 16 words
+WORDS = 16
+_CHUNK = 1 << 22  # weights that are float32 at once
+
+
+class CodeKind(IntEnum):
+    """What a code is. The values are constants of `cluster.model.cuda.coded_kernels`."""
+
+    E4M3 = 0
+    BYTE = 1  # an integer of 8 bits
+    NIBBLE = 2  # an integer of 4 bits
+
+
+@dataclass(frozen=True)
+class Codes:
+    """weight[n, k] = (code[n, k] - zero) * scale, in float32. All tensors are contiguous.
+
+    numbers     of 8 bits: [N, K] uint8. Of 4 bits: [N, ceil(K / 128), 16] int32, where four bits of a word,
+                from bit 4 * j on, are column 16 * j + i of the run, for word i; columns from K on are zero
+    scales      [ceil(N / scale_rows), G], in the checkpoint's dtype
+    zeros       uint8 of the same shape; None: all are the middle of the integers, and of E4M3 there are none
+    width       K
+    group       columns that have one scale: a multiple of 16, or all
+    scale_rows  rows that have one scale
+    """
+
+    kind: CodeKind
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    width: int
+    group: int
+    scale_rows: int
+
+    @property
+    def middle(self) -> int:
+        """The code of 0 where there are no `zeros`."""
+        return {CodeKind.E4M3: 0, CodeKind.BYTE: 128, CodeKind.NIBBLE: 8}[self.kind]
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Two matrices of one form run by the same kernels, in the same way."""
+        return (*self.columns, self.scale_rows, len(self.numbers))
+
+    @property
+    def columns(self) -> tuple[object, ...]:
+        """Rows of two matrices can follow each other where this is equal."""
+        return self.kind, self.width, self.group, self.scales.dtype, self.zeros is None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.numbers, self.scales, self.zeros) if each is not None)
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The weight [N, K], in float32 and rounded once to `dtype`, by plain torch."""
+        num_rows, device = len(self.numbers), self.numbers.device
+        out = torch.empty(num_rows, self.width, dtype=dtype, device=device)
+        groups = torch.arange(self.width, device=device) // self.group
+        step = max(1, _CHUNK // self.width)
+        for first, part in zip(range(0, num_rows, step), out.split(step), strict=True):
+            blocks = torch.arange(first, first + len(part), device=device) // self.scale_rows
+            zeros = self.middle if self.zeros is None else self.zeros[blocks].float()[:, groups]
+            part.copy_((self._floats(first, len(part)) - zeros) * self.scales[blocks].float()[:, groups])
+        return out
+
+    def _floats(self, first: int, num_rows: int) -> Tensor:
+        numbers = self.numbers[first : first + num_rows]
+        if self.kind is CodeKind.E4M3:
+            return numbers.view(torch.float8_e4m3fn).float()
+        if self.kind is CodeKind.BYTE:
+            return numbers.float()
+        shifts = 4 * torch.arange(8, dtype=torch.int32, device=numbers.device)
+        columns = (numbers.unsqueeze(2) >> shifts[:, None]) & 15
+        return columns.flatten(1)[:, : self.width].float()
+
+    def with_scales_of(self, scale_rows: int) -> Codes:
+        """With scales (and zeros) repeated for so many rows each, a divisor of those that share one now."""
+        if scale_rows == self.scale_rows:
+            return self
+        num_rows = len(self.numbers)
+        blocks = torch.arange(0, num_rows, scale_rows, device=self.scales.device) // self.scale_rows
+        zeros = None if self.zeros is None else self.zeros[blocks]
+        return replace(self, scales=self.scales[blocks], zeros=zeros, scale_rows=scale_rows)
+
+
+def in_words(codes: Tensor) -> Tensor:
+    """Codes of 4 bits [N, K], as any integers, to [N, ceil(K / 128), 16] int32."""
+    padded = F.pad(codes.int(), (0, -codes.shape[1] % RUN)).unflatten(1, (-1, RUN // WORDS, WORDS))
+    words = padded[:, :, 0].clone()
+    for place in range(1, RUN // WORDS):
+        words |= padded[:, :, place] << 4 * place
+    return words
+
+
+def alike(matrices: Sequence[Codes]) -> list[Codes] | None:
+    """The matrices with scales for equally many rows, so that their tensors can follow each other as one
+    matrix; None: they differ in more."""
+    if len({each.columns for each in matrices}) > 1:
+        return None
+    sizes = {each.scale_rows for each in matrices}
+    fit = all(len(each.numbers) % each.scale_rows == 0 for each in matrices[:-1])
+    scale_rows = sizes.pop() if len(sizes) == 1 and fit else 1
+    return [each.with_scales_of(scale_rows) for each in matrices]
+
+
+CodedProduct = Callable[[Tensor, Codes, Tensor | None], Tensor]
+
+
+class CodedLinear(nn.Linear):
+    """A linear whose weight is codes. product: x [T, K], the codes and the bias → [T, N] in x's dtype. The
+    codes are buffers, because a layer's dtype is that of its parameters."""
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    def __init__(self, codes: Codes, bias: Tensor | None, product: CodedProduct):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = codes.width, len(codes.numbers)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self._product = product
+        self.set_codes(codes)
+
+    def set_codes(self, codes: Codes) -> None:
+        """Other tensors of the same weight."""
+        self._kind, self._group, self._scale_rows = codes.kind, codes.group, codes.scale_rows
+        self.register_buffer("numbers", codes.numbers)
+        self.register_buffer("scales", codes.scales)
+        self.register_buffer("zeros", codes.zeros)
+
+    @property
+    def codes(self) -> Codes:
+        return Codes(
+            self._kind, self.numbers, self.scales, self.zeros, self.in_features, self._group, self._scale_rows
+        )  # fmt: skip
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight in float32, made at every call: for code that looks at it, not to compute with."""
+        return self.codes.plain(torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).contiguous()
+        return self._product(rows, self.codes, self.bias).view(*x.shape[:-1], self.out_features)
