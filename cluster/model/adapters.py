@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -88,6 +89,44 @@ class AdaptedLinear(nn.Module):
         if slots is None:
             return y
         return y + ((x @ self.down) * self.scalings[slots]) @ self.up
+
+
+@dataclass(frozen=True)
+class MergedUpdates:
+    """What adapters add to one product of several linears. down [inputs, ranks], up [ranks, outputs],
+    scalings [1 + adapters, ranks], where `ranks` are those of all adapters and linears."""
+
+    down: Tensor
+    up: Tensor
+    scalings: Tensor
+    step: StepAdapters
+
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        """x [T, inputs]; y [T, outputs] is changed in place. Enqueued."""
+        if (slots := self.step.slots) is not None:
+            y += ((x @ self.down) * self.scalings[slots]) @ self.up
+
+
+def merged_updates(linears: Sequence[nn.Module]) -> MergedUpdates | None:
+    """None: no adapter changes one of these linears, which have one input."""
+    adapted = [linear for linear in linears if isinstance(linear, AdaptedLinear)]
+    if not adapted:
+        return None
+    first = adapted[0].up
+    ups = [
+        linear.up if isinstance(linear, AdaptedLinear) else first.new_empty(0, cast(int, linear.out_features))
+        for linear in linears
+    ]
+    return MergedUpdates(
+        torch.cat([linear.down for linear in adapted], 1),
+        torch.block_diag(*ups),
+        torch.cat([linear.scalings for linear in adapted], 1),
+        adapted[0].step,
+    )
+
+
+def without_adapters(linear: nn.Module) -> nn.Module:
+    return linear.base if isinstance(linear, AdaptedLinear) else linear
 
 
 class Update:

@@ -20,6 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from cluster.model.adapters import MergedUpdates, merged_updates, without_adapters
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda.coded_products import coded_product
@@ -44,6 +45,7 @@ from cluster.model.layers.parts import (
     AttentionParts,
     DecoderParts,
     LayerHalf,
+    Linear,
     MlpParts,
     is_rms_norm,
 )
@@ -89,16 +91,22 @@ class Product:
 
     weight: Tensor | Codes
     bias: Tensor | None
+    updates: MergedUpdates | None  # of LoRA adapters
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, N] → shares [S, T, M]."""
         if isinstance(self.weight, Codes):
-            return coded_product(x, self.weight, self.bias)
-        return product(x, self.weight, self.bias)
+            shares = coded_product(x, self.weight, self.bias)
+        else:
+            shares = product(x, self.weight, self.bias)
+        if self.updates is not None:
+            self.updates.add_to(shares[0], x)
+        return shares
 
 
-def product_of(linears: Sequence[nn.Linear]) -> Product | None:
+def product_of(adapted: Sequence[Linear]) -> Product | None:
     """None: their weights are not one matrix."""
+    linears = cast("list[nn.Linear]", [*map(without_adapters, adapted)])
     codes = [linear.codes for linear in linears if isinstance(linear, CodedLinear)]
     if len(codes) not in (0, len(linears)):
         return None
@@ -107,7 +115,7 @@ def product_of(linears: Sequence[nn.Linear]) -> Product | None:
     bias = merged(biases) if biases else None
     if weight is None or (biases and (bias is None or len(biases) < len(linears))):
         return None
-    return Product(weight, bias)
+    return Product(weight, bias, merged_updates(adapted))
 
 
 @dataclass(frozen=True)
@@ -266,7 +274,7 @@ class CudaLayerKernels:
     def can_replace(self, parts: DecoderParts) -> bool:
         attention, mlp = parts.attention.inner, parts.mlp.inner
         is_fused = (attention and product_of(attention.projections), mlp and product_of(mlp.inputs))
-        return parts.dtype in _TOLERANCE and any(is_fused) and not parts.is_adapted
+        return parts.dtype in _TOLERANCE and any(is_fused)
 
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
         """Norms and activation are recognised by what they compute (`forms`). Each rotation is tried."""

@@ -5,6 +5,7 @@ families have is recognised, or left to its module; greedy tokens are those of `
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -75,19 +76,20 @@ def what_is_fused(parts: LanguageParts) -> str | None:
     return ATTENTION if has_attention else MLP
 
 
-def greedy(model: LanguageModel, kv: BlockMemory) -> list[list[int]]:
+def greedy(model: LanguageModel, kv: BlockMemory, adapters: Sequence[int] = (0, 0)) -> list[list[int]]:
     """Of both prompts side by side: one in two chunks, beside an answer."""
-    first = [SequenceChunk(PROMPTS[0][:7], 0, 0, TABLES[0], num_logits=0)]
-    first.append(SequenceChunk(PROMPTS[1], 0, 0, TABLES[1]))
+    of_long, of_short = adapters
+    first = [SequenceChunk(PROMPTS[0][:7], 0, 0, TABLES[0], num_logits=0, adapter=of_long)]
+    first.append(SequenceChunk(PROMPTS[1], 0, 0, TABLES[1], adapter=of_short))
     answers: list[list[int]] = [[], [int(model.forward(first, kv).argmax())]]
-    second = [SequenceChunk(PROMPTS[0][7:], 7, 7, TABLES[0])]
-    second.append(SequenceChunk([answers[1][0]], 3, 3, TABLES[1]))
+    second = [SequenceChunk(PROMPTS[0][7:], 7, 7, TABLES[0], adapter=of_long)]
+    second.append(SequenceChunk([answers[1][0]], 3, 3, TABLES[1], adapter=of_short))
     for answer, token in zip(answers, model.forward(second, kv).argmax(-1).tolist(), strict=True):
         answer.append(token)
     while len(answers[0]) < NUM_TOKENS:
         contexts = [len(prompt) + len(answer) - 1 for prompt, answer in zip(PROMPTS, answers, strict=True)]
         last = [answer[-1] for answer in answers]
-        tokens = model.decode(last, contexts, [0, 0], TABLES, kv).argmax(-1).tolist()
+        tokens = model.decode(last, contexts, [0, 0], TABLES, kv, adapters).argmax(-1).tolist()
         for answer, token in zip(answers, tokens, strict=True):
             answer.append(token)
     return [answer[:NUM_TOKENS] for answer in answers]

@@ -1,0 +1,67 @@
+"""Fused layers with LoRA adapters, in Triton's interpreter, which has to be asked for: TRITON_INTERPRET=1.
+Greedy tokens are those of PEFT's own model, of two sequences with different adapters side by side."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.config.adapters import read_adapters
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.adapters import adapt
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.attention_torch import TorchAttention
+from cluster.model.cuda.layer import CudaLayerKernels
+from cluster.model.cuda.merging import merge_inputs
+from cluster.model.language import LanguageModel
+from cluster.model.language_parts import on_kernels, probed_parts
+from tests.flow.adapter_folders import adapters_of
+from tests.flow.tiny_models import TinyRequest
+from tests.unit.model.test_cuda_whole_layer import (
+    ATTENTION,
+    LAYERS,
+    MODELS,
+    NUM_TOKENS,
+    PROMPTS,
+    WHOLE,
+    greedy,
+    what_is_fused,
+)
+
+pytestmark = pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="runs Triton's interpreter: wants triton and TRITON_INTERPRET=1",
+)
+EXPECTED = {
+    "llama": WHOLE,  # three linears of one product, of which an adapter changes two
+    "qwen2": WHOLE,
+    "qwen3": WHOLE,
+    "phi3_window": WHOLE,  # linears that were merged before they were adapted
+    "gemma2_softcap_window": LAYERS,
+    "qwen3_moe": ATTENTION,
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_fused_model_with_adapters_gives_the_tokens_of_peft(name: str, tmp_path: Path) -> None:
+    case = MODELS[name]()
+    case.requests = [TinyRequest().raw(*prompt) for prompt in PROMPTS]
+    folders, answers = adapters_of(case, tmp_path, None)
+    adapters = read_adapters(folders, 16)
+    parts = probed_parts(case.model, 16, "auto")
+    with torch.inference_mode():
+        merge_inputs(parts.model, torch.device("cpu"))
+    step = adapt(parts.text, adapters, torch.device("cpu"), torch.float32)
+    attention = CudaAttention(TorchAttention(), num_processors=2)
+    parts = replace(parts, attention=attention, adapters=adapters, step_adapters=step)
+    parts = on_kernels(parts, CudaLayerKernels(torch.float32, attention, is_timed=False))
+    assert what_is_fused(parts) == EXPECTED[name]
+    model = LanguageModel(parts)
+    for slots in ((1, 2), (3, 1)):
+        expected = [answers[adapters[slot - 1].name][i][:NUM_TOKENS] for i, slot in enumerate(slots)]
+        assert greedy(model, BlockMemory(model.kv_layout, 4), slots) == expected
