@@ -16,7 +16,7 @@ OLD_WORDS: dict[str, int] = {}
 # lines over 110 columns
 LONG_LINES: dict[str, int] = {
     "bench": 5,
-    "bench/encoder": 11,
+    "bench/encoder": 10,
     "bench/engine": 2,
     "bench/first_steps": 16,
     "bench/fuzz": 3,
@@ -55,5 +55,5 @@ PRIVATES: dict[str, int] = {
     "tests/fakes": 5,
     "tests/faults": 6,
     "tests/flow": 38,
-    "tests/unit": 85,
+    "tests/unit": 65,
 }

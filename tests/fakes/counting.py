@@ -21,6 +21,16 @@ class CountedDict(dict[Any, Any]):
         return super().get(key, default)
 
 
+class CountedToken(int):
+    """Counts how often any token of this class is looked up in a table."""
+
+    num_lookups = 0
+
+    def __hash__(self) -> int:
+        CountedToken.num_lookups += 1
+        return super().__hash__()
+
+
 class CountedPattern:
     """Counts the steps that a backtracking matcher without any shortcut takes for a pattern of `regex`: an
     upper bound for the real one, which does the work."""

@@ -273,7 +273,8 @@ class Rig:
 
         def on_event(hear: str, event: Any) -> None:
             assert not isinstance(event, TransferEngineFailed), event.error
-            inbox.call(lambda: getattr(worker.engine, hear)(event, self.clock.now()))
+            at = self.clock.now()
+            inbox.call(lambda: getattr(worker.engine, hear)(event, at))
 
         def transfer(agent_name: str, hear: str, **memories: Any) -> TransferEngine:
             agent, has_ended = self.network.agent(agent_name), self.ended_processes.__contains__
