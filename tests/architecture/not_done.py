@@ -52,8 +52,8 @@ CLASSES: dict[str, int] = {
 PRIVATES: dict[str, int] = {
     "tests/architecture": 3,
     "tests/contract": 4,
-    "tests/fakes": 5,
+    "tests/fakes": 4,
     "tests/faults": 6,
     "tests/flow": 38,
-    "tests/unit": 65,
+    "tests/unit": 37,
 }

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from re import _parser  # type: ignore[attr-defined]
+from types import FrameType
 from typing import Any
 
 SKIP = "\ue000"  # stands for the verbs that `re` does not know
+
+
+def num_lines(call: Callable[[], object]) -> int:
+    """How many lines of Python it runs."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 class CountedDict(dict[Any, Any]):
