@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.workload import Case
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.state import LanguagePhase
 from cluster.engine.worker import LanguageWorker
@@ -33,6 +33,7 @@ from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.door import Door
 from router.policy import Policy
+from tests.fakes.local_prefill import LocalPrefillPolicy
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
@@ -49,6 +50,12 @@ class LocalCluster:
     encoders: list[EncoderService]
     prefills: list[LanguageWorker]
     decodes: list[LanguageWorker]
+    policies: list[LocalPrefillPolicy]  # of doors, unless the settings name one
+
+    def let_prefill_locally(self, stays: Callable[[int], bool] = lambda _: True) -> LocalPrefillPolicy:
+        """From now on the first door's prompts are placed so."""
+        self.policies[0].let(stays)
+        return self.policies[0]
 
     @property
     def door(self) -> Door:
@@ -162,7 +169,9 @@ async def local_cluster(
     async def call_decode(replica_id: str, request_id: str) -> None:
         await by_id[replica_id].run(request_id)
 
-    doors = [Door(args, call_decode) for _ in range(num_doors)]
+    policies = [LocalPrefillPolicy(None) for _ in range(num_doors)]
+    has_own = args.door.policy != DoorArgs().policy
+    doors = [Door(args, call_decode, None if has_own else policy) for policy in policies]
     services = [*encoders, *prefills, *decodes]
     members = [await service.start() for service in services]
     for door in doors:
@@ -171,7 +180,7 @@ async def local_cluster(
     async with asyncio.timeout(HANG_S):
         while any(len(door.peers) < len(members) for door in doors):
             await asyncio.sleep(0.005)
-    cluster = LocalCluster(doors, encoders, prefills, decodes)
+    cluster = LocalCluster(doors, encoders, prefills, decodes, policies)
     try:
         yield cluster
         await cluster.audit()
