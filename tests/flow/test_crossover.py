@@ -21,7 +21,7 @@ from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopP
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.progress import Progress
 from tests.fakes.slow_params import often
-from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
 from tests.flow.text_models import (
     BLOCK_SIZE,
@@ -88,8 +88,9 @@ async def test_prompts_that_decode_computes_are_answered_like_generate(
 async def test_prompts_that_are_preempted_and_computed_here_again_are_answered_like_generate(
     folder, prompts, expected
 ):
-    async with local_cluster(let_all_in(folder_args(folder, {"kv_blocks": 26})), (0, 1, 1)) as cluster:
-        overcommit(cluster)
+    async with local_cluster(
+        let_all_in(folder_args(folder, {"kv_blocks": 26})), (0, 1, 1), overcommits=True
+    ) as cluster:
         cut_stretches(cluster)
         cluster.let_prefill_locally()
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts * 2))

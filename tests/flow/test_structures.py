@@ -18,7 +18,7 @@ from cluster.structure import masks
 from router.api.app import build_api
 from tests.fakes.structures import check_valid
 from tests.fakes.workers import ManualExecutor
-from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_engine_features import with_decode
 from tests.flow.test_law import cluster_args
 
@@ -135,10 +135,11 @@ async def test_answers_are_the_same_with_drafts_and_behind_a_preemption():
         wanted = await asyncio.gather(*(ask(client, **each) for each in fields))
     drafts = {"method": "ngram", "max_draft_tokens": 4}
     async with (
-        local_cluster(let_all_in(with_decode(cluster_args(64), kv_blocks=20, speculation=drafts))) as cluster,
+        local_cluster(
+            let_all_in(with_decode(cluster_args(64), kv_blocks=20, speculation=drafts)), overcommits=True
+        ) as cluster,
         client_of(cluster) as client,
     ):
-        overcommit(cluster)
         for _ in range(10):  # on a busy machine requests may come one after the other
             got = await asyncio.gather(*(ask(client, **each) for each in fields))
             assert got == wanted
