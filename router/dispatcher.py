@@ -15,13 +15,14 @@ from typing import Any
 
 from cluster.clock import Clock
 from cluster.ids import new_process_name
+from cluster.rpc import connect
 from cluster.types.media import MediaItem
 from cluster.types.messages import AnyMessage
 from cluster.types.request import GenerateRequest
 from router.flow.outputs import CallDecode, Deliver, Drained, Output, Placed, Send
 from router.flow.request_flow import RequestFlow
 from router.flow.state import ClientRequest
-from router.members import MemberTable, Peer
+from router.members import Dial, MemberTable, Peer
 from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
 
@@ -34,10 +35,17 @@ DecodeCaller = Callable[[str, str], Awaitable[None]]
 class Dispatcher:
     """Listens to the member table. Event loop only."""
 
-    def __init__(self, flow: RequestFlow, call_decode: DecodeCaller, secret: str | None, clock: Clock):
-        """`secret`: of the cluster, for connections to workers."""
+    def __init__(
+        self,
+        flow: RequestFlow,
+        call_decode: DecodeCaller,
+        secret: str | None,
+        clock: Clock,
+        dial: Dial = connect,
+    ):
+        """`secret`: of the cluster, for connections to workers. `dial`: connects to one of them."""
         self.flow = flow
-        self.members = MemberTable(new_process_name("door"), self, secret)
+        self.members = MemberTable(new_process_name("door"), self, secret, dial)
         self._call_decode = call_decode
         self._clock = clock
         self._unread: dict[str, ClientRequest] = {}  # no choice has been read yet

@@ -51,7 +51,7 @@ from router.overlong import too_long_answer
 from router.page.pools import pool_fields
 from router.parsing.formats import AnswerFormats, needs_structure
 from router.parsing.parser import ParsedAnswer
-from router.policy import ClusterView, make_policy
+from router.policy import ClusterView, Policy, make_policy
 from router.prompt_report import PromptReport
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.intake import ByteLimits, MediaIntake
@@ -71,8 +71,8 @@ NUM_TEXT_THREADS = 2  # for templates, layouts and tokenising, beside the event 
 
 
 class Door:
-    def __init__(self, args: ClusterArgs, call_decode: DecodeCaller):
-        """Loads tokenizer and processor; blocks. Raises ConfigError."""
+    def __init__(self, args: ClusterArgs, call_decode: DecodeCaller, policy: Policy | None = None):
+        """Loads tokenizer and processor; blocks. Raises ConfigError. `policy`: None: as `args` says."""
         self.models = ServedModels.of(args)
         self.created = int(time.time())
         self.transcription_instruction = args.door.transcription_instruction
@@ -111,7 +111,7 @@ class Door:
             ByteLimits(rules.max_request_bytes, rules.max_held_bytes),
             self._clock,
         )
-        self._placer = Placer(make_policy(args.door.policy), self._cluster, args.block_size)
+        self._placer = Placer(policy or make_policy(args.door.policy), self._cluster, args.block_size)
         self._admission = AdmissionController(
             AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0))
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from cluster.errors import ClusterError, UnavailableError
@@ -41,6 +42,8 @@ CONNECT_TIMEOUT_S = 5.0
 
 # If a message about a grant is not read: the worker that is told, which made the grant, and what it is told
 OfGrant = tuple[str, AnyMessage]
+
+Dial = Callable[..., Awaitable[Connection]]  # with the arguments of `connect`
 
 
 class PeerListener(Protocol):
@@ -88,7 +91,8 @@ def _part(member: Member, is_encoder: bool) -> Role:
 
 
 class MemberTable:
-    def __init__(self, name: str, listener: PeerListener, secret: str | None):
+    def __init__(self, name: str, listener: PeerListener, secret: str | None, dial: Dial = connect):
+        self._dial_peer = dial
         self._name = name
         self._listener = listener
         self._secret = secret
@@ -210,7 +214,7 @@ class MemberTable:
                     self._start_dialling(member)
 
         log = self._logs.get(member.replica_id)
-        connection = await connect(
+        connection = await self._dial_peer(
             member.address,
             self._name,
             on_message,

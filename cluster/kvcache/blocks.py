@@ -19,7 +19,7 @@ O(blocks named in it), whatever the size of the pool; but for `check_integrity`,
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import compress
 
 from cluster.errors import BookkeepingError, OverloadedError
@@ -198,27 +198,8 @@ class BlockPool:
         return [(block_id, name) for block_id in block_ids if (name := self._hash_of[block_id]) is not None]
 
     def check_integrity(self) -> None:
-        """Raises BookkeepingError unless every block is in exactly one state and all tables agree. Costs
-        O(num_blocks), in operations on whole tables; `cluster.engine.idle_check` says how much."""
-        free, cached, hashed = set(self._free), self._cached.keys(), set(self._block_of.values())
-        referenced = set(compress(range(self.num_blocks), self._num_references))
-        num_stateful = len(free) + len(cached) + len(referenced)
-        is_known = [self._hash_of[block_id] for block_id in self._block_of.values()] == list(self._block_of)
-        num_hashed = self.num_blocks - self._hash_of.count(None)
-        for is_right, fault in (
-            (len(free) == len(self._free), "a block is on the free list twice"),
-            (
-                free.isdisjoint(cached) and free.isdisjoint(referenced) and referenced.isdisjoint(cached),
-                "a block has two states",
-            ),
-            (num_stateful == self.num_blocks, "a block has no state"),
-            (min(self._num_references) >= 0, "a reference count is negative"),
-            (is_known and num_hashed == len(self._block_of), "hash tables disagree"),
-            (cached <= hashed, "a cached block has no hash"),
-            (free.isdisjoint(hashed), "a free block has a hash"),
-        ):
-            if not is_right:
-                raise BookkeepingError(fault)
+        """Raises BookkeepingError unless `check_tables` finds nothing wrong."""
+        check_tables(self._free, self._num_references, self._hash_of, self._block_of, self._cached)
 
     def reset(self) -> None:
         """Makes every block free, whatever is recorded, and ends every generation. Only for a pool of which
@@ -248,3 +229,32 @@ class BlockPool:
     def _note(self, block_hash: bytes) -> None:
         if self._changed is not None:
             self._changed[block_hash] = None
+
+
+def check_tables(
+    free_list: Sequence[int],
+    num_references: Sequence[int],
+    hash_of: Sequence[bytes | None],
+    block_of: Mapping[bytes, int],
+    cached_blocks: Iterable[int],
+) -> None:
+    """Raises BookkeepingError unless every block is in exactly one state and all tables of the pool agree.
+    Costs O(number of blocks), in operations on whole tables; `cluster.engine.idle_check` says how much."""
+    num_blocks = len(num_references)
+    free, cached, hashed = set(free_list), set(cached_blocks), set(block_of.values())
+    referenced = set(compress(range(num_blocks), num_references))
+    is_known = [hash_of[block_id] for block_id in block_of.values()] == list(block_of)
+    for is_right, fault in (
+        (len(free) == len(free_list), "a block is on the free list twice"),
+        (
+            free.isdisjoint(cached) and free.isdisjoint(referenced) and referenced.isdisjoint(cached),
+            "a block has two states",
+        ),
+        (len(free) + len(cached) + len(referenced) == num_blocks, "a block has no state"),
+        (min(num_references) >= 0, "a reference count is negative"),
+        (is_known and num_blocks - hash_of.count(None) == len(block_of), "hash tables disagree"),
+        (cached <= hashed, "a cached block has no hash"),
+        (free.isdisjoint(hashed), "a free block has a hash"),
+    ):
+        if not is_right:
+            raise BookkeepingError(fault)

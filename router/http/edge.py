@@ -36,8 +36,8 @@ _TRACE_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class HttpMetrics:
-    def __init__(self, budget: BodyBudget, keys: KeyRing):
-        self._registry = CollectorRegistry()
+    def __init__(self, budget: BodyBudget, keys: KeyRing, registry: CollectorRegistry | None = None):
+        self._registry = registry or CollectorRegistry()
         self.loop_lag_s = Histogram(
             "epdg_door_event_loop_lag_seconds",
             "Delay of a timer of the door's event loop while requests are in work",

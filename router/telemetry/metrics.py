@@ -55,9 +55,10 @@ class DoorMetrics:
         flow: RequestFlow,
         admission: AdmissionTotals | None = None,
         classes: Sequence[str] = (),
+        registry: CollectorRegistry | None = None,
     ):
         """`admission`: what it has counted; `classes`: the names of its classes."""
-        self._registry = CollectorRegistry()
+        self._registry = registry or CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self._registry}
         name = model_id
         self.ttft_s = Histogram(

@@ -105,7 +105,7 @@ OF_LIBRARIES = re.compile(
     "_timeout|_to_copy|"
     # transformers, Ray, prometheus_client, the standard library
     "_apply_gate|_attn_implementation|_bound_deployment|_deployment_config|_ray_params|_raylet|"
-    "_collector_to_names|_labelnames|_upper_bounds|_exit|_obj"
+    "_collector_to_names|_labelnames|_upper_bounds|_exit|_obj|_global_node|_retrieve_input_features"
 )
 
 RIDDLE = re.compile(

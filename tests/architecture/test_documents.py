@@ -283,18 +283,18 @@ def _stem(name: str) -> str:
 
 def _registered_metrics() -> dict[str, set[str]]:
     """Name → labels, asked of the registries themselves; what they read (workers, requests) is scripted."""
-    found: dict[str, set[str]] = {}
-    door = DoorMetrics("model", list, MagicMock())
-    for registry in (door._registry, HttpMetrics(MagicMock(), MagicMock())._registry):
-        found |= {_stem(name): labels for name, labels in _labels_in(registry)}
-    return found
+    registry = CollectorRegistry()
+    DoorMetrics("model", list, MagicMock(), registry=registry)
+    HttpMetrics(MagicMock(), MagicMock(), registry)
+    return {_stem(name): labels for name, labels in _labels_in(registry)}
 
 
 def _labels_in(registry: CollectorRegistry) -> Iterator[tuple[str, set[str]]]:
     collectors: list[Any] = list(registry._collector_to_names)
     for collector in collectors:
         if hasattr(collector, "_labelnames"):
-            yield collector._name, set(collector._labelnames)
+            (family,) = collector.describe()
+            yield family.name, set(collector._labelnames)
         else:
             families: Iterator[Any] = collector.collect()
             yield from ((family.name, set(family._labelnames)) for family in families)

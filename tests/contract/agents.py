@@ -21,7 +21,7 @@ from kv_transfer.agents.collective_agent import CollectiveAgent
 from kv_transfer.agents.factory import Transport
 from kv_transfer.agents.factory import make_agent as make_cluster_agent
 from kv_transfer.agents.in_process import InProcessNetwork
-from kv_transfer.agents.nixl_agent import NixlAgent, load_nixl
+from kv_transfer.agents.nixl_agent import NixlAgent, NixlWrite, load_nixl
 from kv_transfer.lease.outgoing import Outgoing
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
@@ -110,6 +110,16 @@ def write_without_cma(pipe: Connection) -> None:
     owner.close()
 
 
+class PostingAgent(NixlAgent):
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.posted: list[NixlWrite] = []
+
+    def post(self, peer: str, local: Any, remote: Any, notification: bytes = b"") -> NixlWrite:
+        self.posted.append(super().post(peer, local, remote, notification))
+        return self.posted[-1]
+
+
 def write_late_without_cma(pipe: Connection) -> None:
     """A process in which UCX may use TCP only. A write of 16 MiB is posted; its owner stands still until its
     lease is over and its blocks are others'. Sends what was seen."""
@@ -124,7 +134,8 @@ def write_late_without_cma(pipe: Connection) -> None:
         if event.lease_id == "late":
             source.buffer.fill_(9)  # its blocks are others' from now on
 
-    writer = TransferEngine(NixlAgent(unique_name("writer")), clock, on_sent, outgoing=source)
+    agent = PostingAgent(unique_name("writer"))
+    writer = TransferEngine(agent, clock, on_sent, outgoing=source)
     owner = TransferEngine(
         NixlAgent(unique_name("owner")), clock, received.append, incoming=target, margin_s=1.0
     )
@@ -150,10 +161,8 @@ def write_late_without_cma(pipe: Connection) -> None:
     clock.at = 1.0
     for _ in range(200):
         writer.step()
-    agent: Any = writer.agent
-    (handle,) = agent._handles.values()
     try:
-        agent.release(handle)
+        agent.release(agent.posted[-1])
         refusal = ""
     except TransferError as error:
         refusal = error.message

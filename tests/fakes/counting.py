@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from re import _parser  # type: ignore[attr-defined]
+from types import FrameType
 from typing import Any
 
 SKIP = "\ue000"  # stands for the verbs that `re` does not know
+
+
+def num_lines(call: Callable[[], object]) -> int:
+    """How many lines of Python it runs."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 class CountedDict(dict[Any, Any]):
@@ -19,6 +38,16 @@ class CountedDict(dict[Any, Any]):
     def get(self, key: Any, default: Any = None) -> Any:
         self.num_lookups += 1
         return super().get(key, default)
+
+
+class CountedToken(int):
+    """Counts how often any token of this class is looked up in a table."""
+
+    num_lookups = 0
+
+    def __hash__(self) -> int:
+        CountedToken.num_lookups += 1
+        return super().__hash__()
 
 
 class CountedPattern:

@@ -4,7 +4,6 @@ a queue until a test lets it happen.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -112,6 +111,7 @@ class Rig:
         self.pools: dict[str, BlockPool] = {}
         self.workers: dict[str, Worker] = {}
         self.runners: dict[str, Any] = {}  # in place of the models
+        self.models: dict[str, Any] = {}  # what engines ask of theirs
         self._cpu_slots, self._runs_ahead = cpu_slots, runs_ahead
         for name in ("encoder", "prefill", "decode"):
             self.start_worker(name)
@@ -241,7 +241,7 @@ class Rig:
             num_layers=1,
             sliding_window=self._window if limits.max_sequences else None,
         )
-        self.runners[name] = runner
+        self.runners[name], self.models[name] = runner, model
         return LanguageEngine(
             model=model,
             runner=runner,
@@ -263,17 +263,18 @@ class Rig:
         self._num_processes += 1
         agent_name = name if name not in self.workers else f"{name}-{self._num_processes}"
         inbox = Inbox()
-        said: deque[AnyMessage] = deque()
 
         def deliver(batch: Any) -> None:
-            said.extend(message for _, message in batch)
+            for _, message in batch:
+                worker.say(message)
 
         outbox = Outbox(deliver)
         outbox.add_door(DOOR)
 
         def on_event(hear: str, event: Any) -> None:
             assert not isinstance(event, TransferEngineFailed), event.error
-            inbox.call(lambda: getattr(worker.engine, hear)(event, self.clock.now()))
+            at = self.clock.now()
+            inbox.call(lambda: getattr(worker.engine, hear)(event, at))
 
         def transfer(agent_name: str, hear: str, **memories: Any) -> TransferEngine:
             agent, has_ended = self.network.agent(agent_name), self.ended_processes.__contains__
@@ -296,7 +297,6 @@ class Rig:
             inbox,
             outbox,
             process,
-            said,
         )
         parts: Any = SimpleNamespace(
             clock=self.clock,

@@ -95,6 +95,14 @@ def media(*num_rows: int, name: str = "media", num_before: int = 40, **fields) -
     return RequestView(name, start, BLOCK, hashes(name, start // BLOCK), items, **fields)
 
 
+def is_expected(cluster: ClusterView, request: RequestView) -> bool:
+    """Whether any worker counts as about to have a block or a media item of the request."""
+    num_prefills, num_encoders = len(cluster.prefills), len(cluster.encoders)
+    blocks = (cluster.prefixes.expecting(key, num_prefills) for key in request.block_hashes)
+    items = (cluster.media.expecting(item.media_hash, num_encoders) for item in request.media)
+    return any(flags.any() for flags in (*blocks, *items))
+
+
 def random_cluster(rng: random.Random, sizes: Sequence[int], **kwargs) -> ClusterView:
     """Workers of any speed, link and load. `sizes`: by role, in the order of `Role`."""
     cluster = ClusterView(SCHEDULING, KV_BYTES, NUM_LAYERS, **kwargs)

@@ -17,12 +17,12 @@ from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, BlocksChanged, Failed, FinishReason
 from cluster.types.request import GenerateRequest
 from cluster.worker.blame import UNEXPECTED
-from cluster.worker.outbox import Outbox
 from router.flow.request_flow import Timeouts
 from router.policy import ClusterView, Decision, ItemPrediction, ItemView, Placement, Prediction, RequestView
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.engines import BLOCK_SIZE, MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.scripted_flow import Reader, ScriptedFlow
+from tests.fakes.workers import Worker
 
 ROLES = {"encoder": Role.ENCODE, "prefill": Role.PREFILL, "decode": Role.DECODE}
 
@@ -176,17 +176,14 @@ class Relay(ScriptedFlow):
             raise AssertionError(f"{message.request_id} met an error in the {name} engine")
 
 
-def cached_at(outbox: Outbox) -> set[bytes]:
+def cached_at(worker: Worker) -> set[bytes]:
     """The blocks that doors know to be cached at a worker, from now on; the set follows what they hear."""
     known: set[bytes] = set()
-    said = outbox._deliver
 
-    def hear(batch):
-        for _, message in batch:
-            if isinstance(message, BlocksChanged):
-                known.update(message.added)
-                known.difference_update(message.evicted)
-        said(batch)
+    def hear(message: AnyMessage) -> None:
+        if isinstance(message, BlocksChanged):
+            known.update(message.added)
+            known.difference_update(message.evicted)
 
-    outbox._deliver = hear
+    worker.listeners.append(hear)
     return known

@@ -110,6 +110,7 @@ class ScriptedFlow:
         self.calls: list[str] = []  # requests whose decode replica was called
         self.drained: list[str] = []
         self.readers: dict[str, list[Reader]] = {}
+        self.items: list[MediaItem] = []  # of all requests
         self.cannot_send: Callable[[AnyMessage], bool] = lambda _: False
         for role in roles:
             self.join(role)
@@ -196,6 +197,7 @@ class ScriptedFlow:
     ) -> list[Reader]:
         readers = [Reader(request.request_id, idx) for idx in range(len(request.sampling))]
         self.readers[request.request_id] = readers
+        self.items += items
         timeline = timeline or RequestTimeline(self.now)
         self.run(self.flow.submit, ClientRequest(request, items, hashes, timeline))
         return readers
@@ -239,7 +241,10 @@ class ScriptedFlow:
         assert all(worker.num_requests == 0 for worker in self.flow.workers)
         for pool in (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes):
             assert not pool.sent_units.any() and not pool.sent_requests.any() and not pool.sent_blocks.any()
-        assert not self.cluster.media._expected and not len(self.cluster.pending)
+        media_hashes = {item.media_hash for item in self.items}
+        num_encoders = len(self.cluster.encoders)
+        assert not any(self.cluster.media.expecting(key, num_encoders).any() for key in media_hashes)
+        assert not len(self.cluster.pending)
         for name, messages in self.messages.items():
             cancelled = [
                 m.request_id for m in messages if isinstance(m, Cancel) and m == Cancel(m.request_id)

@@ -65,6 +65,7 @@ class Worker:
     process: ProcessId
     said: deque[AnyMessage] = field(default_factory=deque)
     door: int = DOOR  # its number for the door's connection
+    listeners: list[Callable[[AnyMessage], None]] = field(default_factory=list)  # to what it says from now on
 
     @property
     def transfer_engines(self) -> list[TransferEngine]:
@@ -75,7 +76,12 @@ class Worker:
 
     def send(self, door: int, message: AnyMessage) -> None:
         if door == self.door:
-            self.said.append(message)
+            self.say(message)
+
+    def say(self, message: AnyMessage) -> None:
+        self.said.append(message)
+        for hear in self.listeners:
+            hear(message)
 
     def call_from_thread(self, function: Callable[..., None], *args: Any) -> None:
         function(*args)

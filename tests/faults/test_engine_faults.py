@@ -73,7 +73,7 @@ Arm = Callable[[Rig, Faults], Any]
 @contextmanager
 def prefill_calls(rig: Rig, faults: Faults) -> Iterator[None]:
     engine = rig.prefill.engine
-    faults.on(engine._intake._model, "positions")
+    faults.on(rig.models["prefill"], "positions")
     faults.on(engine.runner, "run", "first_tokens")
     faults.on(engine.blocks, "lookup", "try_allocate", "register")
     faults.on(rig.features, "ready_items")

@@ -14,6 +14,7 @@ import pytest
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.messages import Failed, FeatureGranted, StartPrefill, TokenEvent, Tokens
+from cluster.types.transfer import Grant
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.engines import FEATURE_LAYOUT, MARGIN_S, TIMEOUT_S, Rig
 from tests.fakes.relay import Relay
@@ -208,14 +209,19 @@ def test_a_request_in_other_blocks_than_the_late_ones_goes_on(world):
 
 def test_the_room_of_an_encoder_that_its_door_has_lost_is_out_of_use_until_it_has_stopped(world):
     """It lives, and its call goes on for longer than any connection takes to be given up."""
-    rig = world.rig
+    rig, said = world.rig, []
+    rig.prefill.listeners.append(said.append)
+
+    def grants() -> list[Grant]:
+        return [message.grant for message in said if isinstance(message, FeatureGranted)]
 
     def lose_it() -> None:
-        (lease_id,) = rig.features._rooms._by_lease
+        (grant,) = grants()
         rig.clock.at += TIMEOUT_S - 0.5
-        rig.features.renew(("first", 0), lease_id)
+        rig.features.renew(("first", 0), grant.lease_id)
         world.run_prefill()
-        assert list(rig.features._rooms._by_lease) == [lease_id], "it may still be written to"
+        assert rig.features.num_open_leases == 1, "it may still be written to"
+        assert grants() == [grant]
 
     rig.mid_call = world.once(lose_it)
     encode_first(world)

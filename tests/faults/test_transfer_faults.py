@@ -22,7 +22,6 @@ from kv_transfer.agents.agent import PeerLostError, TransferError
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
 from router.flow import continuation
-from tests.fakes.local_prefill import let_prefill_locally
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
@@ -103,7 +102,7 @@ async def test_whichever_operation_fails_over_coded_kv_the_next_request_is_answe
 
 async def check_each_failure(args: ClusterArgs, pairs: list[Expected], verb: str, errors: Errors) -> None:
     async with local_cluster(args, lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
+        cluster.let_prefill_locally(lambda _: False)  # text, too, is to travel
         for error in errors:
             await check_failures_of(cluster, pairs, verb, error)
         coded_groups = cluster.prefills[0].process.transfer_engine.sent.coded_groups
@@ -139,7 +138,7 @@ TROUBLES: dict[str, tuple[Trouble, bool]] = {  # with the n-th notification, and
 @pytest.mark.parametrize("kind", often(["text", "image and audio"], ["image and audio"]))
 async def test_trouble_with_any_notification_harms_one_request_at_most(expected, kind):
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
+        cluster.let_prefill_locally(lambda _: False)  # text, too, is to travel
         for name, (trouble, is_harmless) in TROUBLES.items():
             for n in range(1, 4 if kind == "image and audio" else 2):
                 faults = FaultScript()
@@ -156,7 +155,7 @@ async def test_a_decode_worker_that_can_no_longer_be_written_to_fails_its_reques
     monkeypatch.setattr(continuation, "MAX_REPLAYS", 1)
     (case, _), *_ = expected["text"]
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
+        cluster.let_prefill_locally(lambda _: False)  # text, too, is to travel
         network.kill(cluster.decodes[0].replica_id)
         for _ in range(2):
             with pytest.raises(UnavailableError, match="decode"):
@@ -166,7 +165,7 @@ async def test_a_decode_worker_that_can_no_longer_be_written_to_fails_its_reques
 async def test_a_transfer_that_fails_is_replayed_beside_others(expected):
     pairs = expected["image and audio"] + expected["text"]
     async with local_cluster(ARGS, (1, 1, 1), lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
+        cluster.let_prefill_locally(lambda _: False)  # text, too, is to travel
         faults = FaultScript()
         faults.fail("post", 2)
         network.faults = faults
@@ -178,7 +177,7 @@ async def test_a_transfer_that_fails_is_replayed_beside_others(expected):
 async def test_a_worker_whose_connection_was_cut_is_dialled_again(expected):
     case, right = expected["text"][0]
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
-        let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
+        cluster.let_prefill_locally(lambda _: False)  # text, too, is to travel
         lost = next(peer for peer in cluster.door.peers if peer.member.role is Role.DECODE)
         await lost.connection.aclose()
         async with asyncio.timeout(60):

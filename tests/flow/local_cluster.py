@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from bench.workload import Case
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.state import LanguagePhase
 from cluster.engine.worker import LanguageWorker
@@ -32,8 +32,10 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.context import CallContext
 from router.door import Door
+from router.flow import placer
 from router.policy import Policy
 from router.served_models import ServedModels
+from tests.fakes.local_prefill import LocalPrefillPolicy
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
@@ -50,6 +52,12 @@ class LocalCluster:
     encoders: list[EncoderService]
     prefills: list[LanguageWorker]
     decodes: list[LanguageWorker]
+    policies: list[LocalPrefillPolicy]  # of doors, unless the settings name one
+
+    def let_prefill_locally(self, stays: Callable[[int], bool] = lambda _: True) -> LocalPrefillPolicy:
+        """From now on the first door's prompts are placed so."""
+        self.policies[0].let(stays)
+        return self.policies[0]
 
     @property
     def door(self) -> Door:
@@ -103,30 +111,18 @@ def let_all_in(args: ClusterArgs) -> ClusterArgs:
     return args.model_copy(update={"door": args.door.model_copy(update={"admission": admission})})
 
 
-def overcommit(cluster: LocalCluster) -> None:
-    """Doors expect empty answers, so that decode is given more than it has memory for (with `let_all_in`: as
-    many requests as there are). Decode steps only when every prompt that it has given blocks to is there, so
-    that answers grow together however fast it is."""
-    for door in cluster.doors:
-        door.dispatcher.flow._placer._answer_tokens = 0.0
-    for decode in cluster.decodes:
-        step_together(decode.engine)
-
-
 def step_together(engine: LanguageEngine) -> None:
-    run = engine._run
+    """It steps only when every prompt that it has given blocks to is there, so that answers grow together
+    however fast it is."""
+    step = engine.step
 
-    def run_all(running: Any, prompts: Any, is_long: bool) -> None:
-        if any(
-            request.phase in (LanguagePhase.ARRIVING, LanguagePhase.COMPUTING)
-            for request in engine.requests.values()
-        ):
-            running = ()  # the KV of a prompt is on its way
-            if not prompts:
-                return time.sleep(0.001)
-        run(running, prompts, is_long)
+    def step_all() -> float | None:
+        if any(request.phase is LanguagePhase.ARRIVING for request in engine.requests.values()):
+            engine.admit()
+            return 0.001
+        return step()
 
-    engine._run = run_all
+    engine.step = step_all
 
 
 @asynccontextmanager
@@ -136,9 +132,11 @@ async def local_cluster(
     *,
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
+    overcommits: bool = False,
 ) -> AsyncIterator[LocalCluster]:
     """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. The transport
-    is in process unless `args` names one. A cluster
+    is in process unless `args` names one. `overcommits`: doors expect empty answers, so that decode is given
+    more than it has memory for (with `let_all_in`: as many requests as there are). A cluster
     that has ended is a web of references with all its memory: it goes before the next one comes, for by
     itself the collector visits so large a process only now and then. What is left then (imported modules,
     models of fixtures) is not looked at again, or each of some hundred clusters would pay for that."""
@@ -163,7 +161,10 @@ async def local_cluster(
     async def call_decode(replica_id: str, request_id: str) -> None:
         await by_id[replica_id].run(request_id)
 
-    doors = [Door(args, call_decode) for _ in range(num_doors)]
+    policies = [LocalPrefillPolicy(None) for _ in range(num_doors)]
+    has_own = args.door.policy != DoorArgs().policy
+    with patch.object(placer, "ANSWER_TOKENS", 0.0 if overcommits else placer.ANSWER_TOKENS):
+        doors = [Door(args, call_decode, None if has_own else policy) for policy in policies]
     services = [*encoders, *prefills, *decodes]
     members = [await service.start() for service in services]
     for door in doors:
@@ -172,7 +173,9 @@ async def local_cluster(
     async with asyncio.timeout(HANG_S):
         while any(len(door.peers) < len(members) for door in doors):
             await asyncio.sleep(0.005)
-    cluster = LocalCluster(doors, encoders, prefills, decodes)
+    for worker in decodes if overcommits else ():
+        step_together(worker.engine)
+    cluster = LocalCluster(doors, encoders, prefills, decodes, policies)
     try:
         yield cluster
         await cluster.audit()

@@ -81,4 +81,7 @@ class Loss:
         """The victim's connections end, and it writes nothing any more, as when a process is killed."""
         network.kill(self.victim.replica_id)
         self._stand_ins.kill(self.victim.replica_id)
-        self.victim.process.shell._hang_up()
+        shell = self.victim.process.shell
+        for connection in list(shell.connections.values()):
+            connection.abort()
+        self._closing = asyncio.ensure_future(shell.aclose())

@@ -9,7 +9,6 @@ import pytest
 
 from bench.workload import Answer, Case, Reference, make_cases
 from cluster.engine.ahead import ForwardAhead
-from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import local_cluster
 from tests.flow.losses import Loss, StandIns
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
@@ -56,7 +55,7 @@ async def test_answers_equal_generate(expected, num_ahead, num_replicas):
 async def test_a_lost_worker_costs_no_token(stand_ins: StandIns, undisturbed, num_ahead, role):  # noqa: F811
     """Choices that are drawn, and guidance, too. The answers they are compared with did not run ahead."""
     async with local_cluster(cluster_args(64), (1, 2, 2)) as cluster:
-        let_prefill_locally(cluster.door, lambda _: False)
+        cluster.let_prefill_locally(lambda _: False)
         loss = Loss(cluster.prefills if role == "prefill" else cluster.decodes, "run", 4, stand_ins)
         answers = await asyncio.gather(*(answer(cluster, case, fields) for case, fields in asked()))
         assert loss.victim is not None and answers == undisturbed

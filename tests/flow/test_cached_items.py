@@ -12,7 +12,6 @@ import pytest
 
 from bench.workload import Answer, Case, Reference, make_case
 from router.flow.placer import Placer
-from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
 
@@ -72,7 +71,7 @@ async def test_an_item_that_is_not_cached_as_the_door_expected_is_encoded(turns,
 
 async def test_later_turns_are_answered_by_the_decode_worker_alone(turns):
     async with local_cluster(cluster_args(48)) as cluster:
-        let_prefill_locally(cluster.door)
+        cluster.let_prefill_locally()
         asked = asked_of(cluster)
         for number, (case, answer) in enumerate(turns):
             assert await cluster.answer(case, MAX_TOKENS) == right(answer)
@@ -87,7 +86,7 @@ async def test_later_turns_are_answered_by_the_decode_worker_alone(turns):
 async def test_a_turn_with_media_that_decode_lacks_is_computed_there_behind_what_it_has(turns, shows_another):
     """Either the blocks go while the request is on its way, or its question shows an image of its own."""
     async with local_cluster(cluster_args(48)) as cluster:
-        let_prefill_locally(cluster.door)
+        cluster.let_prefill_locally()
         asked = asked_of(cluster)
         (case, answer), second, _ = turns
         assert await cluster.answer(case, MAX_TOKENS) == right(answer)

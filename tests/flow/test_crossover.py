@@ -19,10 +19,9 @@ from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import FinishReason
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.telemetry.timeline import RequestTimeline
-from tests.fakes.local_prefill import let_prefill_locally
 from tests.fakes.progress import Progress
 from tests.fakes.slow_params import often
-from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
 from tests.flow.text_models import (
     BLOCK_SIZE,
@@ -78,7 +77,7 @@ async def test_prompts_that_decode_computes_are_answered_like_generate(
     args = folder_args(folder, {"kv_blocks": 512, "speculation": method})
     async with local_cluster(args, (0, 1, 1)) as cluster:
         cut_stretches(cluster)
-        policy = let_prefill_locally(cluster.door, prefills_locally)
+        policy = cluster.let_prefill_locally(prefills_locally)
         got = await asyncio.gather(
             *(answers(cluster, p, NUM_TOKENS, num_choices=num_choices) for p in prompts)
         )
@@ -89,10 +88,11 @@ async def test_prompts_that_decode_computes_are_answered_like_generate(
 async def test_prompts_that_are_preempted_and_computed_here_again_are_answered_like_generate(
     folder, prompts, expected
 ):
-    async with local_cluster(let_all_in(folder_args(folder, {"kv_blocks": 26})), (0, 1, 1)) as cluster:
-        overcommit(cluster)
+    async with local_cluster(
+        let_all_in(folder_args(folder, {"kv_blocks": 26})), (0, 1, 1), overcommits=True
+    ) as cluster:
         cut_stretches(cluster)
-        let_prefill_locally(cluster.door)
+        cluster.let_prefill_locally()
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts * 2))
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     assert got == [[answer] for answer in expected] * 2
@@ -103,11 +103,11 @@ async def test_a_seed_draws_what_it_draws_where_prefill_computes_the_prompt(fold
     """Also over int8 KV, of which prefill and decode see the same codes."""
     async with local_cluster(folder_args(folder, **changes), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
-        let_prefill_locally(cluster.door, lambda _: False)
+        cluster.let_prefill_locally(lambda _: False)
         moved = await asyncio.gather(
             *(answers(cluster, prompt, NUM_TOKENS, SAMPLED, 2) for prompt in prompts)
         )
-        let_prefill_locally(cluster.door)
+        cluster.let_prefill_locally()
         stayed = await asyncio.gather(
             *(answers(cluster, prompt, NUM_TOKENS, SAMPLED, 2) for prompt in prompts)
         )
@@ -118,7 +118,7 @@ async def test_texts_that_stay_among_media_that_move_are_answered_like_generate(
     reference = Reference(MODEL)
     expected = [(case, reference.answer(case, MAX_TOKENS)) for case in make_cases(13, 18)]
     async with local_cluster(cluster_args(48, "nixl"), (1, 1, 2)) as cluster:
-        policy = let_prefill_locally(cluster.door)
+        policy = cluster.let_prefill_locally()
         await check_all(cluster, expected, 16)
         assert 0 < policy.num_local == policy.num_able < len(expected)
 
@@ -131,7 +131,7 @@ async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, p
     got = []
     async with local_cluster(folder_args(folder), (0, 1, 1)) as cluster:
         for prefills_locally in (False, True):
-            let_prefill_locally(cluster.door, lambda _, local=prefills_locally: local)
+            cluster.let_prefill_locally(lambda _, local=prefills_locally: local)
             for stop in stops:
                 request = GenerateRequest(new_request_id(), Prompt(prompts[3]), (GREEDY,), stop)
                 (stream,) = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
@@ -144,7 +144,7 @@ async def test_min_tokens_and_stop_tokens_hold_from_the_first_token_on(folder, p
 async def test_the_first_token_tells_how_long_the_prompt_took(folder, prompts):
     async with local_cluster(folder_args(folder), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
-        let_prefill_locally(cluster.door)
+        cluster.let_prefill_locally()
         request = GenerateRequest(new_request_id(), Prompt(prompts[-1]), (GREEDY,), StopParams(3))
         started_at = asyncio.get_running_loop().time()
         (stream,) = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
@@ -172,13 +172,13 @@ async def test_clients_that_leave_while_decode_computes_their_prompts_leave_noth
 
     async with local_cluster(folder_args(folder, {"kv_blocks": 40}), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
-        let_prefill_locally(cluster.door, lambda number: number % 4 > 0)
+        cluster.let_prefill_locally(lambda number: number % 4 > 0)
         have_finished = await asyncio.gather(*(one(cluster, prompt) for prompt in prompts * 4))
     assert have_finished.count(False) > 5 and have_finished.count(True) > 5
 
 
 async def test_a_prompt_that_decode_cannot_hold_is_refused_by_name(folder):
     async with local_cluster(folder_args(folder, {"kv_blocks": 8}), (0, 1, 1)) as cluster:
-        let_prefill_locally(cluster.door)
+        cluster.let_prefill_locally()
         with pytest.raises(ClusterError, match="tokens of KV cache; a decode worker holds 64"):
             await answers(cluster, tuple(range(5, 100)), NUM_TOKENS)

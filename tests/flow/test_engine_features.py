@@ -20,7 +20,7 @@ from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
 from router.telemetry.timeline import RequestTimeline
-from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
 from tests.flow.text_models import SIZES, save_text_model
 
@@ -79,8 +79,9 @@ async def test_answers_that_were_preempted_equal_generate(plain, cases, expected
     cases, expected = cases[:12], expected[:12]
     alone = await asyncio.gather(*(choices(plain, case, ignore_eos=True) for case in cases))
     assert all(texts[0].startswith(answer.text) for texts, answer in zip(alone, expected, strict=True))
-    async with local_cluster(let_all_in(with_decode(cluster_args(48), kv_blocks=11))) as cluster:
-        overcommit(cluster)
+    async with local_cluster(
+        let_all_in(with_decode(cluster_args(48), kv_blocks=11)), overcommits=True
+    ) as cluster:
         for _ in range(10):  # requests may come one after the other
             got = await asyncio.gather(*(choices(cluster, case, ignore_eos=True) for case in cases))
             assert got == alone
@@ -100,8 +101,9 @@ async def test_choices_draw_what_they_would_draw_alone_also_after_a_preemption(p
     first = [await choices(plain, case, **sampled) for case in cases[:5]]
     assert [texts[0] for texts in together] == [texts[0] for texts in first]
     assert any(texts[0] != texts[1] for texts in together)
-    async with local_cluster(let_all_in(with_decode(cluster_args(48), kv_blocks=13))) as cluster:
-        overcommit(cluster)
+    async with local_cluster(
+        let_all_in(with_decode(cluster_args(48), kv_blocks=13)), overcommits=True
+    ) as cluster:
         for _ in range(10):  # on a busy machine requests may come one after the other
             crowded = await asyncio.gather(*(choices(cluster, case, n=2, **sampled) for case in cases[:5]))
             assert crowded == together
@@ -164,8 +166,9 @@ async def test_guided_choices_that_were_preempted_do_not_change(plain, cases):
     fields = {"guidance_scale": 1.6, "negative_prompt": NEGATIVE, "ignore_eos": True, "max_tokens": 48}
     pictures = [case for case in cases if case.kind in ("image", "two images")][:5]
     alone = [await choices(plain, case, **fields) for case in pictures]
-    async with local_cluster(let_all_in(with_decode(cluster_args(48), kv_blocks=18))) as cluster:
-        overcommit(cluster)
+    async with local_cluster(
+        let_all_in(with_decode(cluster_args(48), kv_blocks=18)), overcommits=True
+    ) as cluster:
         crowded = await asyncio.gather(*(choices(cluster, case, **fields) for case in pictures))
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     assert crowded == alone

@@ -32,7 +32,6 @@ from router.api.context import CallContext
 from router.door import Door
 from router.served_models import ServedModels
 from router.telemetry.timeline import RequestTimeline
-from tests.fakes.local_prefill import let_prefill_locally
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
@@ -252,7 +251,7 @@ async def test_answers_over_http_equal_generate(name: str, tmp_path) -> None:
             # The prefix cache and the encoder cache are warm the second time; then decode computes what is
             # left of prompts whose media it has
             for prefills_locally in (False, False, True):
-                policy = let_prefill_locally(cluster.door, lambda _, local=prefills_locally: local)
+                policy = cluster.let_prefill_locally(lambda _, local=prefills_locally: local)
                 answers = await asyncio.gather(*(ask(client, content) for content in contents))
                 assert answers == expected
             assert policy.num_local > len(media.modalities)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +12,11 @@ import pytest
 import torch
 import transformers as hf
 
-from cluster.engine.engine import LanguageEngine
+from cluster.engine import answers
 from cluster.engine.state import LanguageRequest
 from cluster.engine.tables import uncut_spans
 from cluster.ids import new_request_id
+from cluster.kvcache.blocks import BlockPool
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
@@ -171,18 +171,19 @@ async def answer(cluster: LocalCluster, content: list[Part], sampling: SamplingP
     return got
 
 
-def preempt_often(engine: LanguageEngine) -> None:
-    """Each attempt of a request loses its blocks after some tokens."""
-    with_blocks = engine._answers.with_blocks
+def preempt_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt of a request loses its blocks after some tokens: there is none for the next one, and no
+    other request is a victim."""
+    try_grow, victims = answers.try_grow, []
 
-    def preempting(batch: Sequence[LanguageRequest]) -> list[LanguageRequest]:
-        kept = with_blocks(batch)
-        for request in kept:
-            if request.choices[0].num_generated == PREEMPTED_AFTER:
-                engine._lifecycle.preempt(request)
-        return [request for request in kept if request.request_id in engine.requests]
+    def grow(request: LanguageRequest, blocks: BlockPool) -> bool:
+        if request.choices[0].num_generated == PREEMPTED_AFTER:
+            victims.append(request)
+            return False
+        return try_grow(request, blocks)
 
-    engine._answers.with_blocks = preempting
+    monkeypatch.setattr(answers, "try_grow", grow)
+    monkeypatch.setattr(answers, "choose_victim", lambda running: victims.pop())
 
 
 def generated(reference: Reference, content: list[Part]) -> list[int]:
@@ -194,7 +195,9 @@ def generated(reference: Reference, content: list[Part]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", often(FAMILIES, PREEMPTED))
-async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str, tmp_path) -> None:
+async def test_preempted_answers_full_of_special_tokens_do_not_change(
+    name: str, tmp_path, monkeypatch
+) -> None:
     folder = save_family(name, tmp_path)
     make_talkative(folder)
     media = MediaProcessor.load(folder.path)
@@ -215,7 +218,7 @@ async def test_preempted_answers_full_of_special_tokens_do_not_change(name: str,
 
     async with local_cluster(cluster_args(folder)) as cluster:
         engine = cluster.decodes[0].engine
-        preempt_often(engine)
+        preempt_often(monkeypatch)
         again = await asyncio.gather(*(answer(cluster, *one) for one in asked))
         assert engine.load().totals.num_preempted == len(asked) * ((NUM_TOKENS - 1) // PREEMPTED_AFTER)
     assert again == alone

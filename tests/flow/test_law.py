@@ -243,6 +243,8 @@ async def test_answers_over_coded_kv_are_nearly_always_the_same(
     or left behind. `auto` codes where the link is slow. `bytes_per_s`: of links, as they are said to be."""
     links = {"": Link(1e-3, bytes_per_s)}
     monkeypatch.setattr(Sender, "links", property(lambda _: links))
+    wires: list[Wire] = []
+    monkeypatch.setattr("cluster.worker.language.Wire", lambda *args: wires.append(Wire(*args)) or wires[-1])
     args = cluster_args(48, "nixl").model_copy(update={"transfer": TransferArgs(codec=codec)})
     async with local_cluster(args, (1, 2, 2)) as cluster:
         transport = httpx.ASGITransport(build_api(cluster.door))
@@ -258,7 +260,7 @@ async def test_answers_over_coded_kv_are_nearly_always_the_same(
         sent = [prefill.process.transfer_engine.sent for prefill in cluster.prefills]
         assert (sum(each.coded_groups for each in sent) > 0) == is_coded
         assert sum(each.raw_bytes for each in sent) > 0
-        assert all(wire.num_used == 0 for wire in wires(cluster))
+        assert [wire.num_used for wire in wires] == [0] * 4
     assert ("epdg_transfer_codec_error" in metrics) and ("epdg_transfer_coded_bytes_total" in metrics)
 
 
@@ -290,14 +292,6 @@ async def test_prompts_whose_end_decode_computes_give_the_same_answers(expected,
     async with local_cluster(args, (1, 1, 2)) as cluster:
         await check_all(cluster, part_of(expected, 2), 16)
     assert len(recomputed) >= 6 and max(recomputed) > 16
-
-
-def wires(cluster: LocalCluster) -> list[Wire]:
-    senders = [prefill.process.transfer_engine._sender for prefill in cluster.prefills]
-    receivers = [decode.process.transfer_engine._receiver for decode in cluster.decodes]
-    every = [side.wire for side in (*senders, *receivers) if side is not None and side.wire is not None]
-    assert len(every) == len(senders) + len(receivers)
-    return every
 
 
 async def test_int4_that_a_probe_finds_too_coarse_is_refused_with_what_was_measured(monkeypatch):

@@ -67,9 +67,10 @@ class Wiretap:
         self._began_at: dict[tuple[str, int | None], float] = {}
         self.media: list[tuple[EncodeTiming, float]] = []
         self.prefill: list[tuple[PrefillTiming, float]] = []
-        members = cluster.door.dispatcher.members
+        dispatcher = cluster.door.dispatcher
+        members = dispatcher.members
         self._send, members.send = members.send, self._tapped  # type: ignore[method-assign]
-        self._listener, members._listener = members._listener, self  # type: ignore[assignment]
+        self._hear, dispatcher.on_message = dispatcher.on_message, self._heard  # type: ignore[method-assign]
 
     def _tapped(self, replica_id: str, message: Any, owner: str = "") -> None:
         if isinstance(message, StartPrefill) or (isinstance(message, StartDecode) and message.prefills):
@@ -78,13 +79,7 @@ class Wiretap:
             self._began_at[message.request_id, message.item_idx] = time.monotonic()
         self._send(replica_id, message, owner)
 
-    def on_joined(self, peer: Any) -> None:
-        self._listener.on_joined(peer)
-
-    def on_listed(self, peer: Any) -> None:
-        self._listener.on_listed(peer)
-
-    def on_message(self, peer: Any, message: Any) -> None:
+    def _heard(self, peer: Any, message: Any) -> None:
         now = time.monotonic()
         if isinstance(message, Encoded):
             wall_s = now - self._began_at[message.request_id, message.item_idx]
@@ -92,10 +87,7 @@ class Wiretap:
         for event in message.events if isinstance(message, Tokens) else ():
             if event.timing is not None:
                 self.prefill.append((event.timing, now - self._began_at[event.request_id, None]))
-        self._listener.on_message(peer, message)
-
-    def on_lost(self, peer: Any) -> None:
-        self._listener.on_lost(peer)
+        self._hear(peer, message)
 
 
 def check_sums(timings: list[tuple[Any, float]]) -> None:

@@ -15,7 +15,6 @@ import pytest
 from bench.workload import data_uri, png_bytes
 from deploy.demo_model.training.media import jpeg_bytes
 from tests.contract.fetch_host import MediaHost, answer
-from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import HANG_S, LocalCluster
 from tests.flow.media_client import (
     Part,
@@ -265,7 +264,7 @@ async def test_usage_tells_no_tenant_what_another_has_sent(shares_caches: bool):
     async with serving() as (cluster, client):
         door = cluster.door
         door.limits = msgspec.structs.replace(door.limits, shares_caches=shares_caches)
-        let_prefill_locally(door, lambda _: False)
+        cluster.let_prefill_locally(lambda _: False)
         raw = {"model": "demo", "prompt": "red circle " * 20, "max_tokens": 1}
         cached = []
         for name in ("one", "one", "two"):
@@ -278,8 +277,8 @@ async def test_usage_tells_no_tenant_what_another_has_sent(shares_caches: bool):
 
 async def test_a_salt_separates_caches():
     async with serving() as (cluster, client):
-        let_prefill_locally(
-            cluster.door, lambda _: False
+        cluster.let_prefill_locally(
+            lambda _: False
         )  # all in prefill's cache, however fast workers seem to be
         cached = [
             num_cached_tokens(await ask(client, [picture_part(42)], cache_salt=salt))

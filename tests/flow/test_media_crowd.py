@@ -173,7 +173,7 @@ async def num_computed(cluster: LocalCluster, at_least: int) -> int:
             await asyncio.sleep(0.002)
 
 
-async def test_prefill_computes_what_stands_before_each_image_while_the_image_is_encoded():
+async def test_prefill_computes_what_stands_before_each_image_while_the_image_is_encoded(monkeypatch):
     """So the time to the first token is the longer of the two, not their sum, and a second image is encoded
     while what follows the first is computed."""
     case = make_case(random.Random(8), "two images")
@@ -190,8 +190,8 @@ async def test_prefill_computes_what_stands_before_each_image_while_the_image_is
         local_cluster(args.model_copy(update={"encode": one_by_one})) as cluster,
         clients(cluster) as (client,),
     ):
-        planner = cluster.prefills[0].engine.planner
-        planner._is_worth_a_step = lambda sequence: True  # else what steps took so far decides
+        # else what steps took so far decides
+        monkeypatch.setattr("cluster.engine.planner.is_left_for_item", lambda *seconds: False)
         with gate(cluster) as held:
             prepared_after(cluster, images[1], held.has_first)
             task = asyncio.ensure_future(ask(client, messages))

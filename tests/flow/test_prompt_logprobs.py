@@ -18,7 +18,7 @@ from cluster.types.messages import TokenEvent
 from cluster.types.request import GenerateRequest, Guidance, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
 from router.telemetry.timeline import RequestTimeline
-from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
 
 TEXTS = ["Where is the größte red circle? 圆 <|im_end|> It is", "a", "one two three four five six seven"]
@@ -184,8 +184,7 @@ async def test_each_choice_is_told_once_also_if_its_answer_is_preempted(texts):
         )
         for i in range(4)
     ]
-    async with local_cluster(let_all_in(args), (0, 1, 1)) as cluster:
-        overcommit(cluster)
+    async with local_cluster(let_all_in(args), (0, 1, 1), overcommits=True) as cluster:
         got = await asyncio.gather(*(events_of(cluster, request) for request in requests))
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     for first, *rest in (events for choices in got for events in choices):

@@ -16,6 +16,7 @@ from router.api.chat.translate import completion_call
 from router.api.context import CallContext
 from router.calls import CompletionCall
 from router.door import Door
+from router.prompts.builder import PromptBuilder
 from router.served_models import ServedModels
 from tests.flow.test_law import cluster_args
 
@@ -70,24 +71,24 @@ async def test_prompts_of_which_too_much_would_be_told_are_refused(door):
 
 
 class Gate:
-    """A prompt builder that waits before one prompt."""
+    """Prompt builders wait before one prompt."""
 
-    def __init__(self, prompts: Any, held_idx: int):
-        self._prompts, self._held_idx, self._num_begun = prompts, held_idx, 0
+    def __init__(self, held_idx: int, monkeypatch: pytest.MonkeyPatch):
+        self._completion, self._held_idx, self._num_begun = PromptBuilder.completion, held_idx, 0
+        monkeypatch.setattr(PromptBuilder, "completion", lambda *args: self._waited(*args))
         self.reached, self.may_go_on = threading.Event(), threading.Event()
 
-    def completion(self, *args: Any) -> Any:
+    def _waited(self, *args: Any) -> Any:
         if self._num_begun == self._held_idx:
             self.reached.set()
             assert self.may_go_on.wait(HANG_S)
         self._num_begun += 1
-        return self._prompts.completion(*args)
+        return self._completion(*args)
 
 
 @pytest.mark.parametrize("held_idx", [0, 1, 2])
-async def test_a_client_that_leaves_takes_all_its_prompts_with_it(door, held_idx):
-    gate: Any = Gate(door._prompts, held_idx)
-    door._prompts = gate
+async def test_a_client_that_leaves_takes_all_its_prompts_with_it(door, held_idx, monkeypatch):
+    gate = Gate(held_idx, monkeypatch)
     task = asyncio.ensure_future(door.complete(call_of(door, [SHORT] * 3)))
     assert await asyncio.to_thread(gate.reached.wait, HANG_S)
     task.cancel()

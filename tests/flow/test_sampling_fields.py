@@ -19,7 +19,7 @@ from cluster.ids import new_request_id
 from cluster.types.request import GenerateRequest, Guidance, LogitChanges, Prompt, SamplingParams, StopParams
 from router.api.app import build_api
 from router.telemetry.timeline import RequestTimeline
-from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_law import MODEL, cluster_args
 from tests.flow.text_models import BLOCK_SIZE, SIZES, draw_prompts, save_text_model
 
@@ -117,8 +117,7 @@ async def test_changed_answers_equal_generate(text_model, asked):
     decode = {"kv_blocks": 30, "speculation": {"method": "draft", "draft_model": str(text_model)}}
     args = args.model_copy(update={"decode": type(args.decode).model_validate(decode)})
     requests = [msgspec.structs.replace(request, request_id=new_request_id()) for request, _ in asked]
-    async with local_cluster(let_all_in(args), (0, 1, 1)) as cluster:
-        overcommit(cluster)
+    async with local_cluster(let_all_in(args), (0, 1, 1), overcommits=True) as cluster:
         got = await asyncio.gather(*(drawn(cluster, request) for request in requests))
         engine = cluster.decodes[0].engine
         assert engine.load().totals.num_preempted > 0 and engine.runner.num_accepted > 0

@@ -15,13 +15,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from bench.workload import Answer, Case, Reference, data_uri, make_case
 from cluster.config.settings import ClusterArgs, DoorArgs
+from cluster.engine.features import FeatureStore
 from cluster.errors import MediaError
+from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.memory import BlockMemory
 from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
@@ -118,20 +122,28 @@ async def test_one_image_of_many_requests_is_encoded_kept_and_sent_once(expected
 @pytest.mark.parametrize("has_room", [True, False])
 @pytest.mark.parametrize("when", ["while it is decoded", "while it is encoded or sent"])
 async def test_the_others_are_answered_when_the_one_that_brings_the_image_is_cancelled(
-    expected, when, has_room
+    expected, when, has_room, monkeypatch
 ):
     """Whether or not there is room for another copy while the first is given up."""
+    pools: dict[FeatureStore, BlockPool] = {}
+
+    def feature_store(memory: BlockMemory, blocks: BlockPool, transfer_engine: Any) -> FeatureStore:
+        store = FeatureStore(memory, blocks, transfer_engine)
+        pools[store] = blocks
+        return store
+
+    monkeypatch.setattr("cluster.engine.worker.FeatureStore", feature_store)
     async with local_cluster(cluster_args(64)) as cluster:
-        features = cluster.prefills[0].features
+        blocks = pools[cluster.prefills[0].features]
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
-                taken = features._blocks.allocate(0 if has_room else features._blocks.num_free)
+                taken = blocks.allocate(0 if has_room else blocks.num_free)
                 if when != "while it is decoded":
                     is_free.set()
                     await asyncio.sleep(0.003)
                 tasks[0].cancel()
                 await asyncio.sleep(0.02)
-                features._blocks.free(taken)
+                blocks.free(taken)
                 is_free.set()
         assert [task.result() for task in tasks[1:]] == right(expected)[1:]
 

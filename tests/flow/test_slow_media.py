@@ -7,7 +7,7 @@ import random
 
 from bench.media_files import slow_video
 from bench.workload import data_uri, make_case
-from tests.flow.local_cluster import LocalCluster
+from cluster.media.surveyors import SurveyorPool
 from tests.flow.media_client import serving
 
 NUM_FRAMES = 6000  # seconds of decoding each
@@ -23,27 +23,32 @@ def three_videos() -> dict:
     }
 
 
-async def test_text_and_pictures_are_answered_beside_slow_videos_whose_clients_stop_them_by_leaving():
+async def test_text_and_pictures_are_answered_beside_slow_videos_whose_clients_stop_them_by_leaving(
+    monkeypatch,
+):
+    pools: list[SurveyorPool] = []
+    monkeypatch.setattr("router.door.SurveyorPool", lambda: pools.append(SurveyorPool()) or pools[-1])
     picture = {"messages": make_case(random.Random(3), "image").messages}
-    async with serving() as (cluster, client):
+    async with serving() as (_, client):
+        (pool,) = pools
 
         async def ask(fields: dict) -> int:
             body = {"model": "demo", "max_tokens": 2, **fields}
             return (await client.post("/v1/chat/completions", json=body)).status_code
 
         slow = [asyncio.ensure_future(ask(body)) for body in [three_videos()] * 2]
-        await until_busy(cluster, 2)
+        await until_busy(pool, 2)
         for body in ({"messages": [{"role": "user", "content": "hi"}]}, picture):
             assert await ask(body) == 200
             assert not any(task.done() for task in slow), "the answer came after a video"
         for task in slow:
             task.cancel()
         await asyncio.wait(slow)
-        await until_busy(cluster, 0)
+        await until_busy(pool, 0)
         assert await ask(picture) == 200
 
 
-async def until_busy(cluster: LocalCluster, num_processes: int) -> None:
+async def until_busy(pool: SurveyorPool, num_processes: int) -> None:
     async with asyncio.timeout(60):
-        while cluster.door._intake._surveyors.num_busy != num_processes:
+        while pool.num_busy != num_processes:
             await asyncio.sleep(0.005)

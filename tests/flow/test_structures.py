@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from cluster.structure import masks
 from router.api.app import build_api
 from tests.fakes.structures import check_valid
 from tests.fakes.workers import ManualExecutor
-from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster, overcommit
+from tests.flow.local_cluster import LocalCluster, let_all_in, local_cluster
 from tests.flow.test_engine_features import with_decode
 from tests.flow.test_law import cluster_args
 
@@ -134,10 +135,11 @@ async def test_answers_are_the_same_with_drafts_and_behind_a_preemption():
         wanted = await asyncio.gather(*(ask(client, **each) for each in fields))
     drafts = {"method": "ngram", "max_draft_tokens": 4}
     async with (
-        local_cluster(let_all_in(with_decode(cluster_args(64), kv_blocks=20, speculation=drafts))) as cluster,
+        local_cluster(
+            let_all_in(with_decode(cluster_args(64), kv_blocks=20, speculation=drafts)), overcommits=True
+        ) as cluster,
         client_of(cluster) as client,
     ):
-        overcommit(cluster)
         for _ in range(10):  # on a busy machine requests may come one after the other
             got = await asyncio.gather(*(ask(client, **each) for each in fields))
             assert got == wanted
@@ -147,47 +149,60 @@ async def test_answers_are_the_same_with_drafts_and_behind_a_preemption():
         assert totals.num_preempted and totals.num_accepted
 
 
-def fill_after_the_wait(filler: Any) -> None:
-    """Masks are filled when the step has taken what there is: they are late, however fast the machine is."""
-    held, take = ManualExecutor(), filler.take
+class Held:
+    """In place of the thread that fills masks. While `holds`, jobs wait for `run_one`."""
 
-    def taken() -> Any:
-        result = take()
-        while held.jobs:
-            held.run_one()
-        return result
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.holds = False
+        self.manual, self._thread = ManualExecutor(), ThreadPoolExecutor(1)
+        made = masks.ThreadPoolExecutor
+        monkeypatch.setattr(
+            masks,
+            "ThreadPoolExecutor",
+            lambda num, name, *_: self if name == "masks" else made(num, name, *_),
+        )
 
-    filler._executor, filler.take = held, taken
+    def submit(self, function: Any, *args: Any) -> Any:
+        return (self.manual if self.holds else self._thread).submit(function, *args)
+
+    def shutdown(self, **options: Any) -> None:
+        self._thread.shutdown(**options)
 
 
 async def test_answers_are_the_same_when_masks_are_late(monkeypatch: pytest.MonkeyPatch):
+    """They are filled when the step has taken what there is, however fast the machine is."""
     fields = [{"temperature": 1.0, "seed": seed, "n": 2, **compact(PERSON)} for seed in range(3)]
+    held, take, late = Held(monkeypatch), masks.MaskFiller.take, []
+
+    def taken(filler: masks.MaskFiller) -> Any:
+        result = take(filler)
+        late.extend(result[1])
+        while held.manual.jobs:
+            held.manual.run_one()
+        return result
+
     async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
         wanted = await asyncio.gather(*(ask(client, **each) for each in fields))
-        late = []
-        taken = masks.MaskFiller._on_late
-        monkeypatch.setattr(masks.MaskFiller, "_on_late", lambda *args: late.append(taken(*args)) or late[-1])
+        monkeypatch.setattr(masks.MaskFiller, "take", taken)
         monkeypatch.setattr(masks, "GRACE_S", 0.0)
-        for worker in cluster.decodes:
-            fill_after_the_wait(worker._constraints._filler)
+        held.holds = True
+        late.clear()
         assert await asyncio.gather(*(ask(client, **each) for each in fields)) == wanted
         assert late
 
 
 async def test_other_answers_go_on_while_a_mask_is_filled(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(masks, "GRACE_S", 0.0)
-    held = ManualExecutor()
+    held = Held(monkeypatch)
     async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
-        (worker,) = cluster.decodes
-        filler = worker._constraints._filler
-        usual, filler._executor = filler._executor, held
+        held.holds = True
         slow = asyncio.create_task(ask(client, guided_regex="[a-z]{3}"))
-        while not held.jobs:
+        while not held.manual.jobs:
             await asyncio.sleep(0.01)
         assert (await ask(client, max_tokens=40))[0][0] and not slow.done()
-        assert len(held.jobs) == 1  # no step has it again
-        filler._executor = usual
-        held.run_one()
+        assert len(held.manual.jobs) == 1  # no step has it again
+        held.holds = False
+        held.manual.run_one()
         ((text, reason),) = await slow
         assert len(text) == 3 and reason == "stop"
 

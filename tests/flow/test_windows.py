@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.config.settings import ClusterArgs
-from tests.flow.local_cluster import let_all_in, local_cluster, overcommit
+from tests.flow.local_cluster import let_all_in, local_cluster
 from tests.flow.test_law import cluster_args
 from tests.flow.text_models import BLOCK_SIZE, WINDOW, answers, draw_prompts, generated, save_mistral
 
@@ -62,9 +62,10 @@ async def test_answers_that_lost_their_window_and_were_computed_anew_equal_gener
     """Short prompts are admitted together and grow out of the pool, which is as small as the longest answer
     allows."""
     crowd = prompts * 3
-    async with local_cluster(let_all_in(window_args(folder, kv_blocks=24)), (0, 1, 1)) as cluster:
+    async with local_cluster(
+        let_all_in(window_args(folder, kv_blocks=24)), (0, 1, 1), overcommits=True
+    ) as cluster:
         assert all(worker.features.max_rows == BLOCK_SIZE for worker in (*cluster.prefills, *cluster.decodes))
-        overcommit(cluster)
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in crowd))
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     assert got == [[answer] for answer in expected] * 3

@@ -11,7 +11,6 @@ import pytest
 from bench.workload import Case, Reference, make_cases
 from router.api.app import build_api
 from router.generation import Choice
-from tests.fakes.local_prefill import let_prefill_locally
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.losses import Loss, StandIns
 from tests.flow.test_cancel import call_for
@@ -93,7 +92,7 @@ async def test_what_a_lost_worker_had_goes_on_at_another(stand_ins, role, num_re
     lease's time."""
     async with local_cluster(cluster_args(64), num_replicas) as cluster:
         if num_replicas[1:] in ((2, 1), (1, 2)):
-            let_prefill_locally(cluster.door, lambda _: False)  # text, too, is to travel
+            cluster.let_prefill_locally(lambda _: False)  # text, too, is to travel
         workers = cluster.prefills if role == "prefill" else cluster.decodes
         loss = Loss(workers, "run", 4, stand_ins)
         answers = await asyncio.gather(*(answer(cluster, case, fields) for case, fields in asked()))

@@ -3,12 +3,9 @@ event loop. Replaced are asyncio's timers and futures, and the dialling of socke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
-import router.members
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import ClusterError, UnavailableError
 from cluster.types.members import Member
@@ -43,7 +40,7 @@ class FailedCall:
 
 class SimulatedMembers(MemberTable):
     def __init__(self, door: SimulatedDoor, listener: SimulatedDispatcher):
-        super().__init__(door.name, listener, None)
+        super().__init__(door.name, listener, None, door.dial)
         self._door = door
 
     def _close_later(self, connection: Any) -> None:
@@ -61,8 +58,7 @@ class SimulatedMembers(MemberTable):
             del self._dialling[member.replica_id]
             return
         try:
-            with dialling(self._door.dial):
-                run(self._connect(listed))
+            run(self._connect(listed))
         except ClusterError:
             self._door.later(DIAL_AGAIN_S, self._try, member)
         else:
@@ -146,8 +142,21 @@ class SimulatedDoor:
     def later(self, delay_s: float, function: Callable[..., None], *args: Any) -> None:
         self.scheduler.after(delay_s, self.event_loop, "", function, *args)
 
-    def dial(self, address: str, last_read: str | None, wanted: str) -> End:
-        return self._dial(self.event_loop, address, last_read, wanted)
+    async def dial(
+        self,
+        address: str,
+        name: str,
+        on_message: Any,
+        on_close: Any,
+        *,
+        last_read: str | None,
+        wanted: str,
+        **_: Any,
+    ) -> Any:
+        """`cluster.rpc.connect` over the simulated network."""
+        end = self._dial(self.event_loop, address, last_read, wanted)
+        end.on_message, end.on_close = on_message, on_close
+        return end
 
     def on_deliver(self, output: Deliver) -> None:
         self._on_deliver(self, output)
@@ -160,18 +169,3 @@ def run(coroutine: Any) -> Any:
     except StopIteration as done:
         return done.value
     raise AssertionError("a simulated coroutine waits")
-
-
-@contextmanager
-def dialling(dial: Callable[[str, str | None, str], End]) -> Iterator[None]:
-    """`cluster.rpc.connect` over the simulated network."""
-
-    async def connect(
-        address: str, name: str, on_message: Any, on_close: Any, last_read: str | None, wanted: str, **_: Any
-    ) -> End:
-        end = dial(address, last_read, wanted)
-        end.on_message, end.on_close = on_message, on_close
-        return end
-
-    with patch.object(router.members, "connect", connect):
-        yield

@@ -12,7 +12,7 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.kvcache.blocks import BlockPool
-from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
 from cluster.model.cuda.step_inputs import StepBuffers, answers_of
 from cluster.model.cuda.uploads import Uploads
 from cluster.model.kv_format import kv_segments, quantise
@@ -95,18 +95,15 @@ def test_checksums_of_a_gpus_memory_hold_on_both_sides(device: SimulatedCuda, mo
 
 
 def test_embeddings_in_the_encoders_cache_are_there_when_they_are_complete(device: SimulatedCuda) -> None:
-    memory = BlockMemory(MemoryLayout((LAYOUT.segments[0],)), 8, "cuda")
+    memory = BlockMemory(MemoryLayout((SegmentSpec(16, (32,), torch.float32),)), 8, "cuda")
     cache = EmbeddingCache(memory, BlockPool(8, 16))
     assert cache.try_reserve("a", 20)
-    width = memory.segments[0].shape[-1] * memory.segments[0].shape[-2]
-    assert width == 32
     before = memory.mark()
     assert before is not None and not before()
-    cache._rows = cache._rows.flatten(1)
     cache.write("a", 0, torch.ones(20, 32, device="cuda"))
     cache.complete("a", 20)
     assert before()
-    assert cache.blocks("a").flatten(0, 1).flatten(1)[:21].sum(1).tolist() == [32.0] * 20 + [0.0]
+    assert cache.blocks("a").flatten(0, 1)[:21].sum(1).tolist() == [32.0] * 20 + [0.0]
 
 
 def test_a_mark_is_reached_when_the_host_has_waited(device: SimulatedCuda) -> None:
@@ -147,10 +144,19 @@ def test_the_sanitizer_sees_a_missing_wait(device: SimulatedCuda) -> None:
     assert device.races
 
 
-def test_a_steps_inputs_are_not_overwritten_before_they_are_copied(device: SimulatedCuda) -> None:
+def test_a_steps_inputs_are_not_overwritten_before_they_are_copied(
+    device: SimulatedCuda, monkeypatch
+) -> None:
+    tensors: list[torch.Tensor] = []
+    events: list[Any] = []
+    for module, name, made in ((torch, "zeros", tensors), (torch.cuda, "Event", events)):
+        make = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, m=make, to=made, **options: to.append(m(*args, **options)) or to[-1]
+        )
     buffers = StepBuffers(answers_of(4), 8, 1, 16, 63, torch.device("cuda"))
-    copied: Any = buffers._copied
-    assert buffers._host.is_pinned() and copied is not None
+    (copied,) = events
+    assert [tensor.is_pinned() for tensor in tensors if not tensor.is_cuda] == [True]
     for step in range(3):
         inputs = buffers.fill_answers(answers_of(2), [1], [5 + step], [0], [[0]])
         assert copied.num_waits == step + 1 and not copied.query()

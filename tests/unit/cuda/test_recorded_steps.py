@@ -3,7 +3,7 @@ recording, a read on the host, a copy between the memories or a wait is an error
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from unittest import mock
@@ -21,6 +21,7 @@ from cluster.engine.state import LanguageRequest, PromptWork
 from cluster.engine.timing import Stopwatch
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import PagedBatch
+from cluster.model.cuda import graphs
 from cluster.model.cuda.graphs import (
     GRAPH_BYTES,
     GraphedModel,
@@ -54,19 +55,28 @@ def device() -> Iterator[SimulatedCuda]:
         yield simulated
 
 
-def language(device: SimulatedCuda, whole: hf.PreTrainedModel, kv_cache_dtype: Any = "auto") -> LanguageModel:
+def language(
+    device: SimulatedCuda,
+    whole: hf.PreTrainedModel,
+    kv_cache_dtype: Any = "auto",
+    attention: RecordedAttention | None = None,
+    decoder: Callable[[torch.nn.Module], Any] = lambda head: None,
+) -> LanguageModel:
     parts = probed_parts(device.put(whole.eval()), 16, kv_cache_dtype)
-    return LanguageModel(replace(parts, attention=RecordedAttention()))
+    attention = attention or RecordedAttention()
+    return LanguageModel(replace(parts, attention=attention, decoder=decoder(parts.head)))
 
 
-def text_model(device: SimulatedCuda, kv_cache_dtype="auto", max_model_len: int = 96) -> LanguageModel:
+def text_model(
+    device: SimulatedCuda, kv_cache_dtype="auto", max_model_len: int = 96, **parts: Any
+) -> LanguageModel:
     torch.manual_seed(0)
     config = hf.Qwen3Config(
         vocab_size=100, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, max_position_embeddings=max_model_len,
         initializer_range=0.15, eos_token_id=None,
     )  # fmt: skip
-    return language(device, hf.Qwen3ForCausalLM(config), kv_cache_dtype)
+    return language(device, hf.Qwen3ForCausalLM(config), kv_cache_dtype, **parts)
 
 
 class Compared:
@@ -75,7 +85,10 @@ class Compared:
     def __init__(self, model: LanguageModel, sizes: RecordedSizes = SIZES):
         self.model = model
         self.kvs = [BlockMemory(model.kv_layout, NUM_BLOCKS + 1, "cuda") for _ in range(2)]
-        self.graphed = GraphedModel(model, self.kvs[0], sizes, capture_cuda())
+        capture, self.replays = capture_cuda(), []
+        self.graphed = GraphedModel(
+            model, self.kvs[0], sizes, lambda work: self.replays.append(capture(work)) or self.replays[-1]
+        )
         self.graphed.warm_up()
         self.num_forwards = 0
 
@@ -215,10 +228,9 @@ def test_a_step_is_one_copy_and_waits_for_none_but_the_last(device: SimulatedCud
 def test_all_sizes_share_their_logits(device: SimulatedCuda) -> None:
     compared = Compared(text_model(device))
     with torch.inference_mode():
-        replayed: list[Any] = [replay() for replay in compared.graphed._replays.values()]
-    logits: Any = compared.graphed._logits
-    (shared,) = {each.held.untyped_storage().data_ptr() for each in replayed}
-    assert shared == logits.held.untyped_storage().data_ptr()
+        replayed: list[Any] = [replay() for replay in compared.replays]
+    assert len(replayed) == len(SIZES.answers) + len(SIZES.mixed)
+    assert len({each.held.untyped_storage().data_ptr() for each in replayed}) == 1
 
 
 class Decoder:
@@ -237,8 +249,9 @@ class Decoder:
 
 
 def test_recorded_steps_run_in_the_whole_decoder(device: SimulatedCuda) -> None:
-    model = text_model(device)
-    model._decoder = decoder = Decoder(model._head)
+    decoders: list[Decoder] = []
+    model = text_model(device, decoder=lambda head: decoders.append(Decoder(head)) or decoders[0])
+    (decoder,) = decoders
     compared = Compared(model)
     mixed = {((1, n, 32), (1, n), wanted, True) for n, wanted in ((8, 8), (32, 12))}
     assert {*decoder.seen} == mixed | {((1, 4, 32), (1, 4), 4, True)}
@@ -305,12 +318,9 @@ class Reading(RecordedAttention):
 
 @pytest.mark.parametrize(("attention", "why"), [(Answering, "sizes"), (Reading, "synchronizing")])
 def test_answers_stay_recorded_if_mixed_steps_cannot_be(attention, why, device, caplog) -> None:
-    model = text_model(device)
-    model._backend = attention()
-    compared = Compared(model)
+    compared = Compared(text_model(device, attention=attention()))
     assert "steps with prompts are not recorded: " in caplog.text and why in caplog.text
-    assert [sizes.is_decode for sizes in compared.graphed._replays] == [True] * len(SIZES.answers)
-    model._backend = RecordedAttention()  # for the prompts
+    assert not compared.graphed.records_mixed and len(compared.replays) == len(SIZES.answers)
     for chunks in mixed_steps():
         compared.forward(chunks)
     assert compared.num_forwards == 4
@@ -336,19 +346,22 @@ def test_the_memory_of_graphs_is_measured_on_the_largest_ones(device: SimulatedC
     """And freed again, before the KV is allocated."""
     model = text_model(device)
     reserved = [1 << 20]
-    recorded: list[GraphedModel] = []
+    recorded: list[RecordedSizes] = []
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: reserved[0])
-    record = GraphedModel.warm_up
 
-    def warm_up(graphed: GraphedModel) -> None:
-        recorded.append(graphed)
-        reserved[0] += 5 << 20
-        record(graphed)
+    class Growing(GraphedModel):
+        def __init__(self, model: Any, kv: BlockMemory, sizes: RecordedSizes, capture: Any):
+            super().__init__(model, kv, sizes, capture)
+            recorded.append(sizes)
 
-    monkeypatch.setattr(GraphedModel, "warm_up", warm_up)
+        def warm_up(self) -> None:
+            reserved[0] += 5 << 20
+            super().warm_up()
+
+    monkeypatch.setattr(graphs, "GraphedModel", Growing)
     recording = recording_of(model, SIZES)
     assert recording is not None and recording.sizes == SIZES
-    assert [*recorded[0]._replays] == [SIZES.mixed[-1], SIZES.answers[-1]]
+    assert recorded == [RecordedSizes(SIZES.answers[-1:], SIZES.mixed[-1:])]
     assert recording.num_bytes == (5 << 20) + 3 * GRAPH_BYTES
 
 

@@ -163,7 +163,9 @@ def test_steps_whose_attention_reads_the_host_are_not_recorded(folder: Path, dev
 def test_an_encoder_is_loaded_with_a_stream_for_uploads(tmp_path: Path, device: SimulatedCuda) -> None:
     MEDIA_FAMILIES["qwen2_5_vl"]().model.save_pretrained(tmp_path)
     encoder = EncoderModel.load(tmp_path, dtype=torch.float32, device="cuda")
-    assert encoder.device == torch.device("cuda", 0) and encoder._uploads is not None
+    assert encoder.device == torch.device("cuda", 0)
+    uploaded: Any = encoder.upload({"pixel_values": torch.randn(4, 8)})["pixel_values"]
+    assert uploaded.is_cuda and device.default[0].number in device.recorded[uploaded.held.data_ptr()]
 
 
 def test_memory_and_name_are_asked_of_the_device(device: SimulatedCuda) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,16 +47,14 @@ def strict(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", strict_nccl.StrictNccl, raising=False)
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     strict_nccl.MADE.clear()
-    for link in (collective_link.OutgoingLink, collective_link.IncomingLink):
-        monkeypatch.setattr(link, "_run", _simulated(device, link._run))
 
+    class OnDevice(threading.Thread):
+        def run(self) -> None:
+            with device.on_thread():
+                super().run()
 
-def _simulated(device: SimulatedCuda, run):
-    def on_thread(self) -> None:
-        with device.on_thread():
-            run(self)
-
-    return on_thread
+    names = SimpleNamespace(**{**vars(threading), "Thread": OnDevice})
+    monkeypatch.setattr(collective_link, "threading", names)
 
 
 def memory(where: str, number: float) -> BlockMemory:

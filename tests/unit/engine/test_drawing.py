@@ -28,7 +28,7 @@ from cluster.engine.timing import Stopwatch
 from cluster.model.sampling import sample
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import GenerateRequest, LogitChanges, Prompt, SamplingParams, StopParams
-from tests.fakes.counting import CountedDict
+from tests.fakes.counting import CountedToken
 
 VOCAB, NUM_TOKENS = 40, 24
 PROMPT = (3, 7, 7, 21, 5)
@@ -238,21 +238,35 @@ def test_bad_words_forbid_their_last_token_behind_all_others(bad_words, answer, 
 
 @pytest.mark.parametrize("length", [60, 250])
 @pytest.mark.parametrize("num_choices", [1, 8])
-def test_what_bad_words_cost_in_a_step_does_not_depend_on_their_number_and_length(length, num_choices):
+def test_what_bad_words_cost_in_a_step_does_not_depend_on_their_number_and_length(
+    length, num_choices, monkeypatch
+):
     bad_words = tuple((*[1] * length, i) for i in range(2, 130))
     request = request_of(SamplingParams(), changes=LogitChanges(bad_words=bad_words), stop=StopParams(1))
     states = [DrawState(request, [], None) for _ in range(num_choices)]
-    (automaton,) = {id(state._bad_starts): state._bad_starts for state in states}.values()
-    assert automaton is not None
-    edges = automaton.edges = CountedDict(automaton.edges)
-    tokens = [*[1] * (length + 5), 0, *[1] * (length - 1), 0] * 5
+    zero, one = CountedToken(0), CountedToken(1)
+    tokens = [*[one] * (length + 5), zero, *[one] * (length - 1), zero] * 5
     num_found = 0
+    monkeypatch.setattr(CountedToken, "num_lookups", 0)
     for state in states:
         for token_id in tokens:
-            num_found += len(state.forbidden(0, [])) + len(state.forbidden(0, [1]))
+            num_found += len(state.forbidden(0, [])) + len(state.forbidden(0, [one]))
             state.accept(token_id)
-    assert num_found == 128 * 5 * (6 + 8) * num_choices and edges.num_lookups <= 4 * len(tokens) * num_choices
-    edges.num_lookups = 0
-    states[0].accept(1)
-    states[0].forbidden(0, [0])  # a draft that leaves a word
-    assert edges.num_lookups <= length + 2
+    assert num_found == 128 * 5 * (6 + 8) * num_choices
+    assert CountedToken.num_lookups <= 4 * len(tokens) * num_choices
+    CountedToken.num_lookups = 0
+    states[0].accept(one)
+    states[0].forbidden(0, [zero])  # a draft that leaves a word
+    assert CountedToken.num_lookups <= length + 2
+
+
+def test_the_choices_of_a_request_share_the_table_of_its_bad_words(monkeypatch):
+    """Each of them only looks it up, by the bad words; the first one builds it."""
+    words = tuple((*[CountedToken(1)] * 60, CountedToken(i)) for i in range(2, 130))
+    request = request_of(SamplingParams(), changes=LogitChanges(bad_words=words))
+    costs = []
+    for _ in range(8):
+        monkeypatch.setattr(CountedToken, "num_lookups", 0)
+        DrawState(request, [], None)
+        costs.append(CountedToken.num_lookups)
+    assert costs[0] > 1.5 * costs[1] and max(costs[1:]) <= sum(map(len, words))

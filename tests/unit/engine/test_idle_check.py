@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from cluster.engine.idle_check import IDLE_S
+from cluster.errors import BookkeepingError
 from cluster.types.messages import FinishReason
 from tests.fakes.engines import Rig
 from tests.fakes.requests import make_item, make_request
@@ -69,14 +72,16 @@ def test_a_busy_engine_is_not_checked(rig, relay, checks):
 
 
 @pytest.mark.parametrize("fault", ["leak", "two states"])
-def test_an_idle_engine_with_wrong_blocks_empties_them_and_goes_on(rig, relay, caplog, fault):
+def test_an_idle_engine_with_wrong_blocks_empties_them_and_goes_on(rig, relay, caplog, monkeypatch, fault):
     """It counts and logs the fault, and the next request gets every block."""
     pool = rig.pools["prefill"]
-    if fault == "leak":
-        pool.allocate(1)
-    else:
-        pool._free.append(pool._free[0])
-    finish(rig, relay, "first")
+    with monkeypatch.context() as patched:
+        if fault == "leak":
+            pool.allocate(1)
+        else:
+            check = Mock(side_effect=BookkeepingError("a block has two states"))
+            patched.setattr(pool, "check_integrity", check)
+        finish(rig, relay, "first")
     assert rig.prefill.engine.load().num_pool_faults == 1
     assert "not in order" in caplog.text
     assert (pool.num_free, pool.num_cached) == (pool.num_blocks, 0)

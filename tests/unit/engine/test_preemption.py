@@ -69,15 +69,18 @@ def test_prompts_computed_here_are_preempted_and_computed_again(rig, relay):
 @pytest.mark.parametrize("choice_idx", [0, 1])
 def test_blocks_are_kept_for_those_that_wait_no_longer_than_they_do(rig, relay, choice_idx):
     """A choice that leaves before the request has blocks was never counted among those that have."""
+    pool = rig.pools["decode"]
     relay.start(make_request("large", 30, max_tokens=2), prefills_locally=True)
-    rig.clock.at += 0.1
-    relay.start(make_request("r", 20, max_tokens=3, num_choices=2), prefills_locally=True)
+    relay.play(1)
+    relay.start(salted(make_request("r", 7, max_tokens=3, num_choices=2)), prefills_locally=True)
     relay.play(1)
     rig.receive("decode", Cancel("r", choice_idx))
     relay.play(1)
-    assert rig.decode.engine._counts.num_admitted == 1
+    assert pool.num_free == 2, "r would fit, and large could not grow"
     relay.play()
-    assert rig.decode.engine._counts.num_admitted == 0
+    last = relay.start(salted(make_request("last", 36, max_tokens=2)), prefills_locally=True)
+    relay.play()
+    assert last.tokens == [50, 51], "it needs all blocks; none are kept for those that have ended"
 
 
 def test_a_new_request_does_not_get_the_block_that_a_running_one_needs_next(rig, relay):

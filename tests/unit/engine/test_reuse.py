@@ -143,7 +143,7 @@ def test_coded_kv_is_not_exact_and_is_kept_for_nothing() -> None:
 
 
 def test_doors_hear_which_blocks_decode_has(rig: Rig, relay: Relay) -> None:
-    known = cached_at(rig.decode.outbox)
+    known = cached_at(rig.decode)
     for number in range(6):
         prompt = Prompt(tuple(range(100 * number, 100 * number + 13)))
         request = msgspec.structs.replace(make_request(f"r{number}", 5, max_tokens=6), prompt=prompt)

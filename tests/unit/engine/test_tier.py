@@ -70,7 +70,7 @@ def test_an_evicted_prefix_comes_back_instead_of_being_computed(kind: str, tmp_p
 
 def test_doors_count_kept_blocks_as_cached(tmp_path: Path) -> None:
     rig = make_rig(tmp_path)
-    relay, known = Relay(rig), cached_at(rig.prefill.outbox)
+    relay, known = Relay(rig), cached_at(rig.prefill)
     for number in range(4):
         run(rig, relay, prompt_of(number))
     assert len(known) == 4 * LENGTH // BLOCK_SIZE > 13  # more than the pool has blocks

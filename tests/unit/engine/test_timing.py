@@ -107,17 +107,36 @@ def test_waiting_for_embeddings_is_no_waiting_for_the_device(rig, relay):
 def test_embeddings_that_come_during_a_step_of_others_end_the_wait_for_media_then(rig, relay):
     item = make_item("a", 5)
     relay.start(make_request("r", 3, [item]), [item])
+    relay.start(make_request("other", 30))
     hand_over(relay)
-    rig.prefill.step()
-    engine, request = rig.prefill.engine, rig.prefill.engine.requests["r"]
-    waits_since = rig.clock.at
+    rig.prefill.step()  # the text before the item
+    request = rig.prefill.engine.requests["r"]
     assert request.stopwatch.part is Part.MEDIA
-    rig.clock.at += 4.0  # a step of others; the embeddings have come after one second
-    request.main.items_arrived([0])
-    engine.planner.has_more_ready(request.main)
-    engine._intake.note_waiting(request, waits_since + 1.0)
+
+    def step_of_others():
+        rig.clock.at += 1.0
+        send_embeddings(rig, relay)
+        rig.clock.at += 3.0
+
+    rig.mid_step = step_of_others
+    rig.prefill.step()
+    rig.prefill.inbox.run()
     timing = request.stopwatch.timing(rig.clock.at)
     assert (timing.media_s, timing.queued_s) == (1.0, 3.0)
+
+
+def send_embeddings(rig, relay):
+    """The encoder and the transfer do all that there is, while prefill's engine is busy."""
+    for _ in range(5):
+        for name in ("encoder", "prefill"):
+            while rig.workers[name].said:
+                relay.hear_one(name)
+            while relay.to_worker[name]:
+                relay.send_one(name)
+        rig.executor.run_one()
+        rig.encoder.step()
+        for worker in (rig.encoder, rig.prefill):
+            worker.feature_transfer_engine.step()
 
 
 def test_a_negative_prompt_that_can_be_computed_is_no_wait_for_media(rig, relay):

@@ -21,6 +21,7 @@ from router.http.bodies import BodyBudget
 from router.http.limits import CLIENT_TIMEOUTS, ClientTimeouts, Limits
 from tests.fakes.fake_door import FakeDoor
 from tests.fakes.http_server import serving
+from tests.fakes.watched import Watch
 from tests.unit.api.test_app import call, error_of
 
 MIB = 1 << 20
@@ -271,8 +272,8 @@ def test_a_stalled_body_ends_with_408(door):
 
 
 def test_a_tenant_has_half_of_the_budget_and_leaves_room_for_others():
-    budget = BodyBudget(1000)
-    first, second, third = budget.lease("a"), budget.lease("a"), budget.lease("b")
+    budget, watch = BodyBudget(1000), Watch()
+    first, second, third = budget.lease(watch.name("a")), budget.lease("a"), budget.lease(watch.name("b"))
     with first, third:
         first.grow(300)
         with second:
@@ -286,7 +287,8 @@ def test_a_tenant_has_half_of_the_budget_and_leaves_room_for_others():
         first.grow(75)
         with pytest.raises(OverloadedError):
             first.grow(1)
-    assert budget.num_held == 0 and not budget._held
+    del first, third
+    assert budget.num_held == 0 and not watch.held
 
 
 def test_bodies_are_charged_until_the_answer_is_sent(door):

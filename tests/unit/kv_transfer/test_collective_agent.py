@@ -27,7 +27,6 @@ from kv_transfer.agents.collective_frames import (
     FrameSocket,
     Greeting,
     Notification,
-    PostHeader,
     Refusal,
 )
 from kv_transfer.agents.collective_group import Channel, PairStore
@@ -323,9 +322,8 @@ def test_severing_a_channel_wakes_who_waits_in_it_at_both_ends(channels):
 
 def test_a_post_must_name_whole_rows(make):
     writer, owner = make("writer"), make("owner")
-    assert write(writer, owner, [1]) is TransferState.DONE
-    link = writer._peers["owner"][1]
-    link._frames.write(PostHeader(99, b"\0" * 15, b""), DEADLINE_S)
+    link = post(writer, owner, [1]).link
+    link.post([], np.zeros(3), b"")  # a row and a half
     until(lambda: link.error is not None, writer, owner)
     assert "out of place or malformed" in str(link.error)
 

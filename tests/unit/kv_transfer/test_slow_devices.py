@@ -111,9 +111,14 @@ def test_an_abort_waits_until_the_sources_are_read(pair):
 
 def test_a_peer_that_is_lost_meanwhile_fails_the_lease_when_they_are_read(pair):
     sum_at_the_writer(pair)
-    pair.writer._sender._links.lose("owner", PeerLostError("gone"))
-    step_until_the_device_is_done(pair.source, pair.writer, pair.sent)
-    assert isinstance(pair.sent[0], SendFailed)
+    pair.network.faults.fail("post", pair.network.faults.counts["post"] + 1, PeerLostError("gone"))
+    pair.open(pair.grant("other")).write([3], [0])
+    pair.writer.step()
+    assert [(type(event), event.lease_id) for event in pair.sent] == [(SendFailed, "other")]
+    while pair.source.unfinished:
+        assert len(pair.sent) == 1
+        pair.writer.step()
+    assert [(type(event), event.lease_id) for event in pair.sent[1:]] == [(SendFailed, "lease")]
 
 
 def test_what_has_arrived_in_time_is_told_after_it(pair):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.errors import BookkeepingError, OverloadedError
-from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.blocks import BlockPool, check_tables
 from cluster.types.messages import BlocksChanged
 
 
@@ -240,53 +240,56 @@ def test_an_evicted_block_gets_a_new_generation():
     pool.free([cached, held])
 
 
-def damaged(name: str) -> BlockPool:
-    """A pool of 5 blocks (two free, two cached, one held) whose tables have one fault."""
-    pool = BlockPool(5, 16)
-    first, second, held = pool.allocate(3)
-    for block_id, block_hash in ((first, b"a"), (second, b"b"), (held, b"c")):
-        pool.register(block_id, block_hash)
-    pool.free([first, second])
-    pool.check_integrity()
-    free = pool._free[0]
-    match name:
-        case "a block is on the free list twice":
-            pool._free.append(free)
-        case "a block has two states":
-            pool._num_references[first] = 1
-        case "a block has no state":
-            pool._free.popleft()
-        case "a reference count is negative":
-            pool._free.popleft()
-            pool._num_references[free] = -1
-        case "hash tables disagree":
-            pool._hash_of[held] = b"other"
-        case "a cached block has no hash":
-            pool._block_of.pop(pool._hash_of[first] or b"")
-            pool._hash_of[first] = None
-        case "a free block has a hash":
-            pool._block_of[b"d"], pool._hash_of[free] = free, b"d"
-    return pool
+# Tables of a pool of 5 blocks: 3 and 4 are free, 0 and 1 cached, 2 is held.
+FREE, NUM_REFERENCES, CACHED = (3, 4), (0, 0, 1, 0, 0), (0, 1)
+HASH_OF, BLOCK_OF = (b"a", b"b", b"c", None, None), {b"a": 0, b"b": 1, b"c": 2}
+
+
+def test_tables_that_agree_have_no_fault():
+    check_tables(FREE, NUM_REFERENCES, HASH_OF, BLOCK_OF, CACHED)
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "tables"),
     [
-        "a block is on the free list twice", "a block has two states", "a block has no state",
-        "a reference count is negative", "hash tables disagree", "a cached block has no hash",
-        "a free block has a hash",
+        ("a block is on the free list twice", ((3, 4, 3), NUM_REFERENCES, HASH_OF, BLOCK_OF, CACHED)),
+        ("a block has two states", (FREE, (1, 0, 1, 0, 0), HASH_OF, BLOCK_OF, CACHED)),
+        ("a block has two states", (FREE, (0, 0, 1, 1, 0), HASH_OF, BLOCK_OF, CACHED)),
+        ("a block has two states", ((3, 4, 0), NUM_REFERENCES, HASH_OF, BLOCK_OF, CACHED)),
+        ("a block has no state", ((4,), NUM_REFERENCES, HASH_OF, BLOCK_OF, CACHED)),
+        ("a reference count is negative", ((4,), (0, 0, 1, -1, 0), HASH_OF, BLOCK_OF, CACHED)),
+        (
+            "hash tables disagree",
+            (FREE, NUM_REFERENCES, (b"a", b"b", b"other", None, None), BLOCK_OF, CACHED),
+        ),
+        ("hash tables disagree", (FREE, NUM_REFERENCES, (b"a", b"b", b"c", b"d", None), BLOCK_OF, CACHED)),
+        (
+            "a cached block has no hash",
+            (FREE, NUM_REFERENCES, (None, b"b", b"c", None, None), {b"b": 1, b"c": 2}, CACHED),
+        ),
+        (
+            "a free block has a hash",
+            (FREE, NUM_REFERENCES, (b"a", b"b", b"c", b"d", None), {**BLOCK_OF, b"d": 3}, CACHED),
+        ),
     ],
-)  # fmt: skip
-def test_each_fault_of_the_tables_is_found_and_a_reset_mends_it(fault):
-    pool = damaged(fault)
+)
+def test_each_fault_of_the_tables_is_found(fault, tables):
+    with pytest.raises(BookkeepingError, match=fault):
+        check_tables(*tables)
+
+
+def test_a_reset_makes_every_block_free_whatever_its_state():
+    pool = BlockPool(5, 16)
+    first, second, held = pool.allocate(3)
+    pool.note_cached()
+    for block_id, block_hash in ((first, b"a"), (second, b"b"), (held, b"c")):
+        pool.register(block_id, block_hash)
+    pool.free([first, second])
     pool.watch()
     generations = pool.generations(range(5))
-    with pytest.raises(BookkeepingError, match=fault):
-        pool.check_integrity()
-    known = set(pool.content())
     pool.reset()
     pool.check_integrity()
-    assert (pool.num_free, pool.num_cached, pool.lookup([b"a"])) == (5, 0, [])
+    assert (pool.num_free, pool.num_cached, pool.lookup([b"a"]), pool.take_cached()) == (5, 0, [], [])
     assert all(new > old for new, old in zip(pool.generations(range(5)), generations, strict=True))
     changes = pool.take_changes()
-    assert changes is not None and (set(changes.evicted), changes.added) == (known, ())
+    assert changes is not None and (set(changes.evicted), changes.added) == ({b"a", b"b", b"c"}, ())

@@ -4,6 +4,7 @@ no other request."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -59,10 +60,11 @@ def test_a_waiting_request_that_leaves_is_forgotten(control):
     assert control.settle(1.0) == [] and control.num_waiting == 0
 
 
-def test_a_request_that_would_wait_too_long_is_refused_at_once(control, queue, monkeypatch):
-    monkeypatch.setattr(queue, "_wait_s", lambda _: 2 * MAX_WAIT_S)
+def test_a_request_that_would_wait_too_long_is_refused_at_once(control):
+    control.offer(replace(ticket("large"), work_s=100.0), 0.0)
     with pytest.raises(OverloadedError, match="busy"):
         control.offer(ticket("next"), 0.0)
+    control.leave("large")
 
 
 def test_a_report_of_free_workers_admits_the_next(control):

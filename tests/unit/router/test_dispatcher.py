@@ -12,7 +12,6 @@ import pytest
 from cluster.clock import SystemClock
 from cluster.config.settings import AdmissionArgs
 from cluster.errors import InternalError, RequestError, UnavailableError
-from cluster.rpc import SentLog
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Member, Role
 from cluster.types.messages import AnyMessage, Cancel, FinishReason, Ping, StartDecode, TokenEvent, Tokens
@@ -23,7 +22,6 @@ from router.dispatcher import Dispatcher
 from router.flow.continuation import MAX_REPLAYS
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
-from router.members import Peer
 from router.policy import ClusterView
 from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
@@ -36,7 +34,10 @@ ONE = msgspec.structs.replace(TWO, sampling=(SamplingParams(),))
 
 
 class FakeConnection:
-    def __init__(self) -> None:
+    is_open, peer_last_read = True, None
+
+    def __init__(self, peer_name: str) -> None:
+        self.peer_name = peer_name
         self.sent: list[AnyMessage] = []
 
     def send(self, message: AnyMessage) -> None:
@@ -60,19 +61,20 @@ class Door:
             Timeouts(first_token_s, 3600.0),
         )
         self.calls: dict[str, asyncio.Future[None]] = {}
-        self.dispatcher = Dispatcher(flow, self._call_decode, None, SystemClock())
+        self.dispatcher = Dispatcher(flow, self._call_decode, None, SystemClock(), self._dial)
         self.connections: dict[str, FakeConnection] = {}
+
+    async def join(self) -> None:
+        members = self.dispatcher.members
         for role in EPD:
-            connection: Any = FakeConnection()
-            self.connections[role] = connection
-            peer = Peer(
-                Member(replica_id=role, role=role, address="", model="", layout="", num_blocks=8),
-                connection,
-                True,
-                SentLog(role),
-            )
-            self.dispatcher.members._peers[role] = peer
-            self.dispatcher.on_joined(peer)
+            member = Member(replica_id=role, role=role, address=role, model="", layout="", num_blocks=8)
+            members.update(role, [member])
+        while len(members.all_peers()) < len(EPD):
+            await asyncio.sleep(0)
+
+    async def _dial(self, address: str, *_: Any, **__: Any) -> Any:
+        self.connections[address] = FakeConnection(address)
+        return self.connections[address]
 
     async def _call_decode(self, replica_id: str, request_id: str) -> None:
         await self.calls.setdefault(request_id, asyncio.get_running_loop().create_future())
@@ -93,6 +95,7 @@ class Door:
 @pytest.fixture
 async def door() -> AsyncIterator[Door]:
     door = Door()
+    await door.join()
     yield door
     for call in door.calls.values():
         call.cancel()
@@ -182,6 +185,7 @@ async def test_a_message_that_cannot_be_encoded_ends_its_request_and_calls_nothi
 
 async def test_the_deadline_of_the_first_token_needs_no_message():
     door = Door(first_token_s=0.02)
+    await door.join()
     (stream,) = door.streams(ONE)
     with pytest.raises(UnavailableError, match="out of time"):
         await asyncio.wait_for(anext(stream), HANG_S)
@@ -189,14 +193,21 @@ async def test_the_deadline_of_the_first_token_needs_no_message():
     door.calls["r"].cancel()
 
 
-async def test_an_idle_door_has_no_timer(door):
+async def test_an_idle_door_has_no_timer(door, monkeypatch):
+    loop, timers = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(call_later(*args)) or timers[-1])
+
+    def is_any_set() -> bool:
+        return any(not timer.cancelled() and timer.when() > loop.time() for timer in timers)
+
     (stream,) = door.streams(ONE)
     reading = await begin(stream)
-    assert door.dispatcher._timer is not None, "it looks at its workers"
+    assert is_any_set(), "it looks at its workers"
     door.token(5, reason=FinishReason.STOP)
     await reading
     async with asyncio.timeout(HANG_S):
-        while door.dispatcher._timer is not None:
+        while is_any_set():
             await asyncio.sleep(0.01)
 
 

@@ -22,7 +22,7 @@ from cluster.media.survey import MediaSurvey
 from cluster.types.media import MediaOptions, Modality
 from cluster.types.request import SamplingParams
 from router.calls import ChatCall, MediaRules, StopRules
-from router.prompts.intake import ByteLimits, MediaIntake, MediaTooLargeError
+from router.prompts.intake import ByteLimits, MediaBytes, MediaIntake, MediaTooLargeError
 
 PICTURE, OTHER = image(30, 20), image(31, 20)
 LIMITS = ByteLimits(per_request=4 * len(PICTURE), per_door=8 * len(PICTURE))
@@ -132,7 +132,17 @@ async def test_requests_in_work_hold_no_more_than_a_tenant_and_the_door_may():
     for media in held:
         media.release()
     (await made.take_in(PICTURE, tenant="a")).release()
-    assert made.intake.num_held_bytes == 0 and not made.intake._bytes.by_tenant
+    assert made.intake.num_held_bytes == 0
+
+
+def test_a_tenant_that_holds_no_bytes_is_forgotten():
+    held = MediaBytes(LIMITS)
+    for num_bytes in (3, 4):
+        held.hold("a", num_bytes)
+    held.free("a", 3)
+    assert held.by_tenant == {"a": 4}
+    held.free("a", 4)
+    assert not held.by_tenant
 
 
 async def test_who_leaves_while_its_media_is_opened_holds_nothing():

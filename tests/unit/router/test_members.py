@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from cluster.rpc import Connection, Server
+from cluster.rpc import Connection, Server, connect
 from cluster.types.members import Member, Phase, Role
 from cluster.types.messages import (
     AnyMessage,
@@ -79,12 +79,22 @@ def listener():
 
 
 @pytest.fixture
-async def table(listener):
-    table = MemberTable("door", listener, None)
+def read_by_door():
+    """The callbacks that get what this door reads, in the order in which it dialled."""
+    return []
+
+
+@pytest.fixture
+async def table(listener, read_by_door):
+    async def dial(address, name, on_message, *args, **options):
+        read_by_door.append(on_message)
+        return await connect(address, name, on_message, *args, **options)
+
+    table = MemberTable("door", listener, None, dial)
     yield table
     await table.aclose()
     await asyncio.sleep(0.01)
-    assert not table._dialling and not table.all_peers()
+    assert not table.all_peers()
 
 
 def only(table: MemberTable) -> Peer:
@@ -141,12 +151,24 @@ async def test_a_cut_connection_is_told_and_dialled_again(table, listener, worke
     assert only(table) is not old
 
 
+async def test_a_table_that_is_closed_dials_no_more(listener, workers):
+    table = MemberTable("door", listener, None)
+    late = await workers.start("d")
+    await workers.servers[0].aclose()
+    table.update(Role.DECODE, [late])
+    await asyncio.sleep(0.01)
+    await table.aclose()
+    await workers.start("d")
+    await asyncio.sleep(0.1)
+    assert not workers.connections
+
+
 async def test_a_worker_that_is_unlisted_while_it_is_dialled_is_no_candidate(table, workers):
     member = await workers.start("d")
     table.update(Role.DECODE, [member])
     await asyncio.sleep(0)  # the dial is under way
     table.update(Role.DECODE, [])
-    await until(lambda: not table._dialling)
+    await until(table.all_peers)
     assert not table.has(Phase.DECODE) and not any(peer.is_listed for peer in table.all_peers())
 
 
@@ -226,10 +248,10 @@ async def test_what_the_owner_never_read_about_its_grants_it_is_told_again(pair,
     pair.send("owner", GrantPassed("b", ()))
     await until(lambda: len(workers.heard) == 2)
     workers.last_read["owner"] = "GrantPassed a"
-    lost = pair._peers.pop("owner")
+    await workers.servers[0].aclose()
+    await until(lambda: len(pair.all_peers()) == 1)
     pair.send("owner", ReturnGrant("c"))
-    pair._peers["owner"] = lost
-    await redial(pair, workers, workers.connections[0])
+    await workers.start("owner")
     await until(lambda: len(workers.heard) == 4)
     assert workers.heard[2:] == [("owner", GrantPassed("b", ())), ("owner", ReturnGrant("c"))]
 
@@ -268,7 +290,9 @@ async def test_a_worker_is_told_which_of_its_grants_was_read_last(pair, workers)
 
 
 @pytest.mark.parametrize("is_door_ending", [False, True])
-async def test_a_worker_is_told_what_was_read_before_its_connection_is_closed(pair, workers, is_door_ending):
+async def test_a_worker_is_told_what_was_read_before_its_connection_is_closed(
+    pair, workers, read_by_door, is_door_ending
+):
     """What is read behind that counts for nothing."""
     workers.connections[0].send(DecodeGranted("r", grant("a")))
     await until(lambda: peer_of(pair, "owner").log.last_read)
@@ -277,24 +301,34 @@ async def test_a_worker_is_told_what_was_read_before_its_connection_is_closed(pa
         await pair.aclose()
     else:
         pair.close("owner")
-        peer.connection._on_message(peer.connection, DecodeGranted("r", grant("b")))
+        read_by_door[0](peer.connection, DecodeGranted("r", grant("b")))
     await until(lambda: workers.heard)
     assert ("owner", Goodbye("DecodeGranted a")) in workers.heard
 
 
-async def test_a_grant_of_a_worker_that_has_left_the_table_may_still_come(pair, workers):
+async def test_a_grant_of_a_worker_that_has_left_the_table_may_still_come(pair, workers, read_by_door):
     """It was on its way when the connection was closed."""
     peer = peer_of(pair, "owner")
     pair.close("owner")
-    pair.update(Role.DECODE, [only(pair).member])
-    peer.connection._on_message(peer.connection, DecodeGranted("r", grant("a")))
-    assert "owner" not in pair._logs
+    writer = only(pair).member
+    pair.update(Role.DECODE, [writer])
+    read_by_door[0](peer.connection, DecodeGranted("r", grant("a")))
+    pair.update(Role.DECODE, [writer, peer.member])
+    await until(lambda: len(pair.all_peers()) == 2)
+    assert workers.connections[-1].peer_last_read is None
 
 
 async def test_a_worker_that_is_neither_listed_nor_connected_is_forgotten(pair, workers):
-    owner = peer_of(pair, "owner").member
+    owner, writer = (peer_of(pair, name).member for name in ("owner", "writer"))
+    workers.connections[1].send(DecodeGranted("r", grant("a")))
+    await until(lambda: peer_of(pair, "writer").log.last_read)
     pair.update(Role.DECODE, [owner])
-    assert len(pair._logs) == 2
+    pair.update(Role.DECODE, [owner, writer])
+    await redial(pair, workers, workers.connections[1])
+    assert workers.connections[-1].peer_last_read == "DecodeGranted a", "it was connected"
+    pair.update(Role.DECODE, [owner])
     pair.close("writer")
     pair.update(Role.DECODE, [owner])
-    assert pair._logs.keys() == {"owner"}
+    pair.update(Role.DECODE, [owner, writer])
+    await until(lambda: len(pair.all_peers()) == 2)
+    assert workers.connections[-1].peer_last_read is None

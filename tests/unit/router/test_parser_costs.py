@@ -3,6 +3,7 @@ proportion to the answer, for every form, whatever the answer consists of and ho
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +83,6 @@ class Costs:
         parser = AnswerParser(self.form, "", has_calls=True, streams=True)
         for start in range(0, len(text), size):
             parser.push(text[start : start + size])
-            assert len(parser._parser._buffer) < 4 * MAX_WAITING and not parser._parser._body
         parser.finish(is_cut=True)
         return sum(pattern.num_steps for pattern in self.patterns) + self.num_parsed
 
@@ -115,6 +115,23 @@ def test_an_answer_of_twice_the_length_costs_twice_as_much(monkeypatch, name):
                     texts = [before + (filler * n)[:n] + behind for n in (400, 800)]
                     small, large = (costs.of(text, size) for text in texts)
                     assert large <= 2.5 * small + 4000, (size, before, filler, behind, small, large)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_parser_holds_the_text_of_calls_and_no_other(name):
+    """Of a call it has the text, and what of it is said: twice at most."""
+    form, num_chars = AnswerSyntax(Family.load(name), PLAIN), 8 * MAX_WAITING
+    for before in ["", *WITHIN[name]]:
+        is_call = before not in ("", "<think>", "[THINK]", *WITHIN["harmony"][-2:])
+        for filler in ("a", " ", "<"):
+            parser = AnswerParser(form, "", has_calls=True, streams=True)
+            parser.push(before)
+            sizes = []
+            for _ in range(2):
+                parser.push(filler * num_chars)
+                sizes.append(len(pickle.dumps(parser)))
+            assert sizes[1] - sizes[0] <= (2.1 * num_chars if is_call else 100), (before, filler)
+            assert is_call or sizes[0] < 8 * MAX_WAITING
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from deploy.simulator.layouts import ROLES, Layout, worker, workers
 from deploy.simulator.scaled import Bounds, ScaledPools
 from deploy.simulator.simulation import Simulation
 from deploy.simulator.workload import Draft, SimRequest, block_keys
-from router.policy import make_policy
+from router.policy import ClusterView, Decision, JointPolicy, Policy, RequestView, make_policy
 from router.scaling import Scaler, ScalingSettings
 
 LETTERS = {role: letters for letters, role in ROLES.items()}
@@ -33,9 +33,12 @@ def requests(*parts: tuple[float, float, float]) -> Iterator[SimRequest]:
             )
 
 
-def scaled(layout: Layout, *parts: tuple[float, float, float]) -> tuple[Simulation, ScaledPools]:
+def scaled(
+    layout: Layout, *parts: tuple[float, float, float], policy: Policy | None = None
+) -> tuple[Simulation, ScaledPools]:
     specs = workers(layout, VL_7B, A100)
-    simulation = Simulation(specs, [lambda _: make_policy("joint")] * 2, VL_7B, admission=AdmissionArgs())
+    policies = [lambda _: policy or make_policy("joint")] * 2
+    simulation = Simulation(specs, policies, VL_7B, admission=AdmissionArgs())
     numbers = count(len(specs))
     pools = ScaledPools(
         simulation,
@@ -73,7 +76,15 @@ def test_a_replica_that_is_not_wanted_any_more_before_it_is_ready_never_joins():
 
 
 def test_language_workers_are_divided_among_their_phases():
-    simulation, pools = scaled(Layout(num_language=3), (0, 30, 1.5))
+    phases: dict[str, int] = {}  # of each worker, as the door sees them at the last placement
+
+    class Watching(JointPolicy):
+        def decide(self, request: RequestView, cluster: ClusterView, now: float) -> Decision:
+            for name in cluster.prefills.slots:
+                pools = (cluster.prefills, cluster.decodes)
+                phases[name] = sum(int(pool.is_assigned[pool.slots[name]]) for pool in pools)
+            return super().decide(request, cluster, now)
+
+    simulation, _ = scaled(Layout(num_language=3), (0, 30, 1.5), policy=Watching())
     assert {outcome.status for outcome in simulation.outcomes} == {"finished"}
-    assigned = [told.phases for told in pools._phases.values()]
-    assert len(assigned) >= 3 and {len(phases) for phases in assigned} == {1}
+    assert len(phases) >= 3 and {*phases.values()} == {1}

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from cluster.scheduling.admission import PromptAdmission
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
+from tests.fakes.watched import Watch
 
 POLICY = SchedulingPolicy(aging_s=5.0, tokens_per_s=1000.0, text_share=0.25)
 NUM_BLOCKS = 40  # 10 of them text's
@@ -48,12 +49,13 @@ def test_media_that_is_not_ready_keeps_its_place_and_text_may_pass():
     assert names(admission) == ["text"]
     admission.push(first, 4)
     assert names(admission) == ["first", "text"]
-    admission.keep_place(ticket("third", 0.2, 1, is_text=False), 4)
+    watch = Watch()
+    admission.keep_place(ticket(watch.name("third"), 0.2, 1, is_text=False), 4)
     admission.remove("first")
     admission.remove("second")
     assert names(admission) == ["text"]
     admission.remove("third")
-    assert not admission._unready
+    assert not watch.held
 
 
 def test_behind_waiting_media_text_takes_no_more_than_its_share():
@@ -120,4 +122,9 @@ def test_every_request_is_served_once_when_memory_is_free_again(arrivals):
     assert sorted(served) == sorted(sizes)
     for name in held:
         admission.remove(name)
-    assert admission._num_text_held == admission._num_media_held == 0 and not admission.heads()
+    assert not admission.heads()
+    video, text = ticket("video", 0.0, is_text=False), ticket("text", 1000.0)
+    assert admission.has_share(video, 10 * NUM_BLOCKS), "media holds nothing"
+    admission.push(video, 4)
+    room = NUM_BLOCKS - 4
+    assert admission.has_share(text, room) and not admission.has_share(text, room + 1), "nor does text"

@@ -134,6 +134,6 @@ def test_a_fork_opens_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     def hostile(*_: object) -> None:
         os.write(os.open(made, os.O_CREAT | os.O_WRONLY), b"x")
 
-    monkeypatch.setattr(check_process, "_probe", hostile)
+    monkeypatch.setattr(check_process, "compile_structure", hostile)
     assert check(Order(of_regex("a")), demo_vocabulary()).error
     assert not made.exists()

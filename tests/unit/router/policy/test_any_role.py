@@ -31,6 +31,7 @@ from tests.fakes.placement import (
     cluster_of,
     curves_of,
     hashes,
+    is_expected,
     is_legal,
     is_plain,
     load,
@@ -178,7 +179,7 @@ def test_a_request_counts_in_both_phases_of_its_worker_until_each_is_done():
     assert (len(cluster.pending), cluster.prefills.reported_units[0]) == (0, 0)
     assert cluster.decodes.reported_units[0] + cluster.decodes.sent_units[0] == 2
     cluster.ended("media")
-    assert not cluster.decodes.sent_units.any() and not cluster.prefixes._expected
+    assert not cluster.decodes.sent_units.any() and not is_expected(cluster, request)
 
 
 def test_a_prompt_whose_kv_leaves_takes_blocks_from_the_answers_of_its_worker():
@@ -228,7 +229,7 @@ def test_nothing_is_expected_in_the_cache_of_a_worker_that_has_none():
         request = text(160, name)
         decision = decide(request, cluster)
         cluster.started(request, decision.placement, decision.prediction, 0.0)
-        assert bool(cluster.prefixes._expected) == expected
+        assert is_expected(cluster, request) == expected
         cluster.ended(name)
         cluster.blocks_changed("d0", [], [])  # it greets with the content of a cache
 

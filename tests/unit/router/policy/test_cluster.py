@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.types.members import Role
 from router.policy import ClusterView, JointPolicy, RequestView, Worker, make_policy
-from tests.fakes.placement import EPD, POLICIES, add, cluster_of, hashes, load, media, text
+from tests.fakes.placement import EPD, POLICIES, add, cluster_of, hashes, is_expected, load, media, text
 
 
 def send(cluster: ClusterView, request: RequestView, now: float = 0.0):
@@ -195,14 +195,15 @@ class Requests(RuleBasedStateMachine):
         super().__init__()
         self.cluster = cluster_of(3, 2, 2, 2)
         self.alive: set[str] = set()
-        self.num_sent = 0
+        self.sent: list[RequestView] = []
         self.replicas = {"e0": Role.ENCODE, "p1": Role.PREFILL, "d0": Role.DECODE, "l1": Role.LANGUAGE}
         self.now = 0.0
 
     @rule(num_items=st.integers(0, 3), name=st.sampled_from(["a", "b"]))
     def send(self, num_items, name):
-        self.num_sent += 1
-        request = media(*[400] * num_items, name=f"{name}{self.num_sent % 4}-{self.num_sent}")
+        num_sent = len(self.sent) + 1
+        request = media(*[400] * num_items, name=f"{name}{num_sent % 4}-{num_sent}")
+        self.sent.append(request)
         send(self.cluster, request, self.now)
         self.alive.add(request.request_id)
 
@@ -248,7 +249,7 @@ class Requests(RuleBasedStateMachine):
             for pool in (self.cluster.encoders, self.cluster.prefills, self.cluster.decodes):
                 assert not np.any(np.abs(pool.sent_units) > 1e-9)
             assert len(self.cluster.pending) == 0
-            assert not self.cluster.media._expected and not self.cluster.prefixes._expected
+            assert not any(is_expected(self.cluster, request) for request in self.sent)
 
 
 TestRequests = Requests.TestCase
