@@ -28,6 +28,7 @@ from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
 from cluster.model.loading import fingerprint
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, window_of_all
+from cluster.model.sharding import UNDIVIDED, Sharding
 from cluster.model.support import backbone_of, num_deepstack_layers
 from cluster.types.request import Prompt
 
@@ -87,7 +88,7 @@ class LanguageModel:
         block_size: int = 16,
         kv_cache_dtype: KvCacheDtype = "auto",
         weight_dtype: WeightDtype = "auto",
-        num_ranks: int = 1,
+        sharding: Sharding = UNDIVIDED,
         weight_cache: WeightCache | None = None,
     ) -> LanguageModel:
         """Reads only the language half of the checkpoint, or this rank's share of it
@@ -96,7 +97,7 @@ class LanguageModel:
         kept and shared. Raises ConfigError for everything that is not supported."""
         parts = load_parts(
             path, dtype=dtype, device=device, block_size=block_size, kv_cache_dtype=kv_cache_dtype,
-            weight_dtype=weight_dtype, num_ranks=num_ranks, weight_cache=weight_cache,
+            weight_dtype=weight_dtype, sharding=sharding, weight_cache=weight_cache,
         )  # fmt: skip
         return cls(parts)
 

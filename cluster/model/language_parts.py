@@ -36,9 +36,10 @@ from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
 from cluster.model.layers.trial import Trial, WholeDecoder
-from cluster.model.loading import Half, distributing, load_half
+from cluster.model.loading import Half, load_half
 from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone
+from cluster.model.sharding import Sharding, distributing
 from cluster.model.support import backbone_of, check_class, family_of, post_head
 
 
@@ -62,10 +63,11 @@ class LanguageParts:
 
 def load_parts(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, block_size: int,
-    kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, num_ranks: int,
+    kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, sharding: Sharding,
     weight_cache: WeightCache | None,
 ) -> LanguageParts:  # fmt: skip
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
+    num_ranks = sharding.num_ranks
     if num_ranks > 1 and weight_dtype != "auto":
         raise ConfigError(
             f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
@@ -73,7 +75,7 @@ def load_parts(
 
     def make(making: Making) -> LanguageParts:
         half = load_half(
-            path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=making.mapped
+            path, Half.LANGUAGE, dtype=dtype, device=device, sharding=sharding, mapped=making.mapped
         )
         notes = making.notes.get("shapes")
         shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]

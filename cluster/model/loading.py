@@ -11,19 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.modeling_utils import LoadStateDictConfig
 
 from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
@@ -32,17 +32,14 @@ from cluster.errors import ConfigError
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.cuda.merging import merge_inputs
 from cluster.model.dequantising import check_values, forget_entries, note, plain_tensors, read_pickled_headers
+from cluster.model.expert_layout import has_two_layouts, in_model_layout, stored_tensors, without_transposing
+from cluster.model.failures import LOADING_ERRORS
+from cluster.model.sharding import UNDIVIDED, Sharding, read_share
 from cluster.model.support import check_class, family_of
 
 logger = logging.getLogger(__name__)
 
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
-# What transformers raises for checkpoints that it cannot read, e.g. for a package that is not installed.
-_LOADING_ERRORS = (
-    OSError, ValueError, TypeError, RuntimeError, ImportError, AttributeError, LookupError, AssertionError,
-    SafetensorError,
-)  # fmt: skip
-_WRONG_PLANS = ("step3p7",)  # of model types for tensor parallelism, tried with two ranks
 
 
 class Half(StrEnum):
@@ -63,8 +60,8 @@ class AbsentHalf(nn.Module):
 
 
 def load_half(
-    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str, num_ranks: int = 1,
-    mapped: MappedWeights | None = None,
+    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str,
+    sharding: Sharding = UNDIVIDED, mapped: MappedWeights | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """transformers' model with only this rank's share of `half` in memory. Blocks while reading. mapped: its
     parameters, which are then not read from the checkpoint; those that exist in packed form only are on the
@@ -75,33 +72,25 @@ def load_half(
     served, or the model cannot be distributed to the ranks.
     """
     config = read_config(path)
-    family = family_of(config)
-    model_class = _model_class(config)
-    if not family.modalities:
-        check_class(model_class)
-        if half is Half.ENCODER:
-            raise ConfigError(
-                f"model type '{config.model_type}' has no media encoder: it needs no encode pool"
-            )
-        half_class = model_class
-    elif half is Half.ENCODER:
-        half_class = _encoder_class(model_class, family.text_module)
-    else:
-        half_class = _language_class(model_class, family.text_module)
-    quantisation = check_weights(Path(path)).quantisation
-    if not weight_files(Path(path)):
+    half_class = _class_of_half(config, half)
+    quantisation, files = check_weights(Path(path)).quantisation, weight_files(Path(path))
+    if not files:
         check_headers(Path(path), read_pickled_headers(Path(path)))
     forget_entries(config)
     if mapped is not None:
         half_class = _mapped_class(half_class, mapped)
     with ExitStack() as opened:
+        tensors = None
         if quantisation is not None:
-            tensors = opened.enter_context(plain_tensors(weight_files(Path(path)), quantisation, dtype))
-            half_class = _given_class(half_class, tensors)
+            tensors = opened.enter_context(plain_tensors(files, quantisation, dtype))
             if mapped is None:
                 check_values(tensors)
-        if num_ranks > 1:
-            model, report = _read_share(half_class, path, config, dtype, num_ranks)
+        elif has_two_layouts(config.model_type):
+            tensors = opened.enter_context(stored_tensors(files))
+        if tensors is not None:
+            half_class = _given_class(half_class, tensors)
+        if sharding.num_ranks > 1:
+            model, report = read_share(half_class, path, config, dtype, sharding)
         else:
             model, report = _read_whole(half_class, path, config, dtype)
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
@@ -112,12 +101,28 @@ def load_half(
     _check_finite(model, path)
     model = model.eval().requires_grad_(False)
     # mapped weights, which only CPUs have, are not the model's parameters yet
-    if half is Half.LANGUAGE and num_ranks == 1 and mapped is None and model.device != torch.device(device):
+    if (
+        half is Half.LANGUAGE
+        and sharding.num_ranks == 1
+        and mapped is None
+        and model.device != torch.device(device)
+    ):
         merge_inputs(model, torch.device(device))
     model.to(device)
     if mapped is not None:
         _register(model)
     return model
+
+
+def _class_of_half(config: PreTrainedConfig, half: Half) -> type[PreTrainedModel]:
+    family, model_class = family_of(config), _model_class(config)
+    if family.modalities:
+        make = _encoder_class if half is Half.ENCODER else _language_class
+        return make(model_class, family.text_module)
+    check_class(model_class)
+    if half is Half.ENCODER:
+        raise ConfigError(f"model type '{config.model_type}' has no media encoder: it needs no encode pool")
+    return model_class
 
 
 def _log_quantised(model: nn.Module, what: str, quantisation: Quantisation, dtype: torch.dtype) -> None:
@@ -150,72 +155,12 @@ def _read_whole(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     try:
         loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(
             f"transformers cannot load the checkpoint '{path}': {type(error).__name__}: {error}",
             param="model",
         ) from error
     return loaded
-
-
-def _read_share(
-    half_class: type[PreTrainedModel],
-    path: str | Path,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    num_ranks: int,
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Reads this rank's share by transformers' sharding plan for the model. All ranks of the group call it
-    together."""
-    check_heads(config.get_text_config(), num_ranks)
-    if config.model_type in _WRONG_PLANS:
-        raise ConfigError(
-            f"transformers cannot distribute model type '{config.model_type}': by its plan the model gives "
-            "other numbers",
-            param="tensor_parallel_size",
-        )
-    with distributing(config.model_type, num_ranks):
-        loaded: Any = half_class.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            distributed_config=DistributedConfig(tp_size=num_ranks),
-        )
-    if not loaded[0].tp_plan:
-        raise ConfigError(
-            f"model type '{config.model_type}' has no tensor-parallel plan in transformers",
-            param="tensor_parallel_size",
-        )
-    return loaded
-
-
-@contextmanager
-def distributing(model_type: str, num_ranks: int) -> Iterator[None]:
-    """Loading and probing a share; with one rank nothing is distributed. Raises ConfigError for what
-    transformers cannot distribute."""
-    try:
-        yield
-    except _LOADING_ERRORS as error:
-        if num_ranks == 1:
-            raise
-        raise ConfigError(
-            f"transformers cannot distribute model type '{model_type}' to {num_ranks} ranks: {error}",
-            param="tensor_parallel_size",
-        ) from error
-
-
-def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
-    """Raises ConfigError if the heads cannot be distributed evenly."""
-    for layer in text_config.per_layer_config:
-        heads = layer.num_attention_heads
-        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
-        if heads % num_ranks or kv_heads % num_ranks:
-            raise ConfigError(
-                f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to "
-                f"{num_ranks} ranks",
-                param="tensor_parallel_size",
-            )
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -277,9 +222,13 @@ def _language_class(model_class: type[PreTrainedModel], text_module: str) -> typ
     class LanguageHalf(model_class):
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
             super().__init__(config, *args, **kwargs)
-            for name, child in list(self.model.named_children()):
-                if name != text_module:
-                    setattr(self.model, name, AbsentHalf(getattr(child, "config", config)))
+            absent = [name for name, _ in self.model.named_children() if name != text_module]
+            for name in absent:
+                child = getattr(self.model, name)
+                setattr(self.model, name, AbsentHalf(getattr(child, "config", config)))
+            # transformers cannot divide what is absent
+            parts = tuple(f"model.{name}" for name in absent)
+            self._tp_plan = {part: way for part, way in self._tp_plan.items() if not part.startswith(parts)}
 
     return _named_like(LanguageHalf, model_class)
 
@@ -309,8 +258,13 @@ def _given_class(half_class: type[PreTrainedModel], tensors: dict[str, Any]) -> 
 
     class GivenHalf(half_class):
         @staticmethod
-        def _load_pretrained_model(model: Any, _state_dict: None, *args: Any, **kwargs: Any) -> Any:
-            return half_class._load_pretrained_model(model, tensors, *args, **kwargs)
+        def _load_pretrained_model(
+            model: Any, _state_dict: None, files: Any, how: LoadStateDictConfig, *args: Any
+        ) -> Any:
+            given, conversions = tensors, how.weight_mapping or []
+            if len(kept := without_transposing(conversions)) < len(conversions):
+                given, how = in_model_layout(tensors), replace(how, weight_mapping=kept)
+            return half_class._load_pretrained_model(model, given, files, how, *args)
 
     return _named_like(GivenHalf, half_class)
 

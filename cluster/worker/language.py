@@ -15,6 +15,7 @@ from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.graphs import RecordedSizes, Recording, recording_of
 from cluster.model.language import LanguageModel
 from cluster.model.parallel import ParallelGroup, smallest_of
+from cluster.model.sharding import UNDIVIDED, Sharding
 from cluster.model.step_model import StepModel
 from cluster.types.members import Role
 from cluster.worker.codec_probe import check_codec
@@ -69,7 +70,7 @@ def load_language(
         block_size=args.block_size,
         kv_cache_dtype=args.kv_cache_dtype,
         weight_dtype=args.weight_dtype,
-        num_ranks=1 if group is None else group.size,
+        sharding=UNDIVIDED if group is None else Sharding(group.size, args.expert_parallel),
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )
     recording = _recording(model, args.decode, sizes.max_step_tokens, group) if role.decodes else None
