@@ -23,6 +23,7 @@ from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, pac
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.step_inputs import StepInputs
+from cluster.model.experts import expert_row_bytes
 from cluster.model.kv_format import KvCacheDtype, layer_cache
 from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
 from cluster.model.loading import fingerprint
@@ -206,6 +207,10 @@ class LanguageModel:
         layers = self._model.config.get_text_config().per_layer_config
         num_heads = max(layer.num_attention_heads for layer in layers)
         return self._backend.score_bytes(num_heads, width, num_tokens, self.max_model_len)
+
+    def expert_bytes(self, num_tokens: int) -> int:
+        """The most memory that experts take for rows of a step with so many tokens; 0: there are none."""
+        return num_tokens * expert_row_bytes(self._text, self._model.config.get_text_config())
 
     @property
     def kernels_s(self) -> float | None:

@@ -83,14 +83,7 @@ def load_language(
         wire=wire_layout(model.kv_layout, codec).block_bytes * wire_groups if codec else 0,
         tier=args.kv_cache.host_bytes if setup.device.type == "cpu" else 0,
         graphs=0 if recording is None else recording.num_bytes,
-        step=step_bytes(
-            sizes.max_step_tokens,
-            model.hidden_size,
-            model.vocab_size,
-            sizes.max_step_sequences,
-            setup.dtype.itemsize,
-        )
-        + model.score_bytes(sizes.max_step_tokens),
+        step=_step_bytes(model, sizes),
     )
     num_padding = int(recording is not None)  # blocks for the padding of recorded steps: the last one
     with setup.late_memory.granting() as promised:
@@ -111,6 +104,12 @@ def load_language(
     wire = None if codec is None else _make_wire(args, setup, model, kv, codec)
     steps = model if recording is None else recording.over(model, kv)
     return Language(model, steps, kv, num_kv_blocks, wire)
+
+
+def _step_bytes(model: LanguageModel, sizes: LanguageSizes) -> int:
+    num_tokens, itemsize = sizes.max_step_tokens, model.dtype.itemsize
+    tensors = step_bytes(num_tokens, model.hidden_size, model.vocab_size, sizes.max_step_sequences, itemsize)
+    return tensors + model.score_bytes(num_tokens) + model.expert_bytes(num_tokens)
 
 
 def _recording(
