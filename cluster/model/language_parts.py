@@ -32,6 +32,7 @@ from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
+from cluster.model.cuda.experts import optimise_experts
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
@@ -81,6 +82,8 @@ def load_parts(
         shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
         with distributing(half.config.model_type, num_ranks):
             parts = probed_parts(half, block_size, kv_cache_dtype, shapes)
+        if parts.embed.weight.device.type == "cuda":
+            optimise_experts(parts.text)
         making.notes["shapes"] = [astuple(shape) for shape in parts.shapes]
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
         served = parts if ours is None else on_kernels(parts, ours)

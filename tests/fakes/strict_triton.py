@@ -24,6 +24,7 @@ KERNELS = (
     "cluster.model.cuda.attention_kernels",
     "cluster.model.cuda.layer_kernels",
     "cluster.model.cuda.packed_kernels",
+    "cluster.model.cuda.expert_kernels",
     "kv_transfer.codecs.triton_codec",
     "kv_transfer.codecs.triton_checksum",
 )
