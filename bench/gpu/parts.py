@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bench.gpu import encoders, served
+from bench.gpu import encoders, experts, served
 from bench.gpu.kernels import kernels_of
 from bench.gpu.machine import DeviceSpeed, measure_machine, median_s, nominal_bytes_per_s, replayed_s
 from bench.gpu.models import SHAPES, write_checkpoint
@@ -191,6 +191,11 @@ def encoder(rehearse: bool) -> Measurements:
     yield from encoders.latencies(_speed(rehearse), rehearse)
 
 
+def experts_of_a_layer(rehearse: bool) -> Measurements:
+    """Products of experts."""
+    yield from experts.times(_speed(rehearse), rehearse)
+
+
 def preparing(rehearse: bool) -> Measurements:
     """Images and clips that threads of one process, or so many processes, prepare at once; on the CPUs of the
     machine."""
@@ -260,6 +265,7 @@ MORE: dict[str, Part] = {
     "steps-7b": Part(240, partial(steps, ("7b",), ("auto", "int8"), BATCHES)),
     "attention": Part(90, partial(attention, CASES, FORMATS)),
     "products": Part(60, products),
+    "experts": Part(60, experts_of_a_layer),
     "preparing": Part(90, preparing),
 }
 PARTS = RUN | MORE

@@ -289,6 +289,8 @@ class ClusterArgs(_Args):
     max_lora_rank: int = Field(default=64, ge=1)  # an adapter with a larger one is refused
     # GPUs of each prefill and decode replica, which share the model
     tensor_parallel_size: int = Field(default=1, ge=1)
+    # each of these GPUs holds whole experts, instead of a part of every expert
+    expert_parallel: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if the replica finds it
     # compiled variant of CPU kernels and KV codecs; auto: the best that the processor runs; none: torch
     cpu_kernels: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"] = "auto"
@@ -343,6 +345,12 @@ class ClusterArgs(_Args):
     def _check_tier(self) -> ClusterArgs:
         if self.tensor_parallel_size > 1 and (self.kv_cache.host_bytes or self.kv_cache.disk_bytes):
             raise ValueError("kv_cache.host_bytes and disk_bytes need tensor_parallel_size 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> ClusterArgs:
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("expert_parallel divides experts over the GPUs of tensor_parallel_size: it is 1")
         return self
 
     @property

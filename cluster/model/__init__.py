@@ -8,7 +8,8 @@
 * `attention`: the function that every text backbone calls, with a backend for torch, one for CPUs and one for
   CUDA.
 * `probe`: what a backbone needs from attention.
-* `loading`: one half of a checkpoint. `parallel`: one model over several GPUs.
+* `loading`: one half of a checkpoint. `sharding`: a rank's share of it. `parallel`: one model over several
+  GPUs.
 * `sampling`: logits to tokens, reproducible anywhere. `changes`: changes of logits before a token is
   drawn.
 

@@ -1,8 +1,15 @@
-"""Which exceptions mean a lost device or too little memory."""
+"""Which exceptions mean a lost device, too little memory or a checkpoint that transformers cannot read."""
 
 from __future__ import annotations
 
 import torch
+from safetensors import SafetensorError
+
+# What transformers raises for checkpoints that it cannot read, e.g. for a package that is not installed.
+LOADING_ERRORS = (
+    OSError, ValueError, TypeError, RuntimeError, ImportError, AttributeError, LookupError, AssertionError,
+    SafetensorError,
+)  # fmt: skip
 
 
 class DeviceLostError(Exception):

@@ -26,11 +26,13 @@ from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, pac
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.step_inputs import StepInputs
+from cluster.model.experts import expert_row_bytes
 from cluster.model.kv_format import KvCacheDtype, layer_cache
 from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
 from cluster.model.loading import fingerprint
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, window_of_all
+from cluster.model.sharding import UNDIVIDED, Sharding
 from cluster.model.support import backbone_of, num_deepstack_layers
 from cluster.types.request import Prompt
 
@@ -92,7 +94,7 @@ class LanguageModel:
         block_size: int = 16,
         kv_cache_dtype: KvCacheDtype = "auto",
         weight_dtype: WeightDtype = "auto",
-        num_ranks: int = 1,
+        sharding: Sharding = UNDIVIDED,
         weight_cache: WeightCache | None = None,
         adapters: Sequence[Adapter] = (),
     ) -> LanguageModel:
@@ -103,7 +105,7 @@ class LanguageModel:
         supported."""
         parts = load_parts(
             path, dtype=dtype, device=device, block_size=block_size, kv_cache_dtype=kv_cache_dtype,
-            weight_dtype=weight_dtype, num_ranks=num_ranks, weight_cache=weight_cache, adapters=adapters,
+            weight_dtype=weight_dtype, sharding=sharding, weight_cache=weight_cache, adapters=adapters,
         )  # fmt: skip
         return cls(parts)
 
@@ -217,6 +219,10 @@ class LanguageModel:
         layers = self._model.config.get_text_config().per_layer_config
         num_heads = max(layer.num_attention_heads for layer in layers)
         return self._backend.score_bytes(num_heads, width, num_tokens, self.max_model_len)
+
+    def expert_bytes(self, num_tokens: int) -> int:
+        """The most memory that experts take for rows of a step with so many tokens; 0: there are none."""
+        return num_tokens * expert_row_bytes(self._text, self._model.config.get_text_config())
 
     @property
     def kernels_s(self) -> float | None:

@@ -36,14 +36,16 @@ from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
 from cluster.model.cuda.coded_products import scratch_bytes, whole_product
+from cluster.model.cuda.experts import optimise_experts
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.layers.codes import CodedLinear
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
 from cluster.model.layers.trial import Trial, WholeDecoder
-from cluster.model.loading import Half, distributing, load_half
+from cluster.model.loading import Half, load_half
 from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone
+from cluster.model.sharding import Sharding, distributing
 from cluster.model.support import check_class, family_of, post_head, text_of
 
 
@@ -70,10 +72,11 @@ class LanguageParts:
 
 def load_parts(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, block_size: int,
-    kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, num_ranks: int,
+    kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, sharding: Sharding,
     weight_cache: WeightCache | None, adapters: Sequence[Adapter] = (),
 ) -> LanguageParts:  # fmt: skip
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
+    num_ranks = sharding.num_ranks
     if num_ranks > 1 and weight_dtype != "auto":
         raise ConfigError(
             f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
@@ -81,13 +84,15 @@ def load_parts(
 
     def make(making: Making) -> LanguageParts:
         half = load_half(
-            path, Half.LANGUAGE, dtype=dtype, device=device, num_ranks=num_ranks, mapped=making.mapped,
+            path, Half.LANGUAGE, dtype=dtype, device=device, sharding=sharding, mapped=making.mapped,
             coded=whole_product if has_coded_kernels else None,
         )  # fmt: skip
         notes = making.notes.get("shapes")
         shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
         with distributing(half.config.model_type, num_ranks):
             parts = probed_parts(half, block_size, kv_cache_dtype, shapes)
+        if parts.embed.weight.device.type == "cuda":
+            optimise_experts(parts.text)
         making.notes["shapes"] = [astuple(shape) for shape in parts.shapes]
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
         if adapters:

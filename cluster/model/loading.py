@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,10 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers.modeling_utils import LoadStateDictConfig
 
 from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
@@ -35,19 +35,16 @@ from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.cuda.coded_choice import keep_right_codes
 from cluster.model.cuda.merging import merge_inputs
 from cluster.model.dequantising import check_values, forget_entries, note, plain_tensors, read_pickled_headers
+from cluster.model.expert_layout import has_two_layouts, in_model_layout, stored_tensors, without_transposing
+from cluster.model.failures import LOADING_ERRORS
 from cluster.model.layers.codes import CodedLinear, CodedProduct
+from cluster.model.sharding import UNDIVIDED, Sharding, read_share
 from cluster.model.support import check_class, family_of, text_of
 
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "_attn_implementation")
-# What transformers raises for checkpoints that it cannot read, e.g. for a package that is not installed.
-_LOADING_ERRORS = (
-    OSError, ValueError, TypeError, RuntimeError, ImportError, AttributeError, LookupError, AssertionError,
-    SafetensorError,
-)  # fmt: skip
-_WRONG_PLANS = ("step3p7",)  # of model types for tensor parallelism, tried with two ranks
 
 
 class Half(StrEnum):
@@ -68,8 +65,8 @@ class AbsentHalf(nn.Module):
 
 
 def load_half(
-    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str, num_ranks: int = 1,
-    mapped: MappedWeights | None = None, coded: CodedProduct | None = None,
+    path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str,
+    sharding: Sharding = UNDIVIDED, mapped: MappedWeights | None = None, coded: CodedProduct | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """transformers' model with only this rank's share of `half` in memory. Blocks while reading. mapped: its
     parameters, which are then not read from the checkpoint; those that exist in packed form only are on the
@@ -81,33 +78,28 @@ def load_half(
     served, or the model cannot be distributed to the ranks.
     """
     config = read_config(path)
-    family = family_of(config)
-    model_class = _model_class(config)
-    if not family.modalities:
-        check_class(model_class)
-        if half is Half.ENCODER:
-            raise ConfigError(
-                f"model type '{config.model_type}' has no media encoder: it needs no encode pool"
-            )
-        half_class = model_class
-    elif half is Half.ENCODER:
-        half_class = _encoder_class(model_class, family.text_module)
-    else:
-        half_class = _language_class(model_class, family.text_module)
-    quantisation = check_weights(Path(path)).quantisation
-    if not weight_files(Path(path)):
+    half_class = _class_of_half(config, half)
+    quantisation, files = check_weights(Path(path)).quantisation, weight_files(Path(path))
+    if not files:
         check_headers(Path(path), read_pickled_headers(Path(path)))
     forget_entries(config)
     if mapped is not None:
         half_class = _mapped_class(half_class, mapped)
-    if quantisation is None:
-        model, report = _read(half_class, path, config, dtype, num_ranks)
-    else:
-        with plain_tensors(weight_files(Path(path)), quantisation, dtype) as tensors:
+    with ExitStack() as opened:
+        tensors = None
+        if quantisation is not None:
+            tensors = opened.enter_context(plain_tensors(files, quantisation, dtype))
             if mapped is None:
                 check_values(tensors)
-            read = partial(_read, _given_class(half_class, tensors), path, config, dtype, num_ranks)
-            model, report = read() if coded is None else load_with_codes(read, tensors, text_of, coded)
+        elif has_two_layouts(config.model_type):
+            tensors = opened.enter_context(stored_tensors(files))
+        if tensors is not None:
+            half_class = _given_class(half_class, tensors)
+        read = partial(_read, half_class, path, config, dtype, sharding)
+        if quantisation is None or tensors is None or coded is None:
+            model, report = read()
+        else:
+            model, report = load_with_codes(read, tensors, text_of, coded)
     if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
         raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
     if quantisation is not None:
@@ -116,7 +108,12 @@ def load_half(
     _check_finite(model, path)
     model = model.eval().requires_grad_(False)
     # mapped weights, which only CPUs have, are not the model's parameters yet
-    if half is Half.LANGUAGE and num_ranks == 1 and mapped is None and model.device != torch.device(device):
+    if (
+        half is Half.LANGUAGE
+        and sharding.num_ranks == 1
+        and mapped is None
+        and model.device != torch.device(device)
+    ):
         merge_inputs(model, torch.device(device))
     model.to(device)
     if coded is not None:
@@ -124,6 +121,17 @@ def load_half(
     if mapped is not None:
         _register(model)
     return model
+
+
+def _class_of_half(config: PreTrainedConfig, half: Half) -> type[PreTrainedModel]:
+    family, model_class = family_of(config), _model_class(config)
+    if family.modalities:
+        make = _encoder_class if half is Half.ENCODER else _language_class
+        return make(model_class, family.text_module)
+    check_class(model_class)
+    if half is Half.ENCODER:
+        raise ConfigError(f"model type '{config.model_type}' has no media encoder: it needs no encode pool")
+    return model_class
 
 
 def _log_quantised(model: nn.Module, what: str, quantisation: Quantisation, dtype: torch.dtype) -> None:
@@ -156,10 +164,10 @@ def _own_share(weight: torch.Tensor) -> torch.Tensor:
 
 def _read(
     half_class: type[PreTrainedModel], path: str | Path, config: PreTrainedConfig, dtype: torch.dtype,
-    num_ranks: int,
+    sharding: Sharding,
 ) -> Loaded:  # fmt: skip
-    if num_ranks > 1:
-        return _read_share(half_class, path, config, dtype, num_ranks)
+    if sharding.num_ranks > 1:
+        return read_share(half_class, path, config, dtype, sharding)
     return _read_whole(half_class, path, config, dtype)
 
 
@@ -168,72 +176,12 @@ def _read_whole(
 ) -> Loaded:
     try:
         loaded: Any = half_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(
             f"transformers cannot load the checkpoint '{path}': {type(error).__name__}: {error}",
             param="model",
         ) from error
     return loaded
-
-
-def _read_share(
-    half_class: type[PreTrainedModel],
-    path: str | Path,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    num_ranks: int,
-) -> Loaded:
-    """Reads this rank's share by transformers' sharding plan for the model. All ranks of the group call it
-    together."""
-    check_heads(config.get_text_config(), num_ranks)
-    if config.model_type in _WRONG_PLANS:
-        raise ConfigError(
-            f"transformers cannot distribute model type '{config.model_type}': by its plan the model gives "
-            "other numbers",
-            param="tensor_parallel_size",
-        )
-    with distributing(config.model_type, num_ranks):
-        loaded: Any = half_class.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            output_loading_info=True,
-            distributed_config=DistributedConfig(tp_size=num_ranks),
-        )
-    if not loaded[0].tp_plan:
-        raise ConfigError(
-            f"model type '{config.model_type}' has no tensor-parallel plan in transformers",
-            param="tensor_parallel_size",
-        )
-    return loaded
-
-
-@contextmanager
-def distributing(model_type: str, num_ranks: int) -> Iterator[None]:
-    """Loading and probing a share; with one rank nothing is distributed. Raises ConfigError for what
-    transformers cannot distribute."""
-    try:
-        yield
-    except _LOADING_ERRORS as error:
-        if num_ranks == 1:
-            raise
-        raise ConfigError(
-            f"transformers cannot distribute model type '{model_type}' to {num_ranks} ranks: {error}",
-            param="tensor_parallel_size",
-        ) from error
-
-
-def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
-    """Raises ConfigError if the heads cannot be distributed evenly."""
-    for layer in text_config.per_layer_config:
-        heads = layer.num_attention_heads
-        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
-        if heads % num_ranks or kv_heads % num_ranks:
-            raise ConfigError(
-                f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to "
-                f"{num_ranks} ranks",
-                param="tensor_parallel_size",
-            )
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
@@ -295,9 +243,13 @@ def _language_class(model_class: type[PreTrainedModel], text_module: str) -> typ
     class LanguageHalf(model_class):
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
             super().__init__(config, *args, **kwargs)
-            for name, child in list(self.model.named_children()):
-                if name != text_module:
-                    setattr(self.model, name, AbsentHalf(getattr(child, "config", config)))
+            absent = [name for name, _ in self.model.named_children() if name != text_module]
+            for name in absent:
+                child = getattr(self.model, name)
+                setattr(self.model, name, AbsentHalf(getattr(child, "config", config)))
+            # transformers cannot divide what is absent
+            parts = tuple(f"model.{name}" for name in absent)
+            self._tp_plan = {part: way for part, way in self._tp_plan.items() if not part.startswith(parts)}
 
     return _named_like(LanguageHalf, model_class)
 
@@ -327,8 +279,13 @@ def _given_class(half_class: type[PreTrainedModel], tensors: dict[str, Any]) -> 
 
     class GivenHalf(half_class):
         @staticmethod
-        def _load_pretrained_model(model: Any, _state_dict: None, *args: Any, **kwargs: Any) -> Any:
-            return half_class._load_pretrained_model(model, tensors, *args, **kwargs)
+        def _load_pretrained_model(
+            model: Any, _state_dict: None, files: Any, how: LoadStateDictConfig, *args: Any
+        ) -> Any:
+            given, conversions = tensors, how.weight_mapping or []
+            if len(kept := without_transposing(conversions)) < len(conversions):
+                given, how = in_model_layout(tensors), replace(how, weight_mapping=kept)
+            return half_class._load_pretrained_model(model, given, files, how, *args)
 
     return _named_like(GivenHalf, half_class)
 

@@ -1,5 +1,5 @@
-"""Tensor parallelism: one model over several processes of one host, one GPU each, by transformers' own
-sharding plans.
+"""One model over several processes of one host, one GPU each: tensor parallelism and, for experts, expert
+parallelism. `sharding` says what each of them holds.
 
 * Rank 0 is the worker process with engine, queues and sockets. It sends every model call to the other ranks,
   which only repeat the calls (`follow`), because the model's layers meet in collectives inside each call.

@@ -16,6 +16,7 @@ from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.graphs import RecordedSizes, Recording, recording_of
 from cluster.model.language import LanguageModel
 from cluster.model.parallel import ParallelGroup, smallest_of
+from cluster.model.sharding import UNDIVIDED, Sharding
 from cluster.model.step_model import StepModel
 from cluster.types.members import Role
 from cluster.worker.codec_probe import check_codec
@@ -63,7 +64,7 @@ def load_language(
     available."""
     if group is not None:
         setup = dataclasses.replace(setup, device=group.device)
-    model = _model(args, setup, 1 if group is None else group.size)
+    model = _model(args, setup, UNDIVIDED if group is None else Sharding(group.size, args.expert_parallel))
     recording = _recording(model, args.decode, sizes.max_step_tokens, group) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
@@ -97,7 +98,7 @@ def load_language(
     return Language(model, steps, kv, num_kv_blocks, wire)
 
 
-def _model(args: ClusterArgs, setup: WorkerSetup, num_ranks: int) -> LanguageModel:
+def _model(args: ClusterArgs, setup: WorkerSetup, sharding: Sharding) -> LanguageModel:
     return LanguageModel.load(
         args.model,
         dtype=setup.dtype,
@@ -105,7 +106,7 @@ def _model(args: ClusterArgs, setup: WorkerSetup, num_ranks: int) -> LanguageMod
         block_size=args.block_size,
         kv_cache_dtype=args.kv_cache_dtype,
         weight_dtype=args.weight_dtype,
-        num_ranks=num_ranks,
+        sharding=sharding,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
         adapters=read_adapters(args.adapters, args.max_lora_rank),
     )
@@ -116,7 +117,7 @@ def _step_bytes(model: LanguageModel, sizes: LanguageSizes) -> int:
     tensors = step_bytes(
         num_tokens, model.hidden_size, model.vocab_size, num_sequences, model.dtype.itemsize
     )  # fmt: skip
-    return tensors + model.score_bytes(num_tokens) + model.scratch_bytes
+    return tensors + model.score_bytes(num_tokens) + max(model.scratch_bytes, model.expert_bytes(num_tokens))
 
 
 def _recording(

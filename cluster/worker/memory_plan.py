@@ -92,8 +92,8 @@ class MemoryPlan:
 def step_bytes(num_tokens: int, hidden_size: int, vocab_size: int, num_sequences: int, itemsize: int) -> int:
     """The widest tensors of a layer are about four times the hidden size, and about three of them exist at
     once, with one copy of the hidden states in float32. The logits are float32, twice. An upper estimate for
-    the families that are supported, not a measurement. Scores of attention come on top
-    (`LanguageModel.score_bytes`)."""
+    the families that are supported, not a measurement. Scores of attention and rows of experts come on top
+    (`LanguageModel.score_bytes`, `expert_bytes`)."""
     return num_tokens * hidden_size * (12 * itemsize + 4) + 2 * 4 * num_sequences * vocab_size
 
 

@@ -1,4 +1,4 @@
-"""How fast simulated workers are: curves of two models on two accelerators, derived from published figures.
+"""How fast simulated workers are: curves of models on accelerators, derived from published figures.
 
 Every figure names its source. *Sheet*: the vendor's data sheet. *Card*: the model's published configuration.
 *Roofline*: work divided by a part of the peak, and then the part is an assumption that the line names.
@@ -36,7 +36,8 @@ LOCAL = Link(0.0, 1e15)  # the same memory
 
 @dataclass(frozen=True)
 class Accelerator:
-    """`num_devices` of one kind that serve one replica together."""
+    """`num_devices` of one kind that serve one replica together. Each has an equal part of the weights, be it
+    a part of every expert or whole experts."""
 
     name: str
     peak_flops: float
@@ -54,6 +55,7 @@ H100 = Accelerator("h100", 989e12, 3.35e12, 80e9)
 A100 = Accelerator("a100", 312e12, 2.04e12, 80e9, max_step_tokens=2048)
 H100_PAIR = Accelerator("h100x2", 2 * 989e12, 2 * 3.35e12, 2 * 80e9, num_devices=2)
 H200_PAIR = Accelerator("h200x2", 2 * 989e12, 2 * 4.8e12, 2 * 141e9, num_devices=2)
+H200_QUAD = Accelerator("h200x4", 4 * 989e12, 4 * 4.8e12, 4 * 141e9, num_devices=4)
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,19 @@ class Model:
     kv_bytes_per_token: int
     num_vision_parameters: float
     bytes_per_row: int  # of embeddings
+    num_active_parameters: float = 0.0  # that a token computes with, of a model with experts; 0: all
     block_size: int = BLOCK_SIZE
     num_coded: float = 0.0  # parameters of linears, which stay codes where a checkpoint is quantised
     code_bytes: float = 2.0  # of such a parameter and its part of a scale
-    num_active: float = 0.0  # parameters that a token is multiplied with; 0: all
 
     @property
     def weight_bytes(self) -> float:
-        """Of the language half, as workers on GPUs hold it."""
+        """Returns the bytes of the language half, as workers on GPUs hold it."""
         return 2 * (self.num_parameters - self.num_coded) + self.code_bytes * self.num_coded
 
     @property
     def flops_per_token(self) -> float:
-        return 2 * (self.num_active or self.num_parameters)
+        return 2 * (self.num_active_parameters or self.num_parameters)
 
 
 # Card: 28 layers, 4 KV heads of 128, hidden size 3584 (56 KiB of KV a token, 7 KiB an embedding); encoder of
@@ -88,16 +90,23 @@ class Model:
 VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168, num_coded=6.525e9)
 # Card: 64 layers, 64 heads and 8 KV heads of 128, hidden size 5120, MLP of 25,600; 151,936 words.
 VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240, num_coded=31.2e9)
-# Card of Qwen3-Omni's thinker: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048, 128 experts of 768,
-# of which 8 serve a token; an embedding has three further parts. Experts do not stay codes: attention does.
+# Card: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048; 128 experts of 768, of which a token chooses
+# 8. Three layers add rows of their own, so an embedding is four rows. Experts do not stay codes: attention does.
+# Encoder: 27 layers of 1152, 4304 between, 0.41 G parameters.
+VL_30B_A3B = Model(
+    "vl-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.41e9, 16_384, num_active_parameters=3.3e9, num_coded=0.906e9
+)  # fmt: skip
+# Card: 94 layers, 4 KV heads of 128, hidden size 4096; experts and encoder as before.
+VL_235B_A22B = Model("vl-235b-a22b", 235e9, 94, 4096, 192_512, 0.41e9, 32_768, num_active_parameters=22e9)
+# Card of Qwen3-Omni's thinker: the text model of VL_30B_A3B.
 OMNI_30B = Model(
-    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_coded=0.906e9, num_active=3.3e9
+    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_active_parameters=3.3e9, num_coded=0.906e9
 )  # fmt: skip
 
-MODELS = {model.name: model for model in (VL_7B, VL_32B, OMNI_30B)}
+MODELS = {model.name: model for model in (VL_7B, VL_32B, VL_30B_A3B, VL_235B_A22B, OMNI_30B)}
 # Bytes of a coded parameter: E4M3 with a scale for 128 × 128; 4 bits with a scale of 16 bits for 128.
 WEIGHT_FORMATS = {"bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "w4a16": 0.5 + 2 / 128}
-ACCELERATORS = {each.name: each for each in (H200, H100, A100, H200_PAIR, H100_PAIR)}
+ACCELERATORS = {each.name: each for each in (H200, H100, A100, H200_PAIR, H100_PAIR, H200_QUAD)}
 
 
 def in_format(model: Model, name: str) -> Model:
@@ -124,8 +133,9 @@ def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
 
 
 def decode_curve(model: Model, accelerator: Accelerator) -> Curve:
-    """Roofline: weights are read once a step (all experts, as for many sequences), KV once for each sequence
-    and token; a sequence computes what a prompt token does."""
+    """Roofline: weights are read once a step, KV once for each sequence and token; a sequence computes what a
+    prompt token does. All experts are read: 16 sequences that choose 8 of 128 miss a third of them, 64 a
+    sixtieth."""
     bytes_per_s = MEMORY_UTILISATION * accelerator.bytes_per_s
     per_sequence_s = model.flops_per_token / (LANGUAGE_UTILISATION * accelerator.peak_flops)
     weights_s = model.weight_bytes / bytes_per_s

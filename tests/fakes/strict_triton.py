@@ -25,6 +25,7 @@ KERNELS = (
     "cluster.model.cuda.coded_kernels",
     "cluster.model.cuda.layer_kernels",
     "cluster.model.cuda.packed_kernels",
+    "cluster.model.cuda.expert_kernels",
     "kv_transfer.codecs.triton_codec",
     "kv_transfer.codecs.triton_checksum",
 )

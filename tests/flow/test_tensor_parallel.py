@@ -1,16 +1,19 @@
-"""Tensor parallelism over Gloo: two processes read their shares of a checkpoint and answer like one process,
-in every family that transformers can share out. In every run those that are shared out in different ways."""
+"""Tensor and expert parallelism over Gloo: two processes read their shares of a checkpoint and answer like
+one process, in every family that transformers can share out. In every run those that are shared out in
+different ways."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+import re
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import pytest
 import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from cluster.config.settings import REPOSITORY, ClusterArgs
 from cluster.errors import ConfigError
@@ -26,6 +29,7 @@ from cluster.model.parallel import (
     leave_group,
     smallest_of,
 )
+from cluster.model.sharding import Sharding
 from cluster.model.step_model import StepModel
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
@@ -42,20 +46,34 @@ from tests.flow.quantised_folders import (
 )
 from tests.flow.quantised_formats import FORMS, in_form
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
-from tests.flow.tiny_models import TEXT_FAMILIES
+from tests.flow.tiny_models import DEEPSEEK, TEXT, TEXT_FAMILIES
 
 BLOCK_SIZE = 4
 TABLES = ([3, 1, 2, 7, 9], [4, 5, 6, 8, 10])
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
-REFUSED: dict[str, str] = dict.fromkeys(
-    ("qwen3_vl_moe", "hunyuan_vl", "muse_glimmer", "muse_spark", "step3p7"), "cannot distribute model type"
-)
+HUB, WHOLE = "_of_the_hub", "_whole_experts"  # endings of names: how experts lie in the folder and on ranks
+REFUSED: dict[str, str] = {
+    "hunyuan_vl": "cannot distribute model type 'hunyuan_vl'",
+    "step3p7": "only give ranks whole ones: set expert_parallel true",
+    f"llama{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",
+    f"no_experts{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",
+    f"three_experts{WHOLE}": "Cannot evenly shard 3 experts across 2 expert-parallel ranks",
+}
 # By how linears, norms and experts are dealt out, by positions and attention, and by where the text model
 # lies. The others are like one of them, and `test_families` has their arithmetic in one process.
 DIFFERENT = (
     "llama", "qwen3", "phi3_window", "qwen3_moe", "gpt_oss_sinks_window", "olmo2", "glm4",
     "cohere2_logit_scale", "deepseek_v3_mla", "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3",
     "qwen3_vl_moe",
+)  # fmt: skip
+# Experts with biases and transposed, after a dense layer, beside shared ones, in a part of the width; square
+# ones, in both layouts
+WHOLE_EXPERTS = tuple(
+    f"{name}{WHOLE}" for name in (
+        "qwen3_moe", "gpt_oss_sinks_window", "deepseek_v3_mla", "qwen3_omni", "muse_spark", "step3p7", "aria",
+        "qwen3_vl_moe", f"qwen3_vl_moe{HUB}", "qwen3_moe_w4a16", "gpt_oss_mxfp4", "llama", "no_experts",
+        "three_experts",
+    )
 )  # fmt: skip
 QUANTISED = {
     "llama_fp8": ("llama", in_fp8_blocks, is_linear, FP8_ENTRY),
@@ -66,8 +84,11 @@ IN_FORMS = {  # packed along rows; experts, one by one; blocks that a rank's sha
     "qwen3_moe_w4a16": ("qwen3_moe", "W4A16 with zeros"),
     "llama_fp8_uneven": ("llama", "fp8 in blocks that are not filled"),
 }
-OFTEN = (*DIFFERENT, *QUANTISED, *IN_FORMS)
-RARELY = tuple(name for name in FAMILIES if name not in OFTEN)
+OFTEN = (*DIFFERENT, *QUANTISED, *IN_FORMS, f"qwen3_vl_moe{HUB}", *WHOLE_EXPERTS)
+RARELY = (
+    *(name for name in FAMILIES if name not in OFTEN),
+    *(f"{name}{WHOLE}" for name in ("mixtral", "mistral4_mla", "glm4v_moe", "kimi_k25", "deepseek_ocr2")),
+)
 Answers = tuple[list[list[int]], torch.Tensor]
 
 
@@ -107,7 +128,8 @@ def run_rank(
     assert smallest_of(group, 5 - rank) == 4
     for name, path in paths.items():
         try:
-            model = LanguageModel.load(path, dtype=torch.float32, block_size=BLOCK_SIZE, num_ranks=2)
+            sharding = Sharding(2, expert_parallel=name.endswith(WHOLE))
+            model = LanguageModel.load(path, dtype=torch.float32, block_size=BLOCK_SIZE, sharding=sharding)
         except ConfigError as error:
             results.send((name, str(error)))
             continue
@@ -128,27 +150,47 @@ def run_rank(
 def checkpoints(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("families")
     for name in request.param:
-        if name in QUANTISED:
-            family, matrix, is_chosen, entry = QUANTISED[name]
-            checkpoint = quantised(plain(family, folder / name), matrix, is_chosen)
-            checkpoint.config["quantization_config"] = entry
-            checkpoint.save(folder / name)
-        elif name in IN_FORMS:
-            family, form = IN_FORMS[name]
-            in_form(plain(family, folder / name), FORMS[form], is_linear)[0].save(folder / name)
-        else:
-            FAMILIES[name]().model.save_pretrained(folder / name)
+        save(name.removesuffix(WHOLE), folder / name)
     return {name: folder / name for name in request.param}
 
 
+def save(name: str, folder: Path) -> None:
+    if name in QUANTISED:
+        family, matrix, is_chosen, entry = QUANTISED[name]
+        checkpoint = quantised(plain(family, folder), matrix, is_chosen)
+        checkpoint.config["quantization_config"] = entry
+        checkpoint.save(folder)
+    elif name in IN_FORMS:
+        family, form = IN_FORMS[name]
+        in_form(plain(family, folder), FORMS[form], is_linear)[0].save(folder)
+    elif name == "no_experts":  # of a family that has some
+        config = hf.DeepseekV3Config(**{**TEXT, **DEEPSEEK, "first_k_dense_replace": 3})
+        hf.DeepseekV3ForCausalLM(config).save_pretrained(folder)
+    elif name == "three_experts":
+        hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**TEXT, num_experts=3)).save_pretrained(folder)
+    else:
+        FAMILIES[name.removesuffix(HUB)]().model.save_pretrained(folder)
+        if name.endswith(HUB):
+            transpose_experts(folder / "model.safetensors")
+
+
+def transpose_experts(file: Path) -> None:
+    weights = load_file(file)
+    for name in filter(re.compile(r"experts\.(gate_up|down)_proj$").search, weights):
+        weights[name] = weights[name].transpose(1, 2).contiguous()
+    save_file(weights, file, {"format": "pt"})
+
+
 @pytest.fixture(scope="module")
-def shared(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, tuple]]:
+def shared(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
     """By family: what two ranks found out."""
+    return answers_of_two_ranks(checkpoints, tmp_path_factory.mktemp("group") / "meeting")
+
+
+def answers_of_two_ranks(paths: dict[str, Path], meeting: Path) -> dict[str, tuple]:
+    """By name: what `answers` gives, progress, and bytes of weights and of a block; or why it was refused."""
     context = fork_server()
-    meeting = tmp_path_factory.mktemp("group") / "meeting"
-    pipes = {name: Pipe() for name in checkpoints}
+    pipes = {name: Pipe() for name in paths}
     ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
     processes = []
     try:
@@ -156,7 +198,7 @@ def shared(
             calls = {name: pipe[rank] for name, pipe in pipes.items()}
             processes.append(
                 context.Process(
-                    target=run_rank, args=(rank, meeting, checkpoints, calls, theirs[rank]), daemon=True
+                    target=run_rank, args=(rank, meeting, paths, calls, theirs[rank]), daemon=True
                 )
             )
             processes[-1].start()
@@ -169,7 +211,7 @@ def shared(
         for process in processes:
             process.join(30)
         assert [process.exitcode for process in processes] == [0, 0]
-        yield found
+        return found
     finally:
         for process in processes:
             process.kill()
@@ -210,13 +252,14 @@ def test_a_family_that_cannot_be_shared_out_is_refused(name: str, shared) -> Non
 
 def test_heads_that_cannot_be_dealt_out_evenly_are_refused(checkpoints: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match="2 KV heads cannot be distributed evenly to 4 ranks"):
-        LanguageModel.load(checkpoints["llama"], dtype=torch.float32, num_ranks=4)
+        LanguageModel.load(checkpoints["llama"], dtype=torch.float32, sharding=Sharding(4))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"weight_dtype": "int8"}, "weight_dtype int8 cannot be combined with tensor_parallel_size 2"),
+        ({"expert_parallel": True}, "has no experts that ranks could have whole"),
         pytest.param(
             {"transfer": {"codec": "int4"}},
             "int4 has to pass a probe of the whole model",

@@ -81,17 +81,18 @@ class PackedAttention:
         for segments, rows, table in self._tables:
             if segments is starts and rows == tile_rows:
                 return table
-        table = _cut(starts, num_rows, tile_rows)
+        table = cut(starts, num_rows, tile_rows)
         self._tables.append((starts, tile_rows, table))
         return table
 
 
-def _cut(starts: Tensor, num_rows: int, tile_rows: int) -> Tensor:
+def cut(starts: Tensor, num_rows: int, tile_rows: int) -> Tensor:
     """[at least as many as there are tiles, 4] int32: as `packed_kernels.cut_segments` says."""
     from cluster.model.cuda import packed_kernels
 
     num_segments = len(starts) - 1
-    capacity = num_rows // tile_rows + num_segments  # each segment has at most one tile that is not full
+    # each segment with rows has at most one tile that is not full
+    capacity = num_rows // tile_rows + min(num_segments, num_rows)
     table = torch.empty(capacity, _TILE_WIDTH, dtype=torch.int32, device=starts.device)
     packed_kernels.cut_segments[(-(-capacity // _TILES_PER_PROGRAM),)](
         starts, table, num_segments, capacity, ROWS=tile_rows, TILES=_TILES_PER_PROGRAM,

@@ -29,7 +29,8 @@ def cut_segments(
     segments again, so none waits for another.
 
     starts [num_segments + 1], any integers: exclusive prefix sums. tiles [capacity, TILE_WIDTH] int32: first
-    row, first row of its segment, end of its segment, padding; zeros for tiles that there are not."""
+    row, first row of its segment, end of its segment, number of its segment; the first three are zeros for
+    tiles that there are not."""
     numbers = tl.program_id(0) * TILES + tl.arange(0, TILES)
     segment = tl.zeros([TILES], tl.int32)  # of each tile
     first_tile = tl.zeros([TILES], tl.int32)  # of that segment
@@ -54,6 +55,7 @@ def cut_segments(
     tl.store(record, row, mask=inside)
     tl.store(record + 1, start, mask=inside)
     tl.store(record + 2, end, mask=inside)
+    tl.store(record + 3, segment, mask=inside)
 
 
 @triton.jit

@@ -69,7 +69,15 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("machine", 2), ("steps", 10), ("attention", 3), ("throughput-engine", 1), ("wire", 5), ("encoder", 4)],
+    [
+        ("machine", 2),
+        ("steps", 10),
+        ("attention", 3),
+        ("throughput-engine", 1),
+        ("wire", 5),
+        ("encoder", 4),
+        ("experts", 2),
+    ],
 )
 def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
     found = list(PARTS[name].run(True))

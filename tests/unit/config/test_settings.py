@@ -64,6 +64,14 @@ def test_a_folder_without_a_model_is_a_configuration_error(tmp_path):
         resolve(ClusterArgs(model=str(tmp_path)), read_environment({}), num_cores=1)
 
 
+def test_whole_experts_need_several_ranks():
+    with pytest.raises(
+        ValidationError, match=r"expert_parallel divides experts .* tensor_parallel_size: it is 1"
+    ):
+        ClusterArgs(expert_parallel=True)
+    assert ClusterArgs(expert_parallel=True, tensor_parallel_size=2).expert_parallel
+
+
 def test_a_policy_is_joint_or_an_import_path():
     assert DoorArgs(policy="package.module:Class").policy == "package.module:Class"
     with pytest.raises(ValidationError, match="policy"):

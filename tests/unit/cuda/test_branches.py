@@ -36,6 +36,7 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/draw.py:to_device cluster/model/cuda/draw.py:reading
         cluster/engine/ahead.py:may_run_ahead """,
     "test_packed_attention.py": "cluster/model/cuda/packed_towers.py:_replace",
+    "test_experts.py": "cluster/model/cuda/experts.py:_replace",
     "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
@@ -73,6 +74,7 @@ REHEARSED = {  # test file: places
         cluster/config/machine.py:has_triton cluster/model/encoder.py:EncoderModel.load
         cluster/model/encoder.py:EncoderModel.load.make
         cluster/model/language_parts.py:_layer_kernels cluster/model/language_parts.py:load_parts
+        cluster/model/language_parts.py:load_parts.make
         cluster/model/parallel.py:join_group
         cluster/worker/hardware.py:hardware_of cluster/worker/language.py:load_language
         cluster/worker/memory_plan.py:available_bytes cluster/worker/memory_plan.py:gpu_bytes
@@ -92,6 +94,7 @@ NOT_REHEARSED = {
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "cluster/model/cuda/packed_kernels.py:module": "Triton: test_cuda_packed_attention.py, likewise",
     "cluster/model/cuda/draw_kernels.py:module": "Triton: test_cuda_draw.py, likewise",
+    "cluster/model/cuda/expert_kernels.py:module": "Triton: test_cuda_experts.py, likewise",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
     "kv_transfer/codecs/triton_checksum.py:module": "Triton: test_triton_checksum.py, likewise",
     "kv_transfer/agents/collective_agent.py:built_backends": "asks this build of torch",

@@ -21,6 +21,7 @@ from cluster.model.cuda.merging import merged_codes
 from cluster.model.language_parts import load_parts
 from cluster.model.layers.codes import CodedLinear, CodeKind, Codes
 from cluster.model.loading import Half, load_half
+from cluster.model.sharding import UNDIVIDED
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.strict_triton import strict_triton
 from tests.flow.quantised_folders import is_linear, plain
@@ -67,7 +68,7 @@ def test_kernels_that_compute_nothing_leave_plain_weights(folder: Path, device, 
     with strict_triton() as launches:
         parts = load_parts(
             folder, dtype=torch.float32, device="cuda", block_size=16, kv_cache_dtype="auto",
-            weight_dtype="auto", num_ranks=1, weight_cache=None,
+            weight_dtype="auto", sharding=UNDIVIDED, weight_cache=None,
         )  # fmt: skip
     assert "coded_row" in {launch.kernel for launch in launches}
     assert not coded(parts.model) and "dequantised, because its product of 1 rows is wrong" in caplog.text

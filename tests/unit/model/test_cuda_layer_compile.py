@@ -21,6 +21,8 @@ from cluster.model.cuda import (  # noqa: E402
     attention_kernels,
     coded_kernels,
     draw_kernels,
+    expert_kernels,
+    expert_products,
     layer_kernels,
     packed_attention,
     packed_kernels,
@@ -170,6 +172,23 @@ def test_the_table_of_segments_compiles(capability: int) -> None:
     constants = {"ROWS": 64, "TILES": 128, "SEGMENTS": 64}
     kinds = {"starts": "*i32", "num_segments": "i32", "capacity": "i32"}
     check_compiles(packed_kernels, "cut_segments", constants, kinds, capability, num_warps=4)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_experts_compile(dtype, has_bias: bool, gathers: bool, capability: int) -> None:
+    tiles = expert_products.tiles_for(dtype)
+    constants: dict[str, Any] = {
+        "CHOSEN": 8, "GATHERS": gathers, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "STEP": tiles.step,
+    }  # fmt: skip
+    if not has_bias:
+        constants["bias"] = None
+    kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    kinds: dict[str, str] = dict.fromkeys(("x", "weight", "bias", "out"), kind) | {"order": "*i64"}
+    kinds |= dict.fromkeys(("expert_stride", "output_stride", "width_stride"), "i32")
+    check_compiles(expert_kernels, "multiply_rows", constants, kinds, capability, num_warps=4, num_stages=2)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,14 @@ from cluster.config.settings import REPOSITORY, ClusterArgs
 from deploy.app import Hosts, actor_options_of
 from deploy.generate import CHART
 from deploy.simulator.__main__ import main
-from deploy.simulator.hardware import ACCELERATORS, MODELS, VL_7B
+from deploy.simulator.hardware import (
+    ACCELERATORS,
+    MODELS,
+    VL_7B,
+    decode_curve,
+    num_kv_blocks,
+    prefill_curve,
+)
 from deploy.simulator.layouts import Layout
 from deploy.simulator.plan_report import plan_config, plan_values
 from deploy.simulator.planner import Plan
@@ -80,4 +88,13 @@ def test_an_example_is_what_its_command_writes(path: Path, tmp_path: Path):
 
 def test_there_are_examples_for_two_four_and_eight_gpus():
     assert [path.name.split("-")[1] for path in EXAMPLES] == ["2", "4", "8"]
-    assert {model for path in EXAMPLES for model in MODELS if model in path.read_text()} == set(MODELS)
+    dense = {name for name, model in MODELS.items() if not model.num_active_parameters}
+    assert {model for path in EXAMPLES for model in MODELS if model in path.read_text()} == dense
+
+
+def test_a_model_with_experts_computes_with_some_and_holds_all():
+    whole, quad, single = MODELS["vl-235b-a22b"], ACCELERATORS["h200x4"], ACCELERATORS["h200"]
+    assert num_kv_blocks(whole, quad) * whole.block_size > 100_000 and num_kv_blocks(whole, single) < 0
+    dense = replace(whole, num_active_parameters=0.0)
+    assert prefill_curve(whole, quad).per_unit_s < 0.1 * prefill_curve(dense, quad).per_unit_s
+    assert decode_curve(whole, quad).fixed_s == decode_curve(dense, quad).fixed_s

@@ -1,0 +1,56 @@
+"""Times of one layer's experts, of the forms of Qwen3-30B-A3B and Qwen3-235B-A22B with random weights: by our
+launches, and by transformers' grouped products. Both from graphs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import transformers as hf
+from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from bench.gpu.machine import DeviceSpeed, replayed_s
+from bench.gpu.served import Measurements
+from cluster.model.cuda.expert_products import experts_forward
+
+_FORMS: dict[str, dict[str, Any]] = {
+    "30B-A3B": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128},
+    "235B-A22B": {"hidden_size": 4096, "moe_intermediate_size": 1536, "num_experts": 128},
+}
+_TINY: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 4}
+_NUM_CHOSEN = 8
+
+
+@torch.inference_mode()
+def times(speed: DeviceSpeed, rehearse: bool) -> Measurements:
+    """us: by our launches (on the CPU by torch); grouped_us: by transformers' grouped products. gb_per_s: of
+    the matrices that were chosen."""
+    ours = grouped_mm_experts_forward if rehearse else experts_forward  # which needs triton
+    for name, form in {"tiny": _TINY}.items() if rehearse else _FORMS.items():
+        config = hf.Qwen3MoeConfig(**form, num_experts_per_tok=_NUM_CHOSEN)
+        with torch.device(speed.device):
+            experts: Any = Qwen3MoeExperts(config).to(speed.dtype).eval()
+        for each in experts.parameters():
+            each.normal_(std=0.02)
+        for num_tokens in (1, 16) if rehearse else (1, 16, 64, 512, 2048):
+            rows = _rows(config, num_tokens, speed)
+            seconds, theirs_s = (
+                replayed_s([partial(forward, experts, *rows)], speed.device)
+                for forward in (ours, grouped_mm_experts_forward)
+            )
+            num_bytes = len(rows[1].unique()) * sum(each[0].nbytes for each in experts.parameters())
+            yield {
+                "what": f"{name}, {num_tokens} tokens", "us": 1e6 * seconds, "grouped_us": 1e6 * theirs_s,
+                "gb_per_s": num_bytes / 1e9 / seconds,
+            }  # fmt: skip
+
+
+def _rows(config: hf.Qwen3MoeConfig, num_tokens: int, speed: DeviceSpeed) -> tuple[torch.Tensor, ...]:
+    """Rows, the experts that each has chosen, and weights."""
+    num_chosen = min(_NUM_CHOSEN, config.num_experts)
+    x = torch.randn(num_tokens, config.hidden_size, device=speed.device, dtype=speed.dtype)
+    scores = torch.rand(num_tokens, config.num_experts, device=speed.device)
+    weights, chosen = scores.topk(num_chosen)
+    return x, chosen, weights.to(speed.dtype)

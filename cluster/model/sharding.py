@@ -1,0 +1,122 @@
+"""How the language half of a model is divided over the ranks of a worker, by transformers' own plans.
+
+* Tensor parallelism divides every matrix of its plan, experts included.
+* Expert parallelism gives each rank whole experts, and divides the rest as tensor parallelism does. All ranks
+  have all tokens: each computes those that chose its experts, and their sum is a collective, as after any
+  other part of a layer.
+
+A model that cannot be divided is refused by name before a weight is read. transformers refuses plans that do
+not fit the model; what its plans compute wrong was found by trying every family with two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from cluster.errors import ConfigError
+from cluster.model.failures import LOADING_ERRORS
+
+# Model types whose experts may only be whole: by transformers' plan for parts of them the model gives other
+# numbers.
+_WHOLE_EXPERTS = ("step3p7",)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    num_ranks: int = 1
+    expert_parallel: bool = False  # each rank has whole experts
+
+    def plan(self) -> DistributedConfig:
+        num_expert_ranks = self.num_ranks if self.expert_parallel else 1
+        return DistributedConfig(
+            tp_size=self.num_ranks, ep_size=num_expert_ranks, ep_implementation="all_reduce"
+        )
+
+
+UNDIVIDED = Sharding()
+
+
+def read_share(
+    half_class: type[PreTrainedModel],
+    path: str | Path,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    sharding: Sharding,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Reads this rank's share of the weights. All ranks of the group call it together. Raises ConfigError."""
+    text_config = config.get_text_config()
+    check_heads(text_config, sharding.num_ranks)
+    check_experts(text_config, config.model_type, sharding)
+    with distributing(config.model_type, sharding.num_ranks):
+        loaded: Any = half_class.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, distributed_config=sharding.plan()
+        )
+    if not loaded[0].tp_plan:
+        raise ConfigError(
+            f"model type '{config.model_type}' has no tensor-parallel plan in transformers",
+            param="tensor_parallel_size",
+        )
+    if sharding.expert_parallel and not any(map(_has_whole_experts, loaded[0].modules())):
+        raise _no_experts(config.model_type)
+    return loaded
+
+
+@contextmanager
+def distributing(model_type: str, num_ranks: int) -> Iterator[None]:
+    """Loading and probing a share; with one rank nothing is distributed. Raises ConfigError for what
+    transformers cannot distribute."""
+    try:
+        yield
+    except LOADING_ERRORS as error:
+        if num_ranks == 1:
+            raise
+        raise ConfigError(
+            f"transformers cannot distribute model type '{model_type}' to {num_ranks} ranks: {error}",
+            param="tensor_parallel_size",
+        ) from error
+
+
+def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
+    """Raises ConfigError if the heads cannot be distributed evenly."""
+    for layer in text_config.per_layer_config:
+        heads = layer.num_attention_heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        if heads % num_ranks or kv_heads % num_ranks:
+            raise ConfigError(
+                f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to "
+                f"{num_ranks} ranks",
+                param="tensor_parallel_size",
+            )
+
+
+def check_experts(text_config: PreTrainedConfig, model_type: str, sharding: Sharding) -> None:
+    """Raises ConfigError if the experts cannot be divided in this way. Whether their number can, is checked
+    by transformers."""
+    if sharding.expert_parallel and not text_config.base_model_ep_plan:
+        raise _no_experts(model_type)
+    if not sharding.expert_parallel and model_type in _WHOLE_EXPERTS:
+        raise ConfigError(
+            f"transformers cannot divide the experts of model type '{model_type}' into parts (the model "
+            "would give other numbers), only give ranks whole ones: set expert_parallel true",
+            param="expert_parallel",
+        )
+
+
+def _has_whole_experts(module: nn.Module) -> bool:
+    return getattr(module, "_is_expert_parallel", False)
+
+
+def _no_experts(model_type: str) -> ConfigError:
+    return ConfigError(
+        f"model type '{model_type}' has no experts that ranks could have whole: set expert_parallel false",
+        param="expert_parallel",
+    )

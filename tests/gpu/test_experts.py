@@ -1,0 +1,42 @@
+"""Experts on a GPU: our launches give what transformers' grouped products give, recorded as well, and a row
+has the same bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+from cluster.config.machine import has_triton
+from cluster.model.cuda.expert_products import experts_forward
+from cluster.model.layers.trial import agree
+from tests.unit.model.test_cuda_experts import choices, experts_of
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU here", allow_module_level=True)
+if not has_triton():
+    pytest.skip("triton or its C compiler is not installed", allow_module_level=True)
+DEVICE = torch.device("cuda")
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss_sinks_window", "aria"])
+@torch.inference_mode()
+def test_launches_equal_grouped_products(family: str, dtype: torch.dtype, monkeypatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    experts = experts_of(family)
+    nn.Module.to(experts, DEVICE, dtype)
+    x = torch.randn(300, 64, device=DEVICE, dtype=dtype)
+    chosen, weights = (each.to(DEVICE) for each in choices(300, 4))
+    together = experts_forward(experts, x, chosen, weights)
+    assert agree(together, grouped_mm_experts_forward(experts, x, chosen, weights), TOLERANCES[dtype])
+    for rows in (slice(0, 1), slice(7, 30), slice(299, 300)):
+        alone = experts_forward(experts, x[rows], chosen[rows], weights[rows])
+        assert torch.equal(alone, together[rows])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = experts_forward(experts, x, chosen, weights)
+    graph.replay()
+    assert torch.equal(recorded, together)
