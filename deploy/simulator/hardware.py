@@ -74,7 +74,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> float:
-        """Of the language half, as workers on GPUs hold it."""
+        """The language half takes so many bytes of a GPU."""
         return 2 * (self.num_parameters - self.num_coded) + self.code_bytes * self.num_coded
 
     @property
@@ -88,8 +88,8 @@ class Model:
 VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168, num_coded=6.525e9)
 # Card: 64 layers, 64 heads and 8 KV heads of 128, hidden size 5120, MLP of 25,600; 151,936 words.
 VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240, num_coded=31.2e9)
-# Card of Qwen3-Omni's thinker: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048, 128 experts of 768,
-# of which 8 serve a token; an embedding has three further parts. Experts do not stay codes: attention does.
+# Card of Qwen3-Omni's thinker: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048, 128 experts of
+# 768, of which 8 serve a token; an embedding has three further parts. Attention stays codes, experts do not.
 OMNI_30B = Model(
     "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_coded=0.906e9, num_active=3.3e9
 )  # fmt: skip
@@ -114,11 +114,11 @@ def encode_curve(model: Model, accelerator: Accelerator) -> Curve:
 
 def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
     """Roofline: two operations for each parameter and token; attention four for each layer, channel and
-    earlier token. Codes become plain weights once a step, which are written and read
+    earlier token. Codes are read and plain weights written once a step
     (`cluster.model.cuda.coded_products`)."""
     flops = LANGUAGE_UTILISATION * accelerator.peak_flops
     per_pair_s = 4 * model.num_layers * model.hidden_size / flops
-    unpacked = (model.code_bytes + 4) * model.num_coded if model.code_bytes < 2 else 0.0
+    unpacked = (model.code_bytes + 2) * model.num_coded if model.code_bytes < 2 else 0.0
     unpack_s = unpacked / (MEMORY_UTILISATION * accelerator.bytes_per_s)
     return Curve(CALL_S + unpack_s, model.flops_per_token / flops, per_pair_s)
 
