@@ -104,11 +104,16 @@ def _model(
     with torch.device(speed.device):
         model = hf.AutoModelForCausalLM.from_config(config_of(shape), dtype=speed.dtype)
     model = model.eval().requires_grad_(False)
-    for parent in [*model.model.modules()] if form is not None else ():
-        for leaf, linear in [*parent.named_children()]:
-            if type(linear) is nn.Linear:
-                codes = form.codes(linear.out_features, linear.in_features, speed.device)
-                setattr(parent, leaf, CodedLinear(codes, linear.bias, product))
+    linears = [
+        (parent, name, linear)
+        for parent in model.model.modules()
+        for name, linear in parent.named_children()
+        if type(linear) is nn.Linear
+    ]
+    while form is not None and linears:  # each goes before the next is made
+        parent, name, linear = linears.pop()
+        codes = form.codes(linear.out_features, linear.in_features, speed.device)
+        setattr(parent, name, CodedLinear(codes, linear.bias, product))
     merge_inputs(model, speed.device)
     return model
 
