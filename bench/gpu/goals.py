@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.gpu.encoders import CLIP, ONE, SIGLIP, SIXTEEN
+from bench.gpu.formats import FP8, NIBBLES, PLAIN
 from bench.gpu.offline import OFFLINE_RUN
 from bench.tables import table
 
@@ -74,6 +75,11 @@ def _throughput(load: str, above: str, below: str, limit: float) -> Goal:
     return Goal(f"tokens/s, {load}: {above} ÷ {below}", value, limit, is_most=False)
 
 
+def _faster(what: str, name: str, limit: float) -> Goal:
+    value = ratio(of("formats", f"{PLAIN}, {what}", "us"), of("formats", f"{name}, {what}", "us"))
+    return Goal(f"7b {what}: bf16 ÷ {name}", value, limit, is_most=False)
+
+
 _LINK = of("load-raw", "fastest measured link", "gb_per_s")
 _TRANSFER = of("transfer", "NIXL between two processes", "gb_per_s")
 _ITL_ALONE = of("load-whole", ALONE, "itl_p50_ms")
@@ -96,6 +102,11 @@ GOALS = (
         of("attention-int8", "7b attention, int8 KV, blocks of 16, 64 × 8192", "of_bound"), 0.7,
         is_most=False,
     ),
+    *(Goal(f"7b, {name}: right", of("formats", f"{name}, right", "right"), 1, is_most=False)
+      for name in (FP8, NIBBLES)),
+    _faster("decode at 1", FP8, 1.5),
+    _faster("decode at 1", NIBBLES, 2.0),
+    _faster("prompt of 2048", FP8, 1.3),
     Goal("draw of 64 rows at T = 0.8, us", of("draws", "64 rows, T = 0.8", "device_us"), 60, is_most=True),
     *(
         Goal(f"{what}, us", of("encoder", what, "us"), limit, is_most=True)

@@ -28,6 +28,7 @@ OURS = {
     "attend": "attention", "merge": "attention", "plan": "attention", "attend_segments": "attention",
     "cut_segments": "attention", "add_norm": "norms",
     "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation",
+    "coded_row": "products", "coded_rows": "products", "plain_weight": "products",
     "product_row": "products", "product_rows": "products", "tile_scores": "draw", "draw_rows": "draw",
 }  # fmt: skip
 # The first that is found in a name, in this order: flash-attn's names hold "cutlass".

@@ -63,7 +63,7 @@ SHAPES = {
 def write_checkpoint(shape: ModelShape, folder: Path, device: torch.device, dtype: torch.dtype) -> Path:
     """Returns the folder."""
     with torch.device(device):
-        model = hf.AutoModelForCausalLM.from_config(_config(shape), dtype=dtype)
+        model = hf.AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
     model.cpu().save_pretrained(folder)
     return folder
 
@@ -75,7 +75,7 @@ def write_served(shape: ModelShape, folder: Path, device: torch.device, dtype: t
     return folder
 
 
-def _config(shape: ModelShape) -> hf.PreTrainedConfig:
+def config_of(shape: ModelShape) -> hf.PreTrainedConfig:
     fields = {
         "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
         "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,

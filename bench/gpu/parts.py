@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bench.gpu import encoders, experts, served
+from bench.gpu import encoders, experts, formats, served
 from bench.gpu.kernels import kernels_of
 from bench.gpu.machine import DeviceSpeed, measure_machine, median_s, nominal_bytes_per_s, replayed_s
 from bench.gpu.models import SHAPES, write_checkpoint
@@ -171,6 +171,11 @@ def products(rehearse: bool) -> Measurements:
                 }  # fmt: skip
 
 
+def weight_formats(rehearse: bool) -> Measurements:
+    """Steps with linears that keep their codes, against bfloat16."""
+    yield from formats.measure(_speed(rehearse), rehearse)
+
+
 def draws(rehearse: bool) -> Measurements:
     """Draws of whole vocabularies. us: until the tokens are on the host; device_us: what the device's kernels
     need of it."""
@@ -257,6 +262,7 @@ RUN: dict[str, Part] = {
     "transfer": Part(30, transfer),
     "load-raw": Part(75, partial(served.load, "e-p-d", "raw")),
     "load-int8": Part(75, partial(served.load, "e-p-d", "int8")),
+    "formats": Part(120, weight_formats),
 }
 # Longer looks.
 MORE: dict[str, Part] = {

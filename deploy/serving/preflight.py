@@ -217,6 +217,12 @@ def _quantised_note(args: ClusterArgs, weights: Weights, machine: Machine) -> li
     if weights.quantisation is None:
         return []
     loaded_gib, stored_gib = _weight_bytes(args, weights, machine) / _GIB, weights.file_bytes / _GIB
+    if _is_on_gpu(args, machine):
+        return [
+            f"the checkpoint is quantised ({weights.quantisation}): linears of the language half keep their "
+            "codes where our kernels serve, everything else is dequantised; the whole takes "
+            f"{stored_gib:,.2f} to {loaded_gib:,.2f} GiB"
+        ]
     return [
         f"the checkpoint is quantised ({weights.quantisation}): it is dequantised while it is read, and "
         f"takes {loaded_gib:,.2f} GiB instead of {stored_gib:,.2f} GiB"

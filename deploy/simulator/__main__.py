@@ -102,7 +102,8 @@ def _command(args: argparse.Namespace) -> str:
     gpus = ",".join(f"{name}:{count}" for name, count in args.gpus.items())
     weights = "" if args.weights == "bf16" else f"--weights {args.weights} "
     return (
-        f"python -m deploy.simulator plan --gpus {gpus} --model {args.model} {weights}--workload {args.workload} "
+        f"python -m deploy.simulator plan --gpus {gpus} --model {args.model} {weights}"
+        f"--workload {args.workload} "
         f"--slo-ttft-s {args.slo_ttft_s:g} --slo-tpot-s {args.slo_tpot_s:g} --requests {args.requests} "
         f"--config {args.config}"
     )

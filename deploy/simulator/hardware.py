@@ -76,7 +76,7 @@ class Model:
 
     @property
     def weight_bytes(self) -> float:
-        """Returns the bytes of the language half, as workers on GPUs hold it."""
+        """The language half takes so many bytes of a GPU."""
         return 2 * (self.num_parameters - self.num_coded) + self.code_bytes * self.num_coded
 
     @property
@@ -123,11 +123,11 @@ def encode_curve(model: Model, accelerator: Accelerator) -> Curve:
 
 def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
     """Roofline: two operations for each parameter and token; attention four for each layer, channel and
-    earlier token. Codes become plain weights once a step, which are written and read
+    earlier token. Codes are read and plain weights written once a step
     (`cluster.model.cuda.coded_products`)."""
     flops = LANGUAGE_UTILISATION * accelerator.peak_flops
     per_pair_s = 4 * model.num_layers * model.hidden_size / flops
-    unpacked = (model.code_bytes + 4) * model.num_coded if model.code_bytes < 2 else 0.0
+    unpacked = (model.code_bytes + 2) * model.num_coded if model.code_bytes < 2 else 0.0
     unpack_s = unpacked / (MEMORY_UTILISATION * accelerator.bytes_per_s)
     return Curve(CALL_S + unpack_s, model.flops_per_token / flops, per_pair_s)
 

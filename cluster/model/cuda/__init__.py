@@ -1,9 +1,11 @@
 """Code for GPUs only. A machine that serves from its CPU imports nothing that needs a GPU from here.
 
-* `attention_kernels`, `layer_kernels`, `draw_kernels`: Triton kernels of attention over blocks, of the rest
-  of a layer, and of draws. Only these modules need triton.
-* `paged_attention`, `layer_calls`, `draw`: launch these kernels. They import them inside the functions that
-  do, so they can be imported anywhere.
+* `attention_kernels`, `layer_kernels`, `draw_kernels`, `coded_kernels`: Triton kernels of attention over
+  blocks, of the rest of a layer, of draws, and of products with weights that are codes. Only these modules
+  need triton.
+* `paged_attention`, `layer_calls`, `draw`, `coded_products`: launch these kernels. They import them inside
+  the functions that do, so they can be imported anywhere.
+* `coded_choice`: which linears keep their codes.
 * `libraries`: attention kernels of other projects. `choice`: whether our kernels serve a model on this GPU,
   and which library computes long chunks of its prompts.
 * `graphs`: CUDA graphs of steps, by their sizes. `step_inputs`: a step's inputs in one pinned buffer, and
@@ -13,6 +15,6 @@
 Tried: all of it on a simulated device (tests/unit/cuda, tests/fakes/cuda_device.py), whose tensors are
 computed on the CPU, and which refuses what a GPU refuses; the kernels in Triton's interpreter and in its
 compiler for sm_80, sm_90 and sm_100; an H100 (bench/gpu/README.md), in bfloat16 for heads of 64 and 128
-channels, in float32 for the demo model. Untried on a GPU: `draw`, float16, other widths, soft caps, sinks and
-windows, flash-attn's libraries.
+channels, in float32 for the demo model. Untried on a GPU: `draw`, `coded_products`, float16, other widths,
+soft caps, sinks and windows, flash-attn's libraries.
 """

@@ -77,6 +77,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
         ("wire", 5),
         ("encoder", 4),
         ("experts", 2),
+        ("formats", 11),
     ],
 )
 def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
@@ -231,14 +232,18 @@ def test_goals_ask_for_rows_that_parts_give() -> None:
     class Asking(dict):
         def __missing__(self, key):
             asked.add(key)
-            return {"gb_per_s": 1.0, "ok": 1, "of_bound": 1.0, "us": 1.0, "s": 1.0, **LOAD}
+            return {"gb_per_s": 1.0, "ok": 1, "right": 1.0, "of_bound": 1.0, "us": 1.0, "s": 1.0, **LOAD}
 
     for goal in GOALS:
         goal.line(Asking())
     assert {part for part, _ in asked} <= set(RUN)
     assert {key for key in asked if key[0] in ("wire", "encoder")} <= rows
-    forms = {_form(str(row["what"])) for name in ("steps", "attention-int8") for row in PARTS[name].run(True)}
-    assert {_form(what) for part, what in asked if part in ("steps", "attention-int8")} <= forms
+    forms = {
+        _form(str(row["what"]))
+        for name in ("steps", "attention-int8", "formats")
+        for row in PARTS[name].run(True)
+    }
+    assert {_form(what) for part, what in asked if part in ("steps", "attention-int8", "formats")} <= forms
 
 
 def _form(what: str) -> str:

@@ -37,6 +37,7 @@ REHEARSED = {  # test file: places
         cluster/engine/ahead.py:may_run_ahead """,
     "test_packed_attention.py": "cluster/model/cuda/packed_towers.py:_replace",
     "test_experts.py": "cluster/model/cuda/experts.py:_replace",
+    "test_codes.py": "cluster/model/cuda/coded_choice.py:keep_right_codes",
     "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
         cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
@@ -91,6 +92,7 @@ REHEARSED = {  # test file: places
 }
 NOT_REHEARSED = {
     "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
+    "cluster/model/cuda/coded_kernels.py:module": "Triton: test_cuda_coded_products.py, likewise",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "cluster/model/cuda/packed_kernels.py:module": "Triton: test_cuda_packed_attention.py, likewise",
     "cluster/model/cuda/draw_kernels.py:module": "Triton: test_cuda_draw.py, likewise",

@@ -111,15 +111,23 @@ def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: i
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(
-    ("kind", "group", "zeros"), [(0, 128, None), (1, 128, "*u8"), (2, 128, "*u8"), (2, 32, None)],
-    ids=["E4M3", "bytes", "nibbles", "nibbles in small groups"],
+    ("kind", "group", "zeros", "ones"),
+    [
+        (0, 128, None, ()), (0, 128, None, ("scale_rows", "num_groups")), (1, 128, "*u8", ("scale_rows",)),
+        (2, 128, "*u8", ("scale_rows",)), (2, 32, None, ("scale_rows",)),
+    ],
+    ids=["E4M3 in blocks", "E4M3 by rows", "bytes", "nibbles", "nibbles in small groups"],
 )  # fmt: skip
-def test_the_products_with_codes_compile(kind: int, group: int, zeros: str | None, capability: int) -> None:
+def test_the_products_with_codes_compile(
+    kind: int, group: int, zeros: str | None, ones: tuple[str, ...], capability: int
+) -> None:
+    """ones: sizes of 1, of which the compiler makes constants."""
     kinds = {
         "numbers": "*i32" if kind == 2 else "*u8", "scales": "*bf16", "zeros": zeros or "", "out": "*fp32",
         **dict.fromkeys(("scale_rows", "group", "num_groups"), "i32"),
     }  # fmt: skip
-    constants: dict[str, Any] = {"KIND": kind, "MIDDLE": 8, **({} if zeros else {"zeros": None})}
+    constants: dict[str, Any] = {"KIND": kind, "MIDDLE": 8, **dict.fromkeys(ones, 1)}
+    constants |= {} if zeros else {"zeros": None}
     check_compiles(
         coded_kernels, "coded_row", {**constants, "TILE": 4, "STEP": 1024, "GROUP": group}, kinds, capability
     )
