@@ -73,7 +73,8 @@ class ModelFamily:
     bounds_whole_clips: bool = False  # the processor's pixel bounds hold for all frames of a clip together
     frames_of_an_image: int = 1  # the processor's pixel bounds take an image for a clip of so many frames
     clips_are_written_as_images: bool = False  # the image's token stands for a clip's rows, too
-    reads_placeholders_as_zero: bool = False  # as token 0, also those that it generated
+    # as this token, or the one of this name in the text configuration; also those that it generated
+    reads_placeholders_as: int | str | None = None
     leaves_logits: bool = False  # transformers does not scale them as the text configuration says
     package: str = ""  # that transformers needs for it, besides the requirements
     hears_clips: bool = False  # the processor takes a clip with its sound track
@@ -134,11 +135,11 @@ _RECORDS = (
     ModelFamily("cosmos3_omni", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
     ModelFamily("cohere_compass", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
     ModelFamily("cosmos3_edge", _PACKED, PositionForm.QWEN_VL),
-    ModelFamily("muse_glimmer", _VISION, reads_placeholders_as_zero=True),
-    ModelFamily("muse_spark", _VISION, reads_placeholders_as_zero=True),
+    ModelFamily("muse_glimmer", _VISION, reads_placeholders_as=0),
+    ModelFamily("muse_spark", _VISION, reads_placeholders_as=0),
     ModelFamily("paddleocr_vl", _PACKED, PositionForm.QWEN_VL),
     ModelFamily("hunyuan_vl", _PACKED, PositionForm.HUNYUAN_VL),
-    ModelFamily("kimi_k25", _PACKED, reads_placeholders_as_zero=True),
+    ModelFamily("kimi_k25", _PACKED, reads_placeholders_as=0),
     ModelFamily("hyperclovax_vision_v2", _PACKED),
     ModelFamily("llava", _TILES),
     ModelFamily("vipllava", _TILES),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from cluster.config.checkpoint import placeholder_ids
 from cluster.config.families import ModelFamily
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
@@ -40,6 +41,7 @@ from cluster.model.loading import Half, distributing, load_half
 from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.support import backbone_of, check_class, family_of, post_head
+from cluster.model.token_inputs import TokenInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class LanguageParts:
     family: ModelFamily
     text: PreTrainedModel
     embed: nn.Embedding
+    inputs: TokenInputs
     head: nn.Module
     vocab_size: int
     post_head: Callable[[Tensor], Tensor] | None  # what the family does to the logits; None: nothing
@@ -118,6 +121,7 @@ def probed_parts(
         family=family,
         text=text,
         embed=embed,
+        inputs=_token_inputs(model, family, text, embed),
         head=head,
         vocab_size=head.weight.shape[0],
         post_head=after,
@@ -127,6 +131,17 @@ def probed_parts(
         attention=make_backend(device, dtype, shape),
         weight_bytes=sum(own.numel() * own.element_size() for own in weights),
     )
+
+
+def _token_inputs(
+    model: PreTrainedModel, family: ModelFamily, text: PreTrainedModel, embed: nn.Embedding
+) -> TokenInputs:
+    read_as = family.reads_placeholders_as
+    if read_as is None:
+        return TokenInputs(text, embed)
+    replaced = [*placeholder_ids(model.config.to_dict()).values()]
+    named = getattr(model.config.get_text_config(), read_as) if isinstance(read_as, str) else read_as
+    return TokenInputs(text, embed, replaced, named)
 
 
 def make_backend(

@@ -4,7 +4,7 @@ backends would silently ignore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.model.token_inputs import layer_inputs
 
 _PROBE_NAME = "epdg_probe"
 # keywords that families pass along and that no attention function reads, or that ours reads
@@ -91,7 +92,8 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
     text_model.set_attn_implementation(_PROBE_NAME)
     recorder = _ShapeRecorder()
     dummy = torch.zeros(1, 1, hidden_size, dtype=text_model.dtype, device=text_model.device)
-    text_model(inputs_embeds=dummy, use_cache=False, probe=recorder)
+    token = torch.zeros(1, dtype=torch.int64, device=text_model.device)
+    text_model(inputs_embeds=dummy, use_cache=False, probe=recorder, **_beside(text_model, token))
     config = text_model.config
     _check_windows(config, recorder)
     num_layers = config.num_hidden_layers
@@ -127,7 +129,8 @@ def check_post_head(
     ConfigError."""
     token = torch.tensor([[1]], device=text_model.device)
     embedded = model.get_input_embeddings()(token)
-    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_ShapeRecorder()).last_hidden_state
+    beside, recorder = _beside(text_model, token[0]), _ShapeRecorder()
+    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=recorder, **beside).last_hidden_state
     head = cast(nn.Module, model.get_output_embeddings())
     logits = head(hidden)
     ours = (logits if post_head is None else post_head(logits)).float()
@@ -140,6 +143,11 @@ def check_post_head(
             "by a rule "
             "that this cluster does not know"
         )
+
+
+def _beside(text_model: PreTrainedModel, token_ids: Tensor) -> Mapping[str, object]:
+    make = layer_inputs(text_model)
+    return {} if make is None else make(token_ids)
 
 
 def kv_row_shapes(shapes: Sequence[LayerShape]) -> list[tuple[int, int]]:

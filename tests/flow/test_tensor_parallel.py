@@ -54,7 +54,8 @@ REFUSED: dict[str, str] = dict.fromkeys(
 # lies. The others are like one of them, and `test_families` has their arithmetic in one process.
 DIFFERENT = (
     "llama", "qwen3", "phi3_window", "qwen3_moe", "gpt_oss_sinks_window", "olmo2", "glm4",
-    "cohere2_logit_scale", "deepseek_v3_mla", "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3",
+    "cohere2_logit_scale", "deepseek_v3_mla", "gemma4_layer_inputs",
+    "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3",
     "qwen3_vl_moe",
 )  # fmt: skip
 QUANTISED = {

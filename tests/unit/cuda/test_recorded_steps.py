@@ -117,10 +117,10 @@ def mixed_steps() -> Iterator[list[SequenceChunk]]:
 
 
 ANSWERS = ([9, 10, 11], [20, 4, 14], [0, 0, 0], TABLES[:3])
-TEXTS = ("gemma3_window", "gpt_oss_sinks_window", "gemma2_softcap_window")
+TEXTS = ("gemma3_window", "gpt_oss_sinks_window", "gemma4_layer_inputs", "gemma2_softcap_window")
 
 
-@pytest.mark.parametrize("name", often(TEXTS, TEXTS[:2]))
+@pytest.mark.parametrize("name", often(TEXTS, TEXTS[:3]))
 def test_a_replayed_mixed_step_equals_the_unrecorded_one(name: str, device: SimulatedCuda) -> None:
     compared = Compared(language(device, TEXT_FAMILIES[name]().model))
     for chunks in mixed_steps():
