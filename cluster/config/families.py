@@ -32,10 +32,12 @@ class EncoderForm(Enum):
     STACKED_VIDEOS = auto()  # frames of one size; a newline row ends each clip
     MASKED_TILES = auto()  # tiles and a mask of their valid pixels
     FRAMES = auto()  # frames of one size, the same number of rows from each
+    COUNTED_FRAMES = auto()  # frames of one size, listed; their number beside them
     STACKED_TILES = auto()  # tiles or frames of one size, by one method for both
     MASKED_CROPS = auto()  # one image per call: crops of one size and a mask of their valid pixels
     SINGLE_IMAGES = auto()  # one image per call, whatever tensors the processor makes of it
     MEL_WINDOWS = auto()  # windows of a spectrum, with or without a mask of the valid frames
+    MASKED_MELS = auto()  # one spectrum per call; the encoder tells valid rows from padding
     TIMED_MEL_WINDOWS = auto()  # the same; each window gets its position in the sound
     PADDED_MELS = auto()  # Qwen2.5-Omni: spectra padded to the longest, with a mask
     SINGLE_MELS = auto()  # Qwen3-Omni: one spectrum per call, with a mask
@@ -84,6 +86,15 @@ class ModelFamily:
     @property
     def modalities(self) -> tuple[Modality, ...]:
         return tuple(self.encoders)
+
+    def encoders_of(self, config: Mapping[str, Any]) -> Mapping[Modality, EncoderForm]:
+        """Those that a checkpoint with this configuration has: it may leave some out."""
+        parts = {Modality.AUDIO: "audio_config"}
+        return {
+            modality: form
+            for modality, form in self.encoders.items()
+            if config.get(parts.get(modality, "vision_config"), form) is not None
+        }
 
 
 TEXT = ModelFamily("")  # any plain causal language model
@@ -167,6 +178,15 @@ _RECORDS = (
     ),
     ModelFamily("granite_docling", _SINGLE, text_module="text_model"),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
+    ModelFamily(
+        "gemma4",
+        {
+            **_SINGLE,
+            Modality.VIDEO: EncoderForm.COUNTED_FRAMES,
+            Modality.AUDIO: EncoderForm.MASKED_MELS,
+        },
+        reads_placeholders_as="pad_token_id",
+    ),
     ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),
     ModelFamily("voxtral", _MELS),
     ModelFamily("qwen3_asr", _MELS),

@@ -19,7 +19,7 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "idefics", "evolla", "blip",
     ),
     "each layer takes inputs of its own beside embedding rows": (
-        "gemma3n", "gemma4", "gemma4_unified", "granite4_vision",
+        "gemma3n", "gemma4_unified", "granite4_vision",
     ),
     "weights are chosen by what stands in the prompt (adapters, experts for media)": (
         "granite_speech", "granite_speech_plus", "phi4_multimodal", "ernie4_5_vl_moe",

@@ -64,10 +64,16 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
+    windowed_spans: bool = False  # layers without a window see the spans as they see text
     # A recorded step comes with these, and its sizes above are unknown. None: kernels that need them make
     # them from the sizes.
     device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
+
+    def spans(self, window: int | None) -> Sequence[Sequence[Span]]:
+        """`bidirectional_spans` as a layer with this window sees them."""
+        hidden = self.windowed_spans and window is None
+        return [()] * len(self.query_lens) if hidden else self.bidirectional_spans
 
     @property
     def is_decode(self) -> bool:

@@ -28,7 +28,7 @@ from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
 from cluster.model.loading import fingerprint
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, window_of_all
-from cluster.model.support import backbone_of, num_deepstack_layers
+from cluster.model.support import backbone_of, has_windowed_spans, num_deepstack_layers
 from cluster.types.request import Prompt
 
 MAX_SCORED_ROWS = 64  # logits of so many tokens of a prompt are in memory at once
@@ -57,7 +57,8 @@ class LanguageModel:
         self._head, self._post_head, self._decoder = parts.head, parts.post_head, parts.decoder
         self._position_rule = RULES[parts.family.positions]
         self.family: str = config.model_type
-        self.chunk_cut_spans: bool = parts.family.is_media_bidirectional
+        self._windowed_spans = has_windowed_spans(config)
+        self.chunk_cut_spans: bool = parts.family.is_media_bidirectional or self._windowed_spans
         self.hidden_size: int = text_config.hidden_size
         self.vocab_size: int = parts.vocab_size
         self.num_layers: int = text_config.num_hidden_layers
@@ -125,6 +126,7 @@ class LanguageModel:
         of the others. `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA:
         enqueued). Fills in the `scores` of chunks that have some."""
         step = packed_step(chunks, kv, self.block_size, self.device, on_layer)
+        step.batch.windowed_spans = self._windowed_spans
         token_ids = self._inputs.on_device(step.token_ids)
         embeds, extra = self._inputs.rows(token_ids), self._inputs.of_layers(token_ids)
         places, deep = self._place_features(embeds, chunks)
@@ -169,6 +171,7 @@ class LanguageModel:
             block_tables=inputs.step.tables,
             context_lens_tensor=inputs.step.contexts,
             bidirectional_spans=unknown,
+            windowed_spans=self._windowed_spans,
             device=inputs.step,
         )
         extra = self._inputs.of_layers(inputs.token_ids)

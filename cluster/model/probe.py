@@ -120,7 +120,7 @@ def _check_windows(config: PreTrainedConfig, recorder: _ShapeRecorder) -> None:
             recorder.objections.add("its sliding window is not passed to the attention interface")
 
 
-@torch.inference_mode()
+@torch.no_grad()  # inside inference mode torch cannot slice a weight that ranks share
 def check_post_head(
     model: PreTrainedModel, text_model: PreTrainedModel, post_head: Callable[[Tensor], Tensor] | None
 ) -> None:

@@ -41,6 +41,8 @@ OWN_TOKENS = {  # that templates and processors of transformers write themselves
     "aya_vision": {"image_token": "<|IMG_PATCH|>"},
     "got_ocr2": {"image_token": "<imgpad>"},
     "muse_glimmer": {"image_token": "<|patch|>", "video_token": "<|video|>"},
+    "gemma4": {"video_token": "<|video|>", "boa_token": "<|audio_bos|>", "eoa_token": "<|audio_eos|>"},
+    "gemma4_small": {"video_token": "<|video|>", "boa_token": "<|audio_bos|>", "eoa_token": "<|audio_eos|>"},
     "step3p7": {"image_token": "<im_patch>"},
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
     "hunyuan_vl": {"image_start_token": "<|vision_bos|>", "image_end_token": "<|vision_eos|>"},
@@ -128,7 +130,9 @@ def _model(name: str, tokenizer: Any) -> hf.PreTrainedModel:
     """The family's tiny model with this tokenizer's ids and windows of SOUND_WINDOW_S seconds."""
     tiny = MEDIA_FAMILIES[name]().model
     config = tiny.config
-    config.get_text_config().vocab_size = VOCAB_SIZE
+    for key in ("vocab_size", "vocab_size_per_layer_input"):
+        if hasattr(config.get_text_config(), key):
+            setattr(config.get_text_config(), key, VOCAB_SIZE)
     ids = tokenizer.convert_tokens_to_ids
     special = SPECIAL_TOKENS | OWN_TOKENS.get(name, {})
     tokens = {

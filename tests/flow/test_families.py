@@ -35,7 +35,7 @@ KEPT = (
     "llama", "mistral_window", "gemma2_softcap_window", "gemma3_window", "gpt_oss_sinks_window",
     "deepseek_v3_mla", "mistral4_mla", "gemma4_layer_inputs",
     "qwen2_vl", "qwen3_vl", "qwen3_omni", "hunyuan_vl", "kimi_k25",
-    "muse_glimmer", "gemma3", "step3p7",
+    "muse_glimmer", "gemma3", "gemma4", "step3p7",
 )  # fmt: skip
 of_those_kept_differently = pytest.mark.parametrize(
     "family", often(FAMILIES, KEPT), indirect=True, scope="module"

@@ -48,7 +48,8 @@ BLOCK_SIZE = 4
 TABLES = ([3, 1, 2, 7, 9], [4, 5, 6, 8, 10])
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 REFUSED: dict[str, str] = dict.fromkeys(
-    ("qwen3_vl_moe", "hunyuan_vl", "muse_glimmer", "muse_spark", "step3p7"), "cannot distribute model type"
+    ("qwen3_vl_moe", "hunyuan_vl", "muse_glimmer", "muse_spark", "step3p7", "gemma3n_layer_inputs"),
+    "cannot distribute model type",
 )
 # By how linears, norms and experts are dealt out, by positions and attention, and by where the text model
 # lies. The others are like one of them, and `test_families` has their arithmetic in one process.

@@ -156,8 +156,11 @@ def media_chunks(model: LanguageModel, case: TinyCase) -> list[SequenceChunk]:
     return chunks
 
 
-# two-way spans; three axes; read as zero
-@pytest.mark.parametrize("name", often(["gemma3", "qwen2_5_vl", "kimi_k25"], ["gemma3", "qwen2_5_vl"]))
+# two-way spans, in all layers and in those with a window; three axes; read as zero; inputs of layers
+MEDIA = ("gemma3", "gemma4", "qwen2_5_vl", "kimi_k25", "gemma4_small")
+
+
+@pytest.mark.parametrize("name", often(MEDIA, MEDIA[:3]))
 def test_media_are_placed_before_the_replay(name: str, device: SimulatedCuda) -> None:
     case = MEDIA_FAMILIES[name]()
     model = language(device, case.model)
