@@ -37,7 +37,7 @@ class EncoderForm(Enum):
     MASKED_CROPS = auto()  # one image per call: crops of one size and a mask of their valid pixels
     SINGLE_IMAGES = auto()  # one image per call, whatever tensors the processor makes of it
     MEL_WINDOWS = auto()  # windows of a spectrum, with or without a mask of the valid frames
-    MASKED_MELS = auto()  # one spectrum per call; the encoder tells valid rows from padding
+    MASKED_SOUND = auto()  # one sound per call; the encoder tells valid rows from padding
     TIMED_MEL_WINDOWS = auto()  # the same; each window gets its position in the sound
     PADDED_MELS = auto()  # Qwen2.5-Omni: spectra padded to the longest, with a mask
     SINGLE_MELS = auto()  # Qwen3-Omni: one spectrum per call, with a mask
@@ -111,6 +111,9 @@ _STACKED_TILES = {
 _SINGLE = {Modality.IMAGE: EncoderForm.SINGLE_IMAGES}
 _MELS = {Modality.AUDIO: EncoderForm.MEL_WINDOWS}
 
+_GEMMA4 = {
+    **_SINGLE, Modality.VIDEO: EncoderForm.COUNTED_FRAMES, Modality.AUDIO: EncoderForm.MASKED_SOUND
+}  # fmt: skip
 _GLM: Mapping[str, Any] = {
     "bounds_whole_clips": True, "frames_of_an_image": 2, "clips_are_written_as_images": True
 }  # fmt: skip
@@ -178,15 +181,7 @@ _RECORDS = (
     ),
     ModelFamily("granite_docling", _SINGLE, text_module="text_model"),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
-    ModelFamily(
-        "gemma4",
-        {
-            **_SINGLE,
-            Modality.VIDEO: EncoderForm.COUNTED_FRAMES,
-            Modality.AUDIO: EncoderForm.MASKED_MELS,
-        },
-        reads_placeholders_as="pad_token_id",
-    ),
+    ModelFamily("gemma4", _GEMMA4, reads_placeholders_as="pad_token_id"),
     ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),
     ModelFamily("voxtral", _MELS),
     ModelFamily("qwen3_asr", _MELS),

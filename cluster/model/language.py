@@ -39,7 +39,8 @@ __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
 class LanguageModel:
     """Attributes are fixed at load.
 
-    kv_layout: K and V of every layer, in the format of `kv_format`.
+    kv_layout: K and V of every layer that has some of its own, in the format of `kv_format`.
+    num_layers: these layers. The last layers of some models attend over the KV of earlier ones.
     feature_width: hidden_size * (1 + deep-stack layers).
     position_axes: of the position of a text token.
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
@@ -61,7 +62,8 @@ class LanguageModel:
         self.chunk_cut_spans: bool = parts.family.is_media_bidirectional or self._windowed_spans
         self.hidden_size: int = text_config.hidden_size
         self.vocab_size: int = parts.vocab_size
-        self.num_layers: int = text_config.num_hidden_layers
+        self._kv_owners = {i: shape.owner for i, shape in enumerate(parts.shapes) if shape.owner is not None}
+        self.num_layers: int = len(parts.shapes) - len(self._kv_owners)
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
         self.position_axes = self._position_rule.axes
         longest = text_config.max_position_embeddings
@@ -126,7 +128,7 @@ class LanguageModel:
         of the others. `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA:
         enqueued). Fills in the `scores` of chunks that have some."""
         step = packed_step(chunks, kv, self.block_size, self.device, on_layer)
-        step.batch.windowed_spans = self._windowed_spans
+        step.batch.windowed_spans, step.batch.kv_owners = self._windowed_spans, self._kv_owners
         token_ids = self._inputs.on_device(step.token_ids)
         embeds, extra = self._inputs.rows(token_ids), self._inputs.of_layers(token_ids)
         places, deep = self._place_features(embeds, chunks)
@@ -150,6 +152,7 @@ class LanguageModel:
         device, where it is read. context_lens[i]: KV length before this token, which is its index.
         block_tables[i] covers context_lens[i] + 1 tokens. Returns [B, vocab_size] float32 logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
+        batch.kv_owners = self._kv_owners
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
         known, wanted = self._inputs.on_device(token_ids), torch.arange(len(token_ids))
         embeds, extra = self._inputs.rows(known), self._inputs.of_layers(known)
@@ -171,6 +174,7 @@ class LanguageModel:
             block_tables=inputs.step.tables,
             context_lens_tensor=inputs.step.contexts,
             bidirectional_spans=unknown,
+            kv_owners=self._kv_owners,
             windowed_spans=self._windowed_spans,
             device=inputs.step,
         )

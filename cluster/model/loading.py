@@ -42,8 +42,8 @@ _LOADING_ERRORS = (
     OSError, ValueError, TypeError, RuntimeError, ImportError, AttributeError, LookupError, AssertionError,
     SafetensorError,
 )  # fmt: skip
-# Of model types for tensor parallelism, tried with two ranks. Gemma 3n takes mean and deviation of a row of its
-# MLP, of which a rank has a share.
+# Of model types for tensor parallelism, tried with two ranks. Gemma 3n takes the mean of a row of its MLP, of
+# which a rank has a share.
 _WRONG_PLANS = ("step3p7", "gemma3n_text")
 
 

@@ -164,8 +164,8 @@ def _flat(rows: Tensor | Sequence[Tensor]) -> Tensor:
     return rows.flatten(0, -2) if isinstance(rows, Tensor) else torch.cat([_flat(part) for part in rows])
 
 
-def _masked_mels(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Gemma 4: one spectrum per call, because those of a call would be padded to the longest."""
+def _masked_sound(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Gemma 4: one sound per call, because those of a call would be padded to the longest."""
     outputs = [base.get_audio_features(**item, return_dict=True) for item in items]
     return [output.pooler_output[output.attention_mask] for output in outputs]
 
@@ -283,7 +283,7 @@ CALLS: Mapping[EncoderForm, EncodeCall] = {
         _by_name("get_image_features"), _along(0, "pixel_values", "pixel_mask")
     ),
     EncoderForm.SINGLE_IMAGES: EncodeCall(_by_name("get_image_features")),
-    EncoderForm.MASKED_MELS: EncodeCall(_masked_mels),
+    EncoderForm.MASKED_SOUND: EncodeCall(_masked_sound),
     EncoderForm.TIMED_MEL_WINDOWS: EncodeCall(_timed_mel_windows),
     EncoderForm.MEL_WINDOWS: EncodeCall(
         _by_name("get_audio_features"), _along(0, "input_features", "input_features_mask")

@@ -5,7 +5,7 @@ backends would silently ignore."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -26,15 +26,16 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Row shapes of one layer's K and V, and its window."""
+    """Row shapes of one layer's K and V, its window, and whose KV it attends over."""
 
     key: tuple[int, int]  # (kv heads, key width)
     value: tuple[int, int]  # (kv heads, value width); the width differs from the key's in MLA
     window: int | None  # a token sees itself and the `window - 1` tokens before it; None: all
+    owner: int | None = None  # an earlier layer, over whose K and V it attends; None: over its own
 
     @classmethod
-    def from_json(cls, key: list[int], value: list[int], window: int | None) -> LayerShape:
-        return cls((key[0], key[1]), (value[0], value[1]), window)
+    def from_json(cls, key: list[int], value: list[int], window: int | None, owner: int | None) -> LayerShape:
+        return cls((key[0], key[1]), (value[0], value[1]), window, owner)
 
 
 class _ShapeRecorder:
@@ -42,6 +43,7 @@ class _ShapeRecorder:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self._keys: list[tuple[Tensor, int]] = []  # with the layer that made it
         self.objections: set[str] = set()
 
     def see(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict) -> None:
@@ -49,10 +51,14 @@ class _ShapeRecorder:
         if layer_idx is None or layer_idx in self.shapes:
             self.objections.add("it calls attention more than once per layer (cross attention?)")
             return
+        owner = next((own for seen, own in self._keys if seen is key), None)
+        if owner is None:
+            self._keys.append((key, layer_idx))
         self.shapes[layer_idx] = LayerShape(
             (key.shape[1], key.shape[3]),
             (value.shape[1], value.shape[3]),
             cast(int | None, kwargs.get("sliding_window")) or None,
+            owner,
         )
         self.objections.update(
             f"its attention takes '{name}'"
@@ -105,7 +111,15 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
         raise ConfigError(
             f"model type '{config.model_type}' is not supported: {'; '.join(sorted(recorder.objections))}"
         )
-    return [recorder.shapes[i] for i in range(num_layers)]
+    return with_owners_first([recorder.shapes[i] for i in range(num_layers)])
+
+
+def with_owners_first(shapes: list[LayerShape]) -> list[LayerShape]:
+    """The shapes, if layers without KV of their own are the last ones: block memory is found by the layer's
+    number. Else every layer stores its KV, shared or not."""
+    num_owners = sum(shape.owner is None for shape in shapes)
+    is_so = all(shape.owner is None for shape in shapes[:num_owners])
+    return shapes if is_so else [replace(shape, owner=None) for shape in shapes]
 
 
 def _check_windows(config: PreTrainedConfig, recorder: _ShapeRecorder) -> None:
@@ -120,7 +134,7 @@ def _check_windows(config: PreTrainedConfig, recorder: _ShapeRecorder) -> None:
             recorder.objections.add("its sliding window is not passed to the attention interface")
 
 
-@torch.no_grad()  # inside inference mode torch cannot slice a weight that ranks share
+@torch.inference_mode()
 def check_post_head(
     model: PreTrainedModel, text_model: PreTrainedModel, post_head: Callable[[Tensor], Tensor] | None
 ) -> None:
@@ -134,9 +148,9 @@ def check_post_head(
     head = cast(nn.Module, model.get_output_embeddings())
     logits = head(hidden)
     ours = (logits if post_head is None else post_head(logits)).float()
-    reference = model(
-        input_ids=token, attention_mask=None, use_cache=False, probe=_ShapeRecorder()
-    ).logits.float()
+    # ranks that share the embedding cannot make inputs of layers of ids as the family's own forward does
+    given = {"inputs_embeds": embedded, **beside} if beside else {"input_ids": token}
+    reference = model(**given, attention_mask=None, use_cache=False, probe=_ShapeRecorder()).logits.float()
     if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
         raise ConfigError(
             f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) "
@@ -151,8 +165,8 @@ def _beside(text_model: PreTrainedModel, token_ids: Tensor) -> Mapping[str, obje
 
 
 def kv_row_shapes(shapes: Sequence[LayerShape]) -> list[tuple[int, int]]:
-    """For every layer: (heads, width) of K, then of V."""
-    return [row for shape in shapes for row in (shape.key, shape.value)]
+    """For every layer with KV of its own: (heads, width) of K, then of V."""
+    return [row for shape in shapes if shape.owner is None for row in (shape.key, shape.value)]
 
 
 def window_of_all(shapes: list[LayerShape]) -> int | None:

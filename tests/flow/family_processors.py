@@ -270,9 +270,14 @@ def _gemma3(tokenizer: Any) -> Any:
     return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=_SQUARE), tokenizer, image_seq_length=16)
 
 
+_GEMMA4_PATCHES: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+
+
 def _gemma4(tokenizer: Any) -> Any:
-    patches: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
-    images, clips = hf.Gemma4ImageProcessor(**patches), hf.Gemma4VideoProcessor(**patches, num_frames=4)
+    images, clips = (
+        hf.Gemma4ImageProcessor(**_GEMMA4_PATCHES),
+        hf.Gemma4VideoProcessor(**_GEMMA4_PATCHES, num_frames=4),
+    )
     return hf.Gemma4Processor(hf.Gemma4AudioFeatureExtractor(feature_size=16), images, tokenizer, clips)
 
 

@@ -41,19 +41,12 @@ _AUDIO: dict[str, Any] = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 48,
     "subsampling_conv_channels": [16, 8], "initializer_range": 0.15,
 }  # fmt: skip
+_SEEING: dict[str, Any] = {
+    "use_bidirectional_attention": "vision", "num_key_value_heads": 4, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+}  # fmt: skip
 _MARKS = {IMAGE: (VS, VE), VIDEO: (VS, VE), AUDIO: (AS, AE)}
 Item = tuple[Modality, Mapping[str, Tensor], int, int]  # with rows of each of its parts, and their number
-
-
-def _patches(count: int, width: int, height: int, seed: int) -> tuple[Tensor, Tensor]:
-    """[count, 96, 48] and [count, 96, 2]: patches of one size, padded."""
-    across, down = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
-    positions = torch.stack([across, down], -1).flatten(0, 1)
-    positions = torch.nn.functional.pad(positions, (0, 0, 0, 96 - len(positions)), value=-1)
-    positions = positions.expand(count, -1, -1)
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.rand(count, 96, 48, generator=generator)
-    return values.masked_fill(positions[..., :1] < 0, 0.0), positions.clone()
 
 
 def _image(width: int, height: int, seed: int) -> Item:
@@ -69,6 +62,16 @@ def _clip(num_frames: int, width: int, height: int) -> Item:
         "num_frames_per_video": torch.tensor([num_frames]),
     }
     return VIDEO, item, width * height // 4, num_frames
+
+
+def _patches(count: int, width: int, height: int, seed: int) -> tuple[Tensor, Tensor]:
+    """[count, 96, 48] and [count, 96, 2]: patches of one size, padded."""
+    across, down = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
+    positions = torch.stack([across, down], -1).flatten(0, 1)
+    positions = torch.nn.functional.pad(positions, (0, 0, 0, 96 - len(positions)), value=-1)
+    positions = positions.repeat(count, 1, 1)
+    values = torch.rand(count, 96, 48, generator=torch.Generator().manual_seed(seed))
+    return values.masked_fill(positions[..., :1] < 0, 0.0), positions
 
 
 def _sound(num_frames: int) -> Item:
@@ -107,13 +110,7 @@ def _gemma4(**text: Any) -> TinyCase:
 def gemma4() -> TinyCase:
     """As the larger models: an image's tokens see each other in layers with a window, in which there is less
     room than the image takes."""
-    shape: dict[str, Any] = {
-        "num_key_value_heads": 4,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 2,
-    }
-    no_inputs = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-    return _gemma4(use_bidirectional_attention="vision", **shape, **no_inputs)
+    return _gemma4(**_SEEING, hidden_size_per_layer_input=0, num_kv_shared_layers=0)
 
 
 def gemma4_small() -> TinyCase:
