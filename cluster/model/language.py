@@ -197,7 +197,7 @@ class LanguageModel:
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""
-        return self._backend.can_capture(layer_cache(kv, 0))
+        return all(self._backend.can_capture(layer_cache(kv, i)) for i in range(self.num_layers))
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:

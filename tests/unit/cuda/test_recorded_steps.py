@@ -172,6 +172,14 @@ def test_media_are_placed_before_the_replay(name: str, device: SimulatedCuda) ->
     assert compared.num_forwards == 0
 
 
+def test_steps_are_not_recorded_if_one_layer_needs_the_host(device: SimulatedCuda) -> None:
+    model = language(device, TEXT_FAMILIES["gemma4_layer_inputs"]().model)
+    kv = BlockMemory(model.kv_layout, 1, "cuda")
+    assert model.can_capture(kv)
+    with mock.patch.object(RecordedAttention, "can_capture", lambda _, cache: cache.key.row_shape[1] < 32):
+        assert not model.can_capture(kv)
+
+
 def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device: SimulatedCuda) -> None:
     model = text_model(device, max_model_len=256)
     check_recorded_steps(model, num_steps=2, tolerance=1e-4)
