@@ -64,7 +64,7 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
-    # the layers, the last of a model, that attend over the KV of another, which stands beside them
+    # layers without KV of their own, and the layer over whose KV each attends
     kv_owners: Mapping[int, int] = field(default_factory=dict)
     windowed_spans: bool = False  # layers without a window see the spans as they see text
     # A recorded step comes with these, and its sizes above are unknown. None: kernels that need them make

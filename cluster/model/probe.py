@@ -34,7 +34,9 @@ class LayerShape:
     owner: int | None = None  # an earlier layer, over whose K and V it attends; None: over its own
 
     @classmethod
-    def from_json(cls, key: list[int], value: list[int], window: int | None, owner: int | None) -> LayerShape:
+    def from_json(
+        cls, key: list[int], value: list[int], window: int | None, owner: int | None = None
+    ) -> LayerShape:
         return cls((key[0], key[1]), (value[0], value[1]), window, owner)
 
 
