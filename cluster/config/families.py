@@ -32,10 +32,12 @@ class EncoderForm(Enum):
     STACKED_VIDEOS = auto()  # frames of one size; a newline row ends each clip
     MASKED_TILES = auto()  # tiles and a mask of their valid pixels
     FRAMES = auto()  # frames of one size, the same number of rows from each
+    COUNTED_FRAMES = auto()  # frames of one size, listed; their number beside them
     STACKED_TILES = auto()  # tiles or frames of one size, by one method for both
     MASKED_CROPS = auto()  # one image per call: crops of one size and a mask of their valid pixels
     SINGLE_IMAGES = auto()  # one image per call, whatever tensors the processor makes of it
     MEL_WINDOWS = auto()  # windows of a spectrum, with or without a mask of the valid frames
+    MASKED_SOUND = auto()  # one sound per call; the encoder tells valid rows from padding
     TIMED_MEL_WINDOWS = auto()  # the same; each window gets its position in the sound
     PADDED_MELS = auto()  # Qwen2.5-Omni: spectra padded to the longest, with a mask
     SINGLE_MELS = auto()  # Qwen3-Omni: one spectrum per call, with a mask
@@ -73,7 +75,8 @@ class ModelFamily:
     bounds_whole_clips: bool = False  # the processor's pixel bounds hold for all frames of a clip together
     frames_of_an_image: int = 1  # the processor's pixel bounds take an image for a clip of so many frames
     clips_are_written_as_images: bool = False  # the image's token stands for a clip's rows, too
-    reads_placeholders_as_zero: bool = False  # as token 0, also those that it generated
+    # as this token, or the one of this name in the text configuration; also those that it generated
+    reads_placeholders_as: int | str | None = None
     leaves_logits: bool = False  # transformers does not scale them as the text configuration says
     package: str = ""  # that transformers needs for it, besides the requirements
     hears_clips: bool = False  # the processor takes a clip with its sound track
@@ -83,6 +86,15 @@ class ModelFamily:
     @property
     def modalities(self) -> tuple[Modality, ...]:
         return tuple(self.encoders)
+
+    def encoders_of(self, config: Mapping[str, Any]) -> Mapping[Modality, EncoderForm]:
+        """Those that a checkpoint with this configuration has: it may leave some out."""
+        parts = {Modality.AUDIO: "audio_config"}
+        return {
+            modality: form
+            for modality, form in self.encoders.items()
+            if config.get(parts.get(modality, "vision_config"), form) is not None
+        }
 
 
 TEXT = ModelFamily("")  # any plain causal language model
@@ -99,6 +111,9 @@ _STACKED_TILES = {
 _SINGLE = {Modality.IMAGE: EncoderForm.SINGLE_IMAGES}
 _MELS = {Modality.AUDIO: EncoderForm.MEL_WINDOWS}
 
+_GEMMA4 = {
+    **_SINGLE, Modality.VIDEO: EncoderForm.COUNTED_FRAMES, Modality.AUDIO: EncoderForm.MASKED_SOUND
+}  # fmt: skip
 _GLM: Mapping[str, Any] = {
     "bounds_whole_clips": True, "frames_of_an_image": 2, "clips_are_written_as_images": True
 }  # fmt: skip
@@ -134,11 +149,11 @@ _RECORDS = (
     ModelFamily("cosmos3_omni", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
     ModelFamily("cohere_compass", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
     ModelFamily("cosmos3_edge", _PACKED, PositionForm.QWEN_VL),
-    ModelFamily("muse_glimmer", _VISION, reads_placeholders_as_zero=True),
-    ModelFamily("muse_spark", _VISION, reads_placeholders_as_zero=True),
+    ModelFamily("muse_glimmer", _VISION, reads_placeholders_as=0),
+    ModelFamily("muse_spark", _VISION, reads_placeholders_as=0),
     ModelFamily("paddleocr_vl", _PACKED, PositionForm.QWEN_VL),
     ModelFamily("hunyuan_vl", _PACKED, PositionForm.HUNYUAN_VL),
-    ModelFamily("kimi_k25", _PACKED, reads_placeholders_as_zero=True),
+    ModelFamily("kimi_k25", _PACKED, reads_placeholders_as=0),
     ModelFamily("hyperclovax_vision_v2", _PACKED),
     ModelFamily("llava", _TILES),
     ModelFamily("vipllava", _TILES),
@@ -166,6 +181,7 @@ _RECORDS = (
     ),
     ModelFamily("granite_docling", _SINGLE, text_module="text_model"),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
+    ModelFamily("gemma4", _GEMMA4, reads_placeholders_as="pad_token_id"),
     ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),
     ModelFamily("voxtral", _MELS),
     ModelFamily("qwen3_asr", _MELS),

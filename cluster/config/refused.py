@@ -19,7 +19,7 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "idefics", "evolla", "blip",
     ),
     "each layer takes inputs of its own beside embedding rows": (
-        "gemma3n", "gemma4", "gemma4_unified", "granite4_vision",
+        "granite4_vision",
     ),
     "weights are chosen by what stands in the prompt (adapters, experts for media)": (
         "granite_speech", "granite_speech_plus", "phi4_multimodal", "ernie4_5_vl_moe",
@@ -36,7 +36,10 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
     "the processor rewrites the text around an image": ("idefics2", "fuyu"),
     "the processor leaves it to the template how many rows an image has": ("pp_chart2table",),
     "the processor takes no tensors without content": ("video_llava",),
-    "markers around an image take their embeddings from the encoder": ("ovis2",),
+    "markers around an image take their embeddings from the encoder": ("ovis2", "gemma3n"),
+    "transformers masks its images in one way for one kind of cache and in another for the others": (
+        "gemma4_unified",
+    ),
     "the encoder adds random numbers": ("vibevoice_asr",),
 }  # fmt: skip
 REFUSED: Mapping[str, str] = {name: cause for cause, names in _CAUSES.items() for name in names}

@@ -11,6 +11,7 @@ from cluster.engine.state import AnswerChoice, LanguageRequest
 from cluster.kvcache.blocks import BlockPool
 from cluster.model.language import LanguageModel
 from cluster.scheduling.chunks import Span, usable_prefix
+from cluster.types.media import Modality
 from cluster.types.request import Prompt
 from cluster.worker.blame import bookkeeping
 
@@ -83,10 +84,12 @@ def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
 
 
 def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[Span, ...]:
-    """Placeholder ranges in which the model attends in both directions, sorted. Empty for most families."""
+    """Placeholder ranges in which the model attends in both directions, sorted. Empty for most families. No
+    two of them touch: the processors of the others put marker tokens around each."""
     if not model.chunk_cut_spans:
         return ()
-    ranges = sorted(one for item in prompt.media for one in item.ranges)
+    seen = (item for item in prompt.media if item.modality is not Modality.AUDIO)
+    ranges = sorted(one for item in seen for one in item.ranges)
     return tuple((offset, offset + length) for offset, length in ranges)
 
 

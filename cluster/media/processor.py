@@ -290,7 +290,7 @@ def _row_tokens(processor: Any, config: Mapping[str, Any], family: ModelFamily) 
     }
     ids = placeholder_ids(config)
     tokens: dict[Modality, str] = {}
-    for modality in family.modalities:
+    for modality in family.encoders_of(config):
         part = parts[modality]
         if getattr(processor, part, None) is None or getattr(processor, f"{modality}_token", None) is None:
             continue
@@ -328,4 +328,9 @@ def _max_samples(processor: Any, audio_kwargs: Mapping[str, Any]) -> int | None:
         window = int(extractor.sampling_rate * extractor.chunk_length)
         return window * int(seconds // extractor.chunk_length)
     truncates = inspect.signature(extractor.__call__).parameters["truncation"].default
-    return extractor.n_samples if audio_kwargs.get("truncation", truncates) else None
+    if not audio_kwargs.get("truncation", truncates):
+        return None
+    if (samples := getattr(extractor, "n_samples", None)) is not None:
+        return samples
+    longest = inspect.signature(extractor.__call__).parameters["max_length"].default
+    return audio_kwargs.get("max_length", longest)

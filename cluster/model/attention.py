@@ -10,7 +10,7 @@ Letters: T new tokens of all sequences, B sequences, Hq query heads, Hk KV heads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -64,10 +64,18 @@ class PagedBatch:
     context_lens_tensor: Tensor  # [B] int64
     bidirectional_spans: Sequence[Sequence[Span]]  # per sequence; positions inside one span see each other
     on_layer: Callable[[int], None] | None = None  # called when a layer's K and V are written
+    # layers without KV of their own, and the layer over whose KV each attends
+    kv_owners: Mapping[int, int] = field(default_factory=dict)
+    windowed_spans: bool = False  # layers without a window see the spans as they see text
     # A recorded step comes with these, and its sizes above are unknown. None: kernels that need them make
     # them from the sizes.
     device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
+
+    def spans(self, window: int | None) -> Sequence[Sequence[Span]]:
+        """`bidirectional_spans` as a layer with this window sees them."""
+        hidden = self.windowed_spans and window is None
+        return [()] * len(self.query_lens) if hidden else self.bidirectional_spans
 
     @property
     def is_decode(self) -> bool:
@@ -149,11 +157,13 @@ def paged_attention(
         )
     batch, backend = paged
     layer_idx = cast(int, module.layer_idx)
-    cache = layer_cache(batch.kv, layer_idx)
+    owner = batch.kv_owners.get(layer_idx)
+    cache = layer_cache(batch.kv, layer_idx if owner is None else owner)
     new_key, new_value = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    backend.write(batch, cache, new_key, new_value)
-    if batch.on_layer is not None:
-        batch.on_layer(layer_idx)
+    if owner is None:
+        backend.write(batch, cache, new_key, new_value)
+        if batch.on_layer is not None:
+            batch.on_layer(layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = LayerAttention(scale, sliding_window or None, softcap, s_aux)
     out = backend.attend(batch, layer, query[0].transpose(0, 1), new_key, new_value, cache)

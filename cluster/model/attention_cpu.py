@@ -187,7 +187,7 @@ def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tenso
     positions = ends - 1
     if any(batch.bidirectional_spans):
         start = 0
-        for query_len, spans in zip(batch.query_lens, batch.bidirectional_spans, strict=True):
+        for query_len, spans in zip(batch.query_lens, batch.spans(window), strict=True):
             own = slice(start, start + query_len)
             for span_start, span_end in spans:
                 inside = (positions[own] >= span_start) & (positions[own] < span_end)

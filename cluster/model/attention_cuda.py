@@ -55,11 +55,16 @@ class CudaAttention:
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, cache: LayerCache
     ) -> Tensor:
         """`attend` for heads that our kernel takes. query is contiguous; K and V are in the cache only."""
-        if self.library is not None and _is_long_prompts(batch) and library_can(layer, cache):
+        if (
+            self.library is not None
+            and _is_long_prompts(batch, layer.sliding_window)
+            and library_can(layer, cache)
+        ):
             return _by_library(self.library, batch, layer, query, cache)
         tiles = tiles_for(query.shape[1], cache, query.dtype)
-        plan = plan_of(batch, tiles, layer.sliding_window)
-        return paged_attention.attend(query, cache, layer, step_of(batch), plan, tiles, self._num_processors)
+        window = layer.sliding_window
+        step, plan = step_of(batch, window), plan_of(batch, tiles, window)
+        return paged_attention.attend(query, cache, layer, step, plan, tiles, self._num_processors)
 
 
 def library_can(layer: LayerAttention, cache: LayerCache) -> bool:
@@ -69,13 +74,13 @@ def library_can(layer: LayerAttention, cache: LayerCache) -> bool:
     return is_plain and is_even and layer.softcap is None and layer.sinks is None
 
 
-def _is_long_prompts(batch: PagedBatch) -> bool:
+def _is_long_prompts(batch: PagedBatch, window: int | None) -> bool:
     """Whether the step has many new tokens and no answers, and is not recorded."""
     return (
         batch.device is None
         and len(batch.slots) > LONG_STEP
         and min(batch.query_lens) > MAX_ANSWER
-        and not any(batch.bidirectional_spans)
+        and not any(batch.spans(window))
     )
 
 
@@ -95,7 +100,7 @@ def _by_library(
 def _lengths(batch: PagedBatch) -> StepLengths:
     """The sizes of this step; made once."""
     if ("lengths",) not in batch.memo:
-        step = step_of(batch)
+        step = step_of(batch, None)
         context_starts = F.pad(step.contexts.cumsum(0), (1, 0)).int()
         batch.memo["lengths",] = StepLengths(
             step.starts, context_starts, step.contexts, step.tables, max(batch.query_lens),

@@ -139,6 +139,7 @@ def _part(batch: PagedBatch, seqs: Tensor) -> tuple[Tensor, PagedBatch]:
         block_tables=batch.block_tables[rows, :width],
         context_lens_tensor=batch.context_lens_tensor[rows],
         bidirectional_spans=[batch.bidirectional_spans[i] for i in chosen],
+        windowed_spans=batch.windowed_spans,
     )
     return tokens, part
 
@@ -174,7 +175,7 @@ def _is_plain_prompt(batch: PagedBatch, layer: LayerAttention, seq: int) -> bool
         query_len == context_len
         and layer.softcap is None
         and layer.sinks is None
-        and not batch.bidirectional_spans[seq]
+        and not batch.spans(window)[seq]
         and (window is None or context_len <= window)
     )
 
@@ -221,7 +222,7 @@ def _prefill_mask(
     first_query = batch.context_lens[seq] - batch.query_lens[seq]
     queries = torch.arange(first_query + rows.start, first_query + rows.stop, device=keys.device)[:, None]
     visible = keys <= queries
-    for start, end in batch.bidirectional_spans[seq]:
+    for start, end in batch.spans(window)[seq]:
         visible |= (queries >= start) & (queries < end) & (keys >= start) & (keys < end)
     if window is not None:
         visible &= keys > queries - window

@@ -41,8 +41,9 @@ class EncoderModel:
             )
         self.config = config
         self._base = model.model
-        self._calls = {modality: CALLS[form] for modality, form in family.encoders.items()}
-        self.modalities: tuple[Modality, ...] = family.modalities
+        encoders = family.encoders_of(config.to_dict())
+        self._calls = {modality: CALLS[form] for modality, form in encoders.items()}
+        self.modalities: tuple[Modality, ...] = tuple(encoders)
         self.feature_width: int = config.get_text_config().hidden_size * (1 + num_deepstack_layers(config))
         self.dtype: torch.dtype = next(model.parameters()).dtype
         # matrices that exist in packed form only are on the meta device

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cluster.config.adapters import Adapter
-from cluster.config.checkpoint import max_rope_length, placeholder_ids
+from cluster.config.checkpoint import max_rope_length
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import slots_of
 from cluster.model.attention import PagedBatch, UnknownSizes
@@ -33,7 +33,7 @@ from cluster.model.loading import fingerprint
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, window_of_all
 from cluster.model.sharding import UNDIVIDED, Sharding
-from cluster.model.support import backbone_of, num_deepstack_layers
+from cluster.model.support import backbone_of, has_windowed_spans, num_deepstack_layers
 from cluster.types.request import Prompt
 
 MAX_SCORED_ROWS = 64  # logits of so many tokens of a prompt are in memory at once
@@ -44,7 +44,8 @@ __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
 class LanguageModel:
     """Attributes are fixed at load.
 
-    kv_layout: K and V of every layer, in the format of `kv_format`.
+    kv_layout: K and V of every layer that has some of its own, in the format of `kv_format`.
+    num_layers: these layers. The last layers of some models attend over the KV of earlier ones.
     feature_width: hidden_size * (1 + deep-stack layers).
     position_axes: of the position of a text token.
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
@@ -58,24 +59,25 @@ class LanguageModel:
         text_config = config.get_text_config()
         self._model, self._text, self._backend = model, parts.text, parts.attention
         self._base = backbone_of(model)
-        self._embed = parts.embed
-        zeros = placeholder_ids(config.to_dict()).values() if parts.family.reads_placeholders_as_zero else ()
-        self._read_as_zero = torch.tensor([*zeros], dtype=torch.int64, device=self._embed.weight.device)
+        weight = parts.embed.weight
+        self._inputs = parts.inputs
         self._head, self._post_head, self._decoder = parts.head, parts.post_head, parts.decoder
         self._adapters, self.adapter_slots = parts.step_adapters, slots_of(parts.adapters)
         self._position_rule = RULES[parts.family.positions]
         self.family: str = config.model_type
-        self.chunk_cut_spans: bool = parts.family.is_media_bidirectional
+        self._windowed_spans = has_windowed_spans(config)
+        self.chunk_cut_spans: bool = parts.family.is_media_bidirectional or self._windowed_spans
         self.hidden_size: int = text_config.hidden_size
         self.vocab_size: int = parts.vocab_size
-        self.num_layers: int = text_config.num_hidden_layers
+        self._kv_owners = {i: shape.owner for i, shape in enumerate(parts.shapes) if shape.owner is not None}
+        self.num_layers: int = len(parts.shapes) - len(self._kv_owners)
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
         self.position_axes = self._position_rule.axes
         longest = text_config.max_position_embeddings
         self.max_model_len: int = min(longest, max_rope_length(text_config.to_dict()) or longest)
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model)
-        self.dtype: torch.dtype = self._embed.weight.dtype
-        self.device: torch.device = self._embed.weight.device
+        self.dtype: torch.dtype = weight.dtype
+        self.device: torch.device = weight.device
         self.block_size = parts.block_size
         self.weight_bytes, self.scratch_bytes = parts.weight_bytes, parts.scratch_bytes
         self.evictable_bytes = parts.evictable_bytes
@@ -135,14 +137,15 @@ class LanguageModel:
         of the others. `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA:
         enqueued). Fills in the `scores` of chunks that have some."""
         step = packed_step(chunks, kv, self.block_size, self.device, on_layer)
-        embeds = self._embed_tokens(step.token_ids)
+        step.batch.windowed_spans, step.batch.kv_owners = self._windowed_spans, self._kv_owners
+        token_ids = self._inputs.on_device(step.token_ids)
+        embeds, extra = self._inputs.rows(token_ids), self._inputs.of_layers(token_ids)
         places, deep = self._place_features(embeds, chunks)
-        extra: dict[str, object] = {}
         if deep is not None:
             mask = torch.zeros(1, len(embeds), dtype=torch.bool, device=self.device)
             for place in places:
                 mask[0, place] = True
-            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": deep}
+            extra = {**extra, "visual_pos_masks": mask, "deepstack_visual_embeds": deep}
         with self._adapted(step.adapters):
             return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks).float()
 
@@ -161,17 +164,19 @@ class LanguageModel:
         block_tables[i] covers context_lens[i] + 1 tokens. adapters: their numbers, or 0; empty: no sequence
         has one. Returns [B, vocab_size] float32 logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
+        batch.kv_owners = self._kv_owners
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
-        embeds, wanted = self._embed_tokens(token_ids), torch.arange(len(token_ids))
+        known, wanted = self._inputs.on_device(token_ids), torch.arange(len(token_ids))
+        embeds, extra = self._inputs.rows(known), self._inputs.of_layers(known)
         with self._adapted(np.array(adapters, dtype=np.int64)):
-            return self._run(embeds, position_ids, batch, wanted).float()
+            return self._run(embeds, position_ids, batch, wanted, extra).float()
 
     def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
         """`forward` or `decode` over tensors at fixed addresses, for a CUDA graph. embeds [T, hidden_size]
         may be overwritten; None: the tokens are looked up. Returns [W, vocab_size] logits in any dtype.
         Reads nothing from the host."""
         if embeds is None:
-            embeds = self._embedded(inputs.token_ids)
+            embeds = self._inputs.rows(inputs.token_ids)
         unknown = UnknownSizes()
         batch = PagedBatch(
             kv,
@@ -182,31 +187,31 @@ class LanguageModel:
             block_tables=inputs.step.tables,
             context_lens_tensor=inputs.step.contexts,
             bidirectional_spans=unknown,
+            kv_owners=self._kv_owners,
+            windowed_spans=self._windowed_spans,
             device=inputs.step,
         )
+        extra = self._inputs.of_layers(inputs.token_ids)
         with self._adapters.of_step(inputs.adapters.long() if self.adapter_slots else None):
-            return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted)
+            return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted, extra)
 
     def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None:
         """Writes the embeddings of token_ids [T], and in their places the feature rows of the chunks, into
         embeds [T, hidden_size]. The features have no rows for deep-stack layers."""
-        embeds.copy_(self._embedded(token_ids))
+        embeds.copy_(self._inputs.rows(token_ids))
         self._place_features(embeds, chunks)
 
     def known_ids(self, token_ids: Sequence[int]) -> np.ndarray:
-        """[T] int64. Placeholder ids may lie outside the embedding table and become 0: their rows are
-        replaced later."""
-        ids = np.array(token_ids)
-        ids[ids >= self._embed.num_embeddings] = 0
-        return ids
+        """See `TokenInputs`."""
+        return self._inputs.known_ids(token_ids)
 
     def known_on_device(self, token_ids: Tensor) -> Tensor:
-        """`known_ids`, [T] int64 on the device."""
-        return token_ids.masked_fill(token_ids >= self._embed.num_embeddings, 0)
+        """See `TokenInputs`."""
+        return self._inputs.known_on_device(token_ids)
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""
-        return self._backend.can_capture(layer_cache(kv, 0))
+        return all(self._backend.can_capture(layer_cache(kv, i)) for i in range(self.num_layers))
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
@@ -282,18 +287,6 @@ class LanguageModel:
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)
         return logits if self._post_head is None else self._post_head(logits)
-
-    def _embed_tokens(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        """[T, hidden_size]."""
-        if isinstance(token_ids, Tensor):
-            return self._embedded(self.known_on_device(token_ids))
-        return self._embedded(torch.from_numpy(self.known_ids(token_ids)).to(self.device))
-
-    def _embedded(self, token_ids: Tensor) -> Tensor:
-        """[T] → [T, hidden_size]."""
-        if len(self._read_as_zero):
-            token_ids = token_ids.masked_fill((token_ids[:, None] == self._read_as_zero).any(-1), 0)
-        return self._embed(token_ids)
 
     def _place_features(
         self, embeds: Tensor, chunks: Sequence[SequenceChunk]

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cluster.config.adapters import Adapter
+from cluster.config.checkpoint import placeholder_ids
 from cluster.config.families import ModelFamily
 from cluster.config.machine import has_triton
 from cluster.errors import ConfigError
@@ -47,6 +48,7 @@ from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.sharding import Sharding, distributing
 from cluster.model.support import check_class, family_of, post_head, text_of
+from cluster.model.token_inputs import TokenInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,7 @@ class LanguageParts:
     family: ModelFamily
     text: PreTrainedModel
     embed: nn.Embedding
+    inputs: TokenInputs
     head: nn.Module
     vocab_size: int
     post_head: Callable[[Tensor], Tensor] | None  # what the family does to the logits; None: nothing
@@ -137,6 +140,7 @@ def probed_parts(
         family=family,
         text=text,
         embed=embed,
+        inputs=_token_inputs(model, family, text, embed),
         head=head,
         vocab_size=head.weight.shape[0],
         post_head=after,
@@ -154,6 +158,17 @@ def _adapted(parts: LanguageParts, adapters: Sequence[Adapter]) -> LanguageParts
     step = adapt(parts.text, adapters, parts.embed.weight.device, parts.embed.weight.dtype)
     num_bytes = parts.weight_bytes + adapter_bytes(parts.text)
     return replace(parts, adapters=adapters, step_adapters=step, weight_bytes=num_bytes)
+
+
+def _token_inputs(
+    model: PreTrainedModel, family: ModelFamily, text: PreTrainedModel, embed: nn.Embedding
+) -> TokenInputs:
+    read_as = family.reads_placeholders_as
+    if read_as is None:
+        return TokenInputs(text, embed)
+    replaced = [*placeholder_ids(model.config.to_dict()).values()]
+    named = getattr(model.config.get_text_config(), read_as) if isinstance(read_as, str) else read_as
+    return TokenInputs(text, embed, replaced, named)
 
 
 def make_backend(

@@ -164,6 +164,23 @@ def _flat(rows: Tensor | Sequence[Tensor]) -> Tensor:
     return rows.flatten(0, -2) if isinstance(rows, Tensor) else torch.cat([_flat(part) for part in rows])
 
 
+def _masked_sound(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Gemma 4: one sound per call, because those of a call would be padded to the longest."""
+    outputs = [base.get_audio_features(**item, return_dict=True) for item in items]
+    return [output.pooler_output[output.attention_mask] for output in outputs]
+
+
+def _counted_frames() -> Splitter:
+    """A unit is a frame."""
+    key = "num_frames_per_video"
+    frames = _along(0, "pixel_values_videos", "video_position_ids")
+
+    def piece(item: Item, start: int, end: int) -> Item:
+        return {**frames.piece(item, start, end), key: torch.full_like(item[key], end - start)}
+
+    return Splitter(frames.num_units, piece)
+
+
 def _timed_mel_windows(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """Music Flamingo. It finds out from the prompt which windows make up a sound; a prompt of one sound's
     placeholders will do."""
@@ -260,11 +277,13 @@ CALLS: Mapping[EncoderForm, EncodeCall] = {
     EncoderForm.STACKED_VIDEOS: EncodeCall(_stacked_videos, _along(1, "pixel_values_videos", num_end_rows=1)),
     EncoderForm.MASKED_TILES: EncodeCall(_masked_tiles, _along(1, "pixel_values", "pixel_attention_mask")),
     EncoderForm.FRAMES: EncodeCall(_by_name("get_video_features"), _along(1, "pixel_values_videos")),
+    EncoderForm.COUNTED_FRAMES: EncodeCall(_by_name("get_video_features"), _counted_frames()),
     EncoderForm.STACKED_TILES: EncodeCall(_stacked_tiles, _along(1, "pixel_values", "pixel_values_videos")),
     EncoderForm.MASKED_CROPS: EncodeCall(
         _by_name("get_image_features"), _along(0, "pixel_values", "pixel_mask")
     ),
     EncoderForm.SINGLE_IMAGES: EncodeCall(_by_name("get_image_features")),
+    EncoderForm.MASKED_SOUND: EncodeCall(_masked_sound),
     EncoderForm.TIMED_MEL_WINDOWS: EncodeCall(_timed_mel_windows),
     EncoderForm.MEL_WINDOWS: EncodeCall(
         _by_name("get_audio_features"), _along(0, "input_features", "input_features_mask")

@@ -4,8 +4,8 @@ backends would silently ignore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.model.token_inputs import layer_inputs
 
 _PROBE_NAME = "epdg_probe"
 # keywords that families pass along and that no attention function reads, or that ours reads
@@ -25,15 +26,18 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Row shapes of one layer's K and V, and its window."""
+    """Row shapes of one layer's K and V, its window, and whose KV it attends over."""
 
     key: tuple[int, int]  # (kv heads, key width)
     value: tuple[int, int]  # (kv heads, value width); the width differs from the key's in MLA
     window: int | None  # a token sees itself and the `window - 1` tokens before it; None: all
+    owner: int | None = None  # an earlier layer, over whose K and V it attends; None: over its own
 
     @classmethod
-    def from_json(cls, key: list[int], value: list[int], window: int | None) -> LayerShape:
-        return cls((key[0], key[1]), (value[0], value[1]), window)
+    def from_json(
+        cls, key: list[int], value: list[int], window: int | None, owner: int | None = None
+    ) -> LayerShape:
+        return cls((key[0], key[1]), (value[0], value[1]), window, owner)
 
 
 class _ShapeRecorder:
@@ -41,6 +45,7 @@ class _ShapeRecorder:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self._keys: list[tuple[Tensor, int]] = []  # with the layer that made it
         self.objections: set[str] = set()
 
     def see(self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict) -> None:
@@ -48,10 +53,14 @@ class _ShapeRecorder:
         if layer_idx is None or layer_idx in self.shapes:
             self.objections.add("it calls attention more than once per layer (cross attention?)")
             return
+        owner = next((own for seen, own in self._keys if seen is key), None)
+        if owner is None:
+            self._keys.append((key, layer_idx))
         self.shapes[layer_idx] = LayerShape(
             (key.shape[1], key.shape[3]),
             (value.shape[1], value.shape[3]),
             cast(int | None, kwargs.get("sliding_window")) or None,
+            owner,
         )
         self.objections.update(
             f"its attention takes '{name}'"
@@ -91,7 +100,8 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
     text_model.set_attn_implementation(_PROBE_NAME)
     recorder = _ShapeRecorder()
     dummy = torch.zeros(1, 1, hidden_size, dtype=text_model.dtype, device=text_model.device)
-    text_model(inputs_embeds=dummy, use_cache=False, probe=recorder)
+    token = torch.zeros(1, dtype=torch.int64, device=text_model.device)
+    text_model(inputs_embeds=dummy, use_cache=False, probe=recorder, **_beside(text_model, token))
     config = text_model.config
     _check_windows(config, recorder)
     num_layers = config.num_hidden_layers
@@ -103,7 +113,15 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
         raise ConfigError(
             f"model type '{config.model_type}' is not supported: {'; '.join(sorted(recorder.objections))}"
         )
-    return [recorder.shapes[i] for i in range(num_layers)]
+    return with_owners_first([recorder.shapes[i] for i in range(num_layers)])
+
+
+def with_owners_first(shapes: list[LayerShape]) -> list[LayerShape]:
+    """The shapes, if layers without KV of their own are the last ones: block memory is found by the layer's
+    number. Else every layer stores its KV, shared or not."""
+    num_owners = sum(shape.owner is None for shape in shapes)
+    is_so = all(shape.owner is None for shape in shapes[:num_owners])
+    return shapes if is_so else [replace(shape, owner=None) for shape in shapes]
 
 
 def _check_windows(config: PreTrainedConfig, recorder: _ShapeRecorder) -> None:
@@ -127,13 +145,14 @@ def check_post_head(
     ConfigError."""
     token = torch.tensor([[1]], device=text_model.device)
     embedded = model.get_input_embeddings()(token)
-    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=_ShapeRecorder()).last_hidden_state
+    beside, recorder = _beside(text_model, token[0]), _ShapeRecorder()
+    hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=recorder, **beside).last_hidden_state
     head = cast(nn.Module, model.get_output_embeddings())
     logits = head(hidden)
     ours = (logits if post_head is None else post_head(logits)).float()
-    reference = model(
-        input_ids=token, attention_mask=None, use_cache=False, probe=_ShapeRecorder()
-    ).logits.float()
+    # ranks that share the embedding cannot make inputs of layers of ids as the family's own forward does
+    given = {"inputs_embeds": embedded, **beside} if beside else {"input_ids": token}
+    reference = model(**given, attention_mask=None, use_cache=False, probe=_ShapeRecorder()).logits.float()
     if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
         raise ConfigError(
             f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) "
@@ -142,9 +161,14 @@ def check_post_head(
         )
 
 
+def _beside(text_model: PreTrainedModel, token_ids: Tensor) -> Mapping[str, object]:
+    make = layer_inputs(text_model)
+    return {} if make is None else make(token_ids)
+
+
 def kv_row_shapes(shapes: Sequence[LayerShape]) -> list[tuple[int, int]]:
-    """For every layer: (heads, width) of K, then of V."""
-    return [row for shape in shapes for row in (shape.key, shape.value)]
+    """For every layer with KV of its own: (heads, width) of K, then of V."""
+    return [row for shape in shapes if shape.owner is None for row in (shape.key, shape.value)]
 
 
 def window_of_all(shapes: list[LayerShape]) -> int | None:

@@ -30,6 +30,11 @@ from cluster.model.failures import LOADING_ERRORS
 _WHOLE_EXPERTS = ("step3p7",)
 
 
+# Model types whose plan gives other numbers. Gemma 3n takes the mean of a row of its MLP, of which a rank has
+# a share.
+_WRONG_PLANS = ("gemma3n_text",)
+
+
 @dataclass(frozen=True)
 class Sharding:
     num_ranks: int = 1
@@ -54,6 +59,12 @@ def read_share(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Reads this rank's share of the weights. All ranks of the group call it together. Raises ConfigError."""
     text_config = config.get_text_config()
+    if config.model_type in _WRONG_PLANS:
+        raise ConfigError(
+            f"transformers cannot distribute model type '{config.model_type}': by its plan the model gives "
+            "other numbers",
+            param="tensor_parallel_size",
+        )
     check_heads(text_config, sharding.num_ranks)
     check_experts(text_config, config.model_type, sharding)
     with distributing(config.model_type, sharding.num_ranks):

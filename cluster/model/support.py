@@ -47,6 +47,8 @@ def check_supported(config: PreTrainedConfig) -> None:
             name,
             "transformers' attention interface does not express its chunked attention (attention_chunk_size)",
         )
+    if _bidirectional(config) not in (None, False, "vision"):
+        _refuse(name, "all its tokens see each other in both directions (use_bidirectional_attention)")
     layer_types = set(getattr(text, "layer_types", None) or _ATTENTION_LAYERS)
     if other := sorted(layer_types.difference(_ATTENTION_LAYERS)):
         _refuse(name, f"its layers of type {', '.join(other)} keep state that a block of KV cannot hold")
@@ -94,6 +96,16 @@ def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor] | None:
     if factor:
         return lambda logits: logits * factor
     return None
+
+
+def has_windowed_spans(config: PreTrainedConfig) -> bool:
+    """Whether the tokens of an image or of a clip's frame see each other in layers with a window, and only in
+    these (Gemma 4)."""
+    return _bidirectional(config) == "vision"
+
+
+def _bidirectional(config: PreTrainedConfig) -> object:
+    return getattr(config.get_text_config(), "use_bidirectional_attention", None)
 
 
 def num_deepstack_layers(config: PreTrainedConfig) -> int:

@@ -103,7 +103,8 @@ class LocalCluster:
         for note in plan.notes:
             self._say(note)
         if model := _model_of(plan):
-            self.modalities = family_of_type(read_config(model)["model_type"]).modalities
+            config = read_config(model)
+            self.modalities = tuple(family_of_type(config["model_type"]).encoders_of(config))
         self._start(plan)
         return self
 

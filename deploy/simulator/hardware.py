@@ -90,9 +90,9 @@ class Model:
 VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168, num_coded=6.525e9)
 # Card: 64 layers, 64 heads and 8 KV heads of 128, hidden size 5120, MLP of 25,600; 151,936 words.
 VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240, num_coded=31.2e9)
-# Card: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048; 128 experts of 768, of which a token chooses
-# 8. Three layers add rows of their own, so an embedding is four rows. Experts do not stay codes: attention does.
-# Encoder: 27 layers of 1152, 4304 between, 0.41 G parameters.
+# Card: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048; 128 experts of 768, of which a token
+# chooses 8. Three layers add rows of their own, so an embedding is four rows. Experts do not stay codes:
+# attention does. Encoder: 27 layers of 1152, 4304 between, 0.41 G parameters.
 VL_30B_A3B = Model(
     "vl-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.41e9, 16_384, num_active_parameters=3.3e9, num_coded=0.906e9
 )  # fmt: skip

@@ -27,7 +27,7 @@ class RecordedAttention:
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
         cache: LayerCache,
     ) -> Tensor:  # fmt: skip
-        step, device = step_of(batch), query.device
+        step, device = step_of(batch, layer.sliding_window), query.device
         positions = torch.arange(step.tables.shape[1] * step.block_size, device=device)
         tables = step.tables[step.seqs.clamp(min=0).long()].long()
         slots = tables[:, positions // step.block_size] * step.block_size + positions % step.block_size

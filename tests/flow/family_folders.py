@@ -35,12 +35,14 @@ SPECIAL_TOKENS = {
     "fake_image_token": "<fake_token_around_image>", "global_image_token": "<global-img>",
     "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "img_line_break_token": "[IMG_BREAK]",
 }  # fmt: skip
+_GEMMA4 = {"video_token": "<|video|>", "boa_token": "<|audio_bos|>", "eoa_token": "<|audio_eos|>"}
 OWN_TOKENS = {  # that templates and processors of transformers write themselves
     "idefics3": {"image_token": "<image>"},
     "smolvlm": {"image_token": "<image>", "video_token": "<video>"},
     "aya_vision": {"image_token": "<|IMG_PATCH|>"},
     "got_ocr2": {"image_token": "<imgpad>"},
     "muse_glimmer": {"image_token": "<|patch|>", "video_token": "<|video|>"},
+    **dict.fromkeys(("gemma4", "gemma4_small"), _GEMMA4),
     "step3p7": {"image_token": "<im_patch>"},
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
     "hunyuan_vl": {"image_start_token": "<|vision_bos|>", "image_end_token": "<|vision_eos|>"},
@@ -128,7 +130,9 @@ def _model(name: str, tokenizer: Any) -> hf.PreTrainedModel:
     """The family's tiny model with this tokenizer's ids and windows of SOUND_WINDOW_S seconds."""
     tiny = MEDIA_FAMILIES[name]().model
     config = tiny.config
-    config.get_text_config().vocab_size = VOCAB_SIZE
+    for key in ("vocab_size", "vocab_size_per_layer_input"):
+        if hasattr(config.get_text_config(), key):
+            setattr(config.get_text_config(), key, VOCAB_SIZE)
     ids = tokenizer.convert_tokens_to_ids
     special = SPECIAL_TOKENS | OWN_TOKENS.get(name, {})
     tokens = {

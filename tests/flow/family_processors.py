@@ -270,6 +270,17 @@ def _gemma3(tokenizer: Any) -> Any:
     return hf.Gemma3Processor(hf.Gemma3ImageProcessor(size=_SQUARE), tokenizer, image_seq_length=16)
 
 
+_GEMMA4_PATCHES: dict[str, Any] = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+
+
+def _gemma4(tokenizer: Any) -> Any:
+    images, clips = (
+        hf.Gemma4ImageProcessor(**_GEMMA4_PATCHES),
+        hf.Gemma4VideoProcessor(**_GEMMA4_PATCHES, num_frames=4),
+    )
+    return hf.Gemma4Processor(hf.Gemma4AudioFeatureExtractor(feature_size=16), images, tokenizer, clips)
+
+
 def _qwen2_audio(tokenizer: Any) -> Any:
     return hf.Qwen2AudioProcessor(ears(), tokenizer)
 
@@ -361,6 +372,8 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "idefics3": _idefics3,
     "smolvlm": _smolvlm,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_small": _gemma4,
     "qwen2_audio": _qwen2_audio,
     "qwen3_asr": _qwen3_asr,
     "audioflamingo3": _audioflamingo3,

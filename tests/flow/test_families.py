@@ -30,11 +30,12 @@ NUM_TOKENS = 12
 BLOCK_SIZE = 16
 FAMILIES = [*TEXT_FAMILIES, *MEDIA_FAMILIES]
 # By what is kept of a token and how it is read: windows, capped scores, sinks, latent heads, scaled queries,
-# positions in several dimensions, deep stacks, spans in both directions.
+# KV of other layers, positions in several dimensions, deep stacks, spans in both directions.
 KEPT = (
     "llama", "mistral_window", "gemma2_softcap_window", "gemma3_window", "gpt_oss_sinks_window",
-    "deepseek_v3_mla", "mistral4_mla", "qwen2_vl", "qwen3_vl", "qwen3_omni", "hunyuan_vl", "kimi_k25",
-    "muse_glimmer", "gemma3", "step3p7",
+    "deepseek_v3_mla", "mistral4_mla", "gemma4_layer_inputs",
+    "qwen2_vl", "qwen3_vl", "qwen3_omni", "hunyuan_vl", "kimi_k25",
+    "muse_glimmer", "gemma3", "gemma4", "step3p7",
 )  # fmt: skip
 of_those_kept_differently = pytest.mark.parametrize(
     "family", often(FAMILIES, KEPT), indirect=True, scope="module"

@@ -98,6 +98,11 @@ _SMALL: dict[str, Any] = {
     ("config", "architecture", "reason"),
     [
         (hf.Llama4TextConfig(**_SMALL, attention_chunk_size=64), "Llama4ForCausalLM", "llama4_text.*chunk"),
+        (
+            hf.Gemma4TextConfig(**_SMALL, use_bidirectional_attention="all"),
+            "Gemma4ForCausalLM",
+            "gemma4_text.*both directions",
+        ),
         (hf.Qwen3NextConfig(**_SMALL), "Qwen3NextForCausalLM", "qwen3_next.*linear_attention"),
         (hf.MambaConfig(vocab_size=64), "MambaForCausalLM", "mamba"),
         (hf.FalconH1Config(**_SMALL), "FalconH1ForCausalLM", "falcon_h1"),

@@ -53,6 +53,7 @@ TABLES = ([3, 1, 2, 7, 9], [4, 5, 6, 8, 10])
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 HUB, WHOLE = "_of_the_hub", "_whole_experts"  # endings of names: how experts lie in the folder and on ranks
 REFUSED: dict[str, str] = {
+    "gemma3n_layer_inputs": "cannot distribute model type 'gemma3n_text'",
     "hunyuan_vl": "cannot distribute model type 'hunyuan_vl'",
     "step3p7": "only give ranks whole ones: set expert_parallel true",
     f"llama{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",
@@ -63,7 +64,8 @@ REFUSED: dict[str, str] = {
 # lies. The others are like one of them, and `test_families` has their arithmetic in one process.
 DIFFERENT = (
     "llama", "qwen3", "phi3_window", "qwen3_moe", "gpt_oss_sinks_window", "olmo2", "glm4",
-    "cohere2_logit_scale", "deepseek_v3_mla", "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3",
+    "cohere2_logit_scale", "deepseek_v3_mla", "gemma4_layer_inputs",
+    "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3",
     "qwen3_vl_moe",
 )  # fmt: skip
 # Experts with biases and transposed, after a dense layer, beside shared ones, in a part of the width; square

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cluster.config.families import family_of_type, lacks_package
 from tests.flow import tiny_audio_models as audio
+from tests.flow import tiny_gemma_models as gemma
 from tests.flow import tiny_packed_models as packed
 from tests.flow import tiny_single_models as single
 from tests.flow import tiny_tiled_models as tiled
@@ -25,6 +26,7 @@ _BUILDERS = (
     single.aria,
     tiled.mistral3, tiled.mistral3_of_mistral4, tiled.lighton_ocr,
     tiled.aya_vision, tiled.cohere2_vision, tiled.deepseek_vl, tiled.idefics3, tiled.smolvlm,
+    gemma.gemma4, gemma.gemma4_small,
     audio.qwen2_audio, audio.qwen3_asr, audio.voxtral, audio.audioflamingo3, audio.musicflamingo,
     audio.glmasr, audio.moss_transcribe_diarize,
 )  # fmt: skip

@@ -125,6 +125,17 @@ YARN: dict[str, Any] = {
 # queries are scaled by their positions
 MISTRAL4: dict[str, Any] = {**DEEPSEEK, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.1}}
 
+# inputs of layers by token id; the last two layers attend over the KV of the first two
+LAYER_INPUTS: dict[str, Any] = {
+    **HEAD_16, **_WINDOW, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300, "num_kv_shared_layers": 2,
+}  # fmt: skip
+GEMMA4: dict[str, Any] = {**LAYER_INPUTS, "global_head_dim": 32, "final_logit_softcapping": 30.0}
+GEMMA3N: dict[str, Any] = {
+    **LAYER_INPUTS, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "laurel_rank": 8,
+    "final_logit_softcapping": 30.0,
+}  # fmt: skip
+
 _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, configuration class, what differs from _BASE
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),
@@ -155,6 +166,8 @@ _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, config
         "GraniteForCausalLM", "GraniteConfig", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}
     ),
     "deepseek_v3_mla": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK),
+    "gemma3n_layer_inputs": ("Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA3N),
+    "gemma4_layer_inputs": ("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4),
     "mistral4_mla": ("Mistral4ForCausalLM", "Mistral4Config", MISTRAL4),
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ from kv_transfer.codecs.codec import Codec
 from kv_transfer.codecs.quantisation import CODECS
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.gpu.cases import Heads, check_recorded_steps, paged_case
-from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
+from tests.unit.model.attention_cases import Shape, Spans, Step, dense, make_step, run
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)
@@ -79,7 +79,8 @@ def test_our_kernels_equal_dense_attention(mix: str, name: str, heads, dtype, kv
     if layer.sinks is not None:
         layer = replace(layer, sinks=layer.sinks[: heads[0]])
     shape = Shape(*heads, block_size=16, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-    step = make_step(shape, MIXES[mix], spans=mix == "mixed")
+    seen = {"mixed": Spans.EVERYWHERE, "prompts": Spans.WITH_WINDOW}.get(mix, Spans.NONE)
+    step = make_step(shape, MIXES[mix], seen)
     expected = dense(shape, step, layer)
     if layer.sinks is not None:
         layer = replace(layer, sinks=layer.sinks.to(DEVICE, dtype))

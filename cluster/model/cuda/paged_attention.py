@@ -18,7 +18,7 @@ meet the values, as flash-attn does. Letters as in `attention`, and M blocks of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as cached
 
 import numpy as np
@@ -90,13 +90,26 @@ def can_attend(cache: LayerCache) -> bool:
     return max(cache.key.row_shape[1], cache.value.row_shape[1]) <= MAX_WIDTH
 
 
-def step_of(batch: PagedBatch) -> StepTensors:
-    """The step's own tensors, if it came with some; else made once a step from the sizes on the host."""
-    if batch.device is not None:
-        return batch.device
+def step_of(batch: PagedBatch, window: int | None) -> StepTensors:
+    """The step's own tensors, if it came with some; else made once a step from the sizes on the host. As
+    layers with this window see the step's spans."""
     if ("step",) not in batch.memo:
-        batch.memo["step",] = step_tensors(batch)
-    return batch.memo["step",]
+        batch.memo["step",] = step_tensors(batch) if batch.device is None else batch.device
+    step = batch.memo["step",]
+    if window is not None or not _hides_spans(batch, step):
+        return step
+    if ("causal step",) not in batch.memo:
+        # those of padding stay 0
+        ends = torch.minimum(step.ends, step.indices + 1)
+        batch.memo["causal step",] = replace(step, ends=ends)
+    return batch.memo["causal step",]
+
+
+def _hides_spans(batch: PagedBatch, step: StepTensors) -> bool:
+    """Whether layers without a window see less than `step.ends` says. A recorded step may have spans."""
+    if not batch.windowed_spans or step.is_decode:
+        return False
+    return batch.device is not None or any(batch.bidirectional_spans)
 
 
 def plan_of(batch: PagedBatch, tiles: Tiles, window: int | None) -> AttentionPlan:
@@ -104,7 +117,7 @@ def plan_of(batch: PagedBatch, tiles: Tiles, window: int | None) -> AttentionPla
     key = ("plan", tiles, window)
     if key not in batch.memo:
         num_places = None if batch.device is not None else _num_places(batch)
-        batch.memo[key] = plan(step_of(batch), tiles, window, num_places)
+        batch.memo[key] = plan(step_of(batch, window), tiles, window, num_places)
     return batch.memo[key]
 
 

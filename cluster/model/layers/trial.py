@@ -134,12 +134,15 @@ class Trial:
         self._slots = slots.repeat_interleave(counts) if num_adapters else None
 
     def observe(self, layer: nn.Module) -> Observed | None:
-        """None: the layer does not return one tensor, or does not call attention once."""
+        """None: the layer does not return one tensor, does not call attention once, or is given more than
+        rows and keywords."""
+        if self._first_call[0] > 1:
+            return None
         recorder = _AttentionRecorder(self._attention)
         added = self._added(layer, recorder)
         if not isinstance(added, Tensor) or len(recorder.calls) != 1:
             return None
-        return Observed(added, recorder.calls[0], self._keywords.get("position_embeddings"))
+        return Observed(added, recorder.calls[0], self._first_call[1].get("position_embeddings"))
 
     def agrees(self, replacement: nn.Module, observed: Observed, tolerance: float) -> bool:
         """Whether it adds to its input what the observed layer adds, but for a relative error (2-norm)."""
@@ -158,7 +161,7 @@ class Trial:
         return agree(logits, head(hidden)[0].float(), tolerance)
 
     def _added(self, layer: nn.Module, attention: AttentionBackend) -> Tensor | None:
-        keywords = {**self._keywords, "paged": (self._step.batch(), attention)}
+        keywords = {**self._first_call[1], "paged": (self._step.batch(), attention)}
         with self._adapters.of_step(self._slots):
             out = layer(self._x, **keywords)
         return out.float() - self._x.float() if isinstance(out, Tensor) else None
@@ -171,12 +174,13 @@ class Trial:
             )  # fmt: skip
 
     @cached_property
-    def _keywords(self) -> Mapping[str, object]:
-        """Those with which the text model calls its first layer."""
-        given: dict[str, object] = {}
+    def _first_call(self) -> tuple[int, Mapping[str, object]]:
+        """How the text model calls its first layer: number of positional arguments, keywords."""
+        num_positional, given = 0, {}
 
-        def note(_layer: nn.Module, _args: tuple, keywords: dict) -> None:
-            given.update(keywords)
+        def note(_layer: nn.Module, args: tuple, keywords: dict) -> None:
+            nonlocal num_positional, given
+            num_positional, given = len(args), keywords
             raise _ArgumentsKnown
 
         first = cast(nn.ModuleList, self._text_model.layers)[0]
@@ -187,7 +191,7 @@ class Trial:
             pass
         finally:
             hook.remove()
-        return given
+        return num_positional, given
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,14 @@ def rows_under(heading: str) -> dict[str, str]:
     _, table = PAGE.read_text().split(f"| {heading}", 1)
     rows = [row.strip("| ").rsplit(" | ", 1) for row in table.split("\n\n", 1)[0].splitlines()[2:]]
     return {name: said for said, names in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+def test_a_checkpoint_that_leaves_an_encoder_out_takes_no_such_items() -> None:
+    family = MEDIA_FAMILIES["gemma4"]
+    make: Any = CONFIG_MAPPING["gemma4"]
+    config = make(audio_config=None, vision_config={}).to_dict()
+    assert [*family.encoders_of(config)] == ["image", "video"]
+    assert [*family.encoders_of({**config, "audio_config": {}, "vision_config": None})] == ["audio"]
 
 
 def is_served(name: str) -> bool:

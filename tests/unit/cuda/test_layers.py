@@ -4,7 +4,7 @@ take halves of layers, try forms of the norm, and must be faster."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -219,6 +219,15 @@ def test_a_layer_that_the_kernels_cannot_replace_is_not_run(device: SimulatedCud
     made = len(device.operators)
     assert replace_layers(model, FusedKernels(device), trial) == 0
     assert before < made == len(device.operators)
+
+
+def test_a_layer_that_is_given_more_than_rows_and_keywords_is_not_tried(device: SimulatedCuda):
+    sizes = {"head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 0}
+    model = on_gpu(device, hf.Gemma4TextModel(hf.Gemma4TextConfig(**{**_TINY, **sizes})))
+    trial = trial_of(device, model)
+    (layer, _) = cast(nn.ModuleList, model.layers)
+    assert trial.observe(layer) is None
+    assert replace_layers(model, FusedKernels(device), trial) == 0
 
 
 def test_a_layer_stays_if_its_replacement_is_slower(device: SimulatedCuda):

@@ -132,10 +132,10 @@ def mixed_steps() -> Iterator[list[SequenceChunk]]:
 
 
 ANSWERS = ([9, 10, 11], [20, 4, 14], [0, 0, 0], TABLES[:3])
-TEXTS = ("gemma3_window", "gpt_oss_sinks_window", "gemma2_softcap_window")
+TEXTS = ("gemma3_window", "gpt_oss_sinks_window", "gemma4_layer_inputs", "gemma2_softcap_window")
 
 
-@pytest.mark.parametrize("name", often(TEXTS, TEXTS[:2]))
+@pytest.mark.parametrize("name", often(TEXTS, TEXTS[:3]))
 def test_a_replayed_mixed_step_equals_the_unrecorded_one(name: str, device: SimulatedCuda) -> None:
     compared = Compared(language(device, TEXT_FAMILIES[name]().model))
     for chunks in mixed_steps():
@@ -171,8 +171,11 @@ def media_chunks(model: LanguageModel, case: TinyCase) -> list[SequenceChunk]:
     return chunks
 
 
-# two-way spans; three axes; read as zero
-@pytest.mark.parametrize("name", often(["gemma3", "qwen2_5_vl", "kimi_k25"], ["gemma3", "qwen2_5_vl"]))
+# two-way spans, in all layers and in those with a window; three axes; read as zero; inputs of layers
+MEDIA = ("gemma3", "gemma4", "qwen2_5_vl", "kimi_k25", "gemma4_small")
+
+
+@pytest.mark.parametrize("name", often(MEDIA, MEDIA[:3]))
 def test_media_are_placed_before_the_replay(name: str, device: SimulatedCuda) -> None:
     case = MEDIA_FAMILIES[name]()
     model = language(device, case.model)
@@ -182,6 +185,14 @@ def test_media_are_placed_before_the_replay(name: str, device: SimulatedCuda) ->
     compared.forward([*chunks[1:2], SequenceChunk([8], 3, 3, TABLES[3])])
     compared.check_kv()
     assert compared.num_forwards == 0
+
+
+def test_steps_are_not_recorded_if_one_layer_needs_the_host(device: SimulatedCuda) -> None:
+    model = language(device, TEXT_FAMILIES["gemma4_layer_inputs"]().model)
+    kv = BlockMemory(model.kv_layout, 1, "cuda")
+    assert model.can_capture(kv)
+    with mock.patch.object(RecordedAttention, "can_capture", lambda _, cache: cache.key.row_shape[1] < 32):
+        assert not model.can_capture(kv)
 
 
 def test_what_is_tried_on_a_gpu_holds_on_the_simulated_one(device: SimulatedCuda) -> None:

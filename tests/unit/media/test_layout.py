@@ -134,7 +134,16 @@ def test_pixels_stay_bytes_up_to_the_encoder_unless_the_processor_does_more_than
         if torch.uint8 not in {each.dtype for each in families[name][1].begin(modality, array).values()}
     }
     assert whole == {
-        (name, IMAGE) for name in ("deepseek_vl_hybrid", "deepseek_ocr2", "step3p7", "idefics3", "smolvlm")
+        (name, IMAGE)
+        for name in (
+            "deepseek_vl_hybrid",
+            "deepseek_ocr2",
+            "step3p7",
+            "idefics3",
+            "smolvlm",
+            "gemma4",
+            "gemma4_small",  # scaled alone
+        )
     }
 
 
@@ -332,6 +341,7 @@ def test_families_that_cut_windows_take_as_many_as_they_say_and_no_more(families
     with pytest.raises(MediaError, match=r"item 0 \(audio\): longer than 6 seconds"):
         media.layout(MediaProbe(AUDIO, num_samples=96_001))
     assert families["qwen2_audio"][1].settings.max_audio_samples == 2 * 16_000
+    assert families["gemma4"][1].settings.max_audio_samples == 30 * 16_000
     assert families["qwen3_omni"][1].settings.max_audio_samples is None
 
 

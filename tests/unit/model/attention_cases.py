@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 from torch import Tensor
@@ -39,9 +40,14 @@ class Step:
     contexts: list[tuple[Tensor, Tensor]]  # per sequence all K [S, Hk, D] and V, before they are quantised
 
 
-def make_step(shape: Shape, sizes: list[tuple[int, int]], spans: bool = False, seed: int = 0) -> Step:
-    """sizes: (tokens of the context, new tokens) per sequence. spans: a two-way span over each chunk's
-    end."""
+class Spans(Enum):
+    NONE = auto()
+    EVERYWHERE = auto()  # a two-way span over each chunk's end
+    WITH_WINDOW = auto()  # the same, in layers with a window alone
+
+
+def make_step(shape: Shape, sizes: list[tuple[int, int]], spans: Spans = Spans.NONE, seed: int = 0) -> Step:
+    """sizes: (tokens of the context, new tokens) per sequence."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(count: int, width: int) -> torch.Tensor:
@@ -73,7 +79,11 @@ def make_step(shape: Shape, sizes: list[tuple[int, int]], spans: bool = False, s
         lens,
         torch.stack([torch.nn.functional.pad(table, (0, width - len(table))) for table in ids]),
         torch.tensor(lens),
-        [[(max(0, context - 2), context + new)] if spans and new > 1 else [] for context, new in sizes],
+        [
+            [] if spans is Spans.NONE or new == 1 else [(max(0, context - 2), context + new)]
+            for context, new in sizes
+        ],
+        windowed_spans=spans is Spans.WITH_WINDOW,
     )
     new_key, new_value = (
         torch.cat([both[i][context:] for both, (context, _) in zip(contexts, sizes, strict=True)])
@@ -95,7 +105,8 @@ def dense(shape: Shape, step: Step, layer: LayerAttention) -> Tensor:
         if shape.kv_cache_dtype == "int8":
             key, value = (dequantise(*quantise(rows), shape.dtype) for rows in (key, value))
         query = step.query[start : start + step.batch.query_lens[i]]
-        spans = step.batch.bidirectional_spans[i]
+        is_causal = step.batch.windowed_spans and layer.sliding_window is None
+        spans = () if is_causal else step.batch.bidirectional_spans[i]
         outs.append(_dense_sequence(layer, query.float(), key.float(), value.float(), spans))
         start += len(query)
     return torch.cat(outs)

@@ -15,7 +15,7 @@ from cluster.model.attention import LayerAttention, PagedBatch, paged_attention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.kv_format import KvCacheDtype, LayerCache
 from tests.gpu.cases import Heads, paged_case
-from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
+from tests.unit.model.attention_cases import Shape, Spans, Step, dense, make_step, run
 
 HEADS = 4
 
@@ -35,7 +35,7 @@ layers = st.builds(
     sizes=st.lists(st.tuples(st.integers(0, 23), st.integers(1, 9)), min_size=1, max_size=4),
     decode=st.booleans(),
     block_size=st.sampled_from([1, 4, 16]),
-    spans=st.booleans(),
+    spans=st.sampled_from(Spans),
     kv_cache_dtype=st.sampled_from(["auto", "int8"]),
 )
 def test_paged_attention_equals_dense_attention(
@@ -43,7 +43,7 @@ def test_paged_attention_equals_dense_attention(
     sizes: list[tuple[int, int]],
     decode: bool,
     block_size: int,
-    spans: bool,
+    spans: Spans,
     kv_cache_dtype: KvCacheDtype,
 ) -> None:
     if decode:
@@ -84,8 +84,8 @@ def test_a_prompt_in_chunks_gets_what_the_whole_prompt_gets(kv_cache_dtype: KvCa
     LayerAttention(0.3, 16), LayerAttention(0.3, softcap=2.0),
     LayerAttention(0.3, sinks=torch.linspace(-1, 1, HEADS)),
 ])  # fmt: skip
-@pytest.mark.parametrize("spans", [False, True])
-def test_a_chunk_whose_scores_take_too_much_memory_runs_in_slices(layer, spans: bool, monkeypatch) -> None:
+@pytest.mark.parametrize("spans", Spans)
+def test_a_chunk_whose_scores_take_too_much_memory_runs_in_slices(layer, spans: Spans, monkeypatch) -> None:
     shape, sizes = Shape(HEADS), [(40, 33), (0, 20), (7, 1)]
     largest = []
     kernels = ("_explicit", "_fused")

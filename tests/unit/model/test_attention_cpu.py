@@ -17,7 +17,7 @@ from cluster.model.cpu.library import load_variant
 from cluster.model.kv_format import LayerCache
 from cluster.model.language_parts import make_backend
 from cluster.native.variants import runnable_variants
-from tests.unit.model.attention_cases import Shape, dense, make_step, run
+from tests.unit.model.attention_cases import Shape, Spans, dense, make_step, run
 
 LIBRARIES = {
     variant.name: kernels.cdll for variant in runnable_variants() if (kernels := load_variant(variant))
@@ -66,7 +66,7 @@ def shape_of(heads, widths, block_size, dtype, kv_cache_dtype) -> Shape:
     window=st.sampled_from([None, 1, 9, 150]),
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
-    spans=st.booleans(),
+    spans=st.sampled_from(Spans),
 )  # fmt: skip
 def test_native_attention_equals_dense_attention(
     variant, dtype, kv_cache_dtype, widths, heads, sizes, decode, block_size, window, softcap, sinks, spans

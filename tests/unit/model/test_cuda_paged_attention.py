@@ -27,7 +27,7 @@ from cluster.model.cuda.paged_attention import (
     plan_of,
     step_tensors,
 )
-from tests.unit.model.attention_cases import Shape, Step, dense, make_step, run
+from tests.unit.model.attention_cases import Shape, Spans, Step, dense, make_step, run
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -52,6 +52,10 @@ MIXES = {
 }
 
 
+def spans_of(mix: str) -> Spans:
+    return {"mixed": Spans.EVERYWHERE, "prompts": Spans.WITH_WINDOW}.get(mix, Spans.NONE)
+
+
 SINKS = torch.linspace(-1, 1, 4)
 LAYERS = {
     "causal": (CAUSAL, "auto"),
@@ -67,7 +71,7 @@ LAYERS = {
 def test_every_mix_equals_dense_attention(mix: str, name: str) -> None:
     layer, kv_cache_dtype = LAYERS[name]
     shape = replace(SMALL, kv_cache_dtype=kv_cache_dtype)
-    step = make_step(shape, MIXES[mix], spans=mix == "mixed")
+    step = make_step(shape, MIXES[mix], spans_of(mix))
     expected = dense(shape, step, layer)
     torch.testing.assert_close(attended(step, layer), expected, rtol=1e-4, atol=1e-5)
 
@@ -77,7 +81,7 @@ def test_every_mix_equals_dense_attention(mix: str, name: str) -> None:
 def test_every_mix_equals_plain_torch_in_half_precision(mix: str, name: str) -> None:
     layer, kv_cache_dtype = LAYERS[name]
     shape = replace(SMALL, dtype=torch.float16, kv_cache_dtype=kv_cache_dtype)
-    step, other = (make_step(shape, MIXES[mix], spans=mix == "mixed") for _ in range(2))
+    step, other = (make_step(shape, MIXES[mix], spans_of(mix)) for _ in range(2))
     expected, out = run(TorchAttention(), other, layer), attended(step, layer)
     assert out.dtype == torch.float16
     torch.testing.assert_close(out, expected, rtol=4e-3, atol=4e-3)
@@ -101,7 +105,7 @@ def test_every_mix_equals_plain_torch_in_half_precision(mix: str, name: str) -> 
     ids=lambda shape: f"{shape.heads}/{shape.kv_heads}/{shape.key_width}/{shape.value_width}",
 )
 def test_every_shape_of_heads_equals_dense_attention(shape: Shape) -> None:
-    step = make_step(shape, [(258, 1), (30, 12)], spans=True)
+    step = make_step(shape, [(258, 1), (30, 12)], Spans.EVERYWHERE)
     expected = dense(shape, step, CAUSAL)
     torch.testing.assert_close(attended(step, CAUSAL), expected, rtol=1e-4, atol=2e-5)
 
