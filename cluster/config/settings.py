@@ -326,12 +326,6 @@ class ClusterArgs(_Args):
         return self
 
     @model_validator(mode="after")
-    def _check_adapters(self) -> ClusterArgs:
-        if self.adapters and self.tensor_parallel_size > 1:
-            raise ValueError("adapters cannot be combined with tensor_parallel_size")
-        return self
-
-    @model_validator(mode="after")
     def _check_roles(self) -> ClusterArgs:
         if len(set(self.roles)) < len(self.roles):
             raise ValueError("roles names a deployment twice")

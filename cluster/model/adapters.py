@@ -6,6 +6,9 @@ A and B of all adapters lie side by side in two matrices, so a step with any mix
 products for each module, and a row's numbers depend on its own adapter alone: the columns of the others are
 multiplied by 0. A step without adapters skips both.
 
+Of a linear that the ranks of a worker divide by its outputs, each rank adds its piece of them; of one that
+they divide by its inputs, the products with A are summed over the ranks.
+
 Which adapter a row has is a property of the step (`StepAdapters`), set by the model that runs it.
 """
 
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -49,18 +53,33 @@ class StepAdapters:
             self.slots = None
 
 
+@dataclass(frozen=True)
+class Share:
+    """A rank's piece of what is divided as `torch.chunk` does."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def of(self, whole: Tensor, dim: int) -> Tensor:
+        return whole.chunk(self.num_ranks, dim)[self.rank]
+
+
+WHOLE = Share()
+
+
 class AdaptedLinear(nn.Module):
-    """A linear with what adapters add to it. `base` may be replaced by a module that computes the same."""
+    """A linear with what adapters add to it. `base` may be replaced by a module that computes the same. Every
+    rank has all of A and B."""
 
     def __init__(
         self, base: nn.Linear, updates: Sequence[Update | None], step: StepAdapters, device: torch.device,
-        dtype: torch.dtype,
+        dtype: torch.dtype, share: Share = WHOLE,
     ):  # fmt: skip
         """updates: of each adapter; None: it leaves this module as it is. device, dtype: of the matrices; the
         weight of `base` may be known packed only, and be on the meta device, or be codes."""
         super().__init__()
         self.base = base
-        self.step = step
+        self.step, self._share = step, share
         self.ranks = tuple(0 if update is None else len(update.a) for update in updates)
         self.in_features, self.out_features = base.in_features, base.out_features
         given = [update for update in updates if update is not None]
@@ -84,11 +103,17 @@ class AdaptedLinear(nn.Module):
         return self.base.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., T, inputs] → [..., T, outputs]."""
+        """[..., T, inputs] → [..., T, outputs]; both may be this rank's piece."""
         y, slots = self.base(x), self.step.slots
         if slots is None:
             return y
-        return y + ((x @ self.down) * self.scalings[slots]) @ self.up
+        if x.shape[-1] < self.in_features:
+            low = x @ self._share.of(self.down, 0)
+            dist.all_reduce(low)
+        else:
+            low = x @ self.down
+        up = self.up if y.shape[-1] == self.out_features else self._share.of(self.up, 1)
+        return y + (low * self.scalings[slots]) @ up
 
 
 @dataclass(frozen=True)
@@ -137,8 +162,9 @@ class Update:
 
 
 def adapt(
-    text_model: nn.Module, adapters: Sequence[Adapter], device: torch.device, dtype: torch.dtype
-) -> StepAdapters:
+    text_model: nn.Module, adapters: Sequence[Adapter], device: torch.device, dtype: torch.dtype,
+    share: Share = WHOLE,
+) -> StepAdapters:  # fmt: skip
     """Puts `AdaptedLinear` in the place of every linear of the text model that an adapter changes. Slot i + 1
     is adapters[i]. Blocks while the adapters are read. Raises ConfigError for an adapter that does not fit
     the model, or changes what is not a linear of its text model."""
@@ -154,7 +180,7 @@ def adapt(
     for path, each in updates.items():
         parent, _, leaf = path.rpartition(".")
         base = cast(nn.Linear, text_model.get_submodule(path))
-        setattr(text_model.get_submodule(parent), leaf, AdaptedLinear(base, each, step, device, dtype))
+        setattr(text_model.get_submodule(parent), leaf, AdaptedLinear(base, each, step, device, dtype, share))
     logger.info("%d adapters change %d linear modules", len(adapters), len(updates))
     return step
 

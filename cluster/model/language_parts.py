@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -27,7 +28,7 @@ from cluster.config.families import ModelFamily
 from cluster.config.machine import has_triton
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
-from cluster.model.adapters import StepAdapters, adapt, adapter_bytes
+from cluster.model.adapters import WHOLE, AdaptedLinear, Share, StepAdapters, adapt, adapter_bytes
 from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
 from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_cuda import CudaAttention
@@ -46,7 +47,7 @@ from cluster.model.layers.trial import Trial, WholeDecoder
 from cluster.model.loading import Half, load_half
 from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone
-from cluster.model.sharding import Sharding, distributing
+from cluster.model.sharding import Sharding, check_adapted, distributing
 from cluster.model.support import check_class, family_of, post_head, text_of
 from cluster.model.token_inputs import TokenInputs
 
@@ -99,7 +100,7 @@ def load_parts(
         making.notes["shapes"] = [astuple(shape) for shape in parts.shapes]
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
         if adapters:
-            parts = _adapted(parts, adapters)
+            parts = _adapted(parts, adapters, num_ranks)
         served = parts if ours is None else on_kernels(parts, ours)
         if weight_dtype != "auto" and served.head is parts.head:
             raise ConfigError(
@@ -154,8 +155,11 @@ def probed_parts(
     )
 
 
-def _adapted(parts: LanguageParts, adapters: Sequence[Adapter]) -> LanguageParts:
-    step = adapt(parts.text, adapters, parts.embed.weight.device, parts.embed.weight.dtype)
+def _adapted(parts: LanguageParts, adapters: Sequence[Adapter], num_ranks: int) -> LanguageParts:
+    share = Share(dist.get_rank(), num_ranks) if num_ranks > 1 else WHOLE
+    step = adapt(parts.text, adapters, parts.embed.weight.device, parts.embed.weight.dtype, share)
+    if num_ranks > 1:
+        check_adapted(parts.model, (m for m in parts.text.modules() if isinstance(m, AdaptedLinear)))
     num_bytes = parts.weight_bytes + adapter_bytes(parts.text)
     return replace(parts, adapters=adapters, step_adapters=step, weight_bytes=num_bytes)
 

@@ -168,14 +168,12 @@ class LeadingModel:
         kv: BlockMemory,
         adapters: Sequence[int] = (),
     ) -> Tensor:
-        """Tokens on the device are read: the other ranks are sent numbers. A model on several ranks has no
-        adapters."""
-        assert not any(adapters)
+        """Tokens on the device are read: the other ranks are sent numbers."""
         if isinstance(token_ids, Tensor):
             token_ids = token_ids.tolist()
         with _in_step():
-            self._tell(_Decode(token_ids, context_lens, deltas, block_tables))
-            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv)
+            self._tell(_Decode(token_ids, context_lens, deltas, block_tables, adapters))
+            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         with _in_step():
@@ -220,8 +218,8 @@ def follow(
         except EOFError:
             return
         match call:
-            case _Decode(token_ids, context_lens, deltas, block_tables):
-                model.decode(token_ids, context_lens, deltas, block_tables, kv)
+            case _Decode(token_ids, context_lens, deltas, block_tables, adapters):
+                model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters)
             case _CopyCall(sources, targets):
                 model.copy_blocks(sources, targets, kv)
             case _Forward(wires):
@@ -246,6 +244,7 @@ class _WireChunk(msgspec.Struct, array_like=True):
     features: list[tuple[int, int]]  # (start, rows)
     bidirectional_spans: list[tuple[int, int]]
     num_logits: int
+    adapter: int
     scored: Sequence[int]  # rows of `SequenceChunk.scores`: what they give is read at rank 0 only
 
 
@@ -258,6 +257,7 @@ class _Decode(msgspec.Struct, array_like=True, tag=True):
     context_lens: Sequence[int]
     deltas: Sequence[int]
     block_tables: Sequence[Sequence[int]]
+    adapters: Sequence[int]
 
 
 class _CopyCall(msgspec.Struct, array_like=True, tag=True):
@@ -284,6 +284,7 @@ def _to_wire(chunk: SequenceChunk) -> _WireChunk:
         [(piece.start, len(piece.rows)) for piece in chunk.features],
         list(chunk.bidirectional_spans),
         chunk.num_logits,
+        chunk.adapter,
         () if chunk.scores is None else chunk.scores.rows,
     )
 
@@ -322,4 +323,5 @@ def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> Sequence
         tuple(wire.bidirectional_spans),
         wire.num_logits,
         PromptScores(wire.scored, [0] * len(wire.scored), 0) if wire.scored else None,
+        wire.adapter,
     )

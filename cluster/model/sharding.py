@@ -11,7 +11,8 @@ not fit the model; what its plans compute wrong was found by trying every family
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,13 @@ _WHOLE_EXPERTS = ("step3p7",)
 # Model types whose plan gives other numbers. Gemma 3n takes the mean of a row of its MLP, of which a rank has
 # a share.
 _WRONG_PLANS = ("gemma3n_text",)
+
+
+# transformers' names of ways to divide a linear; None: every rank has all of it.
+_IN_PIECES = (
+    None, "colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep",
+    "replicate", "replicated_with_grad_allreduce",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,19 @@ def check_experts(text_config: PreTrainedConfig, model_type: str, sharding: Shar
             "would give other numbers), only give ranks whole ones: set expert_parallel true",
             param="expert_parallel",
         )
+
+
+def check_adapted(model: PreTrainedModel, linears: Iterable[nn.Module]) -> None:
+    """Raises ConfigError if ranks divide a linear, which adapters change, in another way than by successive
+    pieces of its outputs or inputs."""
+    names = {module: name for name, module in model.named_modules()}
+    for name in map(names.__getitem__, linears):
+        way = model.tp_plan.get(re.sub(r"\d+", "*", name))
+        if way not in _IN_PIECES:
+            raise ConfigError(
+                f"an adapter changes '{name}', which ranks divide in a way ({way}) in which adapters are not",
+                param="adapters",
+            )
 
 
 def _has_whole_experts(module: nn.Module) -> bool:

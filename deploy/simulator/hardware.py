@@ -69,8 +69,8 @@ class Model:
     kv_bytes_per_token: int
     num_vision_parameters: float
     bytes_per_row: int  # of embeddings
-    num_active_parameters: float = 0.0  # that a token computes with, of a model with experts; 0: all
     block_size: int = BLOCK_SIZE
+    num_active_parameters: float = 0.0  # that a token computes with, of a model with experts; 0: all
     num_coded: float = 0.0  # parameters of linears, which stay codes where a checkpoint is quantised
     code_bytes: float = 2.0  # of such a parameter and its part of a scale
 

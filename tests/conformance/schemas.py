@@ -69,7 +69,7 @@ OWN_FIELDS = {
     "ChoiceDelta": {"reasoning", "reasoning_content"},
     "Completion": {"ledger"},
     "CompletionChoice": {"token_ids", "prompt_token_ids", "prompt_logprobs"},
-    "Model": {"max_model_len"},
+    "Model": {"max_model_len", "parent"},
     "Response": {"media", "ledger", "frequency_penalty", "presence_penalty", "store"},
     "InputTokensDetails": {"audio_tokens"},
     "ResponseFunctionCallArgumentsDoneEvent": {"name"},  # the types of openai 2 demand it

@@ -7,6 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from cluster.config.adapters import Adapter, read_adapters
 from cluster.config.settings import REPOSITORY, ClusterArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
@@ -34,6 +36,7 @@ from cluster.model.step_model import StepModel
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
 from tests.fakes.processes import fork_server
+from tests.flow.adapter_folders import ATTENTION, LATENT, MLP, save_adapter
 from tests.flow.quantised_folders import (
     FP8_ENTRY,
     MXFP4_ENTRY,
@@ -49,6 +52,7 @@ from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import DEEPSEEK, TEXT, TEXT_FAMILIES
 
 BLOCK_SIZE = 4
+SLOTS = (1, 2)  # adapters of the two prompts, where there are some
 TABLES = ([3, 1, 2, 7, 9], [4, 5, 6, 8, 10])
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 HUB, WHOLE = "_of_the_hub", "_whole_experts"  # endings of names: how experts lie in the folder and on ranks
@@ -86,7 +90,12 @@ IN_FORMS = {  # packed along rows; experts, one by one; blocks that a rank's sha
     "qwen3_moe_w4a16": ("qwen3_moe", "W4A16 with zeros"),
     "llama_fp8_uneven": ("llama", "fp8 in blocks that are not filled"),
 }
-OFTEN = (*DIFFERENT, *QUANTISED, *IN_FORMS, f"qwen3_vl_moe{HUB}", *WHOLE_EXPERTS)
+ADAPTED = "_adapted"
+# Linears that are divided in pieces, or whole at the layer's ends; beside experts; latent projections
+ADAPTED_FAMILIES = tuple(
+    f"{name}{ADAPTED}" for name in ("llama", "phi3_window", "qwen3_moe", "deepseek_v3_mla")
+)
+OFTEN = (*DIFFERENT, *QUANTISED, *IN_FORMS, f"qwen3_vl_moe{HUB}", *WHOLE_EXPERTS, *ADAPTED_FAMILIES)
 RARELY = (
     *(name for name in FAMILIES if name not in OFTEN),
     *(f"{name}{WHOLE}" for name in ("mixtral", "mistral4_mla", "glm4v_moe", "kimi_k25", "deepseek_ocr2")),
@@ -94,29 +103,36 @@ RARELY = (
 Answers = tuple[list[list[int]], torch.Tensor]
 
 
-def answers(model: StepModel, kv: BlockMemory, feature_width: int) -> Answers:
+def adapters_in(folder: Path) -> list[Adapter]:
+    return read_adapters({path.name: str(path) for path in folder.glob("adapters/*")}, max_rank=16)
+
+
+def answers(model: StepModel, kv: BlockMemory, feature_width: int, slots: Sequence[int] = (0, 0)) -> Answers:
     """Greedy tokens of two prompts, of which one comes in two chunks and has rows in place of tokens, one of
     them from copied blocks on; then the logits of two tokens at once, and log-probabilities of tokens of the
     second prompt."""
     rows = torch.randn(3, feature_width, generator=torch.Generator().manual_seed(5))
     features = (FeatureSlice(1, rows),)
     scores = PromptScores([0, 1, 3], [31, 32, 34], 2)
+    of_first, of_second = slots
     first = [
-        SequenceChunk(list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, num_logits=0),
-        SequenceChunk(list(range(30, 35)), torch.arange(5), 0, TABLES[1], scores=scores),
+        SequenceChunk(
+            list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, num_logits=0, adapter=of_first
+        ),
+        SequenceChunk(list(range(30, 35)), torch.arange(5), 0, TABLES[1], scores=scores, adapter=of_second),
     ]
-    last = [SequenceChunk([40, 41, 42], torch.arange(6, 9), 6, TABLES[0])]
+    last = [SequenceChunk([40, 41, 42], torch.arange(6, 9), 6, TABLES[0], adapter=of_first)]
     second_token = model.forward(first, kv)[0].argmax()
     tokens = [[int(model.forward(last, kv)[0].argmax()), int(second_token)]]
     for step in range(4):
-        logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], TABLES, kv)
+        logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], TABLES, kv, slots)
         tokens.append(logits.argmax(-1).tolist())
     model.copy_blocks(TABLES[1][:3], [11, 12, 13], kv)
     copied = (TABLES[0], [11, 12, 13])
     for step in range(4, 6):
-        logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], copied, kv)
+        logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], copied, kv, slots)
         tokens.append(logits.argmax(-1).tolist())
-    both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2)
+    both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2, adapter=of_first)
     verified = model.forward([both], kv).flatten()
     return tokens, torch.cat([verified, torch.tensor([each.drawn for each in scores.found])])
 
@@ -131,7 +147,10 @@ def run_rank(
     for name, path in paths.items():
         try:
             sharding = Sharding(2, expert_parallel=name.endswith(WHOLE))
-            model = LanguageModel.load(path, dtype=torch.float32, block_size=BLOCK_SIZE, sharding=sharding)
+            adapters = adapters_in(path)
+            model = LanguageModel.load(
+                path, dtype=torch.float32, block_size=BLOCK_SIZE, sharding=sharding, adapters=adapters
+            )
         except ConfigError as error:
             results.send((name, str(error)))
             continue
@@ -141,7 +160,7 @@ def run_rank(
             assert progress.has((3, model.num_layers))
             continue
         leading = LeadingModel(model, [calls[name]], progress, torch.float32, group.device)
-        found = answers(leading, kv, model.feature_width)
+        found = answers(leading, kv, model.feature_width, SLOTS if adapters else (0, 0))
         calls[name].close()
         results.send((name, (*found, progress.now, model.weight_bytes, model.kv_layout.block_bytes)))
     results.send(None)
@@ -170,6 +189,12 @@ def save(name: str, folder: Path) -> None:
         hf.DeepseekV3ForCausalLM(config).save_pretrained(folder)
     elif name == "three_experts":
         hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**TEXT, num_experts=3)).save_pretrained(folder)
+    elif name.endswith(ADAPTED):
+        whole = FAMILIES[name.removesuffix(ADAPTED)]().model
+        whole.save_pretrained(folder)
+        linears = (*ATTENTION, *MLP, *LATENT)
+        save_adapter(whole, folder / "adapters" / "all", targets=linears, r=8)
+        save_adapter(whole, folder / "adapters" / "out", seed=1, targets=("o_proj",), r=4, lora_alpha=16)
     else:
         FAMILIES[name.removesuffix(HUB)]().model.save_pretrained(folder)
         if name.endswith(HUB):
@@ -236,10 +261,16 @@ def each_of(is_refused: bool) -> pytest.MarkDecorator:
 @each_of(is_refused=False)
 def test_two_ranks_answer_like_one_process(name: str, shared, checkpoints: dict[str, Path]) -> None:
     tokens, verified, progress, weight_bytes, block_bytes = shared[name]
-    model = LanguageModel.from_model(
-        load_half(checkpoints[name], Half.LANGUAGE, dtype=torch.float32, device="cpu"), block_size=BLOCK_SIZE
-    )
-    expected = answers(model, BlockMemory(model.kv_layout, 14), model.feature_width)
+    adapters = adapters_in(checkpoints[name])
+    if adapters:
+        model = LanguageModel.load(
+            checkpoints[name], dtype=torch.float32, block_size=BLOCK_SIZE, adapters=adapters
+        )
+    else:
+        half = load_half(checkpoints[name], Half.LANGUAGE, dtype=torch.float32, device="cpu")
+        model = LanguageModel.from_model(half, block_size=BLOCK_SIZE)
+    slots = SLOTS if adapters else (0, 0)
+    expected = answers(model, BlockMemory(model.kv_layout, 14), model.feature_width, slots)
     assert tokens == expected[0]
     torch.testing.assert_close(verified, expected[1], rtol=1e-4, atol=1e-4)
     assert progress == (3, model.num_layers)

@@ -29,6 +29,10 @@ WHOLE = {
     ("deepseek_ocr2", Modality.IMAGE),
     ("step3p7", Modality.IMAGE),
     ("granite_docling", Modality.IMAGE),
+    ("gemma4", Modality.IMAGE),
+    ("gemma4_small", Modality.IMAGE),
+    ("gemma4", Modality.AUDIO),
+    ("gemma4_small", Modality.AUDIO),
     ("musicflamingo", Modality.AUDIO),
     ("qwen2_5_omni", Modality.AUDIO),
     ("qwen3_omni", Modality.AUDIO),
@@ -53,7 +57,11 @@ def of_many_units(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
             longer[key] = noise(NUM_UNITS * int(grid[0, 1:].prod()), value.shape[1])
         elif key.startswith("pixel_values") and value.dim() == 5:
             longer[key] = noise(1, NUM_UNITS, *value.shape[2:])
-        elif key == "pixel_values" or key == "input_features":
+        elif key == "num_frames_per_video":
+            longer[key] = torch.full_like(value, NUM_UNITS)
+        elif key == "video_position_ids":
+            longer[key] = value[:1].expand(NUM_UNITS, *value.shape[1:]).contiguous()
+        elif key in ("pixel_values", "pixel_values_videos", "input_features"):
             longer[key] = noise(NUM_UNITS, *value.shape[1:])
         else:
             longer[key] = value.expand(NUM_UNITS, *value.shape[1:]).contiguous()

@@ -46,7 +46,7 @@ def test_the_parameters_are_those_of_the_cards() -> None:
         assert model.num_parameters == pytest.approx(size + plain[model], rel=0.005)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_document_has_the_sizes_on_one_gpu(name: str) -> None:
     sizes = []
     for weights in WEIGHT_FORMATS:
