@@ -69,7 +69,9 @@ async def serving(
             yield cluster, client
 
 
-@pytest.mark.parametrize("roles", ROLES)
+@pytest.mark.parametrize(
+    "roles", [ROLES[0], *(pytest.param(roles, marks=pytest.mark.slow) for roles in ROLES[1:])]
+)
 async def test_answers_of_every_adapter_in_company_equal_peft(
     adapted: Adapted, roles: tuple[str, ...]
 ) -> None:

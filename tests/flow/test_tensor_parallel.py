@@ -292,7 +292,11 @@ def test_heads_that_cannot_be_dealt_out_evenly_are_refused(checkpoints: dict[str
     ("changes", "message"),
     [
         ({"weight_dtype": "int8"}, "weight_dtype int8 cannot be combined with tensor_parallel_size 2"),
-        ({"expert_parallel": True}, "has no experts that ranks could have whole"),
+        pytest.param(
+            {"expert_parallel": True},
+            "has no experts that ranks could have whole",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"transfer": {"codec": "int4"}},
             "int4 has to pass a probe of the whole model",
