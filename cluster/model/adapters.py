@@ -1,6 +1,6 @@
 """LoRA adapters in the language half: linear modules that add, to each row, what the row's adapter adds.
 
-    y = W x + scaling * B A x
+    y = W x + B A x, where B is scaled
 
 A and B of all adapters lie side by side in two matrices, so a step with any mix of adapters is two small
 products for each module, and a row's numbers depend on its own adapter alone: the columns of the others are
@@ -53,6 +53,14 @@ class StepAdapters:
             self.slots = None
 
 
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What one adapter adds to one module: B A x. a [rank, inputs]; b [outputs, rank], scaled. float32."""
+
+    a: Tensor
+    b: Tensor
+
+
 @dataclass(frozen=True)
 class Share:
     """A rank's piece of what is divided as `torch.chunk` does."""
@@ -86,13 +94,13 @@ class AdaptedLinear(nn.Module):
         down, up = torch.cat([update.a for update in given]).T, torch.cat([update.b for update in given], 1).T
         self.register_buffer("down", down.to(device, dtype).contiguous(), persistent=False)
         self.register_buffer("up", up.to(device, dtype).contiguous(), persistent=False)
-        self.register_buffer("scalings", _scalings(updates).to(device, dtype), persistent=False)
+        self.register_buffer("mask", _mask(self.ranks).to(device, dtype), persistent=False)
 
-    def update(self, slot: int) -> tuple[Tensor, Tensor, float]:
-        """Returns A [rank, inputs], B^T [rank, outputs] and the scaling of an adapter that changes it."""
+    def update(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Returns A [rank, inputs] and the transposed B [rank, outputs] of an adapter that changes it."""
         first = sum(self.ranks[: slot - 1])
         own = slice(first, first + self.ranks[slot - 1])
-        return self.down[:, own].T, self.up[own], float(self.scalings[slot, first])
+        return self.down[:, own].T, self.up[own]
 
     @property
     def weight(self) -> Tensor:
@@ -113,23 +121,23 @@ class AdaptedLinear(nn.Module):
         else:
             low = x @ self.down
         up = self.up if y.shape[-1] == self.out_features else self._share.of(self.up, 1)
-        return y + (low * self.scalings[slots]) @ up
+        return y + (low * self.mask[slots]) @ up
 
 
 @dataclass(frozen=True)
 class MergedUpdates:
     """What adapters add to one product of several linears. down [inputs, ranks], up [ranks, outputs],
-    scalings [1 + adapters, ranks], where `ranks` are those of all adapters and linears."""
+    mask [1 + adapters, ranks], where `ranks` are those of all adapters and linears."""
 
     down: Tensor
     up: Tensor
-    scalings: Tensor
+    mask: Tensor
     step: StepAdapters
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
         """x [T, inputs]; y [T, outputs] is changed in place. Enqueued."""
         if (slots := self.step.slots) is not None:
-            y += ((x @ self.down) * self.scalings[slots]) @ self.up
+            y += ((x @ self.down) * self.mask[slots]) @ self.up
 
 
 def merged_updates(linears: Sequence[nn.Module]) -> MergedUpdates | None:
@@ -145,20 +153,13 @@ def merged_updates(linears: Sequence[nn.Module]) -> MergedUpdates | None:
     return MergedUpdates(
         torch.cat([linear.down for linear in adapted], 1),
         torch.block_diag(*ups),
-        torch.cat([linear.scalings for linear in adapted], 1),
+        torch.cat([linear.mask for linear in adapted], 1),
         adapted[0].step,
     )
 
 
 def without_adapters(linear: nn.Module) -> nn.Module:
     return linear.base if isinstance(linear, AdaptedLinear) else linear
-
-
-class Update:
-    """What one adapter adds to one module. a [rank, inputs], b [outputs, rank]."""
-
-    def __init__(self, a: Tensor, b: Tensor, scaling: float):
-        self.a, self.b, self.scaling = a, b, scaling
 
 
 def adapt(
@@ -185,6 +186,36 @@ def adapt(
     return step
 
 
+@contextmanager
+def all_used(text_model: nn.Module) -> Iterator[None]:
+    """Inside, `text_model` runs a step of tokens with an adapter. Raises ConfigError for an adapted module
+    that it does not call with a row for every token: what adapters add would be left out."""
+    unused = {
+        module: name for name, module in text_model.named_modules() if isinstance(module, AdaptedLinear)
+    }
+
+    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        slots = cast(AdaptedLinear, module).step.slots
+        if slots is not None and args[0].shape[-2] == len(slots):
+            unused.pop(cast(AdaptedLinear, module), None)
+
+    hooks = [module.register_forward_pre_hook(note) for module in unused]
+    try:
+        yield
+    except RuntimeError:
+        if not unused:
+            raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if unused:
+        raise ConfigError(
+            f"an adapter changes '{min(unused.values())}', which this model does not call as a linear of "
+            "every token",
+            param="adapters",
+        )
+
+
 def adapter_bytes(text_model: nn.Module) -> int:
     """Memory that the adapters take."""
     buffers = [
@@ -196,16 +227,9 @@ def adapter_bytes(text_model: nn.Module) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
 
-def _scalings(updates: Sequence[Update | None]) -> Tensor:
-    """[1 + adapters, sum of ranks]: what the products with A are multiplied by, for each slot."""
-    ranks = [0 if update is None else len(update.a) for update in updates]
-    scalings = torch.zeros(1 + len(updates), sum(ranks))
-    first = 0
-    for slot, (update, rank) in enumerate(zip(updates, ranks, strict=True), 1):
-        if update is not None:
-            scalings[slot, first : first + rank] = update.scaling
-        first += rank
-    return scalings
+def _mask(ranks: Sequence[int]) -> Tensor:
+    """[1 + adapters, sum of ranks]: for each slot 1 where the products with its own A stand, else 0."""
+    return torch.block_diag(torch.zeros(1, 0), *(torch.ones(1, rank) for rank in ranks))
 
 
 def _read(adapter: Adapter, text_model: nn.Module) -> dict[str, Update]:
@@ -220,7 +244,7 @@ def _read(adapter: Adapter, text_model: nn.Module) -> dict[str, Update]:
                     raise ConfigError(f"{name} has weights that are not finite")
                 if path in updates:
                     raise ConfigError(f"{name} is there twice, under two names")
-                updates[path] = Update(a, b, module.scaling)
+                updates[path] = Update(a, module.scaling * b)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"cannot read {adapter.weights}: {error}") from error
     return updates

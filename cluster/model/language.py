@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from cluster.config.adapters import Adapter
 from cluster.config.checkpoint import max_rope_length
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import slots_of
+from cluster.model.adapters import all_used, slots_of
 from cluster.model.attention import PagedBatch, UnknownSizes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.modules import WeightDtype
@@ -109,7 +109,10 @@ class LanguageModel:
             path, dtype=dtype, device=device, block_size=block_size, kv_cache_dtype=kv_cache_dtype,
             weight_dtype=weight_dtype, sharding=sharding, weight_cache=weight_cache, adapters=adapters,
         )  # fmt: skip
-        return cls(parts)
+        model = cls(parts)
+        if adapters:
+            model._try_adapters()
+        return model
 
     @classmethod
     def from_model(
@@ -255,6 +258,13 @@ class LanguageModel:
             return hidden.new_empty(0, self.vocab_size)
         is_all = batch.is_decode and len(rows) == len(hidden)
         return self._logits(hidden if is_all else hidden[rows])
+
+    def _try_adapters(self) -> None:
+        """One step of a block. Raises ConfigError if the model would leave an adapter out."""
+        kv = BlockMemory(self.kv_layout, 1, self.device)
+        tokens = [i % self.vocab_size for i in range(self.block_size)]
+        with all_used(self._text):
+            self.forward([SequenceChunk(tokens, 0, 0, [0], adapter=1)], kv)
 
     def _adapted(self, adapters: np.ndarray) -> AbstractContextManager[None]:
         """The work inside is that of tokens with these adapters."""

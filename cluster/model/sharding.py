@@ -29,13 +29,9 @@ from cluster.model.failures import LOADING_ERRORS
 # Model types whose experts may only be whole: by transformers' plan for parts of them the model gives other
 # numbers.
 _WHOLE_EXPERTS = ("step3p7",)
-
-
 # Model types whose plan gives other numbers. Gemma 3n takes the mean of a row of its MLP, of which a rank has
 # a share.
 _WRONG_PLANS = ("gemma3n_text",)
-
-
 # transformers' names of ways to divide a linear; None: every rank has all of it.
 _IN_PIECES = (
     None, "colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep",

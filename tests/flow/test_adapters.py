@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import linear
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from cluster.config.adapters import read_adapters
 from cluster.config.families import family_of_type
@@ -18,6 +20,7 @@ from cluster.model.cpu.library import load
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
+from cluster.model.sharding import check_adapted
 from tests.fakes.slow_params import often
 from tests.flow.adapter_folders import ATTENTION, adapters_of, save_adapter
 from tests.flow.test_families import Sequence, Split, admit, decode, generate, memory, prefill
@@ -26,7 +29,7 @@ from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase
 
 CASES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 FAMILIES = (
-    "llama", "qwen2", "qwen3", "gemma2_softcap_window", "gpt_oss_sinks_window", "qwen3_moe",
+    "llama", "qwen2", "qwen3", "phi3_window", "gemma2_softcap_window", "gpt_oss_sinks_window", "qwen3_moe",
     "deepseek_v3_mla", "qwen2_5_vl", "qwen3_vl",
 )  # fmt: skip
 
@@ -156,3 +159,26 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     adapter = save_adapter(case.model, tmp_path / "a", targets=ATTENTION, r=4)
     change(adapter, lambda _, tensor: tensor.index_fill(0, torch.tensor([1]), torch.inf))
     assert "not finite" in refusal(tmp_path, adapter)
+
+
+def test_a_linear_that_the_model_does_not_call_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models read the weight of a linear: what an adapter adds would be left out."""
+    case = tiny(tmp_path)
+    adapter = save_adapter(case.model, tmp_path / "a", targets=("up_proj",), r=4)
+
+    def forward(mlp: LlamaMLP, x: Tensor) -> Tensor:
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * linear(x, mlp.up_proj.weight))
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    assert "layers.0.mlp.up_proj" in (told := refusal(tmp_path, adapter)) and "does not call" in told
+
+
+def test_a_linear_that_ranks_divide_in_parts_of_pieces_is_refused_by_name(tmp_path: Path) -> None:
+    model = tiny(tmp_path).model
+    up = model.model.layers[0].mlp.up_proj
+    check_adapted(model, [up])
+    model.tp_plan = {**model.tp_plan, "model.layers.*.mlp.up_proj": "packed_colwise"}
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up_proj.*packed_colwise"):
+        check_adapted(model, [up])

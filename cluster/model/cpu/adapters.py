@@ -54,8 +54,7 @@ class PackedAdapters:
         for part, linear in enumerate(parts):
             if linear is None or not (rank := linear.ranks[slot - 1]):
                 continue
-            a, b, scaling = linear.update(slot)
-            down[part, :rank], up[part][:rank] = a, scaling * b
+            down[part, :rank], up[part][:rank] = linear.update(slot)
             is_changed = True
         if not is_changed:
             return LayerAdapter()

@@ -16,7 +16,8 @@ from cluster.engine.timing import Stopwatch
 from cluster.model.cuda.draw import to_device
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.fakes.cuda_device import SimulatedCuda
-from tests.unit.cuda.test_recorded_steps import FEATURES, PROMPTS, TABLES, Compared, text_model
+from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
+from tests.unit.cuda.test_recorded_steps import FEATURES, text_model
 
 NUM_STEPS = 6
 SAMPLING = [

@@ -18,7 +18,7 @@ from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.recorded_attention import RecordedAttention
 from tests.flow.adapter_folders import ATTENTION, MLP, save_adapter
 from tests.flow.tiny_models import TEXT_FAMILIES
-from tests.unit.cuda.test_recorded_steps import PROMPTS, TABLES, Compared
+from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
 
 
 @pytest.fixture

@@ -37,9 +37,8 @@ from tests.unit.model.test_cuda_whole_layer import (
     ATTENTION,
     LAYERS,
     MLP,
-    NUM_TOKENS,
-    PROMPTS,
     WHOLE,
+    generated,
     greedy,
     what_is_fused,
 )
@@ -95,19 +94,6 @@ def fused(folder: Path) -> LanguageParts:
     return on_kernels(replace(parts, attention=attention), kernels)
 
 
-def generated(expected: Checkpoint, folder: Path) -> list[list[int]]:
-    whole: Any = expected.model_class.from_pretrained(folder, dtype=torch.float32).eval()
-    answers = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        out = whole.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS,
-            min_new_tokens=NUM_TOKENS, do_sample=False,
-        )  # fmt: skip
-        answers.append(out[0, len(prompt) :].tolist())
-    return answers
-
-
 @interpreted
 @pytest.mark.parametrize(("family", "form", "what"), often(CASES, (CASES[1], CASES[2], CASES[8], CASES[9])))
 def test_a_model_of_codes_gives_the_tokens_of_generate(
@@ -117,7 +103,9 @@ def test_a_model_of_codes_gives_the_tokens_of_generate(
     parts = fused(stored)
     assert what_is_fused(parts) == what
     model = LanguageModel(parts)
-    assert greedy(model, BlockMemory(model.kv_layout, 4)) == generated(expected, tmp_path / "plain")
+    assert greedy(model, BlockMemory(model.kv_layout, 4)) == generated(
+        expected.model_class.from_pretrained(tmp_path / "plain", dtype=torch.float32).eval()
+    )
 
 
 @pytest.mark.parametrize("form", ["AWQ", "modelopt fp8", "W4A16 with zeros", "GPTQ of 8 bits"])
