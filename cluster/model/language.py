@@ -48,6 +48,7 @@ class LanguageModel:
 
     kv_layout: K and V of every layer that has some of its own, in the format of `kv_format`.
     state_blocks: of the KV memory, for what a sequence has beside its KV (`cluster.model.states`).
+    state_bytes: that a step takes for a sequence's states, in one layer after the other.
     num_layers: the layers with KV of their own. The last layers of some models attend over the KV of earlier ones.
     feature_width: hidden_size * (1 + deep-stack layers).
     position_axes: of the position of a text token.
@@ -77,6 +78,7 @@ class LanguageModel:
         self.num_layers: int = len(shapes) - len(self._kv_owners)
         self._states = parts.states
         self.state_blocks: int = 0 if parts.states is None else parts.states.layout.num_blocks
+        self.state_bytes: int = 0 if parts.states is None else parts.states.layout.step_bytes
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
         self.position_axes = self._position_rule.axes
         longest = text_config.max_position_embeddings

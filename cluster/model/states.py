@@ -1,11 +1,9 @@
 """The states of hybrid models: what a layer with linear attention, a state space or a short convolution keeps of
 all tokens before, in a fixed number of bytes a sequence.
 
-A state lies in whole blocks of the KV memory, so that one pool, one prefix cache, one kind of lease and one
-kind of write serve both. Its bytes ignore what the blocks' segments are for: every segment of every block is
-one page of equal size, and each layer's states fill pages of their own.
-
-    page j of a state = segment j % num_segments of block blocks[j // num_segments]
+A state lies in whole blocks of the KV memory, so that one pool, one kind of lease and one kind of write serve
+both. Its bytes ignore what the blocks are made for: a segment of a block is one page or several of equal
+size (the greatest common divisor of the segments' sizes), and each layer's states fill pages of their own.
 
 A step reads a sequence's state in one place and writes the new one in another (`StateSpan`), so a step that
 fails can be computed again.
@@ -86,17 +84,17 @@ class LayerStates(msgspec.Struct, frozen=True):
 
 
 class StateLayout:
-    """How a state lies in blocks of this layout. Raises ConfigError if its segments are of unlike sizes."""
+    """How a state lies in blocks of this layout."""
 
     def __init__(self, layers: Sequence[LayerStates], kv_layout: MemoryLayout):
-        sizes = {segment.block_bytes for segment in kv_layout.segments}
-        if len(sizes) != 1 or min(sizes) % _ALIGNMENT:
-            raise ConfigError(
-                "this model keeps states beside its KV, in blocks whose K and V are of one size: "
-                "kv_cache_dtype auto, K and V of equal width"
-            )
-        self._layout = kv_layout
-        self._page_bytes = sizes.pop()
+        sizes = [segment.block_bytes for segment in kv_layout.segments]
+        self._page_bytes = math.gcd(*sizes)
+        per_segment = torch.tensor([size // self._page_bytes for size in sizes])
+        segments = torch.arange(len(sizes)).repeat_interleave(per_segment)
+        # of each page of a block: pages of a block in front of its segment, in its segment, in front of it there
+        self._in_front = (per_segment.cumsum(0) - per_segment)[segments]
+        self._per_segment = per_segment[segments]
+        self._index = torch.arange(len(segments)) - self._in_front
         self.layers = layers
         self._pages: list[range] = []  # of each layer
         num_pages = 0
@@ -104,13 +102,13 @@ class StateLayout:
             own = -(-layer.num_bytes // self._page_bytes)
             self._pages.append(range(num_pages, num_pages + own))
             num_pages += own
-        self.num_blocks = -(-num_pages // len(kv_layout.segments))  # of one state
+        self.num_blocks = -(-num_pages // len(segments))  # of one state
 
     def page_ids(self, tables: Sequence[Sequence[int]], kv: BlockMemory) -> Tensor:
         """Blocks of B states → [B, pages] int64 on the memory's device."""
-        blocks = torch.tensor(tables, dtype=torch.int64)
-        segments = torch.arange(len(self._layout.segments)) * kv.num_blocks
-        return (blocks[:, :, None] + segments).flatten(1).to(kv.buffer.device)
+        blocks = torch.tensor(tables, dtype=torch.int64)[:, :, None]
+        ids = self._in_front * kv.num_blocks + blocks * self._per_segment + self._index
+        return ids.flatten(1).to(kv.buffer.device)
 
     def load(self, layer_number: int, pages: Tensor, kv: BlockMemory) -> Tensor:
         """pages [B, pages of a state] → [B, bytes] uint8 of one layer, a copy. layer_number: among the layers
@@ -124,6 +122,11 @@ class StateLayout:
         own = self._pages[layer_number]
         ids = pages[:, own.start : own.stop].flatten()
         kv.buffer.view(-1, self._page_bytes).index_copy_(0, ids, rows.view(-1, self._page_bytes))
+
+    @property
+    def step_bytes(self) -> int:
+        """That one sequence takes for a copy of a layer's states and for what a mixer makes of it."""
+        return 4 * self._page_bytes * max(map(len, self._pages))
 
     def layer_bytes(self, layer_number: int) -> int:
         return len(self._pages[layer_number]) * self._page_bytes

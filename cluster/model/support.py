@@ -21,7 +21,7 @@ from cluster.errors import ConfigError
 _LAYERS = (
     "full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe",
 )  # fmt: skip
-_IGNORES_STATE = ("jamba",)  # transformers' Mamba-1 starts each piece of a prompt without a state
+_IGNORES_STATE = ("jamba", "zamba")  # transformers' Mamba-1 starts each piece of a prompt without a state
 TEXT_ALONE = ("mistral4",)  # causal language models that transformers lists as multimodal only
 _CAUSAL_LANGUAGE_MODELS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ALONE}
 _MULTIPLIED_BY_SCALING = ("hyperclovax",)  # whose logits are; those of others are divided by it
@@ -61,8 +61,11 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def check_class(model_class: type) -> None:
-    """The check on the class of the text model: attention that cannot be replaced. Raises ConfigError."""
+    """The checks on the class of the text model: nothing but states, and attention that cannot be replaced.
+    Raises ConfigError."""
     name = model_class.config_class.model_type if model_class.config_class else model_class.__name__
+    if model_class._is_stateful and model_class.base_model_prefix != "model":
+        _refuse(name, f"{model_class.__name__} has no backbone named 'model'")
     # of hybrids transformers says so although their attention does; the probe sees it
     if not model_class._supports_attention_backend and not model_class._is_stateful:
         _refuse(name, f"{model_class.__name__} does not call transformers' attention interface")
