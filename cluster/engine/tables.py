@@ -20,8 +20,9 @@ def try_allocate_prompts(
     request: LanguageRequest, blocks: BlockPool, num_spare: int, spans: tuple[tuple[Span, ...], ...],
     state_blocks: int = 0,
 ) -> bool:  # fmt: skip
-    """Allocates blocks for all prompts of the request and their states, and for copies of their last blocks. The blocks of a
-    cached prefix are shared, unless the log-probabilities of its tokens are wanted: nothing keeps these.
+    """Allocates blocks for all prompts of the request and their states, and for copies of their last blocks.
+    The blocks of a cached prefix are shared, unless the log-probabilities of its tokens are wanted: nothing
+    keeps these.
     False, and no change, if fewer than `num_spare` blocks would be left. spans: per prompt, what is computed
     in one piece. state_blocks: of one state."""
     if request.was_tried and not _may_fit(request, blocks, num_spare, state_blocks):
