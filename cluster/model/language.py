@@ -178,8 +178,8 @@ class LanguageModel:
     ) -> Tensor:
         """Computes one token for each of B sequences, not of a model that keeps states. token_ids: if a
         tensor, [B] int64 on the model's device, where it is read. context_lens[i]: KV length before this
-        token, which is its index. block_tables[i] covers context_lens[i] + 1 tokens. adapters: their numbers, or 0; empty: no sequence
-        has one. Returns [B, vocab_size] float32 logits."""
+        token, which is its index. block_tables[i] covers context_lens[i] + 1 tokens. adapters: their numbers,
+        or 0; empty: no sequence has one. Returns [B, vocab_size] float32 logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
         batch.kv_owners = self._kv_owners
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
