@@ -8,7 +8,7 @@ size (the greatest common divisor of the segments' sizes), and each layer's stat
 A step reads a sequence's state in one place and writes the new one in another (`StateSpan`), so a step that
 fails can be computed again.
 
-The mixers are transformers' own. A `StatefulMixer` stands around each: it calls its mixer once for all
+The mixers are transformers' own. A `StatefulForward` stands in front of each: it calls its mixer once for all
 sequences with one new token, and once for each longer span, with the cache object that transformers knows.
 Runs on the engine's thread. Owns no memory.
 """
@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -181,26 +180,21 @@ class StepStates:
         return _MixerRows(tokens, source, target)
 
 
-class StatefulMixer(nn.Module):
-    """Calls a mixer for the sequences of a packed step. Outside of a step with states it passes the call on:
-    the tokens are then those of one new sequence."""
+class StatefulForward:
+    """The forward of a mixer, for the sequences of a packed step. Outside of a step with states it passes the
+    call on: the tokens are then those of one new sequence."""
 
     def __init__(self, mixer: nn.Module, step: StepStates, number: int):
-        """number: of its layer among those with states."""
-        super().__init__()
-        self.mixer = mixer
+        """number: of its layer among those with states. Raises ConfigError."""
+        self._forward, self._cache_argument = mixer.forward, cache_argument(mixer)
         self._step, self._number = step, number
         self._states = step.layout.layers[number]
 
-    @cached_property
-    def _cache_argument(self) -> str:
-        return cache_argument(self.mixer)
-
-    def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
         """hidden_states [1, T, hidden_size] → the same."""
         keywords = {name: given for name, given in keywords.items() if name != "paged"}
         if self._step.kv is None:
-            return self.mixer(hidden_states, **keywords)
+            return self._forward(hidden_states, **keywords)
         out = torch.empty_like(hidden_states)
         for batch in self._step.batches:
             rows = hidden_states[:, batch.tokens]
@@ -219,7 +213,7 @@ class StatefulMixer(nn.Module):
             self._put(states, stored)
         # the mixer finds its layer by number
         cache = Cache(layers=[states] * (self._states.layer_idx + 1))
-        out = self.mixer(rows, **{**keywords, self._cache_argument: cache})
+        out = self._forward(rows, **{**keywords, self._cache_argument: cache})
         if batch.target is not None:
             if stored is None:
                 stored = rows.new_zeros(len(rows), layout.layer_bytes(number), dtype=torch.uint8)
@@ -272,15 +266,12 @@ def cache_argument(mixer: nn.Module) -> str:
 def install(
     text_model: nn.Module, layers: Sequence[LayerStates], attention: Sequence[str], kv_layout: MemoryLayout
 ) -> StepStates:
-    """Puts a `StatefulMixer` around every mixer of the text model. attention: names of the modules that call
+    """Gives every mixer of the text model a `StatefulForward`. attention: names of the modules that call
     attention; block memory has their KV one after the other, so they are renumbered. Raises ConfigError."""
     for place, name in enumerate(attention):
         text_model.get_submodule(name).layer_idx = place
     step = StepStates(StateLayout(layers, kv_layout))
     for number, layer in enumerate(layers):
-        parent_name, _, name = layer.module.rpartition(".")
-        parent = text_model.get_submodule(parent_name)
-        mixer = getattr(parent, name)
-        cache_argument(mixer)
-        setattr(parent, name, StatefulMixer(mixer, step, number))
+        mixer = text_model.get_submodule(layer.module)
+        mixer.forward = StatefulForward(mixer, step, number)
     return step
