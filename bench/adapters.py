@@ -23,7 +23,7 @@ from torch import nn
 
 from bench.gpu.models import SHAPES, write_checkpoint
 from bench.step import BLOCK_SIZE, ModelStep, in_turns, random_kv, tables_of
-from cluster.config.adapters import read_adapters
+from cluster.config.adapters import read_adapters, room_for
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel, SequenceChunk
 
@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     }
     del whole, linears
     adapters = read_adapters(folders, args.rank)
-    model = LanguageModel.load(checkpoint, dtype=dtype, block_size=BLOCK_SIZE, adapters=adapters)
+    model = LanguageModel.load(checkpoint, dtype=dtype, block_size=BLOCK_SIZE, adapters=room_for(adapters))
     print(f"with {args.adapters} adapters of rank {args.rank}: {model.weight_bytes / 1e6:.0f} MB")
     kv = random_kv(model, STEPS)
     print(f"{'step':20}{'without ms':>12}{'with ms':>12}{'price':>9}")

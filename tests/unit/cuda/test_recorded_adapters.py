@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config.adapters import read_adapters
-from cluster.model.adapters import AdaptedLinear, adapt
+from cluster.config.adapters import read_adapters, room_for
+from cluster.model.adapters import AdapterSlots, SlotMatrices
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.language_parts import probed_parts
 from tests.fakes.cuda_device import SimulatedCuda
@@ -35,10 +35,12 @@ def adapted_model(device: SimulatedCuda, folder: Path) -> LanguageModel:
     }
     adapters = read_adapters({name: str(path) for name, path in folders.items()}, 8)
     parts = probed_parts(device.put(whole), 16, "auto")
-    step = adapt(parts.text, adapters, torch.device("cuda"), torch.float32)
-    assert all(m.down.device.type == "cuda" for m in parts.text.modules() if isinstance(m, AdaptedLinear))
-    parts = replace(parts, adapters=adapters, step_adapters=step, attention=RecordedAttention())
-    return LanguageModel(parts)
+    slots = AdapterSlots(parts.text, room_for(adapters), torch.device("cuda"), torch.float32)
+    assert all(m.down.device.type == "cuda" for m in parts.text.modules() if isinstance(m, SlotMatrices))
+    model = LanguageModel(replace(parts, adapters=slots, attention=RecordedAttention()))
+    for slot, adapter in enumerate(adapters, 1):
+        model.set_adapter(slot, model.prepare_adapter(adapter))
+    return model
 
 
 def prompts(adapters: list[int]) -> list[SequenceChunk]:
