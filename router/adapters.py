@@ -1,10 +1,10 @@
 """The LoRA adapters of the cluster, as one door knows them; loading and unloading while it runs.
 
 A change is a new `AdapterSet`, which this door makes and sends to every worker with a language engine. Other
-doors learn it from what the workers announce. A door sends the set that it knows to each worker that announces
-an older one: so a worker that was started again gets the adapters, from any door, and a door that was started
-again learns them from any worker. Nothing is written anywhere: if no door and no worker is left, the adapters
-of the settings are.
+doors learn it from what the workers announce. A door sends the set that it knows to each worker that
+announces an older one: so a worker that was started again gets the adapters, from any door, and a door that
+was started again learns them from any worker. Nothing is written anywhere: if no door and no worker is left,
+the adapters of the settings are.
 
 Loading has two parts. First the workers shall hold the adapter, and no client can name it. When all of them
 do, it is ready. If one cannot, or too much time has passed, a third set takes it back from all.
@@ -52,9 +52,9 @@ class ChangedMeanwhileError(RequestError):
 
 
 class DoorAdapters:
-    def __init__(self, args: ClusterArgs):
+    def __init__(self, args: ClusterArgs, *, load_timeout_s: float = LOAD_TIMEOUT_S):
         """Reads the adapters of the settings. Blocks. Raises ConfigError."""
-        self._args = args
+        self._args, self._load_timeout_s = args, load_timeout_s
         own = read_adapters(args.adapters, args.max_lora_rank)
         self._set = AdapterSet.of_settings({adapter.name: adapter.digest for adapter in own})
         self._changed = asyncio.Event()  # what a worker holds, or which workers there are
@@ -87,7 +87,7 @@ class DoorAdapters:
             self._check_new(name)
             loading = self._adopt([*self._others(name), entry])
             try:
-                await self._within(LOAD_TIMEOUT_S, lambda: self._is_held(loading, entry))
+                await self._within(self._load_timeout_s, lambda: self._is_held(loading, entry))
             except BaseException:
                 if self._set == loading:
                     self._adopt(self._others(name))

@@ -90,10 +90,8 @@ class Door:
         environment = read_environment()
         self.access = Access.load(args.door.access, environment)
         rules = args.door.media
-        scheduling = SchedulingPolicy(**args.scheduling.model_dump())
-        self._cluster = ClusterView(
-            scheduling, kv_bytes_per_token=0.0, num_layers=1, codecs=args.transfer.codecs
-        )
+        order = SchedulingPolicy(**args.scheduling.model_dump())
+        self._cluster = ClusterView(order, kv_bytes_per_token=0.0, num_layers=1, codecs=args.transfer.codecs)
         self._reduce_from_rows = rules.reduce_from_queued_rows
         self._prompts = PromptBuilder(
             self._text,

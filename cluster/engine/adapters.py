@@ -1,5 +1,5 @@
-"""The LoRA adapters that a worker holds: brings those that it shall hold into the model's slots, and tells all
-doors what it has.
+"""The LoRA adapters that a worker holds: brings those that it shall hold into the model's slots, and tells
+all doors what it has.
 
 An adapter is read and converted on a thread of its own. It comes into a slot between two steps, when there is
 one that no other adapter of the set has and no request uses: requests whose adapter was unloaded go on with
@@ -70,8 +70,8 @@ class HeldAdapters:
         outbox: Outbox,
         executor: Executor,
     ):
-        """`begins_with`: what the model has in its slots. `set_adapter`: of the model's steps. `read`: runs on
-        `executor`."""
+        """`begins_with`: what the model has in its slots. `set_adapter`: of the model's steps. `read`: runs
+        on `executor`."""
         self._model, self._set_adapter, self._read = model, set_adapter, read
         self._wanted = begins_with
         self._outbox, self._executor = outbox, executor
@@ -104,7 +104,8 @@ class HeldAdapters:
         self._announce()
 
     def settle(self, requests: Iterable[LanguageRequest]) -> None:
-        """Between two steps. `requests`: all that have not ended."""
+        """Writes adapters that wait into slots that are free. To be called between two steps. `requests`: all
+        that have not ended."""
         if not self._prepared:
             return
         in_use = {request.request.prompt.adapter for request in requests} | self._digests

@@ -97,7 +97,8 @@ class LanguageEngine:
         on_ended: Callable[[str], None] = lambda request_id: None,
     ):
         """`features`: where embeddings arrive. `tier`: the second one of the KV cache. `constraints`: those
-        of `runner`. `adapters`: None: there is no room for any. `allows_recompute`: see `KvInput`. `runs_ahead`: see `ForwardAhead`.
+        of `runner`. `adapters`: None: no room for any. `allows_recompute`: see `KvInput`. `runs_ahead`: see
+        `ForwardAhead`.
         `on_ended(request_id)` is called, on this thread, once for each request whose answer was to be
         generated here, when it leaves the engine."""
         self.runner = runner

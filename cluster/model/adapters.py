@@ -74,8 +74,8 @@ class UpdateStore(Protocol):
     """A module that keeps what the slots add to one or more linears."""
 
     def prepare(self, updates: Updates) -> Callable[[int], None]:
-        """Converts what an adapter adds. Any thread. The call that is returned writes it into a slot, in place
-        of all that the slot had; on the thread that runs the model."""
+        """Converts what an adapter adds. Any thread. The call that is returned writes it into a slot, in
+        place of all that the slot had; on the thread that runs the model."""
         ...
 
 

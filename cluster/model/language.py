@@ -109,8 +109,8 @@ class LanguageModel:
         """Reads only the language half of the checkpoint, or this rank's share of it
         (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
         `weight_dtype` "int8": linears with 8 bit weights, CPU only. `weight_cache`: where packed weights are
-        kept and shared. `adapters`: that sequences may have, and room for others. Raises ConfigError for everything that is not
-        supported."""
+        kept and shared. `adapters`: that sequences may have, and room for others. Raises ConfigError for
+        everything that is not supported."""
         parts = load_parts(
             path, dtype=dtype, device=device, block_size=block_size, kv_cache_dtype=kv_cache_dtype,
             weight_dtype=weight_dtype, sharding=sharding, weight_cache=weight_cache, adapters=adapters,
@@ -266,8 +266,8 @@ class LanguageModel:
         return self._logits(hidden if is_all else hidden[rows])
 
     def prepare_adapter(self, adapter: Adapter) -> PreparedAdapter:
-        """Reads an adapter and converts it for this model. Blocks. Any thread. Raises ConfigError for one that
-        does not fit the model."""
+        """Reads an adapter and converts it for this model. Blocks. Any thread. Raises ConfigError for one
+        that does not fit the model."""
         assert self._slots is not None, "this model has no room for adapters"
         return self._slots.prepare(adapter)
 

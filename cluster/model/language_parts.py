@@ -215,7 +215,7 @@ def _layer_kernels(parts: LanguageParts, weight_dtype: WeightDtype, making: Maki
 
 
 def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
-    """Puts the kernels in place of all modules that they can replace. The slots of adapters are empty then."""
+    """Puts the kernels in place of all modules that they can replace. Slots of adapters are empty then."""
     slots = parts.adapters
     if slots is not None:
         slots.fill()

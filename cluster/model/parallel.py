@@ -223,8 +223,8 @@ def follow(
     dtype: torch.dtype,
     feature_width: int,
 ) -> None:
-    """Repeats rank 0's calls until rank 0 closes the pipe. `prepare`: `LanguageModel.prepared_adapter`. Blocks.
-    If another rank is lost, raises the error
+    """Repeats rank 0's calls until rank 0 closes the pipe. `prepare`: `LanguageModel.prepared_adapter`.
+    Blocks. If another rank is lost, raises the error
     of the collective."""
     while True:
         try:

@@ -48,8 +48,8 @@ At any time:
     any → all doors  Measured: how fast the worker is
     any → all doors  Stalled: the threads of the worker that have work and do not move
     any → all doors  PhasesAssigned: the phases that the worker shall do from now on
-    P, D → all doors  AdaptersHeld: LoRA adapters that it shall hold, and does; a door answers with SetAdapters
-              if it knows of newer ones
+    P, D → all doors  AdaptersHeld: LoRA adapters that it shall hold, and does; a door that knows
+              of newer ones answers with SetAdapters
     door → any  Ping, if a worker that has a request of this door has been silent for a while; the worker
                 answers with Pong at once
 

@@ -1,5 +1,5 @@
-"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them. They need an admin key. Runs on the
-door's event loop.
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them. They need an admin key. Runs on
+the door's event loop.
 """
 
 from __future__ import annotations

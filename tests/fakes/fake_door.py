@@ -78,7 +78,7 @@ class FakeAdapters:
         self.loaded[name] = path
 
     async def unload(self, name: str) -> None:
-        del self.loaded[name]
+        self.loaded.pop(name, None)
 
 
 class FakeDoor:

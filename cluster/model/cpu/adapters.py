@@ -94,8 +94,8 @@ def step_of(modules: Sequence[nn.Module]) -> StepAdapters | None:
 
 
 def runs_of(slots: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Of each token its adapter's slot, or 0, and the first token of its run: [T, 2] int32. And the runs of
-    tokens that have one adapter: [n, 3] int64, first token, token after the last, slot."""
+    """Returns, of each token, its adapter's slot, or 0, and the first token of its run: [T, 2] int32. And the
+    runs of tokens that have one adapter: [n, 3] int64, first token, token after the last, slot."""
     numbers = slots.numpy().astype(np.int32)
     begins = np.flatnonzero(np.diff(numbers, prepend=-1))
     ends = [*begins[1:], len(numbers)]
