@@ -22,7 +22,7 @@ class Rig:
     """A worker with two slots; its model begins with the adapter of the settings in the first."""
 
     def __init__(self) -> None:
-        self.model = SimpleNamespace(num_adapter_slots=2, adapter_slots={"digest of own": 1})
+        self.model: Any = SimpleNamespace(num_adapter_slots=2, adapter_slots={"digest of own": 1})
         self.told: list[AdaptersHeld] = []
         self.outbox = Outbox(self.deliver)
         self.reader, self.engine_thread = ManualExecutor(), Inbox()

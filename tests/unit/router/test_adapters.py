@@ -44,6 +44,7 @@ class Workers:
         self.peers: dict[str, Peer] = {}
         self.answers: dict[str, Answer] = {}
         self.heard: list[tuple[str, AdapterSet]] = []
+        self.door: Any = None
 
     def all_peers(self) -> list[Peer]:
         return list(self.peers.values())
