@@ -74,6 +74,7 @@ async def check(client: httpx.AsyncClient, adapted: Adapted, name: str, content:
 async def test_adapters_are_loaded_served_replaced_and_unloaded(adapted: Adapted, root: Path) -> None:
     async with serving(loading_args(root)) as (_, (first, second)):
         await check(first, adapted, "demo", "demo")
+        assert "adapters_folder" in await post(first, LOAD, 400, lora_name="mine", lora_path="/etc")
         assert "added" in await post(first, LOAD, lora_name="mine", lora_path="plain")
         assert await names(first) == await names(second) == {"demo": None, "mine": "demo"}
         await check(first, adapted, "mine", "plain")
@@ -93,7 +94,6 @@ async def test_adapters_are_loaded_served_replaced_and_unloaded(adapted: Adapted
         await check(second, adapted, "mine", "attention")
         await post(second, LOAD, lora_name="other", lora_path="plain")
         await check(first, adapted, "other", "plain")
-        assert "adapters_folder" in await post(first, LOAD, 400, lora_name="third", lora_path="/etc")
         assert "max_loras" in await post(first, LOAD, 400, lora_name="third", lora_path="plain")
 
 

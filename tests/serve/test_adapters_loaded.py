@@ -1,5 +1,5 @@
-"""An adapter that is loaded into a running cluster of Ray Serve, whose workers have two ranks and guess tokens:
-answers are those of PEFT's own model, also from workers that replace lost ones."""
+"""An adapter that is loaded into a running cluster of Ray Serve, whose workers have two ranks and guess
+tokens: answers are those of PEFT's own model, also from workers that replace lost ones."""
 
 from __future__ import annotations
 
