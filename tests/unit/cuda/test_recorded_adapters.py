@@ -70,3 +70,15 @@ def test_replayed_answers_have_the_adapters_of_their_sequences(device: Simulated
     assert torch.equal(found[1][0], found[2][0]) and torch.equal(found[0][1], found[2][1])
     one = compared.decode([9], [3], [0], TABLES[1:2], [1])  # padding has none
     assert torch.equal(one[0], found[0][0])
+
+
+def test_recorded_steps_have_an_adapter_that_came_later(device: SimulatedCuda, tmp_path: Path) -> None:
+    model = adapted_model(device, tmp_path)
+    compared = Compared(model)
+    first, other = (compared.forward(prompts([slot, 0])) for slot in (1, 2))
+    (some,) = read_adapters({"some": str(tmp_path / "some")}, 8)
+    compared.graphed.set_adapter(1, model.prepare_adapter(some))
+    now = compared.forward(prompts([1, 0]))
+    assert compared.num_forwards == 0
+    assert torch.equal(now, other) and (now[0] - first[0]).abs().max() > 0.1
+    assert model.adapter_slots == {some.digest: 1}
