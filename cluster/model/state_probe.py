@@ -56,7 +56,7 @@ class StateSpy(DynamicCache):
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """Of every layer that has some, in the order of the layers."""
+        """The states of every layer that has some, in the order of the layers."""
         return tuple(
             LayerStates(self._mixers[layer_idx], layer_idx, _tensors(self.layers[layer_idx]))
             for layer_idx in sorted(self._mixers)

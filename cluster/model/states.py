@@ -1,5 +1,5 @@
-"""The states of hybrid models: what a layer with linear attention, a state space or a short convolution keeps of
-all tokens before, in a fixed number of bytes a sequence.
+"""The states of hybrid models: what a layer with linear attention, a state space or a short convolution keeps
+of all tokens before, in a fixed number of bytes a sequence.
 
 A state lies in whole blocks of the KV memory, so that one pool, one kind of lease and one kind of write serve
 both. Its bytes ignore what the blocks are made for: a segment of a block is one page or several of equal
@@ -8,7 +8,7 @@ size (the greatest common divisor of the segments' sizes), and each layer's stat
 A step reads a sequence's state in one place and writes the new one in another (`StateSpan`), so a step that
 fails can be computed again.
 
-The mixers are transformers' own. A `StatefulMixer` stands around each: it calls its mixer once for all
+The mixers are transformers' own. A `StatefulForward` stands in front of each: it calls its mixer once for all
 sequences with one new token, and once for each longer span, with the cache object that transformers knows.
 Runs on the engine's thread. Owns no memory.
 """
@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -91,7 +90,7 @@ class StateLayout:
         self._page_bytes = math.gcd(*sizes)
         per_segment = torch.tensor([size // self._page_bytes for size in sizes])
         segments = torch.arange(len(sizes)).repeat_interleave(per_segment)
-        # of each page of a block: pages of a block in front of its segment, in its segment, in front of it there
+        # of each page of a block: pages of a block in front of its segment, in the segment, before it there
         self._in_front = (per_segment.cumsum(0) - per_segment)[segments]
         self._per_segment = per_segment[segments]
         self._index = torch.arange(len(segments)) - self._in_front
@@ -125,7 +124,7 @@ class StateLayout:
 
     @property
     def step_bytes(self) -> int:
-        """That one sequence takes for a copy of a layer's states and for what a mixer makes of it."""
+        """What a copy of one sequence's states in a layer takes, and what a mixer makes of it."""
         return 4 * self._page_bytes * max(map(len, self._pages))
 
     def layer_bytes(self, layer_number: int) -> int:
@@ -133,8 +132,8 @@ class StateLayout:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What one call of a mixer computes: B sequences with N new tokens each."""
+class _MixerRows:
+    """The rows of one call of a mixer: those of B sequences with N new tokens each."""
 
     tokens: slice | Tensor  # of the T packed ones; a tensor: N is 1
     source: Tensor | None  # [B, pages]; None: there is no state before
@@ -147,84 +146,79 @@ class StepStates:
     def __init__(self, layout: StateLayout):
         self.layout = layout
         self.kv: BlockMemory | None = None
-        self.calls: Sequence[_Call] = ()
+        self.batches: Sequence[_MixerRows] = ()
 
     @contextmanager
     def of_step(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> Iterator[None]:
         """The work inside is a step of these sequences, each of which consists of its spans."""
-        self.kv, self.calls = kv, self._calls_of(sequences, kv)
+        self.kv, self.batches = kv, self._batches_of(sequences, kv)
         try:
             yield
         finally:
-            self.kv, self.calls = None, ()
+            self.kv, self.batches = None, ()
 
-    def _calls_of(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> list[_Call]:
+    def _batches_of(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> list[_MixerRows]:
         """One call for all sequences of a single token, and one for each other span, in order: a span may
         begin with the state that the one before it leaves."""
         single: dict[tuple[bool, bool], list[tuple[int, StateSpan]]] = {}
-        calls, start = [], 0
+        batches, start = [], 0
         for spans in sequences:
             for span in spans:
                 if span.num_tokens == 1 and len(spans) == 1:
                     single.setdefault((bool(span.source), bool(span.target)), []).append((start, span))
                 else:
-                    calls.append(self._call(slice(start, start + span.num_tokens), [span], kv))
+                    batches.append(self._rows(slice(start, start + span.num_tokens), [span], kv))
                 start += span.num_tokens
         for found in single.values():
             tokens = torch.tensor([token for token, _ in found]).to(kv.buffer.device)
-            calls.append(self._call(tokens, [span for _, span in found], kv))
-        return calls
+            batches.append(self._rows(tokens, [span for _, span in found], kv))
+        return batches
 
-    def _call(self, tokens: slice | Tensor, spans: Sequence[StateSpan], kv: BlockMemory) -> _Call:
+    def _rows(self, tokens: slice | Tensor, spans: Sequence[StateSpan], kv: BlockMemory) -> _MixerRows:
         source = self.layout.page_ids([s.source for s in spans], kv) if spans[0].source else None
         target = self.layout.page_ids([s.target for s in spans], kv) if spans[0].target else None
-        return _Call(tokens, source, target)
+        return _MixerRows(tokens, source, target)
 
 
-class StatefulMixer(nn.Module):
-    """Calls a mixer for the sequences of a packed step. Outside of a step with states it passes the call on:
-    the tokens are then those of one new sequence."""
+class StatefulForward:
+    """The forward of a mixer, for the sequences of a packed step. Outside of a step with states it passes the
+    call on: the tokens are then those of one new sequence."""
 
     def __init__(self, mixer: nn.Module, step: StepStates, number: int):
-        """number: of its layer among those with states."""
-        super().__init__()
-        self.mixer = mixer
+        """number: of its layer among those with states. Raises ConfigError."""
+        self._forward, self._cache_argument = mixer.forward, cache_argument(mixer)
         self._step, self._number = step, number
         self._states = step.layout.layers[number]
 
-    @cached_property
-    def _cache_argument(self) -> str:
-        return cache_argument(self.mixer)
-
-    def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
         """hidden_states [1, T, hidden_size] → the same."""
         keywords = {name: given for name, given in keywords.items() if name != "paged"}
         if self._step.kv is None:
-            return self.mixer(hidden_states, **keywords)
+            return self._forward(hidden_states, **keywords)
         out = torch.empty_like(hidden_states)
-        for call in self._step.calls:
-            rows = hidden_states[:, call.tokens]
-            if isinstance(call.tokens, slice):
-                out[:, call.tokens] = self._run(rows, call, self._step.kv, keywords)
+        for batch in self._step.batches:
+            rows = hidden_states[:, batch.tokens]
+            if isinstance(batch.tokens, slice):
+                out[:, batch.tokens] = self._run(rows, batch, self._step.kv, keywords)
             else:
-                out[0, call.tokens] = self._run(rows.transpose(0, 1), call, self._step.kv, keywords)[:, 0]
+                out[0, batch.tokens] = self._run(rows.transpose(0, 1), batch, self._step.kv, keywords)[:, 0]
         return out
 
-    def _run(self, rows: Tensor, call: _Call, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:
+    def _run(self, rows: Tensor, batch: _MixerRows, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:
         """rows [B, N, hidden_size] → the same."""
         layout, number = self._step.layout, self._number
         states, stored = LinearAttentionLayer(self._num_states), None
-        if call.source is not None:
-            stored = layout.load(number, call.source, kv)
+        if batch.source is not None:
+            stored = layout.load(number, batch.source, kv)
             self._put(states, stored)
         # the mixer finds its layer by number
         cache = Cache(layers=[states] * (self._states.layer_idx + 1))
-        out = self.mixer(rows, **{**keywords, self._cache_argument: cache})
-        if call.target is not None:
+        out = self._forward(rows, **{**keywords, self._cache_argument: cache})
+        if batch.target is not None:
             if stored is None:
                 stored = rows.new_zeros(len(rows), layout.layer_bytes(number), dtype=torch.uint8)
             self._take(states, stored)
-            layout.store(number, call.target, stored, kv)
+            layout.store(number, batch.target, stored, kv)
         return out
 
     @property
@@ -272,15 +266,12 @@ def cache_argument(mixer: nn.Module) -> str:
 def install(
     text_model: nn.Module, layers: Sequence[LayerStates], attention: Sequence[str], kv_layout: MemoryLayout
 ) -> StepStates:
-    """Puts a `StatefulMixer` around every mixer of the text model. attention: names of the modules that call
+    """Gives every mixer of the text model a `StatefulForward`. attention: names of the modules that call
     attention; block memory has their KV one after the other, so they are renumbered. Raises ConfigError."""
     for place, name in enumerate(attention):
         text_model.get_submodule(name).layer_idx = place
     step = StepStates(StateLayout(layers, kv_layout))
     for number, layer in enumerate(layers):
-        parent_name, _, name = layer.module.rpartition(".")
-        parent = text_model.get_submodule(parent_name)
-        mixer = getattr(parent, name)
-        cache_argument(mixer)
-        setattr(parent, name, StatefulMixer(mixer, step, number))
+        mixer = text_model.get_submodule(layer.module)
+        mixer.forward = StatefulForward(mixer, step, number)
     return step

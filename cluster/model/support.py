@@ -19,7 +19,8 @@ from cluster.errors import ConfigError
 
 # Of the others, `probe` says whether what they keep beside KV can be served
 _LAYERS = (
-    "full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe",
+    "full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp",
+    "moe",
 )  # fmt: skip
 _IGNORES_STATE = ("jamba", "zamba")  # transformers' Mamba-1 starts each piece of a prompt without a state
 TEXT_ALONE = ("mistral4",)  # causal language models that transformers lists as multimodal only
@@ -69,6 +70,19 @@ def check_class(model_class: type) -> None:
     # of hybrids transformers says so although their attention does; the probe sees it
     if not model_class._supports_attention_backend and not model_class._is_stateful:
         _refuse(name, f"{model_class.__name__} does not call transformers' attention interface")
+
+
+def may_keep_states(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Whether some layers of the text model are said to keep something else than KV."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return model_class._is_stateful or not kinds.issubset(("full_attention", "sliding_attention"))
+
+
+def check_may_be_shared(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Raises ConfigError for a model that ranks cannot share."""
+    if may_keep_states(model_class, config):
+        name = config.model_type
+        raise ConfigError(f"model type '{name}' keeps states beside its KV: it runs on one rank only")
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:

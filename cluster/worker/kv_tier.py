@@ -31,8 +31,8 @@ _VERSION = 1  # of records and block hashes
 
 
 def open_tier(args: ClusterArgs, language: Language, blocks: BlockPool, clock: Clock) -> KvTier | None:
-    """Raises ConfigError for a model whose KV is not all that it keeps. None: the settings want none, or there is no room for a block. If the disk cannot be used, the log says
-    why, and there is no such level."""
+    """None: the settings want none, or there is no room for a block. If the disk cannot be used, the log says
+    why, and there is no such level. Raises ConfigError for a model that keeps states beside its KV."""
     block_bytes, given = language.kv.layout.block_bytes, args.kv_cache
     if language.model.state_blocks and (given.host_bytes or given.disk_bytes):
         raise ConfigError(

@@ -156,7 +156,7 @@ def _codec(args: ClusterArgs, model: LanguageModel) -> CodecName | None:
         return None
     if model.state_blocks:
         raise ConfigError(
-            f"transfer.codec {codec}: model type '{model.family}' keeps states beside its KV, which travel raw",
+            f"transfer.codec {codec}: model type '{model.family}' keeps states, which travel raw",
             param="transfer.codec",
         )
     if codec == "int4" and args.tensor_parallel_size > 1:

@@ -19,8 +19,8 @@ from cluster.config.checkpoint import check_family
 from cluster.config.families import MEDIA_FAMILIES
 from cluster.errors import ConfigError
 from cluster.model.language import LanguageModel, SequenceChunk
-from cluster.model.states import StateSpan
 from cluster.model.support import check_class, check_supported
+from tests.flow.state_pair import StatePair
 from tests.flow.test_families import BLOCK_SIZE, memory
 from tests.flow.tiny_models import TinyRequest, randomized
 
@@ -138,7 +138,7 @@ def our_logits(language: LanguageModel, request: TinyRequest, answer: list[int])
     """[NUM_TOKENS, vocab_size], along the same answer."""
     kv, table = memory(language, 16 + 2 * language.state_blocks), list(range(9, 0, -1))
     ids, positions = request.token_ids, language.positions(request.prompt).position_ids
-    states = StatePair(language)
+    states = StatePair(language, 16)
     rows = []
     for start in range(0, len(ids), CHUNK):
         new = ids[start : start + CHUNK]
@@ -148,24 +148,6 @@ def our_logits(language: LanguageModel, request: TinyRequest, answer: list[int])
         at = len(ids) + i
         rows.append(language.forward([SequenceChunk([token_id], at, at, table, states=states.of(1))], kv))
     return torch.cat(rows)
-
-
-class StatePair:
-    """The last blocks of a memory of 16 blocks and these, for the two places of a sequence's state."""
-
-    def __init__(self, language: LanguageModel):
-        size = language.state_blocks
-        self._before: list[int] = []
-        self._after = list(range(16, 16 + size))
-        self._other = list(range(16 + size, 16 + 2 * size))
-
-    def of(self, num_tokens: int) -> tuple[StateSpan, ...]:
-        """The sequence's next tokens."""
-        if not self._after:
-            return ()
-        span = StateSpan(num_tokens, self._before, self._after)
-        self._before, self._after, self._other = self._after, self._other, self._after
-        return (span,)
 
 
 @pytest.mark.parametrize("name", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(MEDIA_FAMILIES)))
