@@ -27,6 +27,7 @@ from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.step_inputs import StepInputs
 from cluster.model.experts import expert_row_bytes
+from cluster.model.hidden_rows import HiddenRows
 from cluster.model.kv_format import KvCacheDtype, layer_cache
 from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
 from cluster.model.loading import fingerprint
@@ -51,6 +52,7 @@ class LanguageModel:
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
     has no window.
     adapter_slots: numbers of the adapters, by digest; empty: it has none.
+    hidden_rows: of the last step's tokens, if they are kept (`keep_rows`).
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
@@ -85,6 +87,7 @@ class LanguageModel:
         self.shapes: Sequence[LayerShape] = parts.shapes
         self.sliding_window: int | None = window_of_all(parts.shapes)
         self.kv_layout = parts.kv_layout
+        self.hidden_rows: HiddenRows | None = None
 
     @classmethod
     def load(
@@ -211,6 +214,20 @@ class LanguageModel:
     def known_on_device(self, token_ids: Tensor) -> Tensor:
         """See `TokenInputs`."""
         return self._inputs.known_on_device(token_ids)
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, hidden_size]: the rows that text tokens begin with."""
+        return self._inputs.rows(self._inputs.on_device(token_ids))
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size], as the text model returns it → [n, vocab_size]."""
+        return self._logits(hidden)
+
+    def keep_rows(self, rows: HiddenRows) -> None:
+        """Every later step keeps rows of its tokens there. Steps then run layer by layer. Call it once,
+        before steps are recorded."""
+        rows.attach(self._text)
+        self.hidden_rows, self._decoder = rows, None
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""

@@ -46,7 +46,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="session")
 def _parallel(tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
-    speculation = {"method": "ngram", "max_draft_tokens": 3}
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
     args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}, "door": PATIENT_DOOR}
     return entered(starting(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2))
 
