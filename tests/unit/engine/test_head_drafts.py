@@ -46,8 +46,8 @@ class Case:
         self.rows = HiddenRows(512, self.target.hidden_size, self.target.dtype, self.target.device, layers)
         self.target.keep_rows(self.rows)
 
-    def proposer(self, num_blocks: int = 512) -> HeadProposer:
-        return HeadProposer(self.head, self.rows, num_blocks)
+    def proposer(self, num_blocks: int = 512, forbidden: Sequence[int] = ()) -> HeadProposer:
+        return HeadProposer(self.head, self.rows, num_blocks, forbidden)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -159,13 +159,50 @@ def test_drafts_are_those_of_the_published_head_over_all_tokens(random, monkeypa
         forget = proposer.forget
 
         def propose(self, sequences, max_tokens):
-            drafts = proposer.propose(sequences, max_tokens)
+            limits = [min(most, 1 + i) for i, most in enumerate(max_tokens)]
+            drafts = proposer.propose(sequences, limits)
             for sequence, draft in zip(sequences, drafts, strict=True):
                 if sequence.sampling.temperature == 0:
                     assert draft == guesses(reference, sequence.token_ids, len(draft))
                     lengths.add(len(draft))
             return drafts
 
-    requests = requests_of(random.target)
-    assert decode(random.target, requests, Compared(), reader=proposer) == random.expected
+    requests = requests_of(random.target)[::-1]  # the greedy one is the last: its drafts are the longest
+    assert decode(random.target, requests, Compared(), reader=proposer) == random.expected[::-1]
     assert {0, 4} <= lengths
+
+
+def test_a_step_whose_rows_are_not_kept_costs_drafts_only(right):
+    """As one with more tokens than there is room for."""
+    requests, proposer = requests_of(right.target), right.proposer()
+
+    class Forgetful:
+        num_steps = 0
+
+        def take(self, known):
+            self.num_steps += 1
+            if self.num_steps % 4:
+                proposer.take(known)
+
+    assert decode(right.target, requests, proposer, reader=Forgetful()) == right.expected
+    assert all(requests[0].drafts[step] for step in (1, 2, 4, 5)) and requests[0].drafts[3] == []
+
+
+@pytest.mark.parametrize("num_blocks", [1, 12])
+def test_a_small_pool_costs_drafts_only_and_leaks_nothing(right, num_blocks):
+    requests, proposer = requests_of(right.target), right.proposer(num_blocks)
+    assert decode(right.target, requests, proposer, reader=proposer) == right.expected
+    assert sum(len(guess) for r in requests for guess in r.drafts) > 20
+    assert proposer.blocks.num_referenced == 0
+    proposer.blocks.check_integrity()
+
+
+def test_no_draft_goes_on_beyond_a_placeholder(right):
+    plain, barred = requests_of(right.target), requests_of(right.target)
+    proposer = right.proposer()
+    decode(right.target, plain, proposer, reader=proposer)
+    forbidden = plain[0].drafts[1][2]
+    proposer = right.proposer(forbidden=[forbidden])
+    assert decode(right.target, barred, proposer, reader=proposer) == right.expected
+    assert barred[0].drafts[1] == plain[0].drafts[1][: plain[0].drafts[1].index(forbidden)]
+    assert all(forbidden not in guess for r in barred for guess in r.drafts)
