@@ -68,23 +68,27 @@ def read_eagle3(folder: Path, target: Mapping[str, Any]) -> Eagle3Head:
     config = read_json(folder / "config.json")
     if not set(config.get("architectures") or ()).intersection(EAGLE3_CLASSES):
         raise ConfigError(
-            f"'{folder}' is no EAGLE-3 head: its class is {config.get('architectures')}, not {EAGLE3_CLASSES[0]}",
+            f"'{folder}' is no EAGLE-3 head: its class is {config.get('architectures')}, "
+            f"not {EAGLE3_CLASSES[0]}",
             param=_MODEL,
         )
     text = text_config(target)
     num_layers, hidden_size, vocab_size = (
-        text[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+        text.get(name) for name in ("num_hidden_layers", "hidden_size", "vocab_size")
     )
-    own = config.get("target_hidden_size") or config["hidden_size"]
-    if own != hidden_size or config["hidden_size"] != hidden_size:
+    if num_layers is None or hidden_size is None or vocab_size is None:
         raise ConfigError(
-            f"the EAGLE-3 head '{folder}' is for hidden rows of {own}, the model has {hidden_size}",
-            param=_MODEL,
+            f"speculation method eagle3: not for model type '{text.get('model_type')}'", param=_METHOD
         )
-    if config["vocab_size"] != vocab_size:
+    own = (config.get("hidden_size"), config.get("target_hidden_size") or hidden_size)
+    if strange := [size for size in own if size != hidden_size]:
         raise ConfigError(
-            f"the EAGLE-3 head '{folder}' ({config['vocab_size']} tokens) and the model ({vocab_size} tokens) "
-            "must have the same vocabulary",
+            f"the EAGLE-3 head '{folder}' is for hidden rows of {strange[0]}, not {hidden_size}", param=_MODEL
+        )
+    if config.get("vocab_size") != vocab_size:
+        raise ConfigError(
+            f"the EAGLE-3 head '{folder}' ({config.get('vocab_size')} tokens) "
+            f"and the model ({vocab_size} tokens) must have the same vocabulary",
             param=_MODEL,
         )
     named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")

@@ -32,7 +32,8 @@ from cluster.model.language import LanguageModel
 from cluster.model.probe import LayerShape
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
-_UNUSED = ("t2d", "embed_tokens.weight")  # which ids have a draft id; the target's embeddings are used
+# which ids have a draft id; the target's embeddings are used; what old versions of transformers have saved
+_UNUSED = ("t2d", "embed_tokens.weight", "rotary_emb.inv_freq")
 
 
 class _Midlayer(nn.Module):
@@ -90,10 +91,13 @@ def load_eagle3(head: Eagle3Head, target: LanguageModel) -> DraftHead:
     fields = {
         name: value for name, value in head.config.items() if name not in ("architectures", "model_type")
     }
-    config = hf.LlamaConfig(**fields)
-    config._attn_implementation = ATTENTION_NAME
-    module = Eagle3Module(config, head, target.vocab_size)
-    tensors = {name: tensor for name, tensor in _read(head.folder).items() if name not in _UNUSED}
+    try:
+        config = hf.LlamaConfig(**fields)
+        config._attn_implementation = ATTENTION_NAME
+        module = Eagle3Module(config, head, target.vocab_size)
+    except Exception as error:  # whatever a wrong field makes transformers raise
+        raise _error(head.folder, f"config.json: {' '.join(str(error).split())}") from error
+    tensors = {name: tensor for name, tensor in _read(head.folder).items() if not name.endswith(_UNUSED)}
     if "d2t" not in tensors and head.draft_vocab_size == target.vocab_size:
         tensors["d2t"] = module.d2t  # both have the same ids
     try:
@@ -103,7 +107,9 @@ def load_eagle3(head: Eagle3Head, target: LanguageModel) -> DraftHead:
     ids = torch.arange(len(module.d2t)) + module.d2t
     if len(ids.unique()) < len(ids) or ids.min() < 0 or ids.max() >= target.vocab_size:
         raise _error(head.folder, f"d2t names tokens twice, or not of the {target.vocab_size} of the model")
-    module = module.eval().requires_grad_(False).to(target.dtype).to(target.device)
+    module = module.eval().requires_grad_(False).to(target.device)
+    for parameter in module.parameters():  # frequencies of the rotary embedding stay exact
+        parameter.data = parameter.data.to(target.dtype)
     kv = (config.num_key_value_heads, config.head_dim)
     return DraftHead(module, target, LayerShape(kv, kv, None), config.num_attention_heads, config.hidden_size)
 

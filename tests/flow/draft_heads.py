@@ -74,8 +74,8 @@ def save_eagle3(target: Path, folder: Path, *, is_right: bool) -> Path:
 
 
 def _eagle3_weights(tensors: dict[str, Tensor], is_right: bool) -> dict[str, Tensor]:
-    """is_right: the rows of the embedding become so small that their sum with what a layer adds is that alone,
-    and the head adds no hidden row."""
+    """is_right: the rows of the embedding become so small that their sum with what a layer adds is that
+    alone, and the head adds no hidden row."""
     draw, size = torch.Generator().manual_seed(1), SIZES["vocab_size"]
     if is_right:
         _leave_to_the_last_layer(tensors, 3)

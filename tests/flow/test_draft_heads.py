@@ -86,8 +86,8 @@ async def test_drafts_change_no_token_of_prompts_that_are_handed_over(drafted):
 
 
 async def test_a_head_that_has_seen_all_tokens_is_right(drafted):
-    """Decode computes the prompts, in stretches. The second time their beginnings are cached, and so is what the
-    head has computed of them."""
+    """Decode computes the prompts, in stretches. The second time their beginnings are cached, and so is what
+    the head has computed of them."""
     async with local_cluster(drafted.args(), (0, 1, 1)) as cluster:
         cut_stretches(cluster)
         cluster.let_prefill_locally()

@@ -54,8 +54,8 @@ def test_a_checkpoint_that_has_left_out_its_layer_is_refused(tmp_path):
     ("changes", "reason"),
     [
         ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head"),
-        ({"hidden_size": 96}, "is for hidden rows of 96, the model has 64"),
-        ({"target_hidden_size": 32}, "is for hidden rows of 32, the model has 64"),
+        ({"hidden_size": 96}, "is for hidden rows of 96, not 64"),
+        ({"target_hidden_size": 32}, "is for hidden rows of 32, not 64"),
         ({"vocab_size": 300}, r"300 tokens\) and the model \(1024 tokens\) must have the same vocabulary"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, r"layers \[1, 2, 9\] of 4"),
     ],

@@ -81,7 +81,8 @@ class MtpReference:
         # transformers knows the published numbers of layers only
         pattern = re.compile(rf"model\.layers\.{main.config.num_hidden_layers}\.")
         monkeypatch.setattr(MtpModel, "get_mtp_weights_regex", lambda main: pattern)
-        self._main, self._mtp = main, MtpModel.from_pretrained(main).eval()
+        self._main: Any = main
+        self._mtp: Any = MtpModel.from_pretrained(main).eval()
 
     def hidden(self, ids: Tensor) -> Tensor:
         return self._main.model(ids).last_hidden_state
