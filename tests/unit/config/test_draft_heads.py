@@ -82,6 +82,11 @@ def test_weights_that_do_not_fit_the_heads_configuration_are_refused(target, tmp
         torch.save(weights | wrong, tmp_path / "pytorch_model.bin")
         with pytest.raises(ConfigError, match=reason):
             load_head(args, model)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"hidden_act": "none"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"config\.json: .*none"):
+        load_head(args, model)
+    (tmp_path / "config.json").write_text((target / "head" / "config.json").read_text())
     (tmp_path / "pytorch_model.bin").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match=r"pytorch_model.bin cannot be read"):
         load_head(args, model)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -22,6 +24,7 @@ from cluster.model.eagle3 import load_eagle3
 from cluster.model.hidden_rows import HiddenRows
 from cluster.model.language import LanguageModel
 from tests.flow.draft_heads import HIDDEN, MTP_CONFIGS, save_eagle3, save_with_mtp
+from tests.flow.quantised_folders import FP8_ENTRY, Checkpoint, in_fp8_blocks, quantised
 from tests.unit.engine.drafting import BLOCK_SIZE, NUM_TOKENS, decode, requests_of
 
 NAMES = (*sorted(MTP_CONFIGS), "eagle3")
@@ -30,12 +33,15 @@ NAMES = (*sorted(MTP_CONFIGS), "eagle3")
 class Case:
     """A target that keeps its rows, and its head."""
 
-    def __init__(self, name: str, folder: Path, *, is_right: bool):
+    def __init__(
+        self, name: str, folder: Path, *, is_right: bool, change: Callable[[Path], object] = lambda _: None
+    ):
         self.folder, self.head_folder, layers = folder, folder / "head", ()
         if name == "eagle3":
             save_eagle3(folder, self.head_folder, is_right=is_right)
         else:
             save_with_mtp(folder, name, is_right=is_right)
+        change(folder)
         self.target = LanguageModel.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE)
         self.expected = decode(self.target, requests_of(self.target))
         if name == "eagle3":
@@ -69,6 +75,20 @@ def test_a_head_that_computes_what_the_target_computes_is_always_right(right):
     assert all(len(r.drafts) == 1 + -(-(NUM_TOKENS - 1) // 4) for r in requests)
     assert proposer.blocks.num_referenced == 0
     proposer.blocks.check_integrity()
+
+
+def in_fp8(folder: Path) -> Path:
+    """The experts of every layer."""
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": FP8_ENTRY}
+    whole = Checkpoint(config, load_file(folder / "model.safetensors"), hf.DeepseekV3ForCausalLM)
+    return quantised(whole, in_fp8_blocks, lambda name: "experts" in name).save(folder)
+
+
+def test_the_layer_of_a_quantised_checkpoint_is_dequantised_as_the_others_are(tmp_path):
+    case = Case("deepseek_v3", tmp_path, is_right=True, change=in_fp8)
+    requests, proposer = requests_of(case.target), case.proposer()
+    assert decode(case.target, requests, proposer, max_draft=3, reader=proposer) == case.expected
+    assert all(len(r.drafts) == 1 + -(-(NUM_TOKENS - 1) // 4) for r in requests)
 
 
 class MtpReference:
