@@ -57,8 +57,8 @@ def plan_snapshots(
     sequence: TokenSequence, num_known: int, blocks: BlockPool, uncut: tuple[Span, ...], state_blocks: int,
     num_spare: int,
 ) -> None:  # fmt: skip
-    """Allocates blocks for snapshots of the prompt, while more than `num_spare` are left. num_known: blocks of
-    its KV that were known."""
+    """Allocates blocks for snapshots of the prompt, while more than `num_spare` are left. num_known: blocks
+    of its KV that were known."""
     if sequence.hashes is None:
         return
     size, length = blocks.block_size, sequence.num_prompt_tokens

@@ -7,8 +7,8 @@ Placeholder tokens are equal for all images of a model. So each run of an item's
 (modality, media hash, first row, position in the block, number of rows): blocks of two images never share a
 name, and blocks that start at different rows of one image do not either. Text after an image differs too,
 through the chain. Names are equal in all processes of one cluster (little- and big-endian hosts must not be
-mixed) and are used as cache keys only. A hybrid model's state after a block lies in blocks whose names are the
-block's with a number behind it.
+mixed) and are used as cache keys only. A hybrid model's state after a block lies in blocks whose names are
+the block's with a number behind it.
 """
 
 from __future__ import annotations
