@@ -148,6 +148,11 @@ def test_a_quantised_model_a_draft_and_an_adapter_are_refused_before_anything_st
             r"decode needs 11,\d{3}\.\d GiB of KV .*; 8\.0 GiB are available",
         ),
         ({"decode": {"speculation": {"method": "draft", "model": "nowhere"}}}, "no model folder"),
+        ({"decode": {"speculation": {"method": "mtp"}}}, "speculation method mtp: model type"),
+        (
+            {"decode": {"speculation": {"method": "eagle3", "model": "deploy/demo_model"}}},
+            "is no EAGLE-3 head",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path, args, pattern):
