@@ -7,7 +7,9 @@ One process, no cluster. The demo model answers text questions, and one question
 conversation. Every row decodes the same prompts with the same seeds; its tokens are compared with those of
 the row without drafts. Rounds of the rows are interleaved, times are medians over rounds. The draft model is
 the first layers of the demo model, which were not trained to predict tokens by themselves: the row shows the
-cost of a draft model, not the gain of a good one.
+cost of a draft model, not the gain of a good one. `--eagle3 FOLDER` adds a head, as `bench.draft_training`
+writes one. Its target keeps hidden rows, so a step does not run in one native call there: the row includes
+that.
 """
 
 from __future__ import annotations
@@ -25,8 +27,21 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from cluster.engine.speculation import DraftModelProposer, NgramProposer, Proposer, Speculator, accept
+from cluster.config.checkpoint import read_config
+from cluster.config.draft_heads import read_eagle3
+from cluster.engine.head_drafts import HeadProposer
+from cluster.engine.speculation import (
+    DraftModelProposer,
+    KnownTokens,
+    NgramProposer,
+    Proposer,
+    RowReader,
+    Speculator,
+    accept,
+)
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.eagle3 import load_eagle3
+from cluster.model.hidden_rows import HiddenRows
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.loading import Half, load_half
 from cluster.model.sampling import sample
@@ -36,6 +51,7 @@ from deploy.demo_model.training import data
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 BLOCK_SIZE = 16
+KEPT_ROWS = 4096  # of a step
 TASKS = ("answers", "copies")
 SAMPLINGS = {"greedy": 0.0, "sampled": 0.7}  # temperature
 
@@ -106,8 +122,29 @@ def first_layers(num_layers: int) -> LanguageModel:
     return LanguageModel.from_model(model, block_size=BLOCK_SIZE)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How one row decodes."""
+
+    model: LanguageModel
+    make: Callable[[], Proposer] | None  # None: without drafts
+
+
+def eagle3_way(folder: Path) -> Way:
+    model = LanguageModel.load(MODEL, dtype=torch.float32, block_size=BLOCK_SIZE)
+    read = read_eagle3(folder, read_config(MODEL))
+    rows = HiddenRows(KEPT_ROWS, model.hidden_size, model.dtype, model.device, read.layers)
+    model.keep_rows(rows)
+    head = load_eagle3(read, model)
+    return Way(model, lambda: HeadProposer(head, rows, num_blocks=512))
+
+
 def start(
-    model: LanguageModel, prompts: Sequence[list[int]], temperature: float, args: argparse.Namespace
+    model: LanguageModel,
+    prompts: Sequence[list[int]],
+    temperature: float,
+    args: argparse.Namespace,
+    reader: RowReader | None,
 ) -> tuple[list[DecodingRequest], BlockMemory]:
     """Computes the KV of every prompt token but the last."""
     stop = () if args.ignore_eos else model.eos_token_ids
@@ -127,6 +164,8 @@ def start(
     for r in running:
         num_tokens = len(r.token_ids) - 1
         model.forward([SequenceChunk(r.token_ids[:-1], torch.arange(num_tokens), 0, r.block_table)], kv)
+        if reader is not None:
+            reader.take([KnownTokens(r, (), 0, 0, num_tokens, is_prompt=True)])
     return running, kv
 
 
@@ -175,10 +214,13 @@ def step(
         for i in range(len(draft) + 1)
     ]
     drawn = iter(sample(logits, [r.sampling for r, _ in rows], [position for _, position in rows]))
+    known, first_row = [], 0
     for request, draft in zip(live, drafts, strict=True):
         tokens = accept(draft, [next(drawn) for _ in range(len(draft) + 1)])
         if speculator is not None and draft:
             speculator.observe(request.request_id, len(draft), len(tokens) - 1)
+        known.append(KnownTokens(request, (), len(request.token_ids) - 1, first_row, len(tokens), False))
+        first_row += len(draft) + 1
         result.num_rows += 1
         result.num_drafted += len(draft)
         result.num_accepted += len(tokens) - 1
@@ -186,25 +228,29 @@ def step(
             request.token_ids.append(token)
             if request.is_done:
                 break
+    if speculator is not None and speculator.reader is not None:
+        speculator.reader.take(known)
 
 
 def measure(
-    model: LanguageModel,
-    proposers: dict[str, Callable[[], Proposer] | None],
+    ways: dict[str, Way],
     prompts: Sequence[list[int]],
     concurrency: int,
     temperature: float,
     args: argparse.Namespace,
 ) -> dict[str, list[ProposerResult]]:
-    """`args.rounds` results of every proposer, interleaved. `concurrency` requests run together."""
-    results: dict[str, list[ProposerResult]] = {name: [] for name in proposers}
+    """`args.rounds` results of every way, interleaved. `concurrency` requests run together."""
+    results: dict[str, list[ProposerResult]] = {name: [] for name in ways}
     for _ in range(args.rounds):
-        for name, make in proposers.items():
-            speculator = Speculator(make(), args.max_draft_tokens) if make is not None else None
+        for name, way in ways.items():
+            proposer = None if way.make is None else way.make()
+            reader = proposer if isinstance(proposer, HeadProposer) else None
+            speculator = None if proposer is None else Speculator(proposer, args.max_draft_tokens, reader)
             result = ProposerResult()
             for first in range(0, len(prompts), concurrency):
-                running, kv = start(model, prompts[first : first + concurrency], temperature, args)
-                generate(model, running, kv, speculator, result)
+                some = prompts[first : first + concurrency]
+                running, kv = start(way.model, some, temperature, args, reader)
+                generate(way.model, running, kv, speculator, result)
             results[name].append(result)
     return results
 
@@ -242,22 +288,26 @@ def main() -> int:
     parser.add_argument("--ignore-eos", action="store_true", help="go on behind the end of the answer")
     parser.add_argument("--max-draft-tokens", type=int, default=4)
     parser.add_argument("--draft-layers", type=int, default=2, help="layers of the draft model")
+    parser.add_argument("--eagle3", type=Path, help="folder of an EAGLE-3 head for the demo model")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     model = LanguageModel.load(MODEL, dtype=torch.float32, block_size=BLOCK_SIZE)
     draft = first_layers(args.draft_layers)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    proposers: dict[str, Callable[[], Proposer] | None] = {
-        "none": None,
-        "n-gram": NgramProposer,
-        "draft model": lambda: DraftModelProposer(draft, model, num_blocks=512),
+    ways = {
+        "none": Way(model, None),
+        "n-gram": Way(model, NgramProposer),
+        "draft model": Way(model, lambda: DraftModelProposer(draft, model, num_blocks=512)),
     }
+    if args.eagle3 is not None:
+        ways["eagle3"] = eagle3_way(args.eagle3)
+        ways["none, rows kept"] = Way(ways["eagle3"].model, None)
     all_equal = True
     for concurrency in args.concurrency:
         for task in TASKS:
             for name, temperature in SAMPLINGS.items():
                 prompts = make_prompts(tokenizer, task, args.num_prompts)
-                results = measure(model, proposers, prompts, concurrency, temperature, args)
+                results = measure(ways, prompts, concurrency, temperature, args)
                 all_equal &= report(results, {"requests": concurrency, "task": task, "sampling": name})
     return 0 if all_equal else 1
 

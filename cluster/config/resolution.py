@@ -23,9 +23,9 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
         name: pool.model_copy(update={"threads": pool.threads or len(pool.cores) or num_cores})
         for name, pool in args.pools.items()
     }
-    if args.decode.speculation.method == "draft":
-        draft = _find(args.decode.speculation.draft_model, environment)
-        speculation = args.decode.speculation.model_copy(update={"draft_model": str(draft)})
+    if args.decode.speculation.method in ("draft", "eagle3"):
+        draft = _find(args.decode.speculation.model, environment)
+        speculation = args.decode.speculation.model_copy(update={"model": str(draft)})
         pools["decode"] = pools["decode"].model_copy(update={"speculation": speculation})
     door = args.door.model_copy(update={"access": _with_absolute_path(args.door.access)})
     adapters = _adapters(args.adapters, model_id)

@@ -73,11 +73,17 @@ class SchedulingArgs(_Args):
     prompt_pause_s: float = Field(default=0.05, gt=0)
 
 
+HEAD_METHODS = ("mtp", "eagle3")  # heads that read the model's hidden rows
+
+
 class SpeculationArgs(_Args):
-    method: Literal["off", "ngram", "draft"] = "off"
-    max_draft_tokens: int = Field(default=4, ge=1, le=32)  # draft tokens in one step of one choice
-    draft_model: str = ""  # for the method "draft": folder of a model with the same tokenizer
-    draft_kv_blocks: int = Field(default=1024, ge=2)
+    # ngram: prompt lookup; draft: a draft model; mtp: the checkpoint's own layer for multi-token prediction
+    # eagle3: an EAGLE-3 head
+    method: Literal["off", "ngram", "draft", "mtp", "eagle3"] = "off"
+    num_speculative_tokens: int = Field(default=4, ge=1, le=32)  # at most, in one step of one choice
+    # folder of the draft model, which has the same tokenizer, or of the EAGLE-3 head; or a hub id
+    model: str = ""
+    draft_kv_blocks: int = Field(default=1024, ge=2)  # of the draft model or the head
 
 
 class _LanguageArgs(_PoolArgs):
@@ -342,6 +348,13 @@ class ClusterArgs(_Args):
     def _check_tier(self) -> ClusterArgs:
         if self.tensor_parallel_size > 1 and (self.kv_cache.host_bytes or self.kv_cache.disk_bytes):
             raise ValueError("kv_cache.host_bytes and disk_bytes need tensor_parallel_size 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_speculation(self) -> ClusterArgs:
+        method = self.decode.speculation.method
+        if method in HEAD_METHODS and self.tensor_parallel_size > 1:
+            raise ValueError(f"decode.speculation.method {method} needs tensor_parallel_size 1")
         return self
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from torch import Tensor
 from cluster.engine.draw_state import ConstraintMasks
 from cluster.engine.drawing import Choices, Drawer, Drawn
 from cluster.engine.features import FeatureStore
+from cluster.engine.head_drafts import known_tokens
 from cluster.engine.kv_output import Ready
 from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import Speculator, accept
@@ -139,7 +140,10 @@ class LanguageRunner:
             num_rows = len(logits)
         enqueue = partial(self._go_ahead, choices, then)
         drawn = self._drawer.next_tokens(logits[:num_rows], choices, enqueue)
-        accepted = iter(self._accept(drawn, choices))
+        lens = [len(choice.drafts) + 1 for _, choice in choices]
+        answered = list(self._accept(drawn, choices))
+        self._take_rows(choices, lens, [tokens for tokens, _ in answered], prompts)
+        accepted = iter(answered)
         last = iter(logits[num_rows:].clone().split(1))  # these outlive the step
         scored = iter([() if chunk.scores is None else chunk.scores.found for chunk in computed])
         return [
@@ -148,6 +152,21 @@ class LanguageRunner:
             else WorkResult(logits=next(last) if _is_last(work) else None, prompt_logprobs=next(scored))
             for work in works
         ]
+
+    def _take_rows(
+        self, choices: Choices, num_rows: Sequence[int], accepted: Sequence[Sequence[int]],
+        prompts: Sequence[PromptWork],
+    ) -> None:  # fmt: skip
+        """See `known_tokens`."""
+        if self._speculator is None or self._speculator.reader is None:
+            return
+        known = list(known_tokens(choices, num_rows, accepted, prompts))
+        try:
+            self._speculator.reader.take(known)
+        except Exception:  # its state of these choices may be incomplete
+            for each in known:
+                self._speculator.forget(each.sequence.request_id)
+            raise
 
     def drop_ahead(self) -> None:
         """Waits for the forward in flight, whose results are not wanted."""

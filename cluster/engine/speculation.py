@@ -17,12 +17,13 @@ coupling predicts (Daliri, Musco, Suresh 2025, "Coupling without communication a
 speculative decoding").
 
 The engine uses `Speculator`: propose → verify → observe in each step, and forget when a request ends. All of
-it runs on the engine's thread. Owns the n-gram indices, the draft model's KV and its block pool.
+it runs on the engine's thread. Owns the n-gram indices, the draft model's KV and its block pool. Heads that
+read the target's hidden rows: `head_drafts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -52,6 +53,24 @@ class DraftedSequence(Protocol):
 
     @property
     def sampling(self) -> SamplingParams: ...
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """Successive tokens of one sequence that a step has computed, and that will not change."""
+
+    sequence: DraftedSequence
+    hashes: Sequence[bytes]  # of the sequence's full blocks; grows with it. Empty: its blocks are not shared
+    first_token: int  # index in the sequence
+    first_row: int  # in the step
+    count: int
+    is_prompt: bool
+
+
+class RowReader(Protocol):
+    def take(self, known: Iterable[KnownTokens]) -> None:
+        """The last step has computed these tokens; it keeps their hidden rows until the next one."""
+        ...
 
 
 class Proposer(Protocol):
@@ -95,8 +114,10 @@ class Speculator:
     * after a draft whose first token was wrong: half as many;
     * after a draft of a single wrong token: none for `REST_STEPS` steps."""
 
-    def __init__(self, proposer: Proposer, max_draft_tokens: int):
+    def __init__(self, proposer: Proposer, max_draft_tokens: int, reader: RowReader | None = None):
+        """`reader`: is given every step's tokens, if drafts depend on their hidden rows."""
         self._proposer = proposer
+        self.reader = reader
         self.max_draft_tokens = max_draft_tokens
         self._lengths: dict[str, _DraftLength] = {}
 

@@ -20,11 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cluster.clock import Clock
 from cluster.config.checkpoint import placeholder_ids, read_config, takes_media
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import HEAD_METHODS, ClusterArgs
 from cluster.engine.adapters import AdapterReader, HeldAdapters
 from cluster.engine.ahead import may_run_ahead
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
+from cluster.engine.head_drafts import HeadProposer
 from cluster.engine.inbox import EncoderPort, Inbox, ServeCalls
 from cluster.engine.limits import StepLimits, limits_of, sizes_of
 from cluster.engine.runner import LanguageRunner
@@ -44,6 +45,7 @@ from cluster.text.defaults import GenerationDefaults
 from cluster.types.adapters import AdapterSet
 from cluster.types.members import Member, Role
 from cluster.worker.cpu_slots import CpuSlots
+from cluster.worker.draft_heads import load_head
 from cluster.worker.kv_tier import open_tier
 from cluster.worker.language import Language
 from cluster.worker.process import LEASE_MARGIN_S, STOP_TIMEOUT_S, WorkerProcess
@@ -220,7 +222,7 @@ def _constraints(args: ClusterArgs, vocab_size: int, clock: Clock) -> Constraint
 
 
 def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
-    """Raises ConfigError if the draft model does not fit the target model."""
+    """Raises ConfigError if the draft model or the head does not fit the target model."""
     speculation = args.decode.speculation
     if speculation.method == "off":
         return None
@@ -232,9 +234,14 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
         )
     placeholders = placeholder_ids(read_config(args.model)).values()
     if speculation.method == "ngram":
-        return Speculator(NgramProposer(placeholders), speculation.max_draft_tokens)
+        return Speculator(NgramProposer(placeholders), speculation.num_speculative_tokens)
+    if speculation.method in HEAD_METHODS:
+        assert target.hidden_rows is not None, "the model keeps no hidden rows"
+        head = load_head(args, target)
+        heads = HeadProposer(head, target.hidden_rows, speculation.draft_kv_blocks, placeholders)
+        return Speculator(heads, speculation.num_speculative_tokens, heads)
     draft = LanguageModel.load(
-        speculation.draft_model, dtype=target.dtype, device=target.device, block_size=args.block_size,
+        speculation.model, dtype=target.dtype, device=target.device, block_size=args.block_size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )  # fmt: skip
     if draft.state_blocks:
@@ -243,4 +250,4 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
     proposer = DraftModelProposer(
         draft, target, speculation.draft_kv_blocks, placeholders, recording_of(draft, recorded)
     )
-    return Speculator(proposer, speculation.max_draft_tokens)
+    return Speculator(proposer, speculation.num_speculative_tokens)

@@ -27,6 +27,7 @@ from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.step_inputs import StepInputs
 from cluster.model.experts import expert_row_bytes
+from cluster.model.hidden_rows import HiddenRows
 from cluster.model.kv_format import KvCacheDtype, layer_cache
 from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
 from cluster.model.loading import fingerprint
@@ -58,6 +59,7 @@ class LanguageModel:
     adapters: those that it had at first.
     num_adapter_slots: adapters that it has room for at once.
     adapter_slots: slots of the adapters that it has, by digest. `set_adapter` changes them.
+    hidden_rows: of the last step's tokens, if they are kept (`keep_rows`).
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
@@ -100,6 +102,7 @@ class LanguageModel:
         self.shapes: Sequence[LayerShape] = shapes
         self.sliding_window: int | None = None if self._states else window_of_all(shapes)
         self.kv_layout = parts.kv_layout
+        self.hidden_rows: HiddenRows | None = None
 
     @classmethod
     def load(
@@ -231,6 +234,20 @@ class LanguageModel:
     def known_on_device(self, token_ids: Tensor) -> Tensor:
         """See `TokenInputs`."""
         return self._inputs.known_on_device(token_ids)
+
+    def embed(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, hidden_size]: the rows that text tokens begin with."""
+        return self._inputs.rows(self._inputs.on_device(token_ids))
+
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size], as the text model returns it → [n, vocab_size]."""
+        return self._logits(hidden)
+
+    def keep_rows(self, rows: HiddenRows) -> None:
+        """Every later step keeps rows of its tokens there. Steps then run layer by layer. Call it once,
+        before steps are recorded."""
+        rows.attach(self._text)
+        self.hidden_rows, self._decoder = rows, None
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""

@@ -20,6 +20,7 @@ from cluster.model.sharding import UNDIVIDED, Sharding
 from cluster.model.step_model import StepModel
 from cluster.types.members import Role
 from cluster.worker.codec_probe import check_codec
+from cluster.worker.draft_heads import keep_rows
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, gpu_bytes, step_bytes
 from cluster.worker.setup import WorkerSetup
 from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName, is_available, wire_layout
@@ -65,6 +66,8 @@ def load_language(
     if group is not None:
         setup = dataclasses.replace(setup, device=group.device)
     model = _model(args, setup, UNDIVIDED if group is None else Sharding(group.size, args.expert_parallel))
+    if role.decodes:
+        keep_rows(args, model, sizes.max_step_tokens)
     recording = _recording(model, args.decode, sizes.max_step_tokens, group) if role.decodes else None
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
@@ -133,7 +136,7 @@ def _recording(
     prompts."""
     if group is not None:
         return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, 0))
-    drafts = 0 if decode.speculation.method == "off" else decode.speculation.max_draft_tokens
+    drafts = 0 if decode.speculation.method == "off" else decode.speculation.num_speculative_tokens
     return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, max_step_tokens, drafts))
 
 

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from cluster.config import ClusterArgs, Environment, read_environment, resolve
 from cluster.config.adapters import adapter_room
 from cluster.config.checkpoint import Weights, check_checkpoint, takes_media, text_config
+from cluster.config.draft_heads import layers_read
 from cluster.config.keys import read_key_file
 from cluster.config.machine import available_memory, has_gpu, max_open_files
 from cluster.errors import ConfigError
@@ -138,10 +139,11 @@ def _complete(
         application["args"]["adapters_folder"] = resolved.adapters_folder
     if key_file:
         application["args"]["door"]["access"]["key_file"] = key_file
-    if resolved.decode.speculation.method == "draft":
-        draft = resolved.decode.speculation.draft_model
-        check_checkpoint(Path(draft))
-        application["args"]["decode"]["speculation"]["draft_model"] = draft
+    layers_read(resolved)
+    if draft := resolved.decode.speculation.model:
+        if resolved.decode.speculation.method == "draft":
+            check_checkpoint(Path(draft))
+        application["args"]["decode"]["speculation"]["model"] = draft
     needs_no_encoder = Role.ENCODE in resolved.roles and not takes_media(config)
     return _quantised_note(resolved, weights, machine) + _check_deployments(
         application,

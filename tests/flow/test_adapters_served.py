@@ -92,7 +92,7 @@ async def test_answers_of_every_adapter_in_company_equal_peft(
 
 async def test_choices_drafts_and_guidance_keep_the_adapter(adapted: Adapted) -> None:
     """Every choice of a request and its negative prompt are computed with the request's adapter."""
-    speculation = {"method": "ngram", "max_draft_tokens": 3}
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
     decode = {"kv_blocks": 512, "speculation": speculation}
     async with serving(adapted, decode=decode) as (_, client):
         place = next(i for i, case in enumerate(adapted.cases) if case.kind == "text")

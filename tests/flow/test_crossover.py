@@ -73,7 +73,7 @@ WAYS = list(itertools.product(("off", "ngram", "draft"), (1, 2), (ALL, EVERY_OTH
 async def test_prompts_that_decode_computes_are_answered_like_generate(
     folder, prompts, expected, speculation, num_choices, prefills_locally
 ):
-    method = {"method": speculation} | ({"draft_model": str(folder)} if speculation == "draft" else {})
+    method = {"method": speculation} | ({"model": str(folder)} if speculation == "draft" else {})
     args = folder_args(folder, {"kv_blocks": 512, "speculation": method})
     async with local_cluster(args, (0, 1, 1)) as cluster:
         cut_stretches(cluster)

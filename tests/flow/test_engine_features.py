@@ -179,7 +179,7 @@ async def test_speculation_changes_no_token(plain, cases, expected, sampled):
     fields = {"temperature": 1.2, "seed": 5, "n": 2} if sampled else {}
     cases = cases[:12] if sampled else cases  # few drafts fit greedy answers
     args = with_decode(
-        cluster_args(48), kv_blocks=512, speculation={"method": "ngram", "max_draft_tokens": 4}
+        cluster_args(48), kv_blocks=512, speculation={"method": "ngram", "num_speculative_tokens": 4}
     )
     async with local_cluster(args) as cluster:
         got = await asyncio.gather(*(choices(cluster, case, **fields) for case in cases))

@@ -114,7 +114,7 @@ async def test_changed_answers_equal_generate(text_model, asked):
     """Two choices each, with drafts, all at once in too few blocks: answers are preempted, and what is left
     of them is computed behind their own tokens."""
     args = cluster_args(24).model_copy(update={"model": str(text_model), "block_size": BLOCK_SIZE})
-    decode = {"kv_blocks": 30, "speculation": {"method": "draft", "draft_model": str(text_model)}}
+    decode = {"kv_blocks": 30, "speculation": {"method": "draft", "model": str(text_model)}}
     args = args.model_copy(update={"decode": type(args.decode).model_validate(decode)})
     requests = [msgspec.structs.replace(request, request_id=new_request_id()) for request, _ in asked]
     async with local_cluster(let_all_in(args), (0, 1, 1), overcommits=True) as cluster:

@@ -133,7 +133,7 @@ async def test_answers_are_the_same_with_drafts_and_behind_a_preemption():
     fields = [{"temperature": 1.0, "seed": seed, "n": 2, **compact(PERSON)} for seed in range(4)]
     async with local_cluster(cluster_args(64)) as cluster, client_of(cluster) as client:
         wanted = await asyncio.gather(*(ask(client, **each) for each in fields))
-    drafts = {"method": "ngram", "max_draft_tokens": 4}
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
     async with (
         local_cluster(
             let_all_in(with_decode(cluster_args(64), kv_blocks=20, speculation=drafts)), overcommits=True

@@ -52,7 +52,7 @@ def adapters_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def _parallel(tmp_path_factory: pytest.TempPathFactory, adapters_folder: Path) -> LocalCluster:
-    speculation = {"method": "ngram", "max_draft_tokens": 3}
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
     args = {
         "tensor_parallel_size": 2, "decode": {"speculation": speculation}, "door": PATIENT_DOOR,
         "adapters_folder": str(adapters_folder), "max_loras": 1, "max_lora_rank": 4,

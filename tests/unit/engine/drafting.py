@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import transformers as hf
 
-from cluster.engine.speculation import Proposer, accept
+from cluster.engine.speculation import KnownTokens, Proposer, RowReader, accept
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.sampling import sample
@@ -40,9 +40,9 @@ class Request:
 def tiny_model(vocab_size: int, seed: int, initializer_range: float = 0.3) -> LanguageModel:
     torch.manual_seed(seed)
     config = hf.LlamaConfig(
-        vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, initializer_range=initializer_range, eos_token_id=None,
-        bos_token_id=None, pad_token_id=None,
+        vocab_size=vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256,
+        initializer_range=initializer_range, eos_token_id=None, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     return LanguageModel.from_model(hf.LlamaForCausalLM(config).float(), block_size=BLOCK_SIZE)
 
@@ -63,6 +63,7 @@ def decode(
     proposer: Proposer | None = None,
     num_tokens: int = NUM_TOKENS,
     max_draft: int = 4,
+    reader: RowReader | None = None,
 ) -> list[list[int]]:
     """Generates `num_tokens` for every request, as an engine would; without a proposer by
     `LanguageModel.decode`."""
@@ -72,8 +73,11 @@ def decode(
         request.start, request.end = len(request.token_ids), len(request.token_ids) + num_tokens
         request.table = list(range(i * width, (i + 1) * width))
     model.forward([chunk_of(r.token_ids[:-1], 0, r.table) for r in requests], kv)
+    if reader is not None:
+        counts = [len(r.token_ids) - 1 for r in requests]
+        reader.take(known_of(requests, [0] * len(requests), counts, counts, is_prompt=True))
     while running := [r for r in requests if len(r.token_ids) < r.end]:
-        step(model, kv, running, proposer, max_draft)
+        step(model, kv, running, proposer, max_draft, reader)
         for request in running:
             if proposer is not None and len(request.token_ids) == request.end:
                 proposer.forget(request.request_id)
@@ -81,7 +85,12 @@ def decode(
 
 
 def step(
-    model: LanguageModel, kv: BlockMemory, running: list[Request], proposer: Proposer | None, max_draft: int
+    model: LanguageModel,
+    kv: BlockMemory,
+    running: list[Request],
+    proposer: Proposer | None,
+    max_draft: int,
+    reader: RowReader | None = None,
 ) -> None:
     lens = [len(r.token_ids) for r in running]
     drafts: list[list[int]] = [[] for _ in running]
@@ -105,6 +114,23 @@ def step(
     for request, guess in zip(running, drafts, strict=True):
         request.token_ids += accept(guess, [next(drawn) for _ in range(len(guess) + 1)])
         request.drafts.append(guess)
+    if reader is not None:
+        starts, sizes = [n - 1 for n in lens], [len(guess) + 1 for guess in drafts]
+        counts = [len(r.token_ids) - n for r, n in zip(running, lens, strict=True)]
+        reader.take(known_of(running, starts, counts, sizes))
+
+
+def known_of(
+    requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int], sizes: Sequence[int],
+    *, is_prompt: bool = False,
+) -> list[KnownTokens]:  # fmt: skip
+    """Of a step with sizes[i] tokens of request i, the first counts[i] of which are known, from starts[i]
+    on."""
+    firsts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [
+        KnownTokens(request, (), start, first, count, is_prompt)
+        for request, start, first, count in zip(requests, starts, firsts, counts, strict=True)
+    ]
 
 
 def chunk_of(

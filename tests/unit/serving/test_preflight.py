@@ -135,7 +135,7 @@ def test_a_quantised_model_a_draft_and_an_adapter_are_refused_before_anything_st
     adapter = text_folder(tmp_path / "a")
     (adapter / "adapter_config.json").write_text("{}")
     check_refused(tmp_path, r"a/adapter_config\.json is an adapter", model=adapter)
-    args = {"decode": {"speculation": {"method": "draft", "draft_model": str(quantised)}}}
+    args = {"decode": {"speculation": {"method": "draft", "model": str(quantised)}}}
     check_refused(tmp_path, "quantised as awq", model=text_folder(tmp_path / "m"), args=args)
 
 
@@ -156,7 +156,12 @@ def test_a_quantised_model_a_draft_and_an_adapter_are_refused_before_anything_st
             {"decode": {"kv_blocks": 10**9}},
             r"decode needs 11,\d{3}\.\d GiB of KV .*; 8\.0 GiB are available",
         ),
-        ({"decode": {"speculation": {"method": "draft", "draft_model": "nowhere"}}}, "no model folder"),
+        ({"decode": {"speculation": {"method": "draft", "model": "nowhere"}}}, "no model folder"),
+        ({"decode": {"speculation": {"method": "mtp"}}}, "speculation method mtp: model type"),
+        (
+            {"decode": {"speculation": {"method": "eagle3", "model": "deploy/demo_model"}}},
+            "is no EAGLE-3 head",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(tmp_path, args, pattern):
