@@ -19,7 +19,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cluster.config.adapters import Adapter
@@ -40,6 +39,7 @@ from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_
 from cluster.model.cuda.coded_products import scratch_bytes, whole_product
 from cluster.model.cuda.experts import optimise_experts
 from cluster.model.cuda.layer import CudaLayerKernels
+from cluster.model.half_files import CheckRoom, own_share
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.layers.codes import CodedLinear
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
@@ -77,7 +77,7 @@ class LanguageParts:
 def load_parts(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, block_size: int,
     kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, sharding: Sharding,
-    weight_cache: WeightCache | None, adapters: Sequence[Adapter] = (),
+    weight_cache: WeightCache | None, adapters: Sequence[Adapter] = (), check_room: CheckRoom | None = None,
 ) -> LanguageParts:  # fmt: skip
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
     num_ranks = sharding.num_ranks
@@ -89,7 +89,7 @@ def load_parts(
     def make(making: Making) -> LanguageParts:
         half = load_half(
             path, Half.LANGUAGE, dtype=dtype, device=device, sharding=sharding, mapped=making.mapped,
-            coded=whole_product if has_coded_kernels else None,
+            coded=whole_product if has_coded_kernels else None, check_room=check_room,
         )  # fmt: skip
         notes = making.notes.get("shapes")
         shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
@@ -134,7 +134,7 @@ def probed_parts(
     segments = kv_segments(kv_row_shapes(shapes), block_size, dtype, kv_cache_dtype)
     first = kv_segments(kv_row_shapes(shapes[:1]), block_size, dtype, kv_cache_dtype)
     shape = _attention_shape(model, shapes[0], MemoryLayout(first), block_size)
-    weights = map(_own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
+    weights = map(own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
     coded = [linear for linear in text.modules() if isinstance(linear, CodedLinear)]
     return LanguageParts(
         model=model,
@@ -222,7 +222,3 @@ def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
     if parts.post_head is not None:
         return parts
     return replace(parts, decoder=whole_decoder(parts.text, parts.head, kernels, trial))
-
-
-def _own_share(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
