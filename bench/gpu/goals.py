@@ -118,10 +118,6 @@ GOALS = (
         Goal(f"{part}, {OFFLINE_RUN}: tokens/s", of(part, OFFLINE_RUN, "tokens_per_s"), 20_000, is_most=False)
         for part in ("throughput", "throughput-engine")
     ),
-    *(
-        Goal(f"loading 7b {where}: load ÷ read", of("loading", f"7b, {where}", "of_read"), 1.5, is_most=True)
-        for where in ("from the disk", "from the page cache")
-    ),
     _start("whole", 26.6),
     _start("e-p-d", 19.1),
     _handover("raw", SHORT, 20),
