@@ -7,6 +7,7 @@ Functions of the engine's thread over the records of a request and the pool. The
 from __future__ import annotations
 
 from cluster.engine.sequence import TokenSequence
+from cluster.engine.snapshots import plan_snapshots, register_snapshots, share_snapshot
 from cluster.engine.state import AnswerChoice, LanguageRequest
 from cluster.kvcache.blocks import BlockPool
 from cluster.model.language import LanguageModel
@@ -17,60 +18,78 @@ from cluster.worker.blame import bookkeeping
 
 
 def try_allocate_prompts(
-    request: LanguageRequest, blocks: BlockPool, num_spare: int, spans: tuple[tuple[Span, ...], ...]
-) -> bool:
-    """Allocates blocks for all prompts of the request, and for copies of their last blocks. The blocks of a
-    cached prefix are shared, unless the log-probabilities of its tokens are wanted: nothing keeps these.
+    request: LanguageRequest, blocks: BlockPool, num_spare: int, spans: tuple[tuple[Span, ...], ...],
+    state_blocks: int = 0,
+) -> bool:  # fmt: skip
+    """Allocates blocks for all prompts of the request and their states, and for copies of their last blocks.
+    The blocks of a cached prefix are shared, unless the log-probabilities of its tokens are wanted: nothing
+    keeps these.
     False, and no change, if fewer than `num_spare` blocks would be left. spans: per prompt, what is computed
-    in one piece."""
-    if request.was_tried and not _may_fit(request, blocks, num_spare):
+    in one piece. state_blocks: of one state."""
+    if request.was_tried and not _may_fit(request, blocks, num_spare, state_blocks):
         return False
     request.note_try()
     size = blocks.block_size
+    snapshot_size, num_known = (state_blocks if request.computes else 0), []
     for sequence, uncut in zip(request.sequences, spans, strict=True):
         if request.scores_prompt and sequence is request.main:
-            continue
-        _share_cached(sequence, blocks, uncut, is_computed=request.computes)
+            num_known.append(0)
+        else:
+            known = _share_cached(sequence, blocks, uncut, snapshot_size, is_computed=request.computes)
+            num_known.append(known)
     missing = [
         -(-sequence.num_prompt_tokens // size) - len(sequence.block_table) for sequence in request.sequences
     ]
-    num_copies = request.num_copies(size)
-    if sum(missing) + num_copies + num_spare > blocks.num_free:
+    num_copies, num_states = request.num_copies(size, state_blocks), 2 * state_blocks
+    if sum(missing) + num_states * len(missing) + num_copies + num_spare > blocks.num_free:
         for sequence in request.sequences:
             blocks.free(sequence.reset())
         return False
     for sequence, count in zip(request.sequences, missing, strict=True):
         sequence.hold(blocks.allocate(count))
+        sequence.hold_states(blocks.allocate(num_states))
     request.hold_copies(blocks.allocate(num_copies))
+    if snapshot_size:
+        for sequence, known, uncut in zip(request.sequences, num_known, spans, strict=True):
+            plan_snapshots(sequence, known, blocks, uncut, snapshot_size, num_spare)
     return True
 
 
-def _may_fit(request: LanguageRequest, blocks: BlockPool, num_spare: int) -> bool:
+def _may_fit(request: LanguageRequest, blocks: BlockPool, num_spare: int, state_blocks: int) -> bool:
     """False if the request does not fit, even if all that is cached of its prompt can be used. A request that
     waits is tried in every step: this takes no references, which costs most of a try with a long cached
     prefix. The first try has made the prefix the one that is evicted last."""
     if len(request.sequences) > 1 or request.scores_prompt:
         return True  # the prompts may share blocks with each other; or none are shared
     (sequence,) = request.sequences
-    num_blocks = -(-sequence.num_prompt_tokens // blocks.block_size) + request.num_copies(blocks.block_size)
-    num_lacking = num_blocks + num_spare - blocks.num_free
+    num_blocks = -(-sequence.num_prompt_tokens // blocks.block_size) + 2 * state_blocks
+    num_copies = request.num_copies(blocks.block_size, state_blocks)
+    num_lacking = num_blocks + num_copies + num_spare - blocks.num_free
     if num_lacking <= 0 or sequence.hashes is None:
         return num_lacking <= 0
     return num_lacking <= blocks.num_held(sequence.hashes.hashes)
 
 
 def _share_cached(
-    sequence: TokenSequence, blocks: BlockPool, uncut: tuple[Span, ...], *, is_computed: bool
-) -> None:
-    """`is_computed`: the rest of the prompt is computed here; else all that is cached can be used."""
+    sequence: TokenSequence, blocks: BlockPool, uncut: tuple[Span, ...], snapshot_size: int, *,
+    is_computed: bool,
+) -> int:  # fmt: skip
+    """`is_computed`: the rest of the prompt is computed here; else all that is cached can be used.
+    snapshot_size: blocks of a state, without which the rest cannot be computed; 0: it can. Returns how many
+    blocks of KV were known."""
     if sequence.hashes is None:
-        return
+        return 0
     cached, size = blocks.lookup(sequence.hashes.hashes), blocks.block_size
-    usable = len(cached) * size
-    if is_computed:
-        usable = usable_prefix(usable, sequence.num_prompt_tokens, size, uncut)
-    sequence.share(cached[: usable // size], usable)
-    blocks.free(cached[usable // size :])
+    if snapshot_size:
+        num_shared = share_snapshot(sequence, cached, blocks, uncut, snapshot_size)
+    else:
+        usable = len(cached) * size
+        if is_computed:
+            usable = usable_prefix(usable, sequence.num_prompt_tokens, size, uncut)
+        num_shared = usable // size
+        sequence.share(cached[:num_shared], usable)
+    blocks.free(cached[num_shared:])
+    return len(cached)
 
 
 def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
@@ -81,6 +100,8 @@ def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
     for i in range(max(sequence.num_registered, sequence.num_dropped), num_full):
         blocks.register(sequence.block_table[i], sequence.hashes.hashes[i])
     sequence.registered(num_full)
+    if sequence.state:
+        register_snapshots(sequence, blocks)
 
 
 def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[Span, ...]:
@@ -95,8 +116,8 @@ def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[Span, ...]:
 
 def share_prompts(request: LanguageRequest, blocks: BlockPool) -> tuple[list[int], list[int]]:
     """The first live choice takes over the sequences of the prompts. The other choices share the full blocks
-    and get a copy of the last one: from here on every choice writes to its own blocks only. Returns the
-    blocks to be copied, and their targets."""
+    and get a copy of the last one, and of the state: from here on every choice writes to its own blocks only.
+    Returns the blocks to be copied, and their targets."""
     sources: list[int] = []
     targets: list[int] = []
     choices, copies = request.live_choices, request.take_copies()
@@ -109,7 +130,10 @@ def share_prompts(request: LanguageRequest, blocks: BlockPool) -> tuple[list[int
                 sources.append(sequence.block_table[num_full])
                 targets.append(copies.pop())
                 table.append(targets[-1])
-            choice.take(sequence.fork(f"{sequence.sequence_id}/{choice.idx}", table))
+            states = [copies.pop() for _ in range(2 * len(sequence.state))]
+            sources += sequence.state
+            targets += states[: len(sequence.state)]
+            choice.take(sequence.fork(f"{sequence.sequence_id}/{choice.idx}", table, states))
     if choices:
         request.hand_over(choices[0])
     blocks.free(copies)  # blocks for choices that have ended already

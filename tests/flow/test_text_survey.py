@@ -20,6 +20,7 @@ from cluster.config.families import MEDIA_FAMILIES
 from cluster.errors import ConfigError
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.support import check_class, check_supported
+from tests.flow.state_pair import StatePair
 from tests.flow.test_families import BLOCK_SIZE, memory
 from tests.flow.tiny_models import TinyRequest, randomized
 
@@ -34,6 +35,9 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
     "initializer_range": 0.15, "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2,
     "query_pre_attn_scalar": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    # linear attention and state spaces
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "mamba_chunk_size": 8, "chunk_size": 8,
     # experts
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
     "num_local_experts": 4,
@@ -62,7 +66,19 @@ OWN_SIZES: dict[str, dict[str, Any]] = {  # where the sizes above make no model,
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
     "gemma4_text": {"num_kv_shared_layers": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
+    "granitemoehybrid": {"layers_block_type": ["mamba", "attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "bailing_hybrid": {"n_group": 1, "num_experts": 8, "num_group": 1},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "attn_head_dim": 32},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "layer_types": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -120,16 +136,17 @@ def their_logits(model: Any, request: TinyRequest) -> tuple[list[int], Tensor]:
 
 def our_logits(language: LanguageModel, request: TinyRequest, answer: list[int]) -> Tensor:
     """[NUM_TOKENS, vocab_size], along the same answer."""
-    kv, table = memory(language), list(range(9, 0, -1))
+    kv, table = memory(language, 16 + 2 * language.state_blocks), list(range(9, 0, -1))
     ids, positions = request.token_ids, language.positions(request.prompt).position_ids
+    states = StatePair(language, 16)
     rows = []
     for start in range(0, len(ids), CHUNK):
-        end = start + CHUNK
-        chunk = SequenceChunk(ids[start:end], positions[..., start:end], start, table, (), ())
-        logits = language.forward([chunk], kv)
-    rows.append(logits)
+        new = ids[start : start + CHUNK]
+        own = positions[..., start : start + CHUNK]
+        rows = [language.forward([SequenceChunk(new, own, start, table, states=states.of(len(new)))], kv)]
     for i, token_id in enumerate(answer[:-1]):
-        rows.append(language.decode([token_id], [len(ids) + i], [0], [table], kv))
+        at = len(ids) + i
+        rows.append(language.forward([SequenceChunk([token_id], at, at, table, states=states.of(1))], kv))
     return torch.cat(rows)
 
 
