@@ -28,7 +28,12 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _PICKLED = "pytorch_model*.bin"
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
-_OTHER_KV = ("kv_lora_rank", "num_kv_shared_layers", "global_head_dim")  # layers differ, or compress KV
+# Of text configurations in which layers store unlike KV, compress it, or have states in place of it.
+_OTHER_KV = (
+    "kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "full_attention_interval", "full_attn_idxs",
+    "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern",
+)  # fmt: skip
+_KV_LAYERS = {"full_attention", "sliding_attention"}
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")  # "su": longrope's name in older configurations
 
 
@@ -259,6 +264,8 @@ def kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
     heads, width = text.get("num_attention_heads"), text.get("hidden_size")
     layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
     if not (heads and width and layers and kv_heads) or any(map(text.get, _OTHER_KV)):
+        return 0
+    if not _KV_LAYERS.issuperset(text.get("layer_types") or ()):
         return 0
     return 2 * layers * kv_heads * (text.get("head_dim") or width // heads) * item_bytes
 

@@ -158,6 +158,8 @@ def test_no_sequence_is_so_long_that_its_rotary_frequencies_depend_on_it(tmp_pat
 
 def test_a_tokens_kv_is_counted_only_where_all_layers_store_alike():
     text = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 3}
-    assert kv_row_bytes({"text_config": text}, 2) == 2 * 3 * 2 * 8 * 2
-    for other in ("kv_lora_rank", "num_kv_shared_layers", "global_head_dim"):
+    assert kv_row_bytes({"text_config": text}, 2) == 96 * 2
+    for other in ("kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "full_attention_interval"):
         assert kv_row_bytes({**text, other: 1}, 2) == 0
+    assert kv_row_bytes({**text, "layer_types": ["full_attention", "linear_attention"]}, 2) == 0
+    assert kv_row_bytes({**text, "layer_types": ["full_attention", "sliding_attention"]}, 2) == 96 * 2
