@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
@@ -15,6 +16,7 @@ from cluster.media.preprocessors import Preprocessors, preprocessor_server
 from cluster.media.processor import MediaProcessor
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.encoder import EncoderModel
+from cluster.model.half_files import HalfSizes
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, Cancel, EncodeTarget, StartEncode
@@ -62,6 +64,7 @@ class Encoder:
             dtype=setup.dtype,
             device=setup.device,
             weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
+            check_room=partial(_check_room, args, setup),
         )
         layout = feature_layout(self.model.feature_width, args.block_size, setup.dtype)
         num_blocks = max(1, args.encode.cache_bytes // layout.block_bytes)
@@ -142,6 +145,19 @@ class Encoder:
         self._decoders.close()
         if self.preprocessors is not None:
             self.preprocessors.close()
+
+
+def _check_room(args: ClusterArgs, setup: WorkerSetup, half: HalfSizes) -> None:
+    """Raises ConfigError if the weights cannot fit with the least memory that the rest takes."""
+    plan = MemoryPlan(
+        weights=half.num_bytes,
+        step=MAX_PIECE_ROWS * encoder_step_bytes(1, half.config, setup.dtype.itemsize),
+        features=args.encode.cache_bytes,
+        inputs=args.encode.max_prepared_bytes,
+        is_loaded=False,
+    )
+    with setup.late_memory.granting() as promised:
+        plan.check(available_bytes(setup.device) - promised)
 
 
 class EncoderService(PhaseService):

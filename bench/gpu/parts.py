@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 
+from bench import reading
 from bench.gpu import encoders, experts, formats, served
 from bench.gpu.kernels import kernels_of
-from bench.gpu.machine import DeviceSpeed, measure_machine, median_s, nominal_bytes_per_s, replayed_s
+from bench.gpu.machine import DeviceSpeed, measure_machine, median_s, nominal_bytes_per_s, release, replayed_s
 from bench.gpu.models import SHAPES, write_checkpoint
 from bench.gpu.offline import OFFLINE_RUN, offline_requests
 from bench.gpu.served import Measurements
@@ -219,6 +221,21 @@ def preparing(rehearse: bool) -> Measurements:
         }
 
 
+def loading(rehearse: bool) -> Measurements:
+    """A text model's weights in the device's memory, against reading the same files. of_read: the median of
+    the rounds' ratios. The files lie where temporary files do."""
+    name, rounds = ("tiny", 1) if rehearse else ("7b", 3)
+    device, dtype = torch.device("cpu" if rehearse else "cuda"), torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(SHAPES[name], Path(folder), device, dtype)
+        release(device)
+        for what, reads, loads in reading.measure(Path(folder), dtype, device, rounds):
+            yield {
+                "what": f"{name}, {what}", "read_s": median(reads), "load_s": median(loads),
+                "of_read": median(load / read for load, read in zip(loads, reads, strict=True)),
+            }  # fmt: skip
+
+
 def transfer(rehearse: bool) -> Measurements:
     """Measures transfers between two processes on one device, by NIXL."""
     speed = probe_transport(torch.device("cpu" if rehearse else "cuda"))
@@ -272,6 +289,7 @@ MORE: dict[str, Part] = {
     "attention": Part(90, partial(attention, CASES, FORMATS)),
     "products": Part(60, products),
     "experts": Part(60, experts_of_a_layer),
+    "loading": Part(180, loading),
     "preparing": Part(90, preparing),
 }
 PARTS = RUN | MORE

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.config.families import family_of_type, no_adapter, part_of_whole, why_refused
 from cluster.config.quantised import declared, judge
@@ -28,6 +28,12 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 _PICKLED = "pytorch_model*.bin"
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
+# Of text configurations in which layers store unlike KV, compress it, or have states in place of it.
+_OTHER_KV = (
+    "kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "full_attention_interval", "full_attn_idxs",
+    "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern",
+)  # fmt: skip
+_KV_LAYERS = {"full_attention", "sliding_attention"}
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")  # "su": longrope's name in older configurations
 
 
@@ -36,6 +42,14 @@ class Weights:
     num_parameters: int  # of the whole checkpoint; 0 for a format whose headers are not read here
     quantisation: Quantisation | None = None  # as the files have it; workers hold plain weights
     file_bytes: int = 0
+
+
+class StoredTensor(NamedTuple):
+    file: Path
+    dtype: str  # as safetensors writes it
+    shape: tuple[int, ...]
+    begin: int  # its first byte in the file
+    end: int  # the byte after its last one
 
 
 def check_checkpoint(folder: Path) -> tuple[dict[str, Any], Weights]:
@@ -227,6 +241,33 @@ def read_headers(file: Path) -> dict[str, Header]:
         raise ConfigError(
             f"{file} ({size:,} bytes) is no whole safetensors file: {error}", param="model"
         ) from error
+
+
+def stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    """All tensors of a safetensors file whose header is known to be right (`check_weights`)."""
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        entries = json.loads(content.read(length))
+    entries.pop("__metadata__", None)
+    first = 8 + length
+    return {
+        name: StoredTensor(
+            file, entry["dtype"], tuple(entry["shape"]), *(first + offset for offset in entry["data_offsets"])
+        )
+        for name, entry in entries.items()
+    }
+
+
+def kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
+    """Bytes of one token's KV in all layers; 0 if the configuration does not say it directly."""
+    text = text_config(config)
+    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
+    layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
+    if not (heads and width and layers and kv_heads) or any(map(text.get, _OTHER_KV)):
+        return 0
+    if not _KV_LAYERS.issuperset(text.get("layer_types") or ()):
+        return 0
+    return 2 * layers * kv_heads * (text.get("head_dim") or width // heads) * item_bytes
 
 
 def _num_parameters(headers: Mapping[str, Header], quantisation: Quantisation | None) -> int:

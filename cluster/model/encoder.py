@@ -22,6 +22,7 @@ from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.uploads import Finish, Uploads
+from cluster.model.half_files import CheckRoom
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.media_calls import CALLS, Splitter
 from cluster.model.support import family_of, num_deepstack_layers
@@ -56,15 +57,18 @@ class EncoderModel:
     @classmethod
     def load(
         cls, path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu",
-        weight_cache: WeightCache | None = None,
+        weight_cache: WeightCache | None = None, check_room: CheckRoom | None = None,
     ) -> EncoderModel:  # fmt: skip
         """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears, gated
         MLPs and norms) and patch projections run on native kernels, if these can be built; on a GPU packed
-        attention makes one launch a block. `weight_cache`: where packed weights are kept and shared. Raises
-        ConfigError for models that are not supported."""
+        attention makes one launch a block. `weight_cache`: where packed weights are kept and shared.
+        `check_room`: is asked before a weight is read, and may refuse. Raises ConfigError for models that are
+        not supported."""
 
         def make(making: Making) -> EncoderModel:
-            half = load_half(path, Half.ENCODER, dtype=dtype, device=device, mapped=making.mapped)
+            half = load_half(
+                path, Half.ENCODER, dtype=dtype, device=device, mapped=making.mapped, check_room=check_room
+            )
             encoder = cls(half)
             encoder.evictable_bytes = making.evictable_bytes
             if encoder.device.type == "cpu":

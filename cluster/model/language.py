@@ -27,6 +27,7 @@ from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.step_inputs import StepInputs
 from cluster.model.experts import expert_row_bytes
+from cluster.model.half_files import CheckRoom
 from cluster.model.hidden_rows import HiddenRows
 from cluster.model.kv_format import KvCacheDtype, layer_cache
 from cluster.model.language_parts import LanguageParts, load_parts, probed_parts
@@ -117,15 +118,17 @@ class LanguageModel:
         sharding: Sharding = UNDIVIDED,
         weight_cache: WeightCache | None = None,
         adapters: AdapterRoom = NO_ADAPTERS,
+        check_room: CheckRoom | None = None,
     ) -> LanguageModel:
         """Reads only the language half of the checkpoint, or this rank's share of it
         (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
         `weight_dtype` "int8": linears with 8 bit weights, CPU only. `weight_cache`: where packed weights are
-        kept and shared. `adapters`: that sequences may have, and room for others. Raises ConfigError for
-        everything that is not supported."""
+        kept and shared. `adapters`: that sequences may have, and room for others. `check_room`: is asked
+        before a weight is read, and may refuse. Raises ConfigError for everything that is not supported."""
         parts = load_parts(
             path, dtype=dtype, device=device, block_size=block_size, kv_cache_dtype=kv_cache_dtype,
             weight_dtype=weight_dtype, sharding=sharding, weight_cache=weight_cache, adapters=adapters,
+            check_room=check_room,
         )  # fmt: skip
         model = cls(parts)
         if adapters.num_slots:

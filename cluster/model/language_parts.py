@@ -19,7 +19,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cluster.config.adapters import NO_ADAPTERS, AdapterRoom
@@ -40,6 +39,7 @@ from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_
 from cluster.model.cuda.coded_products import scratch_bytes, whole_product
 from cluster.model.cuda.experts import optimise_experts
 from cluster.model.cuda.layer import CudaLayerKernels
+from cluster.model.half_files import CheckRoom, own_share
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.layers.codes import CodedLinear
 from cluster.model.layers.mixers import replace_mixers
@@ -79,7 +79,7 @@ class LanguageParts:
 def load_parts(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, block_size: int,
     kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, sharding: Sharding,
-    weight_cache: WeightCache | None, adapters: AdapterRoom = NO_ADAPTERS,
+    weight_cache: WeightCache | None, adapters: AdapterRoom = NO_ADAPTERS, check_room: CheckRoom | None = None,
 ) -> LanguageParts:  # fmt: skip
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
     num_ranks = sharding.num_ranks
@@ -91,7 +91,7 @@ def load_parts(
     def make(making: Making) -> LanguageParts:
         half = load_half(
             path, Half.LANGUAGE, dtype=dtype, device=device, sharding=sharding, mapped=making.mapped,
-            coded=whole_product if has_coded_kernels else None,
+            coded=whole_product if has_coded_kernels else None, check_room=check_room,
         )  # fmt: skip
         notes = making.notes.get("probed")
         probed = None if notes is None else Probed.from_json(notes)
@@ -143,7 +143,7 @@ def probed_parts(
     states = install(text, probed.states, probed.attention, layout) if probed.states else None
     first = kv_segments(kv_row_shapes(shapes[:1]), block_size, dtype, kv_cache_dtype)
     shape = _attention_shape(model, shapes[0], MemoryLayout(first), block_size)
-    weights = map(_own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
+    weights = map(own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
     coded = [linear for linear in text.modules() if isinstance(linear, CodedLinear)]
     return LanguageParts(
         model=model,
@@ -252,7 +252,3 @@ def _replaced(parts: LanguageParts, kernels: LayerKernels, trial: Trial) -> Lang
     if parts.post_head is not None:
         return parts
     return replace(parts, decoder=whole_decoder(parts.text, parts.head, kernels, trial))
-
-
-def _own_share(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

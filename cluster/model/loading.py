@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from enum import StrEnum
@@ -21,23 +21,27 @@ from typing import Any
 
 import torch
 import transformers
+from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightTransform
 from transformers.modeling_utils import LoadStateDictConfig
 
 from cluster.config.checkpoint import check_headers, check_weights, weight_files
 from cluster.config.families import MEDIA_FAMILIES, part_of_whole
+from cluster.config.machine import available_memory
 from cluster.config.weight_formats import Quantisation
 from cluster.errors import ConfigError
 from cluster.model.coded_loading import Loaded, load_with_codes
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.cuda.coded_choice import keep_right_codes
-from cluster.model.cuda.merging import merge_inputs
+from cluster.model.cuda.moving import move_weights
 from cluster.model.dequantising import check_values, forget_entries, note, plain_tensors, read_pickled_headers
 from cluster.model.expert_layout import has_two_layouts, in_model_layout, stored_tensors, without_transposing
 from cluster.model.failures import LOADING_ERRORS
+from cluster.model.half_files import CheckRoom, HalfFiles, own_share, sizes_of
 from cluster.model.layers.codes import CodedLinear, CodedProduct
+from cluster.model.reading import Reading, pieces_of
 from cluster.model.sharding import UNDIVIDED, Sharding, read_share
 from cluster.model.support import check_class, check_may_be_shared, family_of, text_of
 
@@ -67,11 +71,12 @@ class AbsentHalf(nn.Module):
 def load_half(
     path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str,
     sharding: Sharding = UNDIVIDED, mapped: MappedWeights | None = None, coded: CodedProduct | None = None,
+    check_room: CheckRoom | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """transformers' model with only this rank's share of `half` in memory. Blocks while reading. mapped: its
     parameters, which are then not read from the checkpoint; those that exist in packed form only are on the
     meta device. coded: how linears of a quantised text model are computed, which then keep their codes; None:
-    they are dequantised. Not for ranks.
+    they are dequantised. Not for ranks. check_room: is asked before a weight is read, and may refuse.
 
     Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
     half, a weight file is missing or truncated, a weight is not finite or is quantised in a form that is not
@@ -87,7 +92,9 @@ def load_half(
     forget_entries(config)
     if mapped is not None:
         half_class = _mapped_class(half_class, mapped)
+    half_files = HalfFiles(files, quantisation)
     with ExitStack() as opened:
+        reading = opened.enter_context(Reading(f"{path}, {half} half"))
         tensors = None
         if quantisation is not None:
             tensors = opened.enter_context(plain_tensors(files, quantisation, dtype))
@@ -95,34 +102,46 @@ def load_half(
                 check_values(tensors)
         elif has_two_layouts(config.model_type):
             tensors = opened.enter_context(stored_tensors(files))
-        if tensors is not None:
-            half_class = _given_class(half_class, tensors)
+        elif sharding.num_ranks == 1:
+            tensors = half_files.mapped()
+        begin = partial(_begin, reading, half_files, sharding, coded, check_room)
+        half_class = _reading_class(half_class, tensors, begin)
         read = partial(_read, half_class, path, config, dtype, sharding)
         if quantisation is None or tensors is None or coded is None:
             model, report = read()
         else:
             model, report = load_with_codes(read, tensors, text_of, coded)
-    if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
-        raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {', '.join(wrong[:5])}")
-    if quantisation is not None:
-        note(model, quantisation)
-        _log_quantised(model, f"{path}: the {half} half", quantisation, dtype)
-    _check_finite(model, path)
-    model = model.eval().requires_grad_(False)
-    # mapped weights, which only CPUs have, are not the model's parameters yet
-    if (
-        half is Half.LANGUAGE
-        and sharding.num_ranks == 1
-        and mapped is None
-        and model.device != torch.device(device)
-    ):
-        merge_inputs(model, torch.device(device))
-    model.to(device)
+        if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
+            what = ", ".join(wrong[:5])
+            raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {what}")
+        if quantisation is not None:
+            note(model, quantisation)
+            _log_quantised(model, f"{path}: the {half} half", quantisation, dtype)
+        model = model.eval().requires_grad_(False)
+        # mapped weights, which only CPUs have, are not the model's parameters yet
+        if sharding.num_ranks == 1 and mapped is None and model.device != torch.device(device):
+            move_weights(model, torch.device(device), merges=half is Half.LANGUAGE)
+        model.to(device)
+        _check_finite(model, path)
     if coded is not None:
         keep_right_codes(model, dtype)
     if mapped is not None:
         _register(model)
     return model
+
+
+def _begin(
+    reading: Reading, files: HalfFiles, sharding: Sharding, coded: CodedProduct | None,
+    check_room: CheckRoom | None, model: PreTrainedModel, conversions: Sequence[WeightTransform],
+) -> None:  # fmt: skip
+    """Called with the model on the meta device, before a weight is read."""
+    ranges = files.taken(model, conversions)
+    num_stored = sum(each.end - each.begin for each in ranges)
+    if check_room is not None:
+        check_room(sizes_of(model, None if coded is None else num_stored))
+    is_divided = sharding.num_ranks > 1
+    rank = dist.get_rank() if is_divided else 0
+    reading.begin(pieces_of(ranges, rank=rank, num_ranks=sharding.num_ranks, room=available_memory()))
 
 
 def _class_of_half(config: PreTrainedConfig, half: Half) -> type[PreTrainedModel]:
@@ -137,7 +156,7 @@ def _class_of_half(config: PreTrainedConfig, half: Half) -> type[PreTrainedModel
 
 
 def _log_quantised(model: nn.Module, what: str, quantisation: Quantisation, dtype: torch.dtype) -> None:
-    held = sum(own.numel() * own.element_size() for own in map(_own_share, model.parameters()))
+    held = sum(own.numel() * own.element_size() for own in map(own_share, model.parameters()))
     logger.info("%s is held dequantised, from %s: %.2f GiB of %s", what, quantisation, held / _GIB, dtype)
     if linears := [module for module in model.modules() if isinstance(module, CodedLinear)]:
         codes = sum(linear.codes.nbytes for linear in linears)
@@ -150,18 +169,19 @@ def _log_quantised(model: nn.Module, what: str, quantisation: Quantisation, dtyp
 
 def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
     """Weight files have no checksum. This finds only flipped bits that make a weight infinite or NaN. It
-    takes one sum per tensor, at the speed of memory."""
+    takes one sum per tensor, at the speed of the memory in which the weights lie, and waits once."""
+    names, are_finite = [], []
     for name, weight in model.named_parameters():
-        own = _own_share(weight)
+        own = own_share(weight.detach())
         own = own.float() if own.itemsize == 1 else own  # torch has no sum of 8 bit floats
-        if own.is_floating_point() and own.numel() and not own.sum().isfinite():
-            raise ConfigError(
-                f"the checkpoint '{path}' has weights that are not finite: {name}", param="model"
-            )
-
-
-def _own_share(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+        if own.is_floating_point() and own.numel():
+            names.append(name)
+            are_finite.append(own.sum().isfinite())
+    flags = torch.stack(are_finite).tolist() if are_finite else []
+    if wrong := [name for name, is_finite in zip(names, flags, strict=True) if not is_finite]:
+        raise ConfigError(
+            f"the checkpoint '{path}' has weights that are not finite: {wrong[0]}", param="model"
+        )
 
 
 def _read(
@@ -275,21 +295,26 @@ def _mapped_class(half_class: type[PreTrainedModel], mapped: MappedWeights) -> t
     return _named_like(MappedHalf, half_class)
 
 
-def _given_class(half_class: type[PreTrainedModel], tensors: dict[str, Any]) -> type[PreTrainedModel]:
-    """`half_class` that loads these tensors in place of those in the weight files. `tensors`: emptied by the
-    owner when the model is loaded; until then each is read where transformers slices it."""
+def _reading_class(
+    half_class: type[PreTrainedModel], tensors: dict[str, Any] | None, begin: Callable[..., None]
+) -> type[PreTrainedModel]:
+    """`half_class` that calls `begin` when it is known what will be read. `tensors`: loaded in place of those
+    that transformers would take from the weight files; each is read where it is sliced, or touched later."""
 
-    class GivenHalf(half_class):
+    class ReadHalf(half_class):
         @staticmethod
         def _load_pretrained_model(
-            model: Any, _state_dict: None, files: Any, how: LoadStateDictConfig, *args: Any
+            model: Any, given: Any, files: Any, how: LoadStateDictConfig, *args: Any
         ) -> Any:
-            given, conversions = tensors, how.weight_mapping or []
-            if len(kept := without_transposing(conversions)) < len(conversions):
-                given, how = in_model_layout(tensors), replace(how, weight_mapping=kept)
+            conversions = how.weight_mapping or []
+            begin(model, conversions)
+            if tensors is not None:
+                given = tensors
+                if len(kept := without_transposing(conversions)) < len(conversions):
+                    given, how = in_model_layout(tensors), replace(how, weight_mapping=kept)
             return half_class._load_pretrained_model(model, given, files, how, *args)
 
-    return _named_like(GivenHalf, half_class)
+    return _named_like(ReadHalf, half_class)
 
 
 def _put_aside(model: nn.Module, names: Sequence[str], tensor: torch.Tensor) -> None:

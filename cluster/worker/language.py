@@ -7,13 +7,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.config.adapters import adapter_room
+from cluster.config.checkpoint import kv_row_bytes
 from cluster.config.settings import ClusterArgs, DecodeArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.graphs import RecordedSizes, Recording, recording_of
+from cluster.model.half_files import CheckRoom, HalfSizes
 from cluster.model.language import LanguageModel
 from cluster.model.parallel import ParallelGroup, smallest_of
 from cluster.model.sharding import UNDIVIDED, Sharding
@@ -65,7 +68,8 @@ def load_language(
     available."""
     if group is not None:
         setup = dataclasses.replace(setup, device=group.device)
-    model = _model(args, setup, UNDIVIDED if group is None else Sharding(group.size, args.expert_parallel))
+    sharding = UNDIVIDED if group is None else Sharding(group.size, args.expert_parallel)
+    model = _model(args, setup, sharding, partial(_check_room, args, setup, sizes, sharding.num_ranks))
     if role.decodes:
         keep_rows(args, model, sizes.max_step_tokens)
     recording = _recording(model, args.decode, sizes.max_step_tokens, group) if role.decodes else None
@@ -106,7 +110,34 @@ def load_language(
     return Language(model, steps, kv, num_kv_blocks, wire)
 
 
-def _model(args: ClusterArgs, setup: WorkerSetup, sharding: Sharding) -> LanguageModel:
+def _check_room(
+    args: ClusterArgs, setup: WorkerSetup, sizes: LanguageSizes, num_ranks: int, half: HalfSizes
+) -> None:
+    """Raises ConfigError if this rank's weights cannot fit with the least memory that the rest takes. What
+    only the loaded model knows, e.g. the scores of its attention, is left out."""
+    config = half.config.get_text_config()
+    itemsize = 1 if args.kv_cache_dtype == "int8" else setup.dtype.itemsize
+    num_blocks = 2 if sizes.num_kv_blocks is None else sizes.num_kv_blocks
+    plan = MemoryPlan(
+        weights=half.num_weights if args.weight_dtype == "int8" else half.num_bytes,
+        kv_per_token=kv_row_bytes(half.config.to_dict(), itemsize) // num_ranks,
+        num_kv_tokens=num_blocks * args.block_size,
+        features=sizes.feature_bytes,
+        step=step_bytes(
+            sizes.max_step_tokens, config.hidden_size, config.vocab_size // num_ranks,
+            sizes.max_step_sequences, setup.dtype.itemsize,
+        ),
+        is_loaded=False,
+    )  # fmt: skip
+    with setup.late_memory.granting() as promised:
+        available = available_bytes(setup.device) - promised
+    if sizes.num_kv_blocks is None:
+        total, used = gpu_bytes(setup.device)
+        available = min(available, int(sizes.memory_share * total) - used)
+    plan.check(available)
+
+
+def _model(args: ClusterArgs, setup: WorkerSetup, sharding: Sharding, check_room: CheckRoom) -> LanguageModel:
     return LanguageModel.load(
         args.model,
         dtype=setup.dtype,
@@ -117,6 +148,7 @@ def _model(args: ClusterArgs, setup: WorkerSetup, sharding: Sharding) -> Languag
         sharding=sharding,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
         adapters=adapter_room(args),
+        check_room=check_room,
     )
 
 

@@ -1,6 +1,6 @@
-"""Whether the memory that a worker needs is available, shown as arithmetic. Checked once, after the weights
-are loaded and before any block memory is allocated: a configuration that cannot work fails at the start, and
-not at the first long prompt.
+"""Whether the memory that a worker needs is available, shown as arithmetic. Checked twice: with a lower bound
+before a weight is read, and after the weights are loaded and before any block memory is allocated. A
+configuration that cannot work fails at the start, and not at the first long prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXAMPLES: Mapping[str, int] = {  # prompt and answer, in tokens
 class MemoryPlan:
     """All fields are bytes, except the counts."""
 
-    weights: int  # loaded already
+    weights: int
     step: int  # the largest intermediate tensors of one step
     features: int = 0  # embeddings: the memory that encoders write into, the cache in an encoder
     kv_per_token: int = 0
@@ -36,11 +36,13 @@ class MemoryPlan:
     tier: int = 0  # KV that the first tier of the cache has lost, if it lies in the same memory
     inputs: int = 0  # preprocessed media that wait for the next calls of an encoder
     graphs: int = 0  # recorded steps (`cluster/model/cuda/graphs.py`)
+    is_loaded: bool = True  # False: memory for the weights is wanted, too
 
     @property
     def wanted(self) -> int:
-        """Bytes beside the weights."""
-        return self.late + self.step + self.tier + self.inputs + self.graphs
+        """Bytes beside what is loaded."""
+        beside = self.late + self.step + self.tier + self.inputs + self.graphs
+        return beside if self.is_loaded else beside + self.weights
 
     @property
     def late(self) -> int:
@@ -65,7 +67,7 @@ class MemoryPlan:
 
     def describe(self, available: int) -> str:
         kv = self.kv_per_token * self.num_kv_tokens
-        lines = [f"  weights            {_mib(self.weights)}  (loaded)"]
+        lines = [f"  weights            {_mib(self.weights)}  ({'loaded' if self.is_loaded else 'at least'})"]
         if self.num_kv_tokens:
             lines.append(
                 f"  KV cache           {_mib(kv)}  = {self.num_kv_tokens:,} tokens × {self.kv_per_token:,} bytes"
@@ -81,7 +83,7 @@ class MemoryPlan:
                 if self.graphs
                 else []
             ),
-            f"  wanted             {_mib(self.wanted)}  beside the weights",
+            f"  wanted             {_mib(self.wanted)}{'  beside the weights' if self.is_loaded else ''}",
             f"  available          {_mib(available)}",
         ]
         for what, num_tokens in EXAMPLES.items() if self.num_kv_tokens else ():

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from cluster.config import ClusterArgs, Environment, read_environment, resolve
 from cluster.config.adapters import adapter_room
-from cluster.config.checkpoint import Weights, check_checkpoint, takes_media, text_config
+from cluster.config.checkpoint import Weights, check_checkpoint, kv_row_bytes, takes_media
 from cluster.config.draft_heads import layers_read
 from cluster.config.keys import read_key_file
 from cluster.config.machine import available_memory, has_gpu, max_open_files
@@ -190,7 +190,7 @@ def check_memory(args: ClusterArgs, config: Mapping[str, Any], weights: Weights,
         return
     # A worker holds only one half of a multimodal checkpoint; how much that is, is not known here.
     weight_bytes = 0 if takes_media(config) else _weight_bytes(args, weights, machine)
-    row_bytes = _kv_row_bytes(config, 1 if args.kv_cache_dtype == "int8" else _item_bytes(args, machine))
+    row_bytes = kv_row_bytes(config, 1 if args.kv_cache_dtype == "int8" else _item_bytes(args, machine))
     available = machine.available_memory()
     for name, num_blocks in args.cpu_kv_blocks.items():
         num_tokens = num_blocks * args.block_size
@@ -231,16 +231,6 @@ def _quantised_note(args: ClusterArgs, weights: Weights, machine: Machine) -> li
         f"the checkpoint is quantised ({weights.quantisation}): it is dequantised while it is read, and "
         f"takes {loaded_gib:,.2f} GiB instead of {stored_gib:,.2f} GiB"
     ]
-
-
-def _kv_row_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
-    """Bytes of one token's KV in all layers; 0 if the configuration does not say it directly."""
-    text = text_config(config)
-    heads, width = text.get("num_attention_heads"), text.get("hidden_size")
-    layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
-    if not (heads and width and layers and kv_heads) or text.get("kv_lora_rank"):
-        return 0
-    return 2 * layers * kv_heads * (text.get("head_dim") or width // heads) * item_bytes
 
 
 def _check_deployments(

@@ -26,6 +26,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ _CODE = ("*.py", "layers/*.py", "cpu/*.py", "cpu/*.cpp", "cpu/*.h", "../config/w
 _CHECKPOINT = ("*.safetensors", "*.bin", "*.json")
 _HASHES = "checkpoints.json"
 _MAX_HASHES = 1000
+_NUM_HASHED = 4  # files at once
 # A file may change twice within one tick of the file system's clock: only older files' hashes are remembered.
 _MIN_AGE_NS = 2_000_000_000
 _MIN_FREE_BYTES = 2 << 30  # left on the disk
@@ -248,18 +250,14 @@ class WeightCache:
             known = json.loads(memory.read_text())
         except (OSError, ValueError):
             known = {}
-        contents = []
-        is_changed = False
-        for file in files:
-            state, is_settled = _state_of(file)
-            digest = known.get(state)
-            if digest is None:
-                with file.open("rb") as content:
-                    digest = hashlib.file_digest(content, "sha256").hexdigest()
-                if is_settled and _state_of(file)[0] == state:
-                    known[state], is_changed = digest, True
-            contents.append((file.name, digest))
-        if is_changed:
+        states = {file: _state_of(file) for file in files}
+        unknown = [file for file, (state, _) in states.items() if state not in known]
+        with ThreadPoolExecutor(_NUM_HASHED) as threads:
+            found = dict(zip(unknown, threads.map(_digest_of, unknown), strict=True))
+        contents = [(file.name, found.get(file) or known[state]) for file, (state, _) in states.items()]
+        lasting = [file for file in unknown if states[file][1] and _state_of(file) == states[file]]
+        if lasting:
+            known |= {states[file][0]: found[file] for file in lasting}
             recent = dict(list(known.items())[-_MAX_HASHES:])
             with tempfile.NamedTemporaryFile(
                 "w", dir=self._folder, suffix=".part", delete=False
@@ -267,6 +265,11 @@ class WeightCache:
                 json.dump(recent, unfinished)
             Path(unfinished.name).replace(memory)
         return contents
+
+
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _state_of(file: Path) -> tuple[str, bool]:

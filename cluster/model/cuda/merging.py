@@ -5,7 +5,7 @@ addresses alone (`merged`). Runs on the thread that loads the model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,17 +15,23 @@ from cluster.model.layers.codes import CodedLinear, Codes, alike
 from cluster.model.layers.parts import decoder_parts
 
 _CODES = ("numbers", "scales", "zeros")
+Copy = Callable[[Tensor, Tensor], object]  # into the first, from the second
 
 
 def merge_inputs(model: nn.Module, device: torch.device) -> None:
     """Moves these matrices alone; all weights of `model` are in the memory of the CPU. Blocks."""
     for module in list(model.modules()):
-        if (parts := decoder_parts(module)) is None:
-            continue
-        if parts.attention.inner is not None:
-            _merge(parts.attention.inner.projections, device)
-        if parts.mlp.inner is not None:
-            _merge(parts.mlp.inner.inputs, device)
+        merge_layer(module, device, Tensor.copy_)
+
+
+def merge_layer(module: nn.Module, device: torch.device, copy: Copy) -> None:
+    """Moves these matrices if the module is a decoder layer."""
+    if (parts := decoder_parts(module)) is None:
+        return
+    if parts.attention.inner is not None:
+        _merge(parts.attention.inner.projections, device, copy)
+    if parts.mlp.inner is not None:
+        _merge(parts.mlp.inner.inputs, device, copy)
 
 
 def merged(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -52,14 +58,14 @@ def merged_codes(matrices: Sequence[Codes]) -> Codes | None:
     return None if None in whole.values() else replace(first, **whole)
 
 
-def _merge(linears: Sequence[nn.Linear], device: torch.device) -> None:
+def _merge(linears: Sequence[nn.Linear], device: torch.device, copy: Copy) -> None:
     """Moves the linears, unless they differ in what one product must share."""
     has_bias = {linear.bias is not None for linear in linears}
     weights = _weights(linears)
     if len(linears) == 1 or weights is None or len(has_bias) > 1:
         return
     for leaf in (*weights, "bias") if has_bias == {True} else weights:
-        _move([(linear, leaf) for linear in linears], device)
+        _move([(linear, leaf) for linear in linears], device, copy)
 
 
 def _weights(linears: Sequence[nn.Linear]) -> tuple[str, ...] | None:
@@ -79,13 +85,13 @@ def _tensors(codes: Codes) -> dict[str, Tensor]:
     return {name: tensor for name in _CODES if (tensor := getattr(codes, name)) is not None}
 
 
-def _move(places: Sequence[tuple[nn.Linear, str]], device: torch.device) -> None:
+def _move(places: Sequence[tuple[nn.Linear, str]], device: torch.device, copy: Copy) -> None:
     parameters: list[Tensor] = [getattr(linear, leaf) for linear, leaf in places]
     sizes = [len(parameter) for parameter in parameters]
     whole = torch.empty(
         sum(sizes), *parameters[0].shape[1:], dtype=parameters[0].dtype, device=device
     )  # fmt: skip
     for (linear, leaf), parameter, part in zip(places, parameters, whole.split(sizes), strict=True):
-        part.copy_(parameter.detach())
+        copy(part, parameter.detach())
         is_parameter = isinstance(parameter, nn.Parameter)
         setattr(linear, leaf, nn.Parameter(part, parameter.requires_grad) if is_parameter else part)

@@ -13,6 +13,7 @@ from cluster.config.checkpoint import (
     check_checkpoint,
     check_family,
     check_weights,
+    kv_row_bytes,
     placeholder_ids,
     read_config,
     takes_media,
@@ -153,3 +154,12 @@ def test_no_sequence_is_so_long_that_its_rotary_frequencies_depend_on_it(tmp_pat
     else:
         with pytest.raises(ConfigError, match=f"max_model_len is 4096; .* beyond {length} tokens"):
             context_length(folder, asked=4096)
+
+
+def test_a_tokens_kv_is_counted_only_where_all_layers_store_alike():
+    text = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 3}
+    assert kv_row_bytes({"text_config": text}, 2) == 96 * 2
+    for other in ("kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "full_attention_interval"):
+        assert kv_row_bytes({**text, other: 1}, 2) == 0
+    assert kv_row_bytes({**text, "layer_types": ["full_attention", "linear_attention"]}, 2) == 0
+    assert kv_row_bytes({**text, "layer_types": ["full_attention", "sliding_attention"]}, 2) == 96 * 2

@@ -53,6 +53,8 @@ REHEARSED = {  # test file: places
         cluster/kvcache/memory.py:BlockMemory.use_own_stream
         cluster/model/cuda/step_inputs.py:StepBuffers.__init__
         cluster/model/cuda/step_inputs.py:StepBuffers._end
+        cluster/model/cuda/moving.py:Staging.__init__ cluster/model/cuda/moving.py:Staging.copy
+        cluster/model/cuda/moving.py:move_weights
         cluster/model/cuda/uploads.py:Uploads.__init__ cluster/model/cuda/uploads.py:Uploads.copy
         kv_transfer/codecs/checksum.py:BlockSums.__init__ kv_transfer/codecs/codec.py:Codec.code
         kv_transfer/codecs/pending.py:upload kv_transfer/codecs/pending.py:download

@@ -18,7 +18,7 @@ from cluster.config import machine
 from cluster.config.settings import ClusterArgs, DecodeArgs, TransferArgs
 from cluster.engine.runner import LanguageRunner
 from cluster.errors import ConfigError
-from cluster.model import language_parts, parallel
+from cluster.model import language_parts, loading, parallel
 from cluster.model.cuda import graphs
 from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda, recording_of
 from cluster.model.encoder import EncoderModel
@@ -99,10 +99,24 @@ def test_kv_fills_the_share_of_the_gpu(folder: Path, device: SimulatedCuda, monk
     assert 0.45 * total < kv_bytes + language.model.weight_bytes <= 0.5 * total
 
 
+@pytest.mark.parametrize(("num_kv_blocks", "memory_share"), [(32, 0.9), (None, 0.001)])
+def test_weights_that_cannot_fit_are_refused_before_they_are_read(
+    num_kv_blocks, memory_share, folder, device, monkeypatch
+) -> None:
+    """Of a small card, and of a small share of one."""
+    total = 40 << 10 if num_kv_blocks else 40 << 20
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
+    monkeypatch.setattr(loading, "move_weights", lambda *_, **__: pytest.fail("weights were read"))
+    sizes = replace(SIZES, num_kv_blocks=num_kv_blocks, memory_share=memory_share)
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32")
+    with pytest.raises(ConfigError, match=r"weights .* \(at least\)(.|\n)*wanted(.|\n)*available"):
+        load_language(args, setup_of(args), Role.LANGUAGE, sizes)
+
+
 @pytest.mark.parametrize("role", [Role.LANGUAGE, Role.DECODE, Role.PREFILL])
 def test_what_graphs_take_is_known_before_kv_is_sized(role, folder, device, monkeypatch, caplog) -> None:
     """Only workers with answers record, as others tell every layer of their steps."""
-    total, reserved = 64 << 20, iter([0, 3 << 20])
+    total, reserved = 64 << 20, iter([0, 0, 3 << 20])  # asked before weights are read, too
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: next(reserved, 0))
     monkeypatch.setattr(language_parts, "make_backend", lambda *_: RecordedAttention())

@@ -19,6 +19,7 @@ from cluster.types.members import Role
 from cluster.worker.language import load_language
 from cluster.worker.late_memory import LateMemory
 from cluster.worker.setup import set_up
+from encoder_service.service import Encoder
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
 PROMISING = """
@@ -94,5 +95,8 @@ def test_a_worker_refuses_memory_that_another_was_promised(folder, monkeypatch):
     with other.granting():
         other.promise(1 << 50)
     sizes = sizes_of(Role.PREFILL, args, limits_of(Role.PREFILL, args), "cpu")
-    with pytest.raises(ConfigError, match="needs more memory than there is"):
+    before_a_weight_is_read = r"needs more memory than there is:\n  weights .* \(at least\)"
+    with pytest.raises(ConfigError, match=before_a_weight_is_read):
         load_language(args, setup, Role.PREFILL, sizes)
+    with pytest.raises(ConfigError, match=before_a_weight_is_read):
+        Encoder.load(args, setup)
