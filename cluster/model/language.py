@@ -49,7 +49,8 @@ class LanguageModel:
     """Attributes are fixed at load, but for `adapter_slots`.
 
     kv_layout: K and V of every layer that has some of its own, in the format of `kv_format`.
-    state_blocks: of the KV memory, for what a sequence has beside its KV (`cluster.model.states`).
+    states: what its mixers keep of sequences (`cluster.model.states`); None: nothing.
+    state_blocks: of the KV memory, for one state.
     state_bytes: that a step takes for a sequence's states, in one layer after the other.
     num_layers: the layers with KV of their own. The last layers of some models attend over the KV of earlier
     ones.
@@ -86,7 +87,7 @@ class LanguageModel:
         shapes = parts.probed.shapes
         self._kv_owners = {i: shape.owner for i, shape in enumerate(shapes) if shape.owner is not None}
         self.num_layers: int = len(shapes) - len(self._kv_owners)
-        self._states = parts.states
+        self.states = parts.states
         self.state_blocks: int = 0 if parts.states is None else parts.states.layout.num_blocks
         self.state_bytes: int = 0 if parts.states is None else parts.states.layout.step_bytes
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
@@ -101,7 +102,7 @@ class LanguageModel:
         self.evictable_bytes = parts.evictable_bytes
         self.fingerprint: str = fingerprint(config, self.dtype)
         self.shapes: Sequence[LayerShape] = shapes
-        self.sliding_window: int | None = None if self._states else window_of_all(shapes)
+        self.sliding_window: int | None = None if self.states else window_of_all(shapes)
         self.kv_layout = parts.kv_layout
         self.hidden_rows: HiddenRows | None = None
 
@@ -254,7 +255,7 @@ class LanguageModel:
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""
-        return self._states is None and all(
+        return self.states is None and all(
             self._backend.can_capture(layer_cache(kv, i)) for i in range(self.num_layers)
         )
 
@@ -336,10 +337,10 @@ class LanguageModel:
 
     def _stateful(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> AbstractContextManager[None]:
         """The work inside is that of these chunks."""
-        if self._states is None:
+        if self.states is None:
             return nullcontext()
         spans = [chunk.states or (StateSpan(len(chunk.token_ids)),) for chunk in chunks]
-        return self._states.of_step(spans, kv)
+        return self.states.of_step(spans, kv)
 
     def _score(self, chunks: Sequence[SequenceChunk], hidden: Callable[[Tensor], Tensor]) -> None:
         """`hidden(rows)`: of some of the T tokens, as the head takes it."""

@@ -79,7 +79,8 @@ class LanguageParts:
 def load_parts(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, block_size: int,
     kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, sharding: Sharding,
-    weight_cache: WeightCache | None, adapters: AdapterRoom = NO_ADAPTERS, check_room: CheckRoom | None = None,
+    weight_cache: WeightCache | None, adapters: AdapterRoom = NO_ADAPTERS,
+    check_room: CheckRoom | None = None,
 ) -> LanguageParts:  # fmt: skip
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
     num_ranks = sharding.num_ranks

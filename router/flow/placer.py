@@ -166,8 +166,8 @@ class Placer:
             self._answer_tokens += FORGETTING * (mean - self._answer_tokens)
 
     def _expected_blocks(self, request: GenerateRequest) -> int:
-        """KV blocks at decode: the prompts', those of states, and those of answers that are as long as answers
-        have been, or end where they must."""
+        """KV blocks at decode: of prompts, states, and answers that are as long as answers have been, or
+        end where they must."""
         num_tokens = min(request.stop.max_tokens, int(self._answer_tokens))
         num_answer_blocks = -(-num_tokens // self.block_size) * len(request.sampling) * len(request.prompts)
         num_states = request.num_state_blocks(self._state_blocks)

@@ -41,14 +41,7 @@ from cluster.model.cuda.merging import merged, merged_codes
 from cluster.model.cuda.paged_attention import MAX_WIDTH
 from cluster.model.kv_format import layer_cache
 from cluster.model.layers.codes import CodedLinear, Codes
-from cluster.model.layers.parts import (
-    AttentionParts,
-    DecoderParts,
-    LayerHalf,
-    Linear,
-    MlpParts,
-    is_rms_norm,
-)
+from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, Linear, MlpParts, is_rms_norm
 from cluster.model.layers.search import Compared, Replacement, Settings, TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
 from cluster.model.states import LayerStates

@@ -1,0 +1,135 @@
+"""What a step of a hybrid model costs, with our kernel for its mixers and with transformers' own code.
+
+    python -m bench.hybrids [--hidden 1024] [--layers 8] [--rounds 5]
+
+A random model of Qwen3.5's form: three of four layers have the gated delta rule. Steps of answers and prompts
+alternate between the two ways. Beside the times: how far the logits of both differ (relative, 2-norm), and
+how many blocks of KV a state takes. Figures: docs/measured.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import Qwen3_5TextConfig
+
+from bench.tables import table
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.states import StatefulForward, StateSpan
+
+CONTEXT = 256  # tokens before an answer's
+NUM_BLOCKS = 48  # of KV, for a sequence
+
+
+def make(hidden: int, layers: int, folder: Path) -> LanguageModel:
+    from transformers import Qwen3_5ForCausalLM
+
+    config = Qwen3_5TextConfig(
+        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers, vocab_size=32_000,
+        num_attention_heads=hidden // 128, num_key_value_heads=2, head_dim=256,
+        linear_num_key_heads=hidden // 64, linear_num_value_heads=hidden // 64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3_5ForCausalLM(config).bfloat16().save_pretrained(folder)
+    return LanguageModel.load(folder, dtype=torch.bfloat16)
+
+
+@contextmanager
+def without_kernels(model: LanguageModel) -> Iterator[None]:
+    forwards = mixers_of(model)
+    kernels = [forward.kernel for forward in forwards]
+    try:
+        for forward in forwards:
+            forward.kernel = None
+        yield
+    finally:
+        for forward, kernel in zip(forwards, kernels, strict=True):
+            forward.kernel = kernel
+
+
+def mixers_of(model: LanguageModel) -> list[StatefulForward]:
+    return [] if model.states is None else model.states.forwards
+
+
+class Steps:
+    """Memory for `num_sequences` sequences and their states."""
+
+    def __init__(self, model: LanguageModel, num_sequences: int):
+        self._model, size = model, model.state_blocks
+        first = num_sequences * NUM_BLOCKS
+        self._kv = BlockMemory(model.kv_layout, first + 2 * num_sequences * size)
+        self._tables = [[*range(i * NUM_BLOCKS, (i + 1) * NUM_BLOCKS)] for i in range(num_sequences)]
+        places = [[*range(first + i * size, first + (i + 1) * size)] for i in range(2 * num_sequences)]
+        self._places = list(zip(places[::2], places[1::2], strict=True))
+
+    def answers(self) -> Tensor:
+        chunks = [
+            SequenceChunk([5], CONTEXT, CONTEXT, table, states=(StateSpan(1, before, after),))
+            for table, (before, after) in zip(self._tables, self._places, strict=True)
+        ]
+        return self._model.forward(chunks, self._kv)
+
+    def prompt(self, num_tokens: int) -> Tensor:
+        span = StateSpan(num_tokens, (), self._places[0][0])
+        ids = [(7 * i + 3) % 32_000 for i in range(num_tokens)]
+        return self._model.forward([SequenceChunk(ids, 0, 0, self._tables[0], states=(span,))], self._kv)
+
+
+def seconds(work: Callable[[], Tensor]) -> tuple[float, Tensor]:
+    began = time.perf_counter()
+    logits = work()
+    return time.perf_counter() - began, logits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(arguments.hidden, arguments.layers, Path(folder))
+    if not any(forward.kernel for forward in mixers_of(model)):
+        raise SystemExit("this machine has no kernel for the mixers: there is nothing to compare")
+    steps = Steps(model, 16)
+    works: dict[str, Callable[[], Tensor]] = {"a prompt of 256": lambda: steps.prompt(CONTEXT)}
+    for count in (1, 4, 16):
+        works[f"{count} answers"] = Steps(model, count).answers
+    works["a prompt of 512"] = lambda: steps.prompt(512)
+    rows = []
+    for name, work in works.items():
+        ours, theirs, difference = [], [], 0.0
+        for _ in range(arguments.rounds + 1):
+            own_s, logits = seconds(work)
+            with without_kernels(model):
+                their_s, expected = seconds(work)
+            ours.append(own_s)
+            theirs.append(their_s)
+            difference = max(difference, float((logits - expected).norm() / expected.norm()))
+        own_s, their_s = median(ours[1:]), median(theirs[1:])
+        rows.append(
+            (
+                name,
+                f"{1e3 * own_s:.1f}",
+                f"{1e3 * their_s:.1f}",
+                f"{their_s / own_s:.2f}",
+                f"{difference:.1e}",
+            )
+        )
+    print(f"a state takes {model.state_blocks} blocks of {model.kv_layout.block_bytes:,} bytes")
+    print("\n".join(table(("step", "kernel, ms", "own code, ms", "ratio", "logits differ by"), rows)))
+
+
+if __name__ == "__main__":
+    main()
