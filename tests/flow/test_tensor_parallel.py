@@ -58,12 +58,13 @@ FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 HUB, WHOLE = "_of_the_hub", "_whole_experts"  # endings of names: how experts lie in the folder and on ranks
 REFUSED: dict[str, str] = {
     "gemma3n_layer_inputs": "cannot distribute model type 'gemma3n_text'",
-    "hunyuan_vl": "cannot distribute model type 'hunyuan_vl'",
     "step3p7": "only give ranks whole ones: set expert_parallel true",
     f"llama{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",
     f"no_experts{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",
     f"three_experts{WHOLE}": "Cannot evenly shard 3 experts across 2 expert-parallel ranks",
 }
+if not hf.HunYuanVLTextConfig.base_model_tp_plan:  # transformers 5.23
+    REFUSED["hunyuan_vl"] = "cannot distribute model type 'hunyuan_vl'"
 # By how linears, norms and experts are dealt out, by positions and attention, and by where the text model
 # lies. The others are like one of them, and `test_families` has their arithmetic in one process.
 DIFFERENT = (
