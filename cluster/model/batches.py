@@ -18,6 +18,7 @@ from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import PagedBatch, Span
 from cluster.model.logprobs import PromptScores
+from cluster.model.states import StateSpan
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class SequenceChunk(msgspec.Struct, frozen=True, eq=False):
     num_logits: int = 1  # how many of its last tokens want logits; 0: further chunks of the prompt follow
     scores: PromptScores | None = None  # of its tokens; the forward fills it in
     adapter: int = 0  # its number, from 1 on; 0: none
+    # of a hybrid model: its tokens again, with the sequence's state; empty: of a new one, and nothing is kept
+    states: tuple[StateSpan, ...] = ()
 
 
 @dataclass(frozen=True)

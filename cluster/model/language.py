@@ -8,7 +8,7 @@ synchronise the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 
@@ -33,6 +33,8 @@ from cluster.model.loading import fingerprint
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, window_of_all
 from cluster.model.sharding import UNDIVIDED, Sharding
+from cluster.model.state_probe import check_states
+from cluster.model.states import StateSpan
 from cluster.model.support import backbone_of, has_windowed_spans, num_deepstack_layers
 from cluster.types.request import Prompt
 
@@ -45,7 +47,8 @@ class LanguageModel:
     """Attributes are fixed at load.
 
     kv_layout: K and V of every layer that has some of its own, in the format of `kv_format`.
-    num_layers: these layers. The last layers of some models attend over the KV of earlier ones.
+    state_blocks: of the KV memory, for what a sequence has beside its KV (`cluster.model.states`).
+    num_layers: the layers with KV of their own. The last layers of some models attend over the KV of earlier ones.
     feature_width: hidden_size * (1 + deep-stack layers).
     position_axes: of the position of a text token.
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
@@ -69,8 +72,11 @@ class LanguageModel:
         self.chunk_cut_spans: bool = parts.family.is_media_bidirectional or self._windowed_spans
         self.hidden_size: int = text_config.hidden_size
         self.vocab_size: int = parts.vocab_size
-        self._kv_owners = {i: shape.owner for i, shape in enumerate(parts.shapes) if shape.owner is not None}
-        self.num_layers: int = len(parts.shapes) - len(self._kv_owners)
+        shapes = parts.probed.shapes
+        self._kv_owners = {i: shape.owner for i, shape in enumerate(shapes) if shape.owner is not None}
+        self.num_layers: int = len(shapes) - len(self._kv_owners)
+        self._states = parts.states
+        self.state_blocks: int = 0 if parts.states is None else parts.states.layout.num_blocks
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
         self.position_axes = self._position_rule.axes
         limit, longest = length_limit(text_config.to_dict()), text_config.max_position_embeddings
@@ -82,8 +88,8 @@ class LanguageModel:
         self.weight_bytes, self.scratch_bytes = parts.weight_bytes, parts.scratch_bytes
         self.evictable_bytes = parts.evictable_bytes
         self.fingerprint: str = fingerprint(config, self.dtype)
-        self.shapes: Sequence[LayerShape] = parts.shapes
-        self.sliding_window: int | None = window_of_all(parts.shapes)
+        self.shapes: Sequence[LayerShape] = shapes
+        self.sliding_window: int | None = None if self._states else window_of_all(shapes)
         self.kv_layout = parts.kv_layout
 
     @classmethod
@@ -112,6 +118,8 @@ class LanguageModel:
         model = cls(parts)
         if adapters:
             model._try_adapters()
+        if model.state_blocks:
+            check_states(model)
         return model
 
     @classmethod
@@ -120,7 +128,10 @@ class LanguageModel:
     ) -> LanguageModel:
         """Uses the language half of a model in memory. Afterwards its text backbone runs only through this
         object."""
-        return cls(probed_parts(model.eval(), block_size, kv_cache_dtype))
+        language = cls(probed_parts(model.eval(), block_size, kv_cache_dtype))
+        if language.state_blocks:
+            check_states(language)
+        return language
 
     def positions(self, prompt: Prompt) -> PromptPositions:
         """Positions of every prompt token, from ids and media geometries. CPU only; any thread."""
@@ -149,7 +160,7 @@ class LanguageModel:
             for place in places:
                 mask[0, place] = True
             extra = {**extra, "visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        with self._adapted(step.adapters):
+        with self._adapted(step.adapters), self._stateful(chunks, kv):
             return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks).float()
 
     @torch.inference_mode()
@@ -162,7 +173,7 @@ class LanguageModel:
         kv: BlockMemory,
         adapters: Sequence[int] = (),
     ) -> Tensor:
-        """Computes one token for each of B sequences. token_ids: if a tensor, [B] int64 on the model's
+        """Computes one token for each of B sequences, not of a model that keeps states. token_ids: if a tensor, [B] int64 on the model's
         device, where it is read. context_lens[i]: KV length before this token, which is its index.
         block_tables[i] covers context_lens[i] + 1 tokens. adapters: their numbers, or 0; empty: no sequence
         has one. Returns [B, vocab_size] float32 logits."""
@@ -214,7 +225,9 @@ class LanguageModel:
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""
-        return all(self._backend.can_capture(layer_cache(kv, i)) for i in range(self.num_layers))
+        return self._states is None and all(
+            self._backend.can_capture(layer_cache(kv, i)) for i in range(self.num_layers)
+        )
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
@@ -270,6 +283,13 @@ class LanguageModel:
         """The work inside is that of tokens with these adapters."""
         slots = torch.from_numpy(adapters).to(self.device) if adapters.any() else None
         return self._adapters.of_step(slots)
+
+    def _stateful(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> AbstractContextManager[None]:
+        """The work inside is that of these chunks."""
+        if self._states is None:
+            return nullcontext()
+        spans = [chunk.states or (StateSpan(len(chunk.token_ids)),) for chunk in chunks]
+        return self._states.of_step(spans, kv)
 
     def _score(self, chunks: Sequence[SequenceChunk], hidden: Callable[[Tensor], Tensor]) -> None:
         """`hidden(rows)`: of some of the T tokens, as the head takes it."""

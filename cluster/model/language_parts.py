@@ -12,7 +12,7 @@ Runs on the thread that loads the model. Blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -46,8 +46,9 @@ from cluster.model.layers.search import LayerKernels, replace_layers, whole_deco
 from cluster.model.layers.trial import Trial, WholeDecoder
 from cluster.model.loading import Half, load_half
 from cluster.model.positions import RULES
-from cluster.model.probe import LayerShape, check_post_head, kv_row_shapes, probe_backbone
+from cluster.model.probe import LayerShape, Probed, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.sharding import Sharding, check_adapted, distributing
+from cluster.model.states import StepStates, install
 from cluster.model.support import check_class, family_of, leave_out_query_scales, post_head, text_of
 from cluster.model.token_inputs import TokenInputs
 
@@ -62,7 +63,8 @@ class LanguageParts:
     head: nn.Module
     vocab_size: int
     post_head: Callable[[Tensor], Tensor] | None  # what the family does to the logits; None: nothing
-    shapes: Sequence[LayerShape]
+    probed: Probed
+    states: StepStates | None  # None: the model keeps nothing beside KV
     block_size: int
     kv_layout: MemoryLayout
     attention: ModelAttention
@@ -91,13 +93,15 @@ def load_parts(
             path, Half.LANGUAGE, dtype=dtype, device=device, sharding=sharding, mapped=making.mapped,
             coded=whole_product if has_coded_kernels else None,
         )  # fmt: skip
-        notes = making.notes.get("shapes")
-        shapes = None if notes is None else [LayerShape.from_json(*shape) for shape in notes]
+        notes = making.notes.get("probed")
+        probed = None if notes is None else Probed.from_json(notes)
         with distributing(half.config.model_type, num_ranks):
-            parts = probed_parts(half, block_size, kv_cache_dtype, shapes)
+            parts = probed_parts(half, block_size, kv_cache_dtype, probed)
         if parts.embed.weight.device.type == "cuda":
             optimise_experts(parts.text)
-        making.notes["shapes"] = [astuple(shape) for shape in parts.shapes]
+        making.notes["probed"] = parts.probed.to_json()
+        if parts.states is not None:
+            _check_hybrid(half.config.model_type, num_ranks, adapters)
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
         if adapters:
             parts = _adapted(parts, adapters, num_ranks)
@@ -118,21 +122,24 @@ def load_parts(
 
 def probed_parts(
     model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype,
-    shapes: Sequence[LayerShape] | None = None,
+    probed: Probed | None = None,
 ) -> LanguageParts:  # fmt: skip
-    """Returns the parts with transformers' own modules. shapes: what probing this model gave before; None: it
+    """Returns the parts with transformers' own modules. probed: what probing this model gave before; None: it
     is probed. Raises ConfigError for everything that is not supported."""
     family, text = family_of(model.config), text_of(model)
     check_class(type(text))
     leave_out_query_scales(text)
     embed = cast(nn.Embedding, model.get_input_embeddings())
     head, after = cast(nn.Linear, model.get_output_embeddings()), post_head(model.config)
-    if shapes is None:
-        shapes = probe_backbone(text, model.config.get_text_config().hidden_size)
+    if probed is None:
+        probed = probe_backbone(text, model.config.get_text_config().hidden_size)
         check_post_head(model, text, after)
+    shapes = probed.shapes
     text.set_attn_implementation(ATTENTION_NAME)
     dtype, device = embed.weight.dtype, embed.weight.device
     segments = kv_segments(kv_row_shapes(shapes), block_size, dtype, kv_cache_dtype)
+    layout = MemoryLayout(segments)
+    states = install(text, probed.states, probed.attention, layout) if probed.states else None
     first = kv_segments(kv_row_shapes(shapes[:1]), block_size, dtype, kv_cache_dtype)
     shape = _attention_shape(model, shapes[0], MemoryLayout(first), block_size)
     weights = map(_own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
@@ -146,14 +153,23 @@ def probed_parts(
         head=head,
         vocab_size=head.weight.shape[0],
         post_head=after,
-        shapes=shapes,
+        probed=probed,
+        states=states,
         block_size=block_size,
-        kv_layout=MemoryLayout(segments),
+        kv_layout=layout,
         attention=make_backend(device, dtype, shape),
         weight_bytes=sum(own.nbytes for own in weights) + sum(linear.codes.nbytes for linear in coded),
         # gate and up are one matrix
         scratch_bytes=max((2 * scratch_bytes(linear.codes, dtype) for linear in coded), default=0),
     )
+
+
+def _check_hybrid(name: str, num_ranks: int, adapters: Sequence[Adapter]) -> None:
+    """Raises ConfigError for what is not served of models that keep states."""
+    if num_ranks > 1:
+        raise ConfigError(f"model type '{name}' keeps states beside its KV: it runs on one rank only")
+    if adapters:
+        raise ConfigError(f"model type '{name}' keeps states beside its KV: adapters are not served with it")
 
 
 def _adapted(parts: LanguageParts, adapters: Sequence[Adapter], num_ranks: int) -> LanguageParts:

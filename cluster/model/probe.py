@@ -5,18 +5,22 @@ backends would silently ignore."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.model.state_probe import StateSpy
+from cluster.model.states import LayerStates, cache_argument
 from cluster.model.support import head_owner
 from cluster.model.token_inputs import layer_inputs
 
 _PROBE_NAME = "epdg_probe"
+ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 # keywords that families pass along and that no attention function reads, or that ours reads
 _HARMLESS = frozenset(
     ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache",
@@ -41,11 +45,33 @@ class LayerShape:
         return cls((key[0], key[1]), (value[0], value[1]), window, owner)
 
 
+@dataclass(frozen=True)
+class Probed:
+    """What a text model needs beside its weights."""
+
+    shapes: Sequence[LayerShape]  # of every layer with attention, in order
+    states: tuple[LayerStates, ...] = ()  # of a hybrid model: of every layer that has some
+    attention: tuple[str, ...] = ()  # of a hybrid model: names of the modules that call attention, in order
+
+    def to_json(self) -> object:
+        return [[astuple(shape) for shape in self.shapes], msgspec.to_builtins(self.states), self.attention]
+
+    @classmethod
+    def from_json(cls, fields: list) -> Probed:
+        shapes, states, attention = fields
+        return cls(
+            [LayerShape.from_json(*shape) for shape in shapes],
+            msgspec.convert(states, tuple[LayerStates, ...]),
+            tuple(attention),
+        )
+
+
 class _ShapeRecorder:
     """Shapes by layer, and the reasons why the backbone cannot be used."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.modules: dict[int, nn.Module] = {}  # that called attention, by layer
         self._keys: list[tuple[Tensor, int]] = []  # with the layer that made it
         self.objections: set[str] = set()
 
@@ -57,6 +83,7 @@ class _ShapeRecorder:
         owner = next((own for seen, own in self._keys if seen is key), None)
         if owner is None:
             self._keys.append((key, layer_idx))
+        self.modules[layer_idx] = module
         self.shapes[layer_idx] = LayerShape(
             (key.shape[1], key.shape[3]),
             (value.shape[1], value.shape[3]),
@@ -95,18 +122,27 @@ AttentionInterface.register(_PROBE_NAME, _probe_attention)
 
 
 @torch.inference_mode()
-def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerShape]:
-    """One shape per layer. Changes the backbone's attention implementation; the caller must set the final
-    one."""
+def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> Probed:
+    """Changes the backbone's attention implementation; the caller must set the final one."""
     text_model.set_attn_implementation(_PROBE_NAME)
     recorder = _ShapeRecorder()
     dummy = torch.zeros(1, 1, hidden_size, dtype=text_model.dtype, device=text_model.device)
     token = torch.zeros(1, dtype=torch.int64, device=text_model.device)
-    text_model(inputs_embeds=dummy, use_cache=False, probe=recorder, **_beside(text_model, token))
     config = text_model.config
+    given = {"inputs_embeds": dummy, "probe": recorder, **_beside(text_model, token)}
+    spy = StateSpy(config) if may_keep_states(text_model) else None
+    if spy is None:
+        text_model(use_cache=False, **given)
+    else:
+        _run_watched(text_model, spy, given)
     _check_windows(config, recorder)
-    num_layers = config.num_hidden_layers
-    if sorted(recorder.shapes) != list(range(num_layers)):
+    num_layers, states = config.num_hidden_layers, () if spy is None else spy.states
+    if states:
+        if sorted(recorder.shapes) != sorted(spy.kv_layers if spy is not None else ()):
+            recorder.objections.add("some of its layers keep KV without calling the attention interface")
+        if not recorder.shapes:
+            recorder.objections.add("none of its layers has attention")
+    elif sorted(recorder.shapes) != list(range(num_layers)):
         recorder.objections.add(
             f"only layers {sorted(recorder.shapes)} of {num_layers} call the attention interface"
         )
@@ -114,7 +150,31 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> list[LayerS
         raise ConfigError(
             f"model type '{config.model_type}' is not supported: {'; '.join(sorted(recorder.objections))}"
         )
-    return with_owners_first([recorder.shapes[i] for i in range(num_layers)])
+    shapes = with_owners_first([recorder.shapes[i] for i in sorted(recorder.shapes)])
+    if not states:
+        return Probed(shapes)
+    if any(shape.owner is not None for shape in shapes):
+        shapes = [replace(shape, owner=None) for shape in shapes]
+    names = {module: name for name, module in text_model.named_modules()}
+    return Probed(shapes, states, tuple(names[recorder.modules[i]] for i in sorted(recorder.modules)))
+
+
+def _run_watched(text_model: PreTrainedModel, spy: StateSpy, given: Mapping[str, object]) -> None:
+    argument = cache_argument(text_model)
+    try:
+        with spy.watching(text_model):
+            text_model(use_cache=True, **{argument: spy}, **given)
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(
+            f"model type '{text_model.config.model_type}' is not supported: it keeps states in a form of its own: "
+            f"{error}"
+        ) from error
+
+
+def may_keep_states(text_model: PreTrainedModel) -> bool:
+    """Whether the backbone says that some of its layers keep something else than KV."""
+    kinds = set(getattr(text_model.config, "layer_types", None) or ATTENTION_LAYERS)
+    return text_model._is_stateful or not kinds.issubset(ATTENTION_LAYERS)
 
 
 def with_owners_first(shapes: list[LayerShape]) -> list[LayerShape]:

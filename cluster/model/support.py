@@ -17,8 +17,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, no_adapter, why_refused
 from cluster.errors import ConfigError
 
-# chunks: no sequence is longer than one (`length_limit`)
-_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+# Of the others, `probe` says whether what they keep beside KV can be served
+_LAYERS = (
+    "full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe",
+    "chunked_attention",  # no sequence is longer than a chunk (`length_limit`)
+)  # fmt: skip
+_IGNORES_STATE = ("jamba",)  # transformers' Mamba-1 starts each piece of a prompt without a state
 TEXT_ALONE = ("mistral4",)  # causal language models that transformers lists as multimodal only
 _CAUSAL_LANGUAGE_MODELS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ALONE}
 _MULTIPLIED_BY_SCALING = ("hyperclovax",)  # whose logits are; those of others are divided by it
@@ -47,18 +51,18 @@ def check_supported(config: PreTrainedConfig) -> None:
         _refuse(name, "its layers run several times for a token, with other KV each time (n_recurrent_loops)")
     if _bidirectional(config) not in (None, False, "vision"):
         _refuse(name, "all its tokens see each other in both directions (use_bidirectional_attention)")
-    layer_types = set(getattr(text, "layer_types", None) or _ATTENTION_LAYERS)
-    if other := sorted(layer_types.difference(_ATTENTION_LAYERS)):
-        _refuse(name, f"its layers of type {', '.join(other)} keep state that a block of KV cannot hold")
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if other := sorted(layer_types.difference(_LAYERS)):
+        _refuse(name, f"its layers of type {', '.join(other)} keep more than KV and states")
+    if name in _IGNORES_STATE:
+        _refuse(name, "transformers' layers ignore the state that a piece of a prompt begins with")
 
 
 def check_class(model_class: type) -> None:
-    """The checks on the class of the text model: recurrent state, and attention that cannot be replaced.
-    Raises ConfigError."""
+    """The check on the class of the text model: attention that cannot be replaced. Raises ConfigError."""
     name = model_class.config_class.model_type if model_class.config_class else model_class.__name__
-    if model_class._is_stateful:
-        _refuse(name, f"{model_class.__name__} keeps recurrent (SSM or linear-attention) state")
-    if not model_class._supports_attention_backend:
+    # of hybrids transformers says so although their attention does; the probe sees it
+    if not model_class._supports_attention_backend and not model_class._is_stateful:
         _refuse(name, f"{model_class.__name__} does not call transformers' attention interface")
 
 

@@ -19,6 +19,7 @@ from cluster.config.checkpoint import check_family
 from cluster.config.families import MEDIA_FAMILIES
 from cluster.errors import ConfigError
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.states import StateSpan
 from cluster.model.support import check_class, check_supported
 from tests.flow.test_families import BLOCK_SIZE, memory
 from tests.flow.tiny_models import TinyRequest, randomized
@@ -62,6 +63,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {  # where the sizes above make no model,
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
     "gemma4_text": {"num_kv_shared_layers": 2},
+    "granitemoehybrid": {"layers_block_type": ["mamba", "attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "xmod": {"default_language": "en_XX"},
 }
@@ -120,17 +123,36 @@ def their_logits(model: Any, request: TinyRequest) -> tuple[list[int], Tensor]:
 
 def our_logits(language: LanguageModel, request: TinyRequest, answer: list[int]) -> Tensor:
     """[NUM_TOKENS, vocab_size], along the same answer."""
-    kv, table = memory(language), list(range(9, 0, -1))
+    kv, table = memory(language, 16 + 2 * language.state_blocks), list(range(9, 0, -1))
     ids, positions = request.token_ids, language.positions(request.prompt).position_ids
+    states = StatePair(language)
     rows = []
     for start in range(0, len(ids), CHUNK):
-        end = start + CHUNK
-        chunk = SequenceChunk(ids[start:end], positions[..., start:end], start, table, (), ())
-        logits = language.forward([chunk], kv)
-    rows.append(logits)
+        new = ids[start : start + CHUNK]
+        own = positions[..., start : start + CHUNK]
+        rows = [language.forward([SequenceChunk(new, own, start, table, states=states.of(len(new)))], kv)]
     for i, token_id in enumerate(answer[:-1]):
-        rows.append(language.decode([token_id], [len(ids) + i], [0], [table], kv))
+        at = len(ids) + i
+        rows.append(language.forward([SequenceChunk([token_id], at, at, table, states=states.of(1))], kv))
     return torch.cat(rows)
+
+
+class StatePair:
+    """The last blocks of a memory of 16 blocks and these, for the two places of a sequence's state."""
+
+    def __init__(self, language: LanguageModel):
+        size = language.state_blocks
+        self._before: list[int] = []
+        self._after = list(range(16, 16 + size))
+        self._other = list(range(16 + size, 16 + 2 * size))
+
+    def of(self, num_tokens: int) -> tuple[StateSpan, ...]:
+        """The sequence's next tokens."""
+        if not self._after:
+            return ()
+        span = StateSpan(num_tokens, self._before, self._after)
+        self._before, self._after, self._other = self._after, self._other, self._after
+        return (span,)
 
 
 @pytest.mark.parametrize("name", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(MEDIA_FAMILIES)))

@@ -36,16 +36,16 @@ def test_a_window_that_only_the_cache_knows_is_refused() -> None:
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
-    shapes = probe_backbone(_moshi(window=64), hidden_size=32)
+    shapes = probe_backbone(_moshi(window=64), hidden_size=32).shapes
     assert [shape.window for shape in shapes] == [None, None]
 
 
 def test_layers_that_attend_over_the_kv_of_others_have_none_of_their_own() -> None:
-    shapes = probe_backbone(_sharing(["sliding_attention", "full_attention"] * 2), hidden_size=32)
+    shapes = probe_backbone(_sharing(["sliding_attention", "full_attention"] * 2), hidden_size=32).shapes
     assert [shape.owner for shape in shapes] == [None, None, 0, 1]
     assert kv_row_shapes(shapes) == [(1, 16), (1, 16), (1, 8), (1, 8)]
     text = _sharing(["full_attention"] * 2)
-    assert [shape.owner for shape in probe_backbone(text, hidden_size=32)] == [None, None]
+    assert [shape.owner for shape in probe_backbone(text, hidden_size=32).shapes] == [None, None]
 
 
 def test_kv_is_stored_twice_where_a_layer_with_its_own_comes_after_one_without() -> None:

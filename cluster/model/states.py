@@ -1,0 +1,283 @@
+"""The states of hybrid models: what a layer with linear attention, a state space or a short convolution keeps of
+all tokens before, in a fixed number of bytes a sequence.
+
+A state lies in whole blocks of the KV memory, so that one pool, one prefix cache, one kind of lease and one
+kind of write serve both. Its bytes ignore what the blocks' segments are for: every segment of every block is
+one page of equal size, and each layer's states fill pages of their own.
+
+    page j of a state = segment j % num_segments of block blocks[j // num_segments]
+
+A step reads a sequence's state in one place and writes the new one in another (`StateSpan`), so a step that
+fails can be computed again.
+
+The mixers are transformers' own. A `StatefulMixer` stands around each: it calls its mixer once for all
+sequences with one new token, and once for each longer span, with the cache object that transformers knows.
+Runs on the engine's thread. Owns no memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from cluster.errors import ConfigError
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
+
+# by which names a mixer takes the cache
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value", "cache")
+_ALIGNMENT = 16  # bytes: of each state in its pages
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+class StateSpan(msgspec.Struct, frozen=True):
+    """Some successive new tokens of a sequence, and the blocks of its state before and after them."""
+
+    num_tokens: int
+    source: Sequence[int] = ()  # empty: these are the sequence's first tokens
+    target: Sequence[int] = ()  # empty: nothing is kept
+
+
+class StateTensor(msgspec.Struct, frozen=True):
+    """One tensor that a layer keeps of a sequence."""
+
+    is_recurrent: bool  # else of a convolution
+    number: int  # transformers': a layer may have several of a kind
+    shape: tuple[int, ...]  # of one sequence
+    dtype_name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype_name]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class LayerStates(msgspec.Struct, frozen=True):
+    """The states of one layer."""
+
+    module: str  # the mixer's name in the text model
+    layer_idx: int  # the layer's number
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def places(self) -> list[tuple[StateTensor, slice]]:
+        """Which of the layer's bytes each tensor has."""
+        places, start = [], 0
+        for tensor in self.tensors:
+            places.append((tensor, slice(start, start + tensor.num_bytes)))
+            start += -(-tensor.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return places
+
+    @property
+    def num_bytes(self) -> int:
+        return self.places[-1][1].stop
+
+
+class StateLayout:
+    """How a state lies in blocks of this layout. Raises ConfigError if its segments are of unlike sizes."""
+
+    def __init__(self, layers: Sequence[LayerStates], kv_layout: MemoryLayout):
+        sizes = {segment.block_bytes for segment in kv_layout.segments}
+        if len(sizes) != 1 or min(sizes) % _ALIGNMENT:
+            raise ConfigError(
+                "this model keeps states beside its KV, in blocks whose K and V are of one size: "
+                "kv_cache_dtype auto, K and V of equal width"
+            )
+        self._layout = kv_layout
+        self._page_bytes = sizes.pop()
+        self.layers = layers
+        self._pages: list[range] = []  # of each layer
+        num_pages = 0
+        for layer in layers:
+            own = -(-layer.num_bytes // self._page_bytes)
+            self._pages.append(range(num_pages, num_pages + own))
+            num_pages += own
+        self.num_blocks = -(-num_pages // len(kv_layout.segments))  # of one state
+
+    def page_ids(self, tables: Sequence[Sequence[int]], kv: BlockMemory) -> Tensor:
+        """Blocks of B states → [B, pages] int64 on the memory's device."""
+        blocks = torch.tensor(tables, dtype=torch.int64)
+        segments = torch.arange(len(self._layout.segments)) * kv.num_blocks
+        return (blocks[:, :, None] + segments).flatten(1).to(kv.buffer.device)
+
+    def load(self, layer_number: int, pages: Tensor, kv: BlockMemory) -> Tensor:
+        """pages [B, pages of a state] → [B, bytes] uint8 of one layer, a copy. layer_number: among the layers
+        with states."""
+        own = self._pages[layer_number]
+        ids = pages[:, own.start : own.stop].flatten()
+        return kv.buffer.view(-1, self._page_bytes).index_select(0, ids).view(len(pages), -1)
+
+    def store(self, layer_number: int, pages: Tensor, rows: Tensor, kv: BlockMemory) -> None:
+        """The inverse of `load`."""
+        own = self._pages[layer_number]
+        ids = pages[:, own.start : own.stop].flatten()
+        kv.buffer.view(-1, self._page_bytes).index_copy_(0, ids, rows.view(-1, self._page_bytes))
+
+    def layer_bytes(self, layer_number: int) -> int:
+        return len(self._pages[layer_number]) * self._page_bytes
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one call of a mixer computes: B sequences with N new tokens each."""
+
+    tokens: slice | Tensor  # of the T packed ones; a tensor: N is 1
+    source: Tensor | None  # [B, pages]; None: there is no state before
+    target: Tensor | None  # [B, pages]; None: none is kept
+
+
+class StepStates:
+    """The states of the step that runs now. Mixers ask it."""
+
+    def __init__(self, layout: StateLayout):
+        self.layout = layout
+        self.kv: BlockMemory | None = None
+        self.calls: Sequence[_Call] = ()
+
+    @contextmanager
+    def of_step(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> Iterator[None]:
+        """The work inside is a step of these sequences, each of which consists of its spans."""
+        self.kv, self.calls = kv, self._calls_of(sequences, kv)
+        try:
+            yield
+        finally:
+            self.kv, self.calls = None, ()
+
+    def _calls_of(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> list[_Call]:
+        """One call for all sequences of a single token, and one for each other span, in order: a span may
+        begin with the state that the one before it leaves."""
+        single: dict[tuple[bool, bool], list[tuple[int, StateSpan]]] = {}
+        calls, start = [], 0
+        for spans in sequences:
+            for span in spans:
+                if span.num_tokens == 1 and len(spans) == 1:
+                    single.setdefault((bool(span.source), bool(span.target)), []).append((start, span))
+                else:
+                    calls.append(self._call(slice(start, start + span.num_tokens), [span], kv))
+                start += span.num_tokens
+        for found in single.values():
+            tokens = torch.tensor([token for token, _ in found]).to(kv.buffer.device)
+            calls.append(self._call(tokens, [span for _, span in found], kv))
+        return calls
+
+    def _call(self, tokens: slice | Tensor, spans: Sequence[StateSpan], kv: BlockMemory) -> _Call:
+        source = self.layout.page_ids([s.source for s in spans], kv) if spans[0].source else None
+        target = self.layout.page_ids([s.target for s in spans], kv) if spans[0].target else None
+        return _Call(tokens, source, target)
+
+
+class StatefulMixer(nn.Module):
+    """Calls a mixer for the sequences of a packed step. Outside of a step with states it passes the call on:
+    the tokens are then those of one new sequence."""
+
+    def __init__(self, mixer: nn.Module, step: StepStates, number: int):
+        """number: of its layer among those with states."""
+        super().__init__()
+        self.mixer = mixer
+        self._step, self._number = step, number
+        self._states = step.layout.layers[number]
+
+    @cached_property
+    def _cache_argument(self) -> str:
+        return cache_argument(self.mixer)
+
+    def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
+        """hidden_states [1, T, hidden_size] → the same."""
+        keywords = {name: given for name, given in keywords.items() if name != "paged"}
+        if self._step.kv is None:
+            return self.mixer(hidden_states, **keywords)
+        out = torch.empty_like(hidden_states)
+        for call in self._step.calls:
+            rows = hidden_states[:, call.tokens]
+            if isinstance(call.tokens, slice):
+                out[:, call.tokens] = self._run(rows, call, self._step.kv, keywords)
+            else:
+                out[0, call.tokens] = self._run(rows.transpose(0, 1), call, self._step.kv, keywords)[:, 0]
+        return out
+
+    def _run(self, rows: Tensor, call: _Call, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:
+        """rows [B, N, hidden_size] → the same."""
+        layout, number = self._step.layout, self._number
+        states, stored = LinearAttentionLayer(self._num_states), None
+        if call.source is not None:
+            stored = layout.load(number, call.source, kv)
+            self._put(states, stored)
+        # the mixer finds its layer by number
+        cache = Cache(layers=[states] * (self._states.layer_idx + 1))
+        out = self.mixer(rows, **{**keywords, self._cache_argument: cache})
+        if call.target is not None:
+            if stored is None:
+                stored = rows.new_zeros(len(rows), layout.layer_bytes(number), dtype=torch.uint8)
+            self._take(states, stored)
+            layout.store(number, call.target, stored, kv)
+        return out
+
+    @property
+    def _num_states(self) -> int:
+        return 1 + max(tensor.number for tensor in self._states.tensors)
+
+    def _put(self, states: LinearAttentionLayer, stored: Tensor) -> None:
+        states.device, states.dtype = stored.device, None
+        for tensor, view in self._views(stored):
+            if tensor.is_recurrent:
+                states.recurrent_states[tensor.number] = view
+                states.is_recurrent_states_initialized[tensor.number] = True
+            else:
+                states.conv_states[tensor.number] = view
+                states.is_conv_states_initialized[tensor.number] = True
+                states.conv_kernel_size[tensor.number] = view.shape[-1]
+            states.has_previous_state[tensor.number] = True
+
+    def _take(self, states: LinearAttentionLayer, stored: Tensor) -> None:
+        for tensor, view in self._views(stored):
+            kept = states.recurrent_states if tensor.is_recurrent else states.conv_states
+            new = kept[tensor.number]
+            if new is None or new.shape != view.shape or new.dtype != view.dtype:
+                raise RuntimeError(
+                    f"{self._states.module} keeps a state of another form than when it was loaded"
+                )
+            if new.data_ptr() != view.data_ptr():  # some mixers write to the state that they are given
+                view.copy_(new)
+
+    def _views(self, stored: Tensor) -> Iterator[tuple[StateTensor, Tensor]]:
+        """stored [B, bytes] → [B, *shape] of each state."""
+        for tensor, place in self._states.places:
+            yield tensor, stored[:, place].view(tensor.dtype).unflatten(1, tensor.shape)
+
+
+def cache_argument(mixer: nn.Module) -> str:
+    """The name by which it takes the cache. Raises ConfigError."""
+    names = inspect.signature(mixer.forward).parameters
+    found = next((name for name in _CACHE_ARGUMENTS if name in names), None)
+    if found is None:
+        raise ConfigError(f"{type(mixer).__name__} takes no cache of states by a known name")
+    return found
+
+
+def install(
+    text_model: nn.Module, layers: Sequence[LayerStates], attention: Sequence[str], kv_layout: MemoryLayout
+) -> StepStates:
+    """Puts a `StatefulMixer` around every mixer of the text model. attention: names of the modules that call
+    attention; block memory has their KV one after the other, so they are renumbered. Raises ConfigError."""
+    for place, name in enumerate(attention):
+        text_model.get_submodule(name).layer_idx = place
+    step = StepStates(StateLayout(layers, kv_layout))
+    for number, layer in enumerate(layers):
+        parent_name, _, name = layer.module.rpartition(".")
+        parent = text_model.get_submodule(parent_name)
+        mixer = getattr(parent, name)
+        cache_argument(mixer)
+        setattr(parent, name, StatefulMixer(mixer, step, number))
+    return step
