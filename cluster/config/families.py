@@ -126,6 +126,8 @@ _RECORDS = (
     ModelFamily("qwen2_5_vl", _VISION, PositionForm.QWEN_VL, can_pool=True),
     ModelFamily("qwen3_vl", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
     ModelFamily("qwen3_vl_moe", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
+    ModelFamily("qwen3_5", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
+    ModelFamily("qwen3_5_moe", _VISION, PositionForm.QWEN_VL, bounds_whole_clips=True),
     ModelFamily(
         "qwen2_5_omni_thinker",
         {**_VISION, Modality.AUDIO: EncoderForm.PADDED_MELS},

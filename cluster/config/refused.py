@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 _CAUSES: Mapping[str, tuple[str, ...]] = {
     "layers keep state that a block of KV cannot hold (linear attention, convolutions)": (
-        "qwen3_5", "qwen3_5_moe", "qwen4_exp", "glm5_next", "lfm2_vl", "lfm3_vl", "minicpm_ocr",
+        "qwen4_exp", "glm5_next", "lfm2_vl", "lfm3_vl", "minicpm_ocr",
         "minicpmv4_6", "minicpmv4_7", "nemo_speechlm", "nemotron_h_omni", "inkling2", "inkling2_loop",
         "inkling_mm_model",
     ),

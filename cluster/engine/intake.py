@@ -118,7 +118,8 @@ class Intake:
                 raise UnavailableError("this worker does not have the adapter")
             positions = self._model.positions(prompt) if request.computes else None
             delta = 0 if positions is None else positions.delta
-            hashes = BlockHashes(prompt, block_size) if request.codec == "raw" else None
+            is_shared = request.codec == "raw" and not (request.computes and self._model.state_blocks)
+            hashes = BlockHashes(prompt, block_size) if is_shared else None
             request.add_prompt(TokenSequence(f"{request.request_id}/{i}", prompt, positions, delta, hashes))
         request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
         if request.needs_embeddings:
@@ -178,19 +179,20 @@ class Intake:
 
     def _check_size(self, request: LanguageRequest) -> None:
         asked, blocks = request.request, self._state.blocks
-        size, window = blocks.block_size, self._model.sliding_window
+        size, window, state_blocks = blocks.block_size, self._model.sliding_window, self._model.state_blocks
         capacity = blocks.num_blocks * size
-        if request.sends and asked.num_prompt_blocks(size) > blocks.num_blocks:
+        if request.sends and asked.num_prompt_blocks(size, state_blocks) > blocks.num_blocks:
             raise RequestError(
                 f"the prompt has {request.num_prompt_tokens} tokens; a prefill worker holds {capacity}"
             )
-        if not request.sends and (num_wanted := asked.max_blocks(size, window)) > blocks.num_blocks:
+        num_wanted = asked.max_blocks(size, window, state_blocks)
+        if not request.sends and num_wanted > blocks.num_blocks:
             raise RequestError(
                 f"the request needs {num_wanted * size} tokens of KV cache; a decode worker holds {capacity}"
             )
 
     def _num_blocks(self, request: LanguageRequest) -> int:
-        return request.request.num_prompt_blocks(self._state.blocks.block_size)
+        return request.request.num_prompt_blocks(self._state.blocks.block_size, self._model.state_blocks)
 
     def _prompt_ticket(self, request: LanguageRequest) -> Ticket:
         return self._ticket(request, request.request_id, request.num_prompt_tokens)
@@ -205,7 +207,8 @@ class Intake:
         if not (self._may_send(request.request_id) and state.admission.has_share(ticket, num_blocks)):
             return False
         spans = tuple(uncut_spans(self._model, sequence.prompt) for sequence in request.sequences)
-        if not try_allocate_prompts(request, state.blocks, state.counts.num_admitted, spans):
+        num_spare, state_blocks = state.counts.num_admitted, self._model.state_blocks
+        if not try_allocate_prompts(request, state.blocks, num_spare, spans, state_blocks):
             return False
         if request.computes:
             state.admission.admit(ticket, num_blocks)

@@ -33,11 +33,11 @@ class KvInput:
         return self._transfer_engine.received
 
     def grant(self, request: LanguageRequest, token_s: float | None) -> Grant:
-        """Lets the sender write to the blocks of the request's prompts that are not cached here. token_s: in
-        which this worker computes a token of a prompt."""
+        """Lets the sender write to the blocks of the request's prompts that are not cached here, and behind
+        those of each prompt to its state. token_s: in which this worker computes a token of a prompt."""
         lease_id = new_lease_id()
         firsts = [sequence.num_cached_tokens // self._blocks.block_size for sequence in request.sequences]
-        tables = [sequence.block_table for sequence in request.sequences]
+        tables = [[*sequence.block_table, *sequence.state] for sequence in request.sequences]
         granted = [
             block_id for first, table in zip(firsts, tables, strict=True) for block_id in table[first:]
         ]

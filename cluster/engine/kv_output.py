@@ -108,7 +108,8 @@ class KvOutput:
 
     def _accept(self, request: LanguageRequest, received: ReceivedGrant) -> None:
         grant = received.grant
-        places = PromptPlaces(grant, [len(sequence.block_table) for sequence in request.sequences])
+        counts = [len(sequence.block_table) + len(sequence.state) for sequence in request.sequences]
+        places = PromptPlaces(grant, counts)
         request.send_to(self._transfer_engine.open(received), places)
         self._by_lease[grant.lease_id] = request
         plan_end(request, grant.token_s, self._budget, self._layout)
@@ -163,9 +164,21 @@ def send_computed(request: LanguageRequest, block_size: int) -> None:
                 request.outgoing.write(local_ids, grant_indices)
             sequence.sent(new.stop)
     if request.first_tokens:
+        _write_states(request)
         deltas = tuple(s.position_delta for s in request.sequences)
         ready = KvReady(request.first_tokens, deltas, request.main.first_recomputed)
         request.outgoing.finish(msgspec.msgpack.encode(ready))
+
+
+def _write_states(request: LanguageRequest) -> None:
+    """Posts the state of each prompt: to the last places of the prompt in the grant."""
+    if request.outgoing is None or request.places is None:
+        raise InternalError("a grant is placed before it is used")
+    for i, sequence in enumerate(request.sequences):
+        num_kv = len(sequence.block_table)
+        if sequence.state:
+            _, indices = request.places.of(i, range(num_kv, num_kv + len(sequence.state)))
+            request.outgoing.write(sequence.state, indices)
 
 
 @dataclass

@@ -179,7 +179,7 @@ class Lifecycle:
         for choice in request.live_choices:
             self.end_choice(request, choice)
         for sequence in request.sequences:
-            self._state.blocks.free(sequence.block_table)
+            self._state.blocks.free(sequence.blocks)
         self._state.blocks.free(request.copy_blocks)
         self._count(request, 0)
         self._state.counts.end(request)

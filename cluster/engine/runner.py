@@ -72,8 +72,11 @@ class LanguageRunner:
 
     def propose(self, requests: Sequence[LanguageRequest]) -> None:
         """Sets the drafts of every live choice: of speculation, or what its constraint forces. Choices with
-        guidance get none: their two sequences advance one token at a time."""
+        guidance get none: their two sequences advance one token at a time. A model's states cannot take back
+        a draft that was wrong, so there are none."""
         if self._speculator is None and all(request.is_plain for request in requests):
+            return
+        if self._model.state_blocks:
             return
         choices = [choice for r in requests if r.request.guidance is None for choice in r.live_choices]
         room = [choice.stop.max_tokens - choice.num_generated - 1 for choice in choices]
@@ -119,7 +122,7 @@ class LanguageRunner:
         choices = [(request, choice) for request in answers for choice in request.live_choices]
         self._drawer.begin(choices)
         computed: list[SequenceChunk] = []
-        if prompts or any(choice.drafts for _, choice in choices):
+        if prompts or self._model.state_blocks or any(choice.drafts for _, choice in choices):
             chunks = [
                 self._answer_chunk(choice, sequence) for _, choice in choices for sequence in choice.sequences
             ]
@@ -178,7 +181,11 @@ class LanguageRunner:
         The sequences may share the blocks: their content does not matter."""
         contexts, tables = [num_context_tokens] * num_sequences, [block_table] * num_sequences
         zeros = [0] * num_sequences
-        logits = self._steps.decode(zeros, contexts, zeros, tables, self._kv)
+        if self._model.state_blocks:
+            chunks = [SequenceChunk([0], num_context_tokens, num_context_tokens, block_table)] * num_sequences
+            logits = self._steps.forward(chunks, self._kv)
+        else:
+            logits = self._steps.decode(zeros, contexts, zeros, tables, self._kv)
         sample(logits, [SamplingParams()] * num_sequences, contexts)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -254,6 +261,7 @@ class LanguageRunner:
             block_table=sequence.block_table,
             num_logits=len(token_ids),
             adapter=self._model.adapter_slots.get(sequence.prompt.adapter, 0),
+            states=sequence.state_span(len(token_ids)),
         )
 
     def _prompt_chunk(self, work: PromptWork) -> SequenceChunk:
@@ -272,6 +280,7 @@ class LanguageRunner:
             bidirectional_spans=uncut_spans(self._model, prompt),
             scores=_scores(work, start, end),
             adapter=self._model.adapter_slots.get(prompt.adapter, 0),
+            states=sequence.state_span(end - start),
         )
 
     def _features_of(self, work: PromptWork, start: int, end: int) -> Iterator[FeatureSlice]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cluster.kvcache.hashing import BlockHashes
 from cluster.model.language import PromptPositions
+from cluster.model.states import StateSpan
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import Prompt
 
@@ -31,6 +32,10 @@ class TokenSequence:
     # Of its tokens. None: its KV is not exact, and no other request uses it
     hashes: BlockHashes | None = None
     block_table: list[int] = field(default_factory=list)
+    # Of a hybrid model: blocks of the state after the computed tokens, and of the state that the next step
+    # leaves
+    state: list[int] = field(default_factory=list)
+    next_state: list[int] = field(default_factory=list)
     num_dropped: int = 0
     num_cached_tokens: int = 0  # the part of the prompt that came from the prefix cache
     num_registered: int = 0  # prefix of the block table that other requests can find
@@ -70,7 +75,7 @@ class TokenSequence:
     @property
     def blocks(self) -> list[int]:
         """Blocks that the sequence holds."""
-        return self.block_table[self.num_dropped :]
+        return [*self.block_table[self.num_dropped :], *self.state, *self.next_state]
 
     # Blocks
 
@@ -95,6 +100,17 @@ class TokenSequence:
         """Appends blocks to the table."""
         self.block_table += block_ids
 
+    def hold_states(self, block_ids: Sequence[int]) -> None:
+        """Takes these blocks for the state before and after a step."""
+        half = len(block_ids) // 2
+        self.state, self.next_state = [*block_ids[:half]], [*block_ids[half:]]
+
+    def state_span(self, num_tokens: int) -> tuple[StateSpan, ...]:
+        """The sequence's next tokens, with its state; empty if the model keeps none."""
+        if not self.state:
+            return ()
+        return (StateSpan(num_tokens, self.state if self.num_computed_tokens else (), self.next_state),)
+
     def registered(self, num_blocks: int) -> None:
         """Other requests can find the first `num_blocks` of the table."""
         self.num_registered = max(self.num_registered, num_blocks)
@@ -111,10 +127,12 @@ class TokenSequence:
         self.num_dropped += len(left)
         return left
 
-    def fork(self, sequence_id: str, block_table: list[int]) -> TokenSequence:
+    def fork(self, sequence_id: str, block_table: list[int], state_blocks: Sequence[int]) -> TokenSequence:
         """The same tokens for another choice, in these blocks."""
         hashes = None if self.hashes is None else self.hashes.fork()
-        return replace(self, sequence_id=sequence_id, block_table=block_table, hashes=hashes)
+        forked = replace(self, sequence_id=sequence_id, block_table=block_table, hashes=hashes)
+        forked.hold_states(state_blocks)
+        return forked
 
     # Tokens
 
@@ -128,9 +146,10 @@ class TokenSequence:
         last_logits: Tensor | None = None,
         prompt_logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
-        """The KV of the next tokens has been computed here. `last_logits`: if the prompt is complete with
-        them."""
+        """The KV of the next tokens has been computed here, by one step. `last_logits`: if the prompt is
+        complete with them."""
         self.num_computed_tokens += num_tokens
+        self.state, self.next_state = self.next_state, self.state
         self.last_logits = last_logits
         self.prompt_logprobs += prompt_logprobs
 

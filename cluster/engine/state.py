@@ -237,10 +237,12 @@ class LanguageRequest:
         sequences = [*self.sequences, *(s for choice in self.choices for s in choice.sequences)]
         return {*self.copy_blocks, *(block_id for sequence in sequences for block_id in sequence.blocks)}
 
-    def num_copies(self, block_size: int) -> int:
-        """Blocks for copies of each partly filled prompt block, for every further choice."""
-        num_partial = sum(len(prompt.token_ids) % block_size > 0 for prompt in self.request.prompts)
-        return num_partial * max(0, len(self.choices) - 1)
+    def num_copies(self, block_size: int, state_blocks: int) -> int:
+        """Blocks for every further choice: for copies of each partly filled prompt block, and for its
+        states. state_blocks: of one state."""
+        prompts = self.request.prompts
+        num_partial = sum(len(prompt.token_ids) % block_size > 0 for prompt in prompts)
+        return (num_partial + 2 * state_blocks * len(prompts)) * max(0, len(self.choices) - 1)
 
     def move(self, phase: LanguagePhase) -> None:
         if phase not in TRANSITIONS[self.phase]:
@@ -261,7 +263,7 @@ class LanguageRequest:
         self.was_tried = True
 
     def hold_copies(self, block_ids: list[int]) -> None:
-        """Keeps these blocks for copies of the partly filled prompt blocks."""
+        """Keeps these blocks for what further choices copy from the prompts."""
         self.copy_blocks = block_ids
 
     def take_copies(self) -> list[int]:

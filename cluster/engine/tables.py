@@ -17,13 +17,15 @@ from cluster.worker.blame import bookkeeping
 
 
 def try_allocate_prompts(
-    request: LanguageRequest, blocks: BlockPool, num_spare: int, spans: tuple[tuple[Span, ...], ...]
-) -> bool:
-    """Allocates blocks for all prompts of the request, and for copies of their last blocks. The blocks of a
-    cached prefix are shared, unless the log-probabilities of its tokens are wanted: nothing keeps these.
+    request: LanguageRequest, blocks: BlockPool, num_spare: int, spans: tuple[tuple[Span, ...], ...],
+    state_blocks: int = 0,
+) -> bool:  # fmt: skip
+    """Allocates blocks for all prompts of the request and their states, and for copies of their last blocks.
+    The blocks of a cached prefix are shared, unless the log-probabilities of its tokens are wanted: nothing
+    keeps these.
     False, and no change, if fewer than `num_spare` blocks would be left. spans: per prompt, what is computed
-    in one piece."""
-    if request.was_tried and not _may_fit(request, blocks, num_spare):
+    in one piece. state_blocks: of one state."""
+    if request.was_tried and not _may_fit(request, blocks, num_spare, state_blocks):
         return False
     request.note_try()
     size = blocks.block_size
@@ -34,26 +36,28 @@ def try_allocate_prompts(
     missing = [
         -(-sequence.num_prompt_tokens // size) - len(sequence.block_table) for sequence in request.sequences
     ]
-    num_copies = request.num_copies(size)
-    if sum(missing) + num_copies + num_spare > blocks.num_free:
+    num_copies, num_states = request.num_copies(size, state_blocks), 2 * state_blocks
+    if sum(missing) + num_states * len(missing) + num_copies + num_spare > blocks.num_free:
         for sequence in request.sequences:
             blocks.free(sequence.reset())
         return False
     for sequence, count in zip(request.sequences, missing, strict=True):
         sequence.hold(blocks.allocate(count))
+        sequence.hold_states(blocks.allocate(num_states))
     request.hold_copies(blocks.allocate(num_copies))
     return True
 
 
-def _may_fit(request: LanguageRequest, blocks: BlockPool, num_spare: int) -> bool:
+def _may_fit(request: LanguageRequest, blocks: BlockPool, num_spare: int, state_blocks: int) -> bool:
     """False if the request does not fit, even if all that is cached of its prompt can be used. A request that
     waits is tried in every step: this takes no references, which costs most of a try with a long cached
     prefix. The first try has made the prefix the one that is evicted last."""
     if len(request.sequences) > 1 or request.scores_prompt:
         return True  # the prompts may share blocks with each other; or none are shared
     (sequence,) = request.sequences
-    num_blocks = -(-sequence.num_prompt_tokens // blocks.block_size) + request.num_copies(blocks.block_size)
-    num_lacking = num_blocks + num_spare - blocks.num_free
+    num_blocks = -(-sequence.num_prompt_tokens // blocks.block_size) + 2 * state_blocks
+    num_copies = request.num_copies(blocks.block_size, state_blocks)
+    num_lacking = num_blocks + num_copies + num_spare - blocks.num_free
     if num_lacking <= 0 or sequence.hashes is None:
         return num_lacking <= 0
     return num_lacking <= blocks.num_held(sequence.hashes.hashes)
@@ -95,8 +99,8 @@ def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[Span, ...]:
 
 def share_prompts(request: LanguageRequest, blocks: BlockPool) -> tuple[list[int], list[int]]:
     """The first live choice takes over the sequences of the prompts. The other choices share the full blocks
-    and get a copy of the last one: from here on every choice writes to its own blocks only. Returns the
-    blocks to be copied, and their targets."""
+    and get a copy of the last one, and of the state: from here on every choice writes to its own blocks only.
+    Returns the blocks to be copied, and their targets."""
     sources: list[int] = []
     targets: list[int] = []
     choices, copies = request.live_choices, request.take_copies()
@@ -109,7 +113,10 @@ def share_prompts(request: LanguageRequest, blocks: BlockPool) -> tuple[list[int
                 sources.append(sequence.block_table[num_full])
                 targets.append(copies.pop())
                 table.append(targets[-1])
-            choice.take(sequence.fork(f"{sequence.sequence_id}/{choice.idx}", table))
+            states = [copies.pop() for _ in range(2 * len(sequence.state))]
+            sources += sequence.state
+            targets += states[: len(sequence.state)]
+            choice.take(sequence.fork(f"{sequence.sequence_id}/{choice.idx}", table, states))
     if choices:
         request.hand_over(choices[0])
     blocks.free(copies)  # blocks for choices that have ended already

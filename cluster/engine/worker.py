@@ -28,6 +28,7 @@ from cluster.engine.limits import StepLimits, limits_of, sizes_of
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.speculation import MAX_CHUNK_TOKENS, DraftModelProposer, NgramProposer, Speculator
 from cluster.engine.warm_up import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, warm_up_answers, warm_up_prompts
+from cluster.errors import ConfigError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.cpu.weight_cache import WeightCache
@@ -96,8 +97,12 @@ class LanguageWorker(PhaseService):
             features=self.features,
             tier=self._tier,
             constraints=masks,
-            allows_recompute=args.transfer.recompute == "auto",
-            runs_ahead=speculator is None and ranks is None and may_run_ahead(model.device),
+            # what a state has taken in, it cannot give back or compute from the middle
+            allows_recompute=args.transfer.recompute == "auto" and not model.state_blocks,
+            runs_ahead=speculator is None
+            and ranks is None
+            and not model.state_blocks
+            and may_run_ahead(model.device),
             on_ended=functools.partial(_on_ended, process, calls),
         )
         self._calls = calls
@@ -196,6 +201,12 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
     speculation = args.decode.speculation
     if speculation.method == "off":
         return None
+    if target.state_blocks:
+        raise ConfigError(
+            f"model type '{target.family}' keeps states beside its KV, which cannot take back a draft: "
+            "decode.speculation.method must be off",
+            param="decode.speculation",
+        )
     placeholders = placeholder_ids(read_config(args.model)).values()
     if speculation.method == "ngram":
         return Speculator(NgramProposer(placeholders), speculation.max_draft_tokens)
@@ -203,6 +214,8 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
         speculation.draft_model, dtype=target.dtype, device=target.device, block_size=args.block_size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )  # fmt: skip
+    if draft.state_blocks:
+        raise ConfigError(f"model type '{draft.family}' keeps states: it cannot be a draft model")
     recorded = RecordedSizes.up_to(args.decode.max_batch_sequences, MAX_CHUNK_TOKENS)
     proposer = DraftModelProposer(
         draft, target, speculation.draft_kv_blocks, placeholders, recording_of(draft, recorded)

@@ -48,7 +48,9 @@ class LanguageModel:
 
     kv_layout: K and V of every layer that has some of its own, in the format of `kv_format`.
     state_blocks: of the KV memory, for what a sequence has beside its KV (`cluster.model.states`).
-    num_layers: the layers with KV of their own. The last layers of some models attend over the KV of earlier ones.
+    state_bytes: that a step takes for a sequence's states, in one layer after the other.
+    num_layers: the layers with KV of their own. The last layers of some models attend over the KV of earlier
+    ones.
     feature_width: hidden_size * (1 + deep-stack layers).
     position_axes: of the position of a text token.
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
@@ -77,6 +79,7 @@ class LanguageModel:
         self.num_layers: int = len(shapes) - len(self._kv_owners)
         self._states = parts.states
         self.state_blocks: int = 0 if parts.states is None else parts.states.layout.num_blocks
+        self.state_bytes: int = 0 if parts.states is None else parts.states.layout.step_bytes
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
         self.position_axes = self._position_rule.axes
         limit, longest = length_limit(text_config.to_dict()), text_config.max_position_embeddings
@@ -173,10 +176,10 @@ class LanguageModel:
         kv: BlockMemory,
         adapters: Sequence[int] = (),
     ) -> Tensor:
-        """Computes one token for each of B sequences, not of a model that keeps states. token_ids: if a tensor, [B] int64 on the model's
-        device, where it is read. context_lens[i]: KV length before this token, which is its index.
-        block_tables[i] covers context_lens[i] + 1 tokens. adapters: their numbers, or 0; empty: no sequence
-        has one. Returns [B, vocab_size] float32 logits."""
+        """Computes one token for each of B sequences, not of a model that keeps states. token_ids: if a
+        tensor, [B] int64 on the model's device, where it is read. context_lens[i]: KV length before this
+        token, which is its index. block_tables[i] covers context_lens[i] + 1 tokens. adapters: their numbers,
+        or 0; empty: no sequence has one. Returns [B, vocab_size] float32 logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
         batch.kv_owners = self._kv_owners
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))

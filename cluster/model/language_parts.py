@@ -100,8 +100,11 @@ def load_parts(
         if parts.embed.weight.device.type == "cuda":
             optimise_experts(parts.text)
         making.notes["probed"] = parts.probed.to_json()
-        if parts.states is not None:
-            _check_hybrid(half.config.model_type, num_ranks, adapters)
+        if parts.states is not None and adapters:
+            name = half.config.model_type
+            raise ConfigError(
+                f"model type '{name}' keeps states beside its KV: adapters are not served with it"
+            )
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
         if adapters:
             parts = _adapted(parts, adapters, num_ranks)
@@ -162,14 +165,6 @@ def probed_parts(
         # gate and up are one matrix
         scratch_bytes=max((2 * scratch_bytes(linear.codes, dtype) for linear in coded), default=0),
     )
-
-
-def _check_hybrid(name: str, num_ranks: int, adapters: Sequence[Adapter]) -> None:
-    """Raises ConfigError for what is not served of models that keep states."""
-    if num_ranks > 1:
-        raise ConfigError(f"model type '{name}' keeps states beside its KV: it runs on one rank only")
-    if adapters:
-        raise ConfigError(f"model type '{name}' keeps states beside its KV: adapters are not served with it")
 
 
 def _adapted(parts: LanguageParts, adapters: Sequence[Adapter], num_ranks: int) -> LanguageParts:

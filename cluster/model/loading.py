@@ -39,7 +39,7 @@ from cluster.model.expert_layout import has_two_layouts, in_model_layout, stored
 from cluster.model.failures import LOADING_ERRORS
 from cluster.model.layers.codes import CodedLinear, CodedProduct
 from cluster.model.sharding import UNDIVIDED, Sharding, read_share
-from cluster.model.support import backbone_of, check_class, family_of, text_of
+from cluster.model.support import backbone_of, check_class, check_may_be_shared, family_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ def load_half(
     """
     config = read_config(path)
     half_class = _class_of_half(config, half)
+    if sharding.num_ranks > 1:
+        check_may_be_shared(half_class, config)
     quantisation, files = check_weights(Path(path)).quantisation, weight_files(Path(path))
     if not files:
         check_headers(Path(path), read_pickled_headers(Path(path)))

@@ -16,11 +16,10 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from cluster.errors import ConfigError
 from cluster.model.state_probe import StateSpy
 from cluster.model.states import LayerStates, cache_argument
-from cluster.model.support import head_owner
+from cluster.model.support import head_owner, may_keep_states
 from cluster.model.token_inputs import layer_inputs
 
 _PROBE_NAME = "epdg_probe"
-ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 # keywords that families pass along and that no attention function reads, or that ours reads
 _HARMLESS = frozenset(
     ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "use_cache",
@@ -130,7 +129,7 @@ def probe_backbone(text_model: PreTrainedModel, hidden_size: int) -> Probed:
     token = torch.zeros(1, dtype=torch.int64, device=text_model.device)
     config = text_model.config
     given = {"inputs_embeds": dummy, "probe": recorder, **_beside(text_model, token)}
-    spy = StateSpy(config) if may_keep_states(text_model) else None
+    spy = StateSpy(config) if may_keep_states(type(text_model), config) else None
     if spy is None:
         text_model(use_cache=False, **given)
     else:
@@ -165,16 +164,10 @@ def _run_watched(text_model: PreTrainedModel, spy: StateSpy, given: Mapping[str,
         with spy.watching(text_model):
             text_model(use_cache=True, **{argument: spy}, **given)
     except (ValueError, TypeError, AttributeError, IndexError) as error:
+        name = text_model.config.model_type
         raise ConfigError(
-            f"model type '{text_model.config.model_type}' is not supported: it keeps states in a form of its own: "
-            f"{error}"
+            f"model type '{name}' is not supported: it keeps states in a form of its own: {error}"
         ) from error
-
-
-def may_keep_states(text_model: PreTrainedModel) -> bool:
-    """Whether the backbone says that some of its layers keep something else than KV."""
-    kinds = set(getattr(text_model.config, "layer_types", None) or ATTENTION_LAYERS)
-    return text_model._is_stateful or not kinds.issubset(ATTENTION_LAYERS)
 
 
 def with_owners_first(shapes: list[LayerShape]) -> list[LayerShape]:

@@ -56,7 +56,7 @@ class StateSpy(DynamicCache):
 
     @property
     def states(self) -> tuple[LayerStates, ...]:
-        """Of every layer that has some, in the order of the layers."""
+        """The states of every layer that has some, in the order of the layers."""
         return tuple(
             LayerStates(self._mixers[layer_idx], layer_idx, _tensors(self.layers[layer_idx]))
             for layer_idx in sorted(self._mixers)
@@ -100,7 +100,12 @@ def check_states(model: LanguageModel) -> None:
     """Raises ConfigError unless a prompt in pieces, beside another sequence, gives what it gives alone and
     whole."""
     ids = [(7 * i + 3) % model.vocab_size for i in range(_NUM_TOKENS)]
-    whole, *others = [_run(model, ids, cuts) for cuts in _CUTS]
+    try:
+        whole, *others = [_run(model, ids, cuts) for cuts in _CUTS]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"model type '{model.family}' is not supported: its layers do not run with states: {error}"
+        ) from error
     tolerance = _TOLERANCES.get(model.dtype, _TOLERANCE_16_BIT)
     for logits in others:
         error = float((logits - whole).norm() / whole.norm())

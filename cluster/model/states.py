@@ -1,11 +1,9 @@
-"""The states of hybrid models: what a layer with linear attention, a state space or a short convolution keeps of
-all tokens before, in a fixed number of bytes a sequence.
+"""The states of hybrid models: what a layer with linear attention, a state space or a short convolution keeps
+of all tokens before, in a fixed number of bytes a sequence.
 
-A state lies in whole blocks of the KV memory, so that one pool, one prefix cache, one kind of lease and one
-kind of write serve both. Its bytes ignore what the blocks' segments are for: every segment of every block is
-one page of equal size, and each layer's states fill pages of their own.
-
-    page j of a state = segment j % num_segments of block blocks[j // num_segments]
+A state lies in whole blocks of the KV memory, so that one pool, one kind of lease and one kind of write serve
+both. Its bytes ignore what the blocks are made for: a segment of a block is one page or several of equal
+size (the greatest common divisor of the segments' sizes), and each layer's states fill pages of their own.
 
 A step reads a sequence's state in one place and writes the new one in another (`StateSpan`), so a step that
 fails can be computed again.
@@ -86,17 +84,17 @@ class LayerStates(msgspec.Struct, frozen=True):
 
 
 class StateLayout:
-    """How a state lies in blocks of this layout. Raises ConfigError if its segments are of unlike sizes."""
+    """How a state lies in blocks of this layout."""
 
     def __init__(self, layers: Sequence[LayerStates], kv_layout: MemoryLayout):
-        sizes = {segment.block_bytes for segment in kv_layout.segments}
-        if len(sizes) != 1 or min(sizes) % _ALIGNMENT:
-            raise ConfigError(
-                "this model keeps states beside its KV, in blocks whose K and V are of one size: "
-                "kv_cache_dtype auto, K and V of equal width"
-            )
-        self._layout = kv_layout
-        self._page_bytes = sizes.pop()
+        sizes = [segment.block_bytes for segment in kv_layout.segments]
+        self._page_bytes = math.gcd(*sizes)
+        per_segment = torch.tensor([size // self._page_bytes for size in sizes])
+        segments = torch.arange(len(sizes)).repeat_interleave(per_segment)
+        # of each page of a block: pages of a block in front of its segment, in the segment, before it there
+        self._in_front = (per_segment.cumsum(0) - per_segment)[segments]
+        self._per_segment = per_segment[segments]
+        self._index = torch.arange(len(segments)) - self._in_front
         self.layers = layers
         self._pages: list[range] = []  # of each layer
         num_pages = 0
@@ -104,13 +102,13 @@ class StateLayout:
             own = -(-layer.num_bytes // self._page_bytes)
             self._pages.append(range(num_pages, num_pages + own))
             num_pages += own
-        self.num_blocks = -(-num_pages // len(kv_layout.segments))  # of one state
+        self.num_blocks = -(-num_pages // len(segments))  # of one state
 
     def page_ids(self, tables: Sequence[Sequence[int]], kv: BlockMemory) -> Tensor:
         """Blocks of B states → [B, pages] int64 on the memory's device."""
-        blocks = torch.tensor(tables, dtype=torch.int64)
-        segments = torch.arange(len(self._layout.segments)) * kv.num_blocks
-        return (blocks[:, :, None] + segments).flatten(1).to(kv.buffer.device)
+        blocks = torch.tensor(tables, dtype=torch.int64)[:, :, None]
+        ids = self._in_front * kv.num_blocks + blocks * self._per_segment + self._index
+        return ids.flatten(1).to(kv.buffer.device)
 
     def load(self, layer_number: int, pages: Tensor, kv: BlockMemory) -> Tensor:
         """pages [B, pages of a state] → [B, bytes] uint8 of one layer, a copy. layer_number: among the layers
@@ -125,13 +123,18 @@ class StateLayout:
         ids = pages[:, own.start : own.stop].flatten()
         kv.buffer.view(-1, self._page_bytes).index_copy_(0, ids, rows.view(-1, self._page_bytes))
 
+    @property
+    def step_bytes(self) -> int:
+        """What a copy of one sequence's states in a layer takes, and what a mixer makes of it."""
+        return 4 * self._page_bytes * max(map(len, self._pages))
+
     def layer_bytes(self, layer_number: int) -> int:
         return len(self._pages[layer_number]) * self._page_bytes
 
 
 @dataclass(frozen=True)
-class _Call:
-    """What one call of a mixer computes: B sequences with N new tokens each."""
+class _MixerRows:
+    """The rows of one call of a mixer: those of B sequences with N new tokens each."""
 
     tokens: slice | Tensor  # of the T packed ones; a tensor: N is 1
     source: Tensor | None  # [B, pages]; None: there is no state before
@@ -144,38 +147,38 @@ class StepStates:
     def __init__(self, layout: StateLayout):
         self.layout = layout
         self.kv: BlockMemory | None = None
-        self.calls: Sequence[_Call] = ()
+        self.batches: Sequence[_MixerRows] = ()
 
     @contextmanager
     def of_step(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> Iterator[None]:
         """The work inside is a step of these sequences, each of which consists of its spans."""
-        self.kv, self.calls = kv, self._calls_of(sequences, kv)
+        self.kv, self.batches = kv, self._batches_of(sequences, kv)
         try:
             yield
         finally:
-            self.kv, self.calls = None, ()
+            self.kv, self.batches = None, ()
 
-    def _calls_of(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> list[_Call]:
+    def _batches_of(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> list[_MixerRows]:
         """One call for all sequences of a single token, and one for each other span, in order: a span may
         begin with the state that the one before it leaves."""
         single: dict[tuple[bool, bool], list[tuple[int, StateSpan]]] = {}
-        calls, start = [], 0
+        batches, start = [], 0
         for spans in sequences:
             for span in spans:
                 if span.num_tokens == 1 and len(spans) == 1:
                     single.setdefault((bool(span.source), bool(span.target)), []).append((start, span))
                 else:
-                    calls.append(self._call(slice(start, start + span.num_tokens), [span], kv))
+                    batches.append(self._rows(slice(start, start + span.num_tokens), [span], kv))
                 start += span.num_tokens
         for found in single.values():
             tokens = torch.tensor([token for token, _ in found]).to(kv.buffer.device)
-            calls.append(self._call(tokens, [span for _, span in found], kv))
-        return calls
+            batches.append(self._rows(tokens, [span for _, span in found], kv))
+        return batches
 
-    def _call(self, tokens: slice | Tensor, spans: Sequence[StateSpan], kv: BlockMemory) -> _Call:
+    def _rows(self, tokens: slice | Tensor, spans: Sequence[StateSpan], kv: BlockMemory) -> _MixerRows:
         source = self.layout.page_ids([s.source for s in spans], kv) if spans[0].source else None
         target = self.layout.page_ids([s.target for s in spans], kv) if spans[0].target else None
-        return _Call(tokens, source, target)
+        return _MixerRows(tokens, source, target)
 
 
 class StatefulMixer(nn.Module):
@@ -199,29 +202,29 @@ class StatefulMixer(nn.Module):
         if self._step.kv is None:
             return self.mixer(hidden_states, **keywords)
         out = torch.empty_like(hidden_states)
-        for call in self._step.calls:
-            rows = hidden_states[:, call.tokens]
-            if isinstance(call.tokens, slice):
-                out[:, call.tokens] = self._run(rows, call, self._step.kv, keywords)
+        for batch in self._step.batches:
+            rows = hidden_states[:, batch.tokens]
+            if isinstance(batch.tokens, slice):
+                out[:, batch.tokens] = self._run(rows, batch, self._step.kv, keywords)
             else:
-                out[0, call.tokens] = self._run(rows.transpose(0, 1), call, self._step.kv, keywords)[:, 0]
+                out[0, batch.tokens] = self._run(rows.transpose(0, 1), batch, self._step.kv, keywords)[:, 0]
         return out
 
-    def _run(self, rows: Tensor, call: _Call, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:
+    def _run(self, rows: Tensor, batch: _MixerRows, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:
         """rows [B, N, hidden_size] → the same."""
         layout, number = self._step.layout, self._number
         states, stored = LinearAttentionLayer(self._num_states), None
-        if call.source is not None:
-            stored = layout.load(number, call.source, kv)
+        if batch.source is not None:
+            stored = layout.load(number, batch.source, kv)
             self._put(states, stored)
         # the mixer finds its layer by number
         cache = Cache(layers=[states] * (self._states.layer_idx + 1))
         out = self.mixer(rows, **{**keywords, self._cache_argument: cache})
-        if call.target is not None:
+        if batch.target is not None:
             if stored is None:
                 stored = rows.new_zeros(len(rows), layout.layer_bytes(number), dtype=torch.uint8)
             self._take(states, stored)
-            layout.store(number, call.target, stored, kv)
+            layout.store(number, batch.target, stored, kv)
         return out
 
     @property

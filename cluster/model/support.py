@@ -17,12 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, no_adapter, why_refused
 from cluster.errors import ConfigError
 
+# keep KV alone; no sequence is longer than a chunk (`length_limit`)
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 # Of the others, `probe` says whether what they keep beside KV can be served
-_LAYERS = (
-    "full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe",
-    "chunked_attention",  # no sequence is longer than a chunk (`length_limit`)
-)  # fmt: skip
-_IGNORES_STATE = ("jamba",)  # transformers' Mamba-1 starts each piece of a prompt without a state
+_LAYERS = (*_ATTENTION_LAYERS, "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe")
+_IGNORES_STATE = ("jamba", "zamba")  # transformers' Mamba-1 starts each piece of a prompt without a state
 TEXT_ALONE = ("mistral4",)  # causal language models that transformers lists as multimodal only
 _CAUSAL_LANGUAGE_MODELS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ALONE}
 _MULTIPLIED_BY_SCALING = ("hyperclovax",)  # whose logits are; those of others are divided by it
@@ -59,11 +58,27 @@ def check_supported(config: PreTrainedConfig) -> None:
 
 
 def check_class(model_class: type) -> None:
-    """The check on the class of the text model: attention that cannot be replaced. Raises ConfigError."""
+    """The checks on the class of the text model: nothing but states, and attention that cannot be replaced.
+    Raises ConfigError."""
     name = model_class.config_class.model_type if model_class.config_class else model_class.__name__
+    if model_class._is_stateful and model_class.base_model_prefix != "model":
+        _refuse(name, f"{model_class.__name__} has no backbone named 'model'")
     # of hybrids transformers says so although their attention does; the probe sees it
     if not model_class._supports_attention_backend and not model_class._is_stateful:
         _refuse(name, f"{model_class.__name__} does not call transformers' attention interface")
+
+
+def may_keep_states(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Whether some layers of the text model are said to keep something else than KV."""
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    return model_class._is_stateful or not kinds.issubset(_ATTENTION_LAYERS)
+
+
+def check_may_be_shared(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Raises ConfigError for a model that ranks cannot share."""
+    if may_keep_states(model_class, config):
+        name = config.model_type
+        raise ConfigError(f"model type '{name}' keeps states beside its KV: it runs on one rank only")
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -133,11 +133,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         """The prompt, and the negative prompt if there is one: both are computed before the first token."""
         return (self.prompt,) if self.guidance is None else (self.prompt, self.guidance.negative_prompt)
 
-    def max_blocks(self, block_size: int, window: int | None = None) -> int:
+    def max_blocks(self, block_size: int, window: int | None = None, state_blocks: int = 0) -> int:
         """Most KV blocks that the whole answer may need where it is decoded. The choices share full prompt
         blocks. With a window, blocks older than the last `window` tokens are freed; those of the prompt once
-        the prompt has arrived."""
-        total = 0
+        the prompt has arrived. state_blocks: of one state (`num_state_blocks`)."""
+        total = self.num_state_blocks(state_blocks)
         for prompt in self.prompts:
             num_shared = len(prompt.token_ids) // block_size
             num_tokens = len(prompt.token_ids) + self.stop.max_tokens
@@ -147,9 +147,15 @@ class GenerateRequest(msgspec.Struct, frozen=True):
             total += num_shared + num_own * len(self.sampling)
         return total
 
-    def num_prompt_blocks(self, block_size: int) -> int:
-        """KV blocks of the prompt and the negative prompt."""
-        return sum(-(-len(prompt.token_ids) // block_size) for prompt in self.prompts)
+    def num_prompt_blocks(self, block_size: int, state_blocks: int = 0) -> int:
+        """KV blocks of the prompt and the negative prompt, and of their states."""
+        num_kv = sum(-(-len(prompt.token_ids) // block_size) for prompt in self.prompts)
+        return num_kv + 2 * state_blocks * len(self.prompts)
+
+    def num_state_blocks(self, state_blocks: int) -> int:
+        """KV blocks for the states of all choices: every sequence has the state before and after a step.
+        state_blocks: of one state."""
+        return 2 * state_blocks * len(self.prompts) * len(self.sampling)
 
     def resumed(
         self, request_id: str, choice_idxs: Sequence[int], token_ids: tuple[int, ...], waited_s: float

@@ -87,6 +87,11 @@ def load_language(
             num_kv_blocks = fitting - num_padding
             if group is not None:
                 num_kv_blocks = smallest_of(group, num_kv_blocks)
+        if num_kv_blocks < 1 + 2 * model.state_blocks:
+            raise ConfigError(
+                f"{num_kv_blocks} blocks of KV hold no sequence: the states before and after a step take "
+                f"{model.state_blocks} each"
+            )
         num_with_padding = num_kv_blocks + num_padding
         plan = dataclasses.replace(plan, num_kv_tokens=num_with_padding * args.block_size)
         plan.check(available)
@@ -117,6 +122,7 @@ def _step_bytes(model: LanguageModel, sizes: LanguageSizes) -> int:
     tensors = step_bytes(
         num_tokens, model.hidden_size, model.vocab_size, num_sequences, model.dtype.itemsize
     )  # fmt: skip
+    tensors += num_sequences * model.state_bytes
     return tensors + model.score_bytes(num_tokens) + max(model.scratch_bytes, model.expert_bytes(num_tokens))
 
 
@@ -146,8 +152,13 @@ def _make_wire(
 
 def _codec(args: ClusterArgs, model: LanguageModel) -> CodecName | None:
     codec = args.transfer.codecs[-1]
-    if codec == "raw":
+    if codec == "raw" or (model.state_blocks and "raw" in args.transfer.codecs):
         return None
+    if model.state_blocks:
+        raise ConfigError(
+            f"transfer.codec {codec}: model type '{model.family}' keeps states, which travel raw",
+            param="transfer.codec",
+        )
     if codec == "int4" and args.tensor_parallel_size > 1:
         raise ConfigError(
             "transfer.codec int4 has to pass a probe of the whole model, which needs tensor_parallel_size 1",

@@ -237,6 +237,7 @@ class Rig:
         model: Any = SimpleNamespace(
             positions=place,
             chunk_cut_spans=False,
+            state_blocks=0,
             kv_layout=runner.kv.layout,
             num_layers=1,
             sliding_window=self._window if limits.max_sequences else None,

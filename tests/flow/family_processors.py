@@ -342,6 +342,8 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl,
+    "qwen3_5": _qwen3_vl,
+    "qwen3_5_moe": _qwen3_vl,
     "qwen2_5_omni": _qwen2_5_omni,
     "qwen3_omni": _qwen3_omni,
     "glm4v": _glm4v,

@@ -29,6 +29,7 @@ from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family
 from tests.flow.local_cluster import LocalCluster, local_cluster
+from tests.flow.state_pair import StatePair
 from tests.flow.test_families import BLOCK_SIZE, memory
 from tests.flow.test_family_doors import Part, Reference, cases, cluster_args, message
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
@@ -97,9 +98,11 @@ class Halves:
             pieces += [
                 FeatureSlice(token, rows[row : row + count]) for token, row, count in item.pieces(0, item.end)
             ]
+        states = StatePair(self.language, 256)
         chunk = SequenceChunk(
-            prompt.token_ids, placed.position_ids, 0, table, tuple(pieces), uncut_spans(self.language, prompt)
-        )
+            prompt.token_ids, placed.position_ids, 0, table, tuple(pieces),
+            uncut_spans(self.language, prompt), states=states.of(len(prompt.token_ids)),
+        )  # fmt: skip
         answer = list(known)
         logits = self.language.forward([chunk], kv)
         while True:
@@ -108,7 +111,10 @@ class Halves:
             if len(answer) == len(FORCED) + NUM_FREE:
                 return answer
             context = len(request.token_ids) + len(answer) - 1
-            logits = self.language.decode([forced], [context], [placed.delta], [table], kv)
+            at = context + placed.delta
+            logits = self.language.forward(
+                [SequenceChunk([forced], at, context, table, states=states.of(1))], kv
+            )
 
 
 @pytest.mark.parametrize(

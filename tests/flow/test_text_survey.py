@@ -19,8 +19,8 @@ from cluster.config.checkpoint import check_family
 from cluster.config.families import MEDIA_FAMILIES
 from cluster.errors import ConfigError
 from cluster.model.language import LanguageModel, SequenceChunk
-from cluster.model.states import StateSpan
 from cluster.model.support import check_class, check_supported
+from tests.flow.state_pair import StatePair
 from tests.flow.test_families import BLOCK_SIZE, memory
 from tests.flow.tiny_models import TinyRequest, randomized
 
@@ -35,6 +35,9 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
     "initializer_range": 0.15, "sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 2,
     "query_pre_attn_scalar": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    # linear attention and state spaces
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "mamba_chunk_size": 8, "chunk_size": 8,
     # experts
     "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4,
     "num_local_experts": 4,
@@ -63,9 +66,19 @@ OWN_SIZES: dict[str, dict[str, Any]] = {  # where the sizes above make no model,
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0]},
     "gemma4_text": {"num_kv_shared_layers": 2},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
     "granitemoehybrid": {"layers_block_type": ["mamba", "attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "bailing_hybrid": {"n_group": 1, "num_experts": 8, "num_group": 1},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "attn_head_dim": 32},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "layer_types": ["mamba", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
+    "zaya": {"num_experts_per_tok": 1},
     "xmod": {"default_language": "en_XX"},
 }
 
@@ -125,7 +138,7 @@ def our_logits(language: LanguageModel, request: TinyRequest, answer: list[int])
     """[NUM_TOKENS, vocab_size], along the same answer."""
     kv, table = memory(language, 16 + 2 * language.state_blocks), list(range(9, 0, -1))
     ids, positions = request.token_ids, language.positions(request.prompt).position_ids
-    states = StatePair(language)
+    states = StatePair(language, 16)
     rows = []
     for start in range(0, len(ids), CHUNK):
         new = ids[start : start + CHUNK]
@@ -135,24 +148,6 @@ def our_logits(language: LanguageModel, request: TinyRequest, answer: list[int])
         at = len(ids) + i
         rows.append(language.forward([SequenceChunk([token_id], at, at, table, states=states.of(1))], kv))
     return torch.cat(rows)
-
-
-class StatePair:
-    """The last blocks of a memory of 16 blocks and these, for the two places of a sequence's state."""
-
-    def __init__(self, language: LanguageModel):
-        size = language.state_blocks
-        self._before: list[int] = []
-        self._after = list(range(16, 16 + size))
-        self._other = list(range(16 + size, 16 + 2 * size))
-
-    def of(self, num_tokens: int) -> tuple[StateSpan, ...]:
-        """The sequence's next tokens."""
-        if not self._after:
-            return ()
-        span = StateSpan(num_tokens, self._before, self._after)
-        self._before, self._after, self._other = self._after, self._other, self._after
-        return (span,)
 
 
 @pytest.mark.parametrize("name", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(MEDIA_FAMILIES)))

@@ -17,7 +17,8 @@ from tests.flow import tiny_tiled_models as tiled
 from tests.flow.tiny_models import TinyCase
 
 _BUILDERS = (
-    packed.qwen2_vl, packed.qwen2_5_vl, packed.qwen3_vl, packed.qwen3_vl_moe, packed.qwen2_5_omni,
+    packed.qwen2_vl, packed.qwen2_5_vl, packed.qwen3_vl, packed.qwen3_vl_moe, packed.qwen3_5,
+    packed.qwen3_5_moe, packed.qwen2_5_omni,
     packed.qwen3_omni,
     packed.glm4v, packed.glm4v_moe, packed.glm46v, packed.glmga, packed.glm_ocr, packed.exaone4_5,
     packed.paddleocr_vl, packed.cosmos3_omni, packed.cosmos3_edge, packed.cohere_compass, packed.hunyuan_vl,

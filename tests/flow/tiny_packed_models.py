@@ -50,6 +50,11 @@ _WINDOWED_VISION: dict[str, Any] = {
 _DEEPSTACK_VISION: dict[str, Any] = {
     **_QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]
 }  # fmt: skip
+_PLAIN_VISION: dict[str, Any] = {**_QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 64}
+_GATED_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 _VISION_MARKS: dict[str, Any] = {"vision_start_token_id": VS, "vision_end_token_id": VE}
 _VISION_IDS: dict[str, Any] = {
     "image_token_id": IMG,
@@ -88,13 +93,15 @@ def _token_types(request: TinyRequest) -> TinyRequest:
 
 
 def _qwen_vl_case(
-    model_class: str, config_class: str, vision: dict, text: dict, *, seconds: float | None
-) -> TinyCase:
+    model_class: str, config_class: str, vision: dict, text: dict, *, seconds: float | None,
+    is_timed: bool = False,
+) -> TinyCase:  # fmt: skip
+    """is_timed: timestamps stand between a clip's frames."""
     config = getattr(hf, config_class)(text_config={**TEXT, **text}, vision_config=vision, **_VISION_IDS)
     torch.manual_seed(0)
     model = getattr(hf, model_class)(config)
     first = _add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
-    timestamp = (VE, 7, 8, VS) if "deepstack_visual_indexes" in vision else ()
+    timestamp = (VE, 7, 8, VS) if is_timed or "deepstack_visual_indexes" in vision else ()
     collect(_add_video(first, (2, 4, 4), seconds, timestamp).text(3, 3))
     second = collect(
         _add_image(_add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(1, 6), (1, 4, 4)).text(4, 7)
@@ -140,6 +147,24 @@ def qwen3_vl_moe() -> TinyCase:
     return _qwen_vl_case(
         "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", _DEEPSTACK_VISION, text, seconds=None
     )
+
+
+def qwen3_5() -> TinyCase:
+    text = {**HEAD_16, **_GATED_DELTA, "rope_parameters": _MROPE_INTERLEAVED}
+    return _qwen_vl_case(
+        "Qwen3_5ForConditionalGeneration", "Qwen3_5Config", _PLAIN_VISION, text, seconds=None, is_timed=True
+    )
+
+
+def qwen3_5_moe() -> TinyCase:
+    text = {
+        **HEAD_16, **_GATED_DELTA, **TWO_EXPERTS, "rope_parameters": _MROPE_INTERLEAVED, "num_experts": 4,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    }  # fmt: skip
+    return _qwen_vl_case(
+        "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", _PLAIN_VISION, text, seconds=None,
+        is_timed=True,
+    )  # fmt: skip
 
 
 def cosmos3_omni() -> TinyCase:

@@ -166,6 +166,7 @@ class SimulatedLanguage(Inbox):
         model: Any = SimpleNamespace(
             positions=lambda prompt: SimpleNamespace(delta=0),
             chunk_cut_spans=False,
+            state_blocks=0,
             kv_layout=KV_LAYOUT,
             num_layers=1,
             sliding_window=sizes.window if role.decodes else None,

@@ -201,7 +201,8 @@ def test_a_proposer_that_raises_keeps_nothing_of_the_choices_that_it_was_asked_f
     broken = Broken()
     unused: Any = None
     speculator = Speculator(broken, 4)
-    runner = LanguageRunner(unused, unused, unused, unused, speculator=speculator)
+    model: Any = SimpleNamespace(state_blocks=0)
+    runner = LanguageRunner(model, unused, unused, unused, speculator=speculator)
     asked = [
         GenerateRequest(name, Prompt((1, 2)), (SamplingParams(),) * 2, StopParams(9)) for name in ("a", "b")
     ]

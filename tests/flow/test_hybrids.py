@@ -1,0 +1,101 @@
+"""The law of the house for models some of whose layers keep a state (linear attention, Mamba, convolutions):
+in every pool, for several choices, after a preemption."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from cluster.config.settings import ClusterArgs
+from cluster.errors import ConfigError
+from cluster.model.language import LanguageModel
+from cluster.worker.setup import set_up
+from decode_service.service import decode_worker
+from tests.flow.hybrid_models import CONFIGS, save_hybrid
+from tests.flow.local_cluster import let_all_in, local_cluster
+from tests.flow.test_windows import window_args
+from tests.flow.text_models import BLOCK_SIZE, answers, draw_prompts, generated
+
+NUM_TOKENS = 24
+PROMPT_LENGTHS = (1, 5, 24, 37, 90, 33)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    return draw_prompts(PROMPT_LENGTHS)
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
+    return generated(folder, prompts, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+async def test_states_travel_from_prefill_to_decode(folder, prompts, expected, num_choices):
+    async with local_cluster(window_args(folder, kv_blocks=4000), (0, 1, 1)) as cluster:
+        got = await asyncio.gather(
+            *(answers(cluster, prompt, NUM_TOKENS, num_choices=num_choices) for prompt in prompts)
+        )
+        again = await answers(cluster, prompts[4], NUM_TOKENS)  # decode has its KV already
+    assert got == [[answer] * num_choices for answer in expected]
+    assert again == [expected[4]]
+
+
+async def test_answers_that_gave_way_are_computed_anew(folder, prompts, expected):
+    """Four short prompts fit with their states, and grow out of the pool."""
+    state_blocks = LanguageModel.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE).state_blocks
+    args = let_all_in(window_args(folder, kv_blocks=4 * (2 * state_blocks + 2)))
+    async with local_cluster(args, (0, 1, 1), overcommits=True) as cluster:
+        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts[:2] * 4))
+        assert cluster.decodes[0].engine.load().totals.num_preempted > 0
+    assert got == [[answer] for answer in expected[:2]] * 4
+
+
+async def test_a_worker_of_both_phases_computes_prompts_beside_answers(folder, prompts, expected):
+    async with local_cluster(window_args(folder, kv_blocks=4000), (0, 0, 0, 1)) as cluster:
+        for _ in range(2):  # nothing that the first round leaves may change the second
+            got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts))
+            assert got == [[answer] for answer in expected]
+
+
+async def test_a_step_that_fails_after_it_wrote_states_is_repeated(folder, prompts, expected):
+    async with local_cluster(window_args(folder, kv_blocks=4000), (0, 0, 0, 1)) as cluster:
+        runner = cluster.decodes[0].engine.runner
+        run, num_steps = runner.run, itertools.count()
+
+        def fail_sometimes(*args: Any) -> Any:
+            results = run(*args)
+            if next(num_steps) % 5 == 4:
+                raise ValueError("planted")
+            return results
+
+        with patch.object(runner, "run", fail_sometimes):
+            got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts[1:4]))
+    assert got == [[answer] for answer in expected[1:4]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"decode": {"speculation": {"method": "ngram"}}}, "decode.speculation.method must be off"),
+        ({"kv_cache": {"host_bytes": 1 << 20}}, "it has no second tier"),
+        ({"transfer": {"codec": "int8"}}, "which travel raw"),
+        ({"decode": {"kv_blocks": 2}}, "hold no sequence"),
+    ],
+)
+def test_what_is_not_served_with_states_is_refused_by_name(tmp_path, settings, words):
+    folder = save_hybrid(tmp_path, "qwen3_5_text")
+    args = ClusterArgs.model_validate({**window_args(folder).model_dump(exclude_unset=True), **settings})
+    with pytest.raises(ConfigError, match=words):
+        decode_worker(args, set_up(args, "d", transport="in_process"))
