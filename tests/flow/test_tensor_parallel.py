@@ -72,7 +72,7 @@ if not hf.HunYuanVLTextConfig.base_model_tp_plan:  # transformers 5.23
 DIFFERENT = (
     "llama", "qwen3", "phi3_window", "qwen3_moe", "gpt_oss_sinks_window", "olmo2", "glm4",
     "cohere2_logit_scale", "deepseek_v3_mla", "gemma4_layer_inputs",
-    "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3",
+    "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3", "llama4",
     "qwen3_vl_moe",
 )  # fmt: skip
 # Experts with biases and transposed, after a dense layer, beside shared ones, in a part of the width; square
