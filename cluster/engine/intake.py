@@ -118,8 +118,7 @@ class Intake:
                 raise UnavailableError("this worker does not have the adapter")
             positions = self._model.positions(prompt) if request.computes else None
             delta = 0 if positions is None else positions.delta
-            is_shared = request.codec == "raw" and not (request.computes and self._model.state_blocks)
-            hashes = BlockHashes(prompt, block_size) if is_shared else None
+            hashes = BlockHashes(prompt, block_size) if request.codec == "raw" else None
             request.add_prompt(TokenSequence(f"{request.request_id}/{i}", prompt, positions, delta, hashes))
         request.stopwatch.turn_to(Part.BLOCKS, self._clock.now())
         if request.needs_embeddings:

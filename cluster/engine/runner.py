@@ -261,7 +261,7 @@ class LanguageRunner:
             block_table=sequence.block_table,
             num_logits=len(token_ids),
             adapter=self._model.adapter_slots.get(sequence.prompt.adapter, 0),
-            states=sequence.state_span(len(token_ids)),
+            states=sequence.state_spans(len(token_ids)),
         )
 
     def _prompt_chunk(self, work: PromptWork) -> SequenceChunk:
@@ -280,7 +280,7 @@ class LanguageRunner:
             bidirectional_spans=uncut_spans(self._model, prompt),
             scores=_scores(work, start, end),
             adapter=self._model.adapter_slots.get(prompt.adapter, 0),
-            states=sequence.state_span(end - start),
+            states=sequence.state_spans(end - start),
         )
 
     def _features_of(self, work: PromptWork, start: int, end: int) -> Iterator[FeatureSlice]:

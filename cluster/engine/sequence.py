@@ -4,6 +4,7 @@ is here. It changes through its methods only, on the engine's thread.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,6 +37,10 @@ class TokenSequence:
     # leaves
     state: list[int] = field(default_factory=list)
     next_state: list[int] = field(default_factory=list)
+    # The state lies here instead, in blocks that the prefix cache shares; empty: in its own
+    shared_state: list[int] = field(default_factory=list)
+    # By number of tokens: blocks for the state after them, which the prefix cache is to know
+    snapshots: dict[int, list[int]] = field(default_factory=dict)
     num_dropped: int = 0
     num_cached_tokens: int = 0  # the part of the prompt that came from the prefix cache
     num_registered: int = 0  # prefix of the block table that other requests can find
@@ -75,7 +80,8 @@ class TokenSequence:
     @property
     def blocks(self) -> list[int]:
         """Blocks that the sequence holds."""
-        return [*self.block_table[self.num_dropped :], *self.state, *self.next_state]
+        own = [*self.block_table[self.num_dropped :], *self.state, *self.next_state]
+        return [*own, *self.shared_state, *itertools.chain.from_iterable(self.snapshots.values())]
 
     # Blocks
 
@@ -90,9 +96,16 @@ class TokenSequence:
         self.num_registered = len(block_ids)
         self.num_cached_tokens = self.num_computed_tokens = num_tokens
 
+    def share_state(self, block_ids: list[int]) -> list[int]:
+        """The state after the computed tokens lies in these blocks, which other requests can find; empty: in
+        the sequence's own. Returns those where it lay before: the caller frees them."""
+        before, self.shared_state = self.shared_state, block_ids
+        return before
+
     def reset(self) -> list[int]:
-        """Undoes `share`. Returns the blocks: the caller frees them."""
-        block_ids, self.block_table = self.block_table, []
+        """Undoes `share` and `share_state`. Returns the blocks: the caller frees them."""
+        block_ids, self.block_table = [*self.block_table, *self.shared_state], []
+        self.shared_state = []
         self.num_cached_tokens = self.num_computed_tokens = self.num_registered = 0
         return block_ids
 
@@ -105,11 +118,30 @@ class TokenSequence:
         half = len(block_ids) // 2
         self.state, self.next_state = [*block_ids[:half]], [*block_ids[half:]]
 
-    def state_span(self, num_tokens: int) -> tuple[StateSpan, ...]:
-        """The sequence's next tokens, with its state; empty if the model keeps none."""
+    def plan_snapshot(self, num_tokens: int, block_ids: list[int]) -> None:
+        """The state after so many tokens of the prompt is to be kept in these blocks."""
+        self.snapshots[num_tokens] = block_ids
+
+    def state_spans(self, num_tokens: int) -> tuple[StateSpan, ...]:
+        """The sequence's next tokens, cut where its state is kept; empty if the model keeps none."""
         if not self.state:
             return ()
-        return (StateSpan(num_tokens, self.state if self.num_computed_tokens else (), self.next_state),)
+        at, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        source: Sequence[int] = self.shared_state or (self.state if at else ())
+        spans = []
+        for cut in sorted(cut for cut in self.snapshots if at < cut <= end):
+            spans.append(StateSpan(cut - at, source, self.snapshots[cut]))
+            at, source = cut, self.snapshots[cut]
+        if at < end:
+            spans.append(StateSpan(end - at, source, self.next_state))
+        return tuple(spans)
+
+    def take_snapshots(self) -> dict[int, list[int]]:
+        """Returns the snapshots whose tokens are computed: the caller makes them findable and frees them."""
+        done = {
+            cut: self.snapshots.pop(cut) for cut in sorted(self.snapshots) if cut <= self.num_computed_tokens
+        }
+        return done
 
     def registered(self, num_blocks: int) -> None:
         """Other requests can find the first `num_blocks` of the table."""
@@ -130,7 +162,7 @@ class TokenSequence:
     def fork(self, sequence_id: str, block_table: list[int], state_blocks: Sequence[int]) -> TokenSequence:
         """The same tokens for another choice, in these blocks."""
         hashes = None if self.hashes is None else self.hashes.fork()
-        forked = replace(self, sequence_id=sequence_id, block_table=block_table, hashes=hashes)
+        forked = replace(self, sequence_id=sequence_id, block_table=block_table, hashes=hashes, snapshots={})
         forked.hold_states(state_blocks)
         return forked
 
@@ -149,7 +181,8 @@ class TokenSequence:
         """The KV of the next tokens has been computed here, by one step. `last_logits`: if the prompt is
         complete with them."""
         self.num_computed_tokens += num_tokens
-        self.state, self.next_state = self.next_state, self.state
+        if self.num_computed_tokens not in self.snapshots:
+            self.state, self.next_state = self.next_state, self.state
         self.last_logits = last_logits
         self.prompt_logprobs += prompt_logprobs
 

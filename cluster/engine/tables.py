@@ -7,6 +7,7 @@ Functions of the engine's thread over the records of a request and the pool. The
 from __future__ import annotations
 
 from cluster.engine.sequence import TokenSequence
+from cluster.engine.snapshots import plan_snapshots, register_snapshots, share_snapshot
 from cluster.engine.state import AnswerChoice, LanguageRequest
 from cluster.kvcache.blocks import BlockPool
 from cluster.model.language import LanguageModel
@@ -29,10 +30,13 @@ def try_allocate_prompts(
         return False
     request.note_try()
     size = blocks.block_size
+    snapshot_size, num_known = (state_blocks if request.computes else 0), []
     for sequence, uncut in zip(request.sequences, spans, strict=True):
         if request.scores_prompt and sequence is request.main:
-            continue
-        _share_cached(sequence, blocks, uncut, is_computed=request.computes)
+            num_known.append(0)
+        else:
+            known = _share_cached(sequence, blocks, uncut, snapshot_size, is_computed=request.computes)
+            num_known.append(known)
     missing = [
         -(-sequence.num_prompt_tokens // size) - len(sequence.block_table) for sequence in request.sequences
     ]
@@ -45,6 +49,9 @@ def try_allocate_prompts(
         sequence.hold(blocks.allocate(count))
         sequence.hold_states(blocks.allocate(num_states))
     request.hold_copies(blocks.allocate(num_copies))
+    if snapshot_size:
+        for sequence, known, uncut in zip(request.sequences, num_known, spans, strict=True):
+            plan_snapshots(sequence, known, blocks, uncut, snapshot_size, num_spare)
     return True
 
 
@@ -64,17 +71,25 @@ def _may_fit(request: LanguageRequest, blocks: BlockPool, num_spare: int, state_
 
 
 def _share_cached(
-    sequence: TokenSequence, blocks: BlockPool, uncut: tuple[Span, ...], *, is_computed: bool
-) -> None:
-    """`is_computed`: the rest of the prompt is computed here; else all that is cached can be used."""
+    sequence: TokenSequence, blocks: BlockPool, uncut: tuple[Span, ...], snapshot_size: int, *,
+    is_computed: bool,
+) -> int:  # fmt: skip
+    """`is_computed`: the rest of the prompt is computed here; else all that is cached can be used.
+    snapshot_size: blocks of a state, without which the rest cannot be computed; 0: it can. Returns how many
+    blocks of KV were known."""
     if sequence.hashes is None:
-        return
+        return 0
     cached, size = blocks.lookup(sequence.hashes.hashes), blocks.block_size
-    usable = len(cached) * size
-    if is_computed:
-        usable = usable_prefix(usable, sequence.num_prompt_tokens, size, uncut)
-    sequence.share(cached[: usable // size], usable)
-    blocks.free(cached[usable // size :])
+    if snapshot_size:
+        num_shared = share_snapshot(sequence, cached, blocks, uncut, snapshot_size)
+    else:
+        usable = len(cached) * size
+        if is_computed:
+            usable = usable_prefix(usable, sequence.num_prompt_tokens, size, uncut)
+        num_shared = usable // size
+        sequence.share(cached[:num_shared], usable)
+    blocks.free(cached[num_shared:])
+    return len(cached)
 
 
 def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
@@ -85,6 +100,8 @@ def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
     for i in range(max(sequence.num_registered, sequence.num_dropped), num_full):
         blocks.register(sequence.block_table[i], sequence.hashes.hashes[i])
     sequence.registered(num_full)
+    if sequence.state:
+        register_snapshots(sequence, blocks)
 
 
 def uncut_spans(model: LanguageModel, prompt: Prompt) -> tuple[Span, ...]:

@@ -162,6 +162,7 @@ def _member(role: Role, process: WorkerProcess, language: Language, encoder: Enc
         language.num_kv_blocks,
         modalities=() if encoder is None else encoder.modalities,
         block_bytes=layout.block_bytes,
+        state_blocks=language.model.state_blocks,
         num_layers=language.model.num_layers,
         row_bytes=0 if encoder is None else encoder.row_bytes,
     )

@@ -7,7 +7,8 @@ Placeholder tokens are equal for all images of a model. So each run of an item's
 (modality, media hash, first row, position in the block, number of rows): blocks of two images never share a
 name, and blocks that start at different rows of one image do not either. Text after an image differs too,
 through the chain. Names are equal in all processes of one cluster (little- and big-endian hosts must not be
-mixed) and are used as cache keys only.
+mixed) and are used as cache keys only. A hybrid model's state after a block lies in blocks whose names are
+the block's with a number behind it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ class BlockHashes:
 def block_hashes(prompt: Prompt, block_size: int) -> list[bytes]:
     """One hash per full block of the prompt: `len(token_ids) // block_size` hashes."""
     return BlockHashes(prompt, block_size).hashes
+
+
+def snapshot_names(block_hash: bytes, num_blocks: int) -> list[bytes]:
+    """The names of the blocks that hold the state after the block of this hash, in order."""
+    return [block_hash + struct.pack("<i", i) for i in range(num_blocks)]
 
 
 def _media_parts(media: Sequence[PlacedMedia], block_size: int, num_tokens: int) -> dict[int, bytes]:

@@ -42,6 +42,7 @@ from cluster.model.cuda.experts import optimise_experts
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.kv_format import KvCacheDtype, kv_segments
 from cluster.model.layers.codes import CodedLinear
+from cluster.model.layers.mixers import replace_mixers
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
 from cluster.model.layers.trial import Trial, WholeDecoder
 from cluster.model.loading import Half, load_half
@@ -231,6 +232,9 @@ def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
     if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
         parts.model.set_output_embeddings(head)  # the old one's weights are not kept
         parts = replace(parts, head=head)
+    if parts.states is not None:
+        replace_mixers(parts.states, kernels, parts.embed.embedding_dim)
+        return parts
     if parts.post_head is not None:
         return parts
     return replace(parts, decoder=whole_decoder(parts.text, parts.head, kernels, trial))

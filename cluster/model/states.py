@@ -8,7 +8,7 @@ size (the greatest common divisor of the segments' sizes), and each layer's stat
 A step reads a sequence's state in one place and writes the new one in another (`StateSpan`), so a step that
 fails can be computed again.
 
-The mixers are transformers' own. A `StatefulMixer` stands around each: it calls its mixer once for all
+The mixers are transformers' own. A `StatefulForward` stands in front of each: it calls its mixer once for all
 sequences with one new token, and once for each longer span, with the cache object that transformers knows.
 Runs on the engine's thread. Owns no memory.
 """
@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -115,13 +115,23 @@ class StateLayout:
         with states."""
         own = self._pages[layer_number]
         ids = pages[:, own.start : own.stop].flatten()
-        return kv.buffer.view(-1, self._page_bytes).index_select(0, ids).view(len(pages), -1)
+        return self._pages_of(kv).index_select(0, ids).view(torch.uint8).view(len(pages), -1)
 
     def store(self, layer_number: int, pages: Tensor, rows: Tensor, kv: BlockMemory) -> None:
         """The inverse of `load`."""
         own = self._pages[layer_number]
         ids = pages[:, own.start : own.stop].flatten()
-        kv.buffer.view(-1, self._page_bytes).index_copy_(0, ids, rows.view(-1, self._page_bytes))
+        pages_of = self._pages_of(kv)
+        pages_of.index_copy_(0, ids, rows.view(pages_of.dtype).view(-1, pages_of.shape[1]))
+
+    def _pages_of(self, kv: BlockMemory) -> Tensor:
+        """[all pages, words]: torch copies words faster than bytes."""
+        word = next(
+            dtype
+            for dtype in (torch.int64, torch.int32, torch.int16)
+            if not self._page_bytes % dtype.itemsize
+        )
+        return kv.buffer.view(word).view(-1, self._page_bytes // word.itemsize)
 
     @property
     def step_bytes(self) -> int:
@@ -146,6 +156,7 @@ class StepStates:
 
     def __init__(self, layout: StateLayout):
         self.layout = layout
+        self.forwards: list[StatefulForward] = []
         self.kv: BlockMemory | None = None
         self.batches: Sequence[_MixerRows] = ()
 
@@ -181,26 +192,33 @@ class StepStates:
         return _MixerRows(tokens, source, target)
 
 
-class StatefulMixer(nn.Module):
-    """Calls a mixer for the sequences of a packed step. Outside of a step with states it passes the call on:
-    the tokens are then those of one new sequence."""
+class MixerKernel(Protocol):
+    """Computes what a mixer computes."""
+
+    def __call__(self, rows: Tensor, states: Tensor) -> Tensor:
+        """rows [B, N, hidden_size]: N new tokens of B sequences. states [B, bytes] uint8: of this layer, as
+        `LayerStates.places` says; all 0 in front of a sequence's first token; they become those after the
+        tokens. Returns the same as rows."""
+        ...
+
+
+class StatefulForward:
+    """The forward of a mixer, for the sequences of a packed step. Outside of a step with states it passes the
+    call on: the tokens are then those of one new sequence."""
 
     def __init__(self, mixer: nn.Module, step: StepStates, number: int):
-        """number: of its layer among those with states."""
-        super().__init__()
+        """number: of its layer among those with states. Raises ConfigError."""
         self.mixer = mixer
+        self._forward, self._cache_argument = mixer.forward, cache_argument(mixer)
         self._step, self._number = step, number
-        self._states = step.layout.layers[number]
+        self.states = step.layout.layers[number]
+        self.kernel: MixerKernel | None = None  # None: the mixer's own code
 
-    @cached_property
-    def _cache_argument(self) -> str:
-        return cache_argument(self.mixer)
-
-    def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
         """hidden_states [1, T, hidden_size] → the same."""
         keywords = {name: given for name, given in keywords.items() if name != "paged"}
         if self._step.kv is None:
-            return self.mixer(hidden_states, **keywords)
+            return self._forward(hidden_states, **keywords)
         out = torch.empty_like(hidden_states)
         for batch in self._step.batches:
             rows = hidden_states[:, batch.tokens]
@@ -213,23 +231,39 @@ class StatefulMixer(nn.Module):
     def _run(self, rows: Tensor, batch: _MixerRows, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:
         """rows [B, N, hidden_size] → the same."""
         layout, number = self._step.layout, self._number
-        states, stored = LinearAttentionLayer(self._num_states), None
         if batch.source is not None:
             stored = layout.load(number, batch.source, kv)
+        else:
+            stored = rows.new_zeros(len(rows), layout.layer_bytes(number), dtype=torch.uint8)
+        if self.kernel is not None:
+            out = self.kernel(rows, stored)
+        else:
+            out = self.run_module(rows, stored, is_first=batch.source is None, keywords=keywords)
+        if batch.target is not None:
+            layout.store(number, batch.target, stored, kv)
+        return out
+
+    def run_module(
+        self,
+        rows: Tensor,
+        stored: Tensor,
+        *,
+        is_first: bool,
+        keywords: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Tensor:
+        """What a `MixerKernel` computes, by the mixer's own code. is_first: no token is in front of these."""
+        states = LinearAttentionLayer(self._num_states)
+        if not is_first:
             self._put(states, stored)
         # the mixer finds its layer by number
-        cache = Cache(layers=[states] * (self._states.layer_idx + 1))
-        out = self.mixer(rows, **{**keywords, self._cache_argument: cache})
-        if batch.target is not None:
-            if stored is None:
-                stored = rows.new_zeros(len(rows), layout.layer_bytes(number), dtype=torch.uint8)
-            self._take(states, stored)
-            layout.store(number, batch.target, stored, kv)
+        cache = Cache(layers=[states] * (self.states.layer_idx + 1))
+        out = self._forward(rows, **{**keywords, self._cache_argument: cache})
+        self._take(states, stored)
         return out
 
     @property
     def _num_states(self) -> int:
-        return 1 + max(tensor.number for tensor in self._states.tensors)
+        return 1 + max(tensor.number for tensor in self.states.tensors)
 
     def _put(self, states: LinearAttentionLayer, stored: Tensor) -> None:
         states.device, states.dtype = stored.device, None
@@ -249,14 +283,14 @@ class StatefulMixer(nn.Module):
             new = kept[tensor.number]
             if new is None or new.shape != view.shape or new.dtype != view.dtype:
                 raise RuntimeError(
-                    f"{self._states.module} keeps a state of another form than when it was loaded"
+                    f"{self.states.module} keeps a state of another form than when it was loaded"
                 )
             if new.data_ptr() != view.data_ptr():  # some mixers write to the state that they are given
                 view.copy_(new)
 
     def _views(self, stored: Tensor) -> Iterator[tuple[StateTensor, Tensor]]:
         """stored [B, bytes] → [B, *shape] of each state."""
-        for tensor, place in self._states.places:
+        for tensor, place in self.states.places:
             yield tensor, stored[:, place].view(tensor.dtype).unflatten(1, tensor.shape)
 
 
@@ -272,15 +306,13 @@ def cache_argument(mixer: nn.Module) -> str:
 def install(
     text_model: nn.Module, layers: Sequence[LayerStates], attention: Sequence[str], kv_layout: MemoryLayout
 ) -> StepStates:
-    """Puts a `StatefulMixer` around every mixer of the text model. attention: names of the modules that call
+    """Gives every mixer of the text model a `StatefulForward`. attention: names of the modules that call
     attention; block memory has their KV one after the other, so they are renumbered. Raises ConfigError."""
     for place, name in enumerate(attention):
         text_model.get_submodule(name).layer_idx = place
     step = StepStates(StateLayout(layers, kv_layout))
     for number, layer in enumerate(layers):
-        parent_name, _, name = layer.module.rpartition(".")
-        parent = text_model.get_submodule(parent_name)
-        mixer = getattr(parent, name)
-        cache_argument(mixer)
-        setattr(parent, name, StatefulMixer(mixer, step, number))
+        mixer = text_model.get_submodule(layer.module)
+        mixer.forward = StatefulForward(mixer, step, number)
+        step.forwards.append(mixer.forward)
     return step

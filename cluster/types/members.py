@@ -81,6 +81,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     modalities: tuple[str, ...] = ()  # of a worker that encodes
     hardware: str = ""  # undisturbed workers of one role with equal hardware are equally fast
     block_bytes: int = 0  # of a block of KV
+    state_blocks: int = 0  # of KV, for a sequence's state; 0: the model keeps none
     num_layers: int = 1  # of the model; not encode
     # of all its ranks: the processes that write into other workers' memory
     processes: tuple[ProcessId, ...] = ()

@@ -111,6 +111,7 @@ class WorkerProcess:
         *,
         modalities: tuple[str, ...] = (),
         block_bytes: int = 0,
+        state_blocks: int = 0,
         num_layers: int = 1,
         row_bytes: int = 0,
     ) -> Member:
@@ -127,6 +128,7 @@ class WorkerProcess:
             modalities=modalities,
             hardware=hardware_of(setup.device, num_ranks=1 if self._ranks is None else self._ranks.size),
             block_bytes=block_bytes,
+            state_blocks=state_blocks,
             num_layers=num_layers,
             processes=self.processes,
             row_bytes=row_bytes,

@@ -73,6 +73,12 @@ class Model:
     num_active_parameters: float = 0.0  # that a token computes with, of a model with experts; 0: all
     num_coded: float = 0.0  # parameters of linears, which stay codes where a checkpoint is quantised
     code_bytes: float = 2.0  # of such a parameter and its part of a scale
+    state_bytes: int = 0  # of what layers without KV keep of a sequence
+
+    @property
+    def state_blocks(self) -> int:
+        """KV blocks for one state."""
+        return -(-self.state_bytes // (self.kv_bytes_per_token * self.block_size))
 
     @property
     def weight_bytes(self) -> float:
@@ -102,8 +108,14 @@ VL_235B_A22B = Model("vl-235b-a22b", 235e9, 94, 4096, 192_512, 0.41e9, 32_768, n
 OMNI_30B = Model(
     "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_active_parameters=3.3e9, num_coded=0.906e9
 )  # fmt: skip
+# transformers' default configuration of Qwen3.5: of 32 layers 8 have KV (4 heads of 256), the others a state
+# of 32 × 128 × 128 float32 and 4 inputs of a convolution over 8,192 channels. Hidden size 4096.
+VL_9B_HYBRID = Model(
+    "vl-9b-hybrid", 8.95e9, 8, 4096, 32_768, 0.454e9, 8192, num_coded=6.92e9,
+    state_bytes=24 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
+)  # fmt: skip
 
-MODELS = {model.name: model for model in (VL_7B, VL_32B, VL_30B_A3B, VL_235B_A22B, OMNI_30B)}
+MODELS = {model.name: model for model in (VL_7B, VL_32B, VL_30B_A3B, VL_235B_A22B, OMNI_30B, VL_9B_HYBRID)}
 # Bytes of a coded parameter: E4M3 with a scale for 128 × 128; 4 bits with a scale of 16 bits for 128.
 WEIGHT_FORMATS = {"bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "w4a16": 0.5 + 2 / 128}
 ACCELERATORS = {each.name: each for each in (H200, H100, A100, H200_PAIR, H100_PAIR, H200_QUAD)}
@@ -133,11 +145,12 @@ def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
 
 
 def decode_curve(model: Model, accelerator: Accelerator) -> Curve:
-    """Roofline: weights are read once a step, KV once for each sequence and token; a sequence computes what a
-    prompt token does. All experts are read: 16 sequences that choose 8 of 128 miss a third of them, 64 a
-    sixtieth."""
+    """Roofline: weights are read once a step, KV once for each sequence and token, a state read and written
+    for each sequence; a sequence computes what a prompt token does. All experts are read: 16 sequences that
+    choose 8 of 128 miss a third of them, 64 a sixtieth."""
     bytes_per_s = MEMORY_UTILISATION * accelerator.bytes_per_s
     per_sequence_s = model.flops_per_token / (LANGUAGE_UTILISATION * accelerator.peak_flops)
+    per_sequence_s += 2 * model.state_bytes / bytes_per_s
     weights_s = model.weight_bytes / bytes_per_s
     return Curve(CALL_S + weights_s, per_sequence_s, model.kv_bytes_per_token / bytes_per_s)
 

@@ -42,7 +42,7 @@ class SimLanguage:
             kv_layout=MemoryLayout((SegmentSpec(size, (model.kv_bytes_per_token,), torch.uint8),)),
             num_layers=1,
             sliding_window=None,
-            state_blocks=0,
+            state_blocks=model.state_blocks,
         )
         self._limits = StepLimits(
             max(spec.curves.max_step_units, size) if spec.curves.prefill is not None else 0,

@@ -65,6 +65,7 @@ def member(spec: WorkerSpec, model: Model) -> Member:
         modalities=tuple(spec.encoder_curves.encode),
         hardware=spec.hardware,
         block_bytes=model.kv_bytes_per_token * model.block_size,
+        state_blocks=model.state_blocks,
         num_layers=model.num_layers,
         row_bytes=spec.bytes_per_row,
     )

@@ -39,6 +39,7 @@ class Placer:
         self.block_size = block_size
         self._policy = policy
         self._answer_tokens = ANSWER_TOKENS  # of a choice, on average
+        self._state_blocks = 0  # of a sequence's state; the same at all workers
         self._row_bytes = 0  # of embeddings, as they travel; the same at all encoders
 
     def add(self, member: Member) -> None:
@@ -48,6 +49,8 @@ class Placer:
         if member.role.prefills:
             self.cluster.kv_bytes_per_token = member.block_bytes / self.block_size
             self.cluster.num_layers = member.num_layers
+        if member.role.decodes or member.role.prefills:
+            self._state_blocks = member.state_blocks
         self.cluster.add(
             Worker(
                 member.replica_id,
@@ -160,11 +163,12 @@ class Placer:
             self._answer_tokens += FORGETTING * (mean - self._answer_tokens)
 
     def _expected_blocks(self, request: GenerateRequest) -> int:
-        """KV blocks at decode: the prompts', and those of answers that are as long as answers have been, or
-        end where they must."""
+        """KV blocks at decode: the prompts', those of states, and those of answers that are as long as answers
+        have been, or end where they must."""
         num_tokens = min(request.stop.max_tokens, int(self._answer_tokens))
         num_answer_blocks = -(-num_tokens // self.block_size) * len(request.sampling) * len(request.prompts)
-        return request.num_prompt_blocks(self.block_size) + num_answer_blocks
+        num_states = request.num_state_blocks(self._state_blocks)
+        return request.num_prompt_blocks(self.block_size) + num_answer_blocks + num_states
 
     def view(
         self,
@@ -183,8 +187,8 @@ class Placer:
             media=tuple(_item_view(request, items, idx, self._row_bytes) for idx in range(len(items))),
             num_negative_tokens=0 if guidance is None else len(guidance.negative_prompt.token_ids),
             num_sequences=len(request.sampling) * len(request.prompts),
-            num_prefill_blocks=request.num_prompt_blocks(self.block_size),
-            num_decode_blocks=request.max_blocks(self.block_size),
+            num_prefill_blocks=request.num_prompt_blocks(self.block_size, self._state_blocks),
+            num_decode_blocks=request.max_blocks(self.block_size, state_blocks=self._state_blocks),
             priority=request.priority,
             waited_s=request.waited_s,
             avoided=avoided,

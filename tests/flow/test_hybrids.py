@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from cluster.config.settings import ClusterArgs
+from cluster.config.settings import ClusterArgs, PrefillArgs
+from cluster.engine.state import PromptWork
 from cluster.errors import ConfigError
 from cluster.model.language import LanguageModel
 from cluster.worker.setup import set_up
@@ -44,6 +45,7 @@ def expected(folder: Path, prompts: list[tuple[int, ...]]) -> list[list[int]]:
 @pytest.mark.parametrize("num_choices", [1, 3])
 async def test_states_travel_from_prefill_to_decode(folder, prompts, expected, num_choices):
     async with local_cluster(window_args(folder, kv_blocks=4000), (0, 1, 1)) as cluster:
+        cluster.let_prefill_locally(lambda _: False)
         got = await asyncio.gather(
             *(answers(cluster, prompt, NUM_TOKENS, num_choices=num_choices) for prompt in prompts)
         )
@@ -57,6 +59,7 @@ async def test_answers_that_gave_way_are_computed_anew(folder, prompts, expected
     state_blocks = LanguageModel.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE).state_blocks
     args = let_all_in(window_args(folder, kv_blocks=4 * (2 * state_blocks + 2)))
     async with local_cluster(args, (0, 1, 1), overcommits=True) as cluster:
+        cluster.let_prefill_locally(lambda _: False)
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts[:2] * 4))
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     assert got == [[answer] for answer in expected[:2]] * 4
@@ -67,6 +70,38 @@ async def test_a_worker_of_both_phases_computes_prompts_beside_answers(folder, p
         for _ in range(2):  # nothing that the first round leaves may change the second
             got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts))
             assert got == [[answer] for answer in expected]
+
+
+@pytest.mark.parametrize("roles", [(0, 1, 1), (0, 0, 0, 1)])
+@pytest.mark.parametrize("num_chunk", [8, 512])
+async def test_prompts_go_on_from_snapshots(folder, prompts, roles, num_chunk):
+    """The second of three prompts with one beginning finds that its KV is known further than any state; the
+    third goes on from there, and a repetition from its last full block. A chunk may end at a snapshot."""
+    shared = prompts[4][:56]
+    crowd = [shared + tail for tail in (prompts[3], prompts[2], prompts[5])]
+    crowd.append(crowd[2])
+    prefill = PrefillArgs(max_batch_tokens=num_chunk, kv_blocks=1000)
+    args = window_args(folder, kv_blocks=4000).model_copy(update={"prefill": prefill})
+    async with local_cluster(args, roles) as cluster:
+        cluster.let_prefill_locally(lambda _: False)
+        engine = (cluster.prefills or cluster.decodes)[0].engine
+        num_computed, got, run = [], [], engine.runner.run
+
+        def count(works: Any, *others: Any) -> Any:
+            num_computed[-1] += sum(work.num_tokens for work in works if isinstance(work, PromptWork))
+            return run(works, *others)
+
+        with patch.object(engine.runner, "run", count):
+            for prompt in crowd:
+                num_computed.append(0)
+                got += await answers(cluster, prompt, NUM_TOKENS)
+    assert got == generated(folder, crowd, NUM_TOKENS)
+    assert num_computed == [
+        len(crowd[0]),
+        len(crowd[1]),
+        len(crowd[2]) - 56,
+        1 + (len(crowd[3]) - 1) % BLOCK_SIZE,
+    ]
 
 
 async def test_a_step_that_fails_after_it_wrote_states_is_repeated(folder, prompts, expected):

@@ -112,4 +112,25 @@ inline void store_some(Element* target, int64_t count, Floats value) {
   for (int64_t lane = 0; lane < count; lane++) target[lane] = lanes[lane];
 }
 
+inline Floats exp_of(Floats x) {  // relative error below 2e-7; x in (-104, 88) or clamped to it
+  const Floats zero = {};
+  x = x > 88.0f ? zero + 88.0f : x;
+  x = x < -87.0f ? zero - 87.0f : x;
+  const Floats magic = zero + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  Floats shifted = x * 1.44269504f + magic;
+  Floats n = shifted - magic;
+  Floats r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Words exponent = ((Words)shifted << 23) + 0x3f800000u;
+  return p * (Floats)exponent;
+}
+
+inline Floats silu(Floats x) { return x / (exp_of(-x) + 1.0f); }
+
 }  // namespace

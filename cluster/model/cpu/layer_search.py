@@ -11,6 +11,7 @@ from torch import nn
 
 from cluster.model.attention_cpu import MAX_GROUP, MAX_WIDTH
 from cluster.model.cpu.adapters import PART_OUTPUTS
+from cluster.model.cpu.gated_delta import GatedDelta, gated_delta
 from cluster.model.cpu.layer import Head, NativeDecoder, NativeDecoderLayer, NativeTextModel, can_rotate
 from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import (
@@ -24,6 +25,7 @@ from cluster.model.cpu.modules import (
 from cluster.model.layers.parts import AttentionParts, DecoderParts
 from cluster.model.layers.search import Settings, TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
+from cluster.model.states import LayerStates
 
 # Largest relative error (2-norm) of what a replacement adds to its input: at least three times the error seen
 # on random weights.
@@ -81,6 +83,9 @@ class CpuLayerKernels:
 
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> nn.Module | None:
         return optimise(text_model, head, self._weight_dtype, self._kernels)
+
+    def mixer(self, mixer: nn.Module, states: LayerStates) -> GatedDelta | None:
+        return gated_delta(mixer, states, self._kernels)
 
     def whole(self, parts: TextParts) -> NativeTextModel | None:
         native = [layer for layer in parts.layers if isinstance(layer, NativeDecoderLayer)]

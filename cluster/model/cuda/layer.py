@@ -51,6 +51,7 @@ from cluster.model.layers.parts import (
 )
 from cluster.model.layers.search import Compared, Replacement, Settings, TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
+from cluster.model.states import LayerStates
 
 logger = logging.getLogger(__name__)
 
@@ -295,6 +296,9 @@ class CudaLayerKernels:
         return _TOLERANCE[parts.dtype]
 
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> None:
+        """Replaces none."""
+
+    def mixer(self, mixer: nn.Module, states: LayerStates) -> None:
         """Replaces none."""
 
     def whole(self, parts: TextParts) -> FusedTextModel | None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from cluster.model.layers.parts import DecoderParts, decoder_parts
 from cluster.model.layers.trial import Observed, Trial, WholeDecoder
+from cluster.model.states import LayerStates, MixerKernel
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,11 @@ class LayerKernels(Protocol):
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> nn.Module | None:
         """Replaces, in place, modules outside of replaced layers. Returns the replacement of the head; None:
         it stays. Blocks."""
+        ...
+
+    def mixer(self, mixer: nn.Module, states: LayerStates) -> MixerKernel | None:
+        """What may compute a mixer that keeps these states (`cluster.model.layers.mixers`); None: there is
+        nothing."""
         ...
 
     def whole(self, parts: TextParts) -> WholeDecoder | None:

@@ -26,6 +26,7 @@ from cluster.model.layers.search import (
     whole_decoder,
 )
 from cluster.model.layers.trial import Observed, Trial
+from cluster.model.states import LayerStates
 from tests.fakes.cuda_device import SimulatedCuda
 
 _TINY: dict[str, Any] = {
@@ -129,6 +130,9 @@ class FusedKernels:
 
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> None:
         return None
+
+    def mixer(self, mixer: nn.Module, states: LayerStates) -> None:
+        """Replaces none."""
 
     def whole(self, parts: TextParts) -> FusedTextModel | None:
         is_fused = all(isinstance(layer, FusedLayer) for layer in parts.layers)

@@ -1,0 +1,106 @@
+"""The native gated delta rule computes what transformers' mixers compute, for every variant of the kernels."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers as hf
+from torch import Tensor
+
+import cluster.model  # noqa: F401  (prepares torchvision)
+from cluster.kvcache.memory import MemoryLayout
+from cluster.model.cpu.layer_search import CpuLayerKernels
+from cluster.model.kv_format import kv_segments
+from cluster.model.layers.mixers import replace_mixers
+from cluster.model.probe import probe_backbone
+from cluster.model.states import StatefulForward, StepStates, install
+from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
+
+HIDDEN = 64
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "pad_token_id": None,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
+}  # fmt: skip
+
+
+def stateful(name: str, dtype: torch.dtype, **changes: Any) -> StepStates:
+    """The mixer of a model of one layer with states; value heads are wider than the kernel takes at once, and
+    three share a key head."""
+    torch.manual_seed(0)
+    config = getattr(hf, f"{name}Config")(**{**SIZES, **changes})
+    text = getattr(hf, f"{name.removesuffix('Text')}ForCausalLM")(config).to(dtype).eval().model
+    for parameter in text.parameters():
+        parameter.requires_grad_(False).add_(0.1 * torch.randn_like(parameter))
+    probed = probe_backbone(text, HIDDEN)
+    layout = MemoryLayout(kv_segments([(1, 16)] * 2, 16, dtype))
+    return install(text, probed.states, probed.attention, layout)
+
+
+def run(forward: StatefulForward, rows: Tensor, states: Tensor) -> Tensor:
+    assert forward.kernel is not None
+    with torch.inference_mode():
+        return forward.kernel(rows, states)
+
+
+@needs_kernels
+@each_variant
+@each_dtype
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Qwen3Next"])
+def test_mixers_of_the_gated_delta_rule_are_replaced_and_agree(name, dtype, kernels) -> None:
+    step = stateful(name, dtype)
+    assert replace_mixers(step, CpuLayerKernels(kernels, "auto"), HIDDEN) == 1
+    (forward,) = step.forwards
+    whole, apart = (torch.zeros(1, forward.states.num_bytes, dtype=torch.uint8) for _ in range(2))
+    rows = torch.randn(1, 70, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = run(forward, rows, whole)
+    pieces = [run(forward, piece, apart) for piece in rows.split([1, 2, 64, 3], 1)]
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2  # linears of torch round by the number of rows
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=tolerance, atol=tolerance)
+    for tensor, place in forward.states.places:
+        mine, theirs = (each[0, place].view(tensor.dtype) for each in (apart, whole))
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@needs_kernels
+@each_variant
+def test_a_sequence_does_not_depend_on_the_others(kernels) -> None:
+    step = stateful("Qwen3_5Text", torch.float32)
+    replace_mixers(step, CpuLayerKernels(kernels, "auto"), HIDDEN)
+    (forward,) = step.forwards
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(5, 3, HIDDEN, generator=generator)
+    together = torch.zeros(5, forward.states.num_bytes, dtype=torch.uint8)
+    expected = run(forward, rows, together)
+    for i in range(5):
+        alone = torch.zeros(1, forward.states.num_bytes, dtype=torch.uint8)
+        torch.testing.assert_close(run(forward, rows[i : i + 1], alone)[0], expected[i], rtol=0, atol=1e-6)
+        mine, theirs = (each.view(torch.float32) for each in (alone[0], together[i]))
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("changes", [{"linear_value_head_dim": 20}, {"hidden_act": "gelu"}])
+def test_what_the_kernel_does_not_know_stays_as_it_is(changes) -> None:
+    step = stateful("Qwen3_5Text", torch.float32, **changes)
+    assert replace_mixers(step, CpuLayerKernels(best_kernels, "auto"), HIDDEN) == 0
+
+
+@needs_kernels
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = stateful("Qwen3_5Text", torch.float32)
+    ours = CpuLayerKernels(best_kernels, "auto")
+    kernel: Any = ours.mixer(step.forwards[0].mixer, step.forwards[0].states)
+
+    def wrong(rows: Tensor, states: Tensor) -> Tensor:
+        out = kernel(rows, states)
+        states[:, -4:] = 0
+        return out
+
+    monkeypatch.setattr(ours, "mixer", lambda *_: wrong)
+    assert replace_mixers(step, ours, HIDDEN) == 0
