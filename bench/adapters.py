@@ -1,6 +1,6 @@
 """What LoRA adapters cost a step of the language half on this CPU.
 
-    python -m bench.adapters [--shape 0.5b] [--adapters 8] [--rank 16] [--seconds 10] [--dtype bfloat16]
+    python -m bench.adapters [--shape 0.5b] [--adapters 8] [--rank 16] [--room-rank 64] [--seconds 10]
 
 A checkpoint of random weights and adapters of all its linears are written to a temporary folder and loaded as
 a worker loads them. Each step is run without adapters and with them, sequences having the adapters in turn.
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import nn
 
 from bench.gpu.models import SHAPES, write_checkpoint
 from bench.step import BLOCK_SIZE, ModelStep, in_turns, random_kv, tables_of
-from cluster.config.adapters import read_adapters
+from cluster.config.adapters import Adapter, AdapterRoom, read_adapters
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel, SequenceChunk
 
@@ -79,8 +80,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     }
     del whole, linears
     adapters = read_adapters(folders, args.rank)
-    model = LanguageModel.load(checkpoint, dtype=dtype, block_size=BLOCK_SIZE, adapters=adapters)
-    print(f"with {args.adapters} adapters of rank {args.rank}: {model.weight_bytes / 1e6:.0f} MB")
+    room = AdapterRoom(args.adapters, args.room_rank, adapters, is_open=True)
+    model = LanguageModel.load(checkpoint, dtype=dtype, block_size=BLOCK_SIZE, adapters=room)
+    print(f"with room for {args.adapters} of rank {args.room_rank}: {model.weight_bytes / 1e6:.0f} MB")
+    print_loading(model, adapters)
     kv = random_kv(model, STEPS)
     print(f"{'step':20}{'without ms':>12}{'with ms':>12}{'price':>9}")
     for step in STEPS:
@@ -92,6 +95,23 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         )
 
 
+def print_loading(model: LanguageModel, adapters: list[Adapter]) -> None:
+    """What it takes to load an adapter into a running worker."""
+    reading, writing = [], []
+    for slot, adapter in enumerate(adapters, 1):
+        times = [time.perf_counter()]
+        prepared = model.prepare_adapter(adapter)
+        times.append(time.perf_counter())
+        model.set_adapter(slot, prepared)
+        times.append(time.perf_counter())
+        reading.append(times[1] - times[0])
+        writing.append(times[2] - times[1])
+    print(
+        f"an adapter is read and converted in {statistics.median(reading):.2f} s beside the steps, and "
+        f"written between two of them in {1e3 * statistics.median(writing):.1f} ms"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -99,6 +119,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--room-rank", type=int, default=64, help="the largest rank that there is room for")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     args = parser.parse_args()

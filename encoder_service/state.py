@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from cluster.scheduling.keys import Ticket
 from cluster.types.media import MediaItem
 from cluster.types.media_phase import MediaPhase, next_phase
-from cluster.types.messages import EncodeTiming
+from cluster.types.timings import EncodeTiming
 from cluster.types.transfer import ReceivedGrant
 from cluster.worker.outbox import DoorId
 from encoder_service.runner import Prepared

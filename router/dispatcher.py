@@ -17,7 +17,7 @@ from cluster.clock import Clock
 from cluster.ids import new_process_name
 from cluster.rpc import connect
 from cluster.types.media import MediaItem
-from cluster.types.messages import AnyMessage
+from cluster.types.messages import AdaptersHeld, AnyMessage
 from cluster.types.request import GenerateRequest
 from router.flow.outputs import CallDecode, Deliver, Drained, Output, Placed, Send
 from router.flow.request_flow import RequestFlow
@@ -42,11 +42,14 @@ class Dispatcher:
         secret: str | None,
         clock: Clock,
         dial: Dial = connect,
+        on_adapters: Callable[[Peer], None] = lambda peer: None,
     ):
-        """`secret`: of the cluster, for connections to workers. `dial`: connects to one of them."""
+        """`secret`: of the cluster, for connections to workers. `dial`: connects to one of them.
+        `on_adapters(peer)`: it has told of its adapters, or is lost."""
         self.flow = flow
         self.members = MemberTable(new_process_name("door"), self, secret, dial)
         self._call_decode = call_decode
+        self._on_adapters = on_adapters
         self._clock = clock
         self._unread: dict[str, ClientRequest] = {}  # no choice has been read yet
         self._streams: dict[str, list[TokenStream]] = {}
@@ -102,9 +105,12 @@ class Dispatcher:
 
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
         self._run(self.flow.on_message, peer.member.replica_id, message)
+        if isinstance(message, AdaptersHeld):
+            self._on_adapters(peer)
 
     def on_lost(self, peer: Peer) -> None:
         self._run(self.flow.on_lost, peer.member.replica_id)
+        self._on_adapters(peer)
 
     # Outputs
 

@@ -35,6 +35,7 @@ from cluster.text.stop import StopFilter
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.members import Member, Phase, Role
 from cluster.types.request import GenerateRequest, LogitChanges, StopParams
+from router.adapters import DoorAdapters
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.answer_text import AnswerText
@@ -73,7 +74,7 @@ NUM_TEXT_THREADS = 2  # for templates, layouts and tokenising, beside the event 
 class Door:
     def __init__(self, args: ClusterArgs, call_decode: DecodeCaller, policy: Policy | None = None):
         """Loads tokenizer and processor; blocks. Raises ConfigError. `policy`: None: as `args` says."""
-        self.models = ServedModels.of(args)
+        self.adapters = DoorAdapters(args)
         self.created = int(time.time())
         self.transcription_instruction = args.door.transcription_instruction
         self.translation_instruction = args.door.translation_instruction
@@ -89,10 +90,8 @@ class Door:
         environment = read_environment()
         self.access = Access.load(args.door.access, environment)
         rules = args.door.media
-        scheduling = SchedulingPolicy(**args.scheduling.model_dump())
-        self._cluster = ClusterView(
-            scheduling, kv_bytes_per_token=0.0, num_layers=1, codecs=args.transfer.codecs
-        )
+        order = SchedulingPolicy(**args.scheduling.model_dump())
+        self._cluster = ClusterView(order, kv_bytes_per_token=0.0, num_layers=1, codecs=args.transfer.codecs)
         self._reduce_from_rows = rules.reduce_from_queued_rows
         self._prompts = PromptBuilder(
             self._text,
@@ -120,8 +119,10 @@ class Door:
             self._admission,
             Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s),
         )
-        self.dispatcher = Dispatcher(self._flow, call_decode, environment.cluster_secret, self._clock)
+        secret, told = environment.cluster_secret, self.adapters.on_told
+        self.dispatcher = Dispatcher(self._flow, call_decode, secret, self._clock, on_adapters=told)
         self._members = self.dispatcher.members
+        self.adapters.attach(self._members)
         classes = [each.name for each in args.door.admission.classes]
         self._metrics = DoorMetrics(
             args.model_id, self._members.all_peers, self._flow, self._admission.totals, classes
@@ -143,6 +144,10 @@ class Door:
             await asyncio.to_thread(self._tracing.close)
         self._structures.close()
         self._text_threads.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def models(self) -> ServedModels:
+        return self.adapters.models
 
     @property
     def num_running(self) -> int:
@@ -314,19 +319,11 @@ class Door:
             streams = self.dispatcher.generate(
                 request, prompt.items, prompt.block_hashes, timeline, call.tenant
             )
+            choice = functools.partial(Choice, report=report, tracing=self._tracing)
+            shared = (self._metrics, self._clock, timeline)
             return [
-                Choice(
-                    prompt,
-                    tokens,
-                    text,
-                    self._metrics,
-                    self._clock,
-                    timeline,
-                    keeps_timeline=choice_idx == 0,
-                    report=report,
-                    tracing=self._tracing,
-                )
-                for choice_idx, (tokens, text) in enumerate(zip(streams, texts, strict=True))
+                choice(prompt, tokens, text, *shared, keeps_timeline=idx == 0)
+                for idx, (tokens, text) in enumerate(zip(streams, texts, strict=True))
             ]
 
         return generate

@@ -25,6 +25,7 @@ from cluster.rpc import Connection, SentLog, connect, grant_name
 from cluster.types.curves import Link
 from cluster.types.members import Member, Phase, Role
 from cluster.types.messages import (
+    AdaptersHeld,
     AnyMessage,
     DecodeTarget,
     EncodeTarget,
@@ -70,6 +71,7 @@ class Peer:
         self.loads: dict[Role, LoadReport] = {}  # the last one of each part: the encoder's, the other phases'
         for phase in member.role.phases:
             self.loads[_part(member, phase is Phase.ENCODE)] = LoadReport()
+        self.adapters: AdaptersHeld | None = None  # None: it has told none yet, or has no room for any
         self.links: dict[str, Link] = {}  # to workers that it writes to, by replica id; as it measured them
 
     @property
@@ -203,6 +205,8 @@ class MemberTable:
                 peer.links |= message.curves.links
             elif isinstance(message, PhasesAssigned):
                 peer.assigned = message
+            elif isinstance(message, AdaptersHeld):
+                peer.adapters = message
             self._listener.on_message(peer, message)
 
         def on_close(_: Connection) -> None:

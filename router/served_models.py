@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from cluster.config.adapters import read_adapters
-from cluster.config.settings import ClusterArgs
 from cluster.errors import ModelNotFoundError
 
 
@@ -18,12 +16,6 @@ class ServedModels:
 
     model_id: str
     adapters: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, args: ClusterArgs) -> ServedModels:
-        """Reads the adapters. Blocks. Raises ConfigError."""
-        adapters = read_adapters(args.adapters, args.max_lora_rank)
-        return cls(args.model_id, {adapter.name: adapter.digest for adapter in adapters})
 
     def adapter_of(self, name: str) -> str:
         """Returns the digest of the adapter that a client names; of the model itself: "". Raises

@@ -25,6 +25,7 @@ import cluster.engine.worker
 import encoder_service.service
 from cluster.engine.runner import LanguageRunner
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.adapters import PreparedAdapter
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.step_model import StepModel
@@ -116,6 +117,9 @@ class _Steps:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         self._steps.copy_blocks(sources, targets, kv)
+
+    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
+        self._steps.set_adapter(slot, prepared)
 
 
 class _Encoder:

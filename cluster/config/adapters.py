@@ -1,5 +1,6 @@
 """LoRA adapters (Hu et al. 2021, https://arxiv.org/abs/2106.09685) as PEFT writes them: what a folder holds,
-and whether it can be served. Reads JSON, headers and a hash, without torch.
+whether it can be served, and how much room a worker has for such. Reads JSON, headers and a hash, without
+torch.
 
 An adapter changes linear modules of the language half: y = W x + scaling * B A x. What an adapter says beyond
 that is refused by name, and so is an entry of adapter_config.json that is not known here.
@@ -11,12 +12,13 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.config.checkpoint import read_headers, read_json
+from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -66,15 +68,89 @@ class Adapter:
         return self.folder / _WEIGHTS
 
 
+@dataclass(frozen=True)
+class AdapterRoom:
+    """The adapters of a worker, and its room for them.
+
+    num_slots: how many it holds at once; 0: it has no room.
+    rank: the largest of a module.
+    adapters: what it begins with. The first is in slot 1.
+    is_open: every linear has room, for adapters that are loaded later.
+    """
+
+    num_slots: int = 0
+    rank: int = 0
+    adapters: Sequence[Adapter] = ()
+    is_open: bool = False
+
+    @property
+    def modules(self) -> str:
+        """Says which modules may have an adapter."""
+        paths = {module for adapter in self.adapters for module in adapter.modules}
+        return "all linears" if self.is_open else " ".join(sorted(paths))
+
+
+NO_ADAPTERS = AdapterRoom()
+
+
+def room_for(adapters: Sequence[Adapter]) -> AdapterRoom:
+    """Returns room for these and no others."""
+    ranks = (module.rank for adapter in adapters for module in adapter.modules.values())
+    return AdapterRoom(len(adapters), max(ranks, default=0), adapters)
+
+
+def adapter_room(args: ClusterArgs) -> AdapterRoom:
+    """Reads the adapters of the settings. Raises ConfigError."""
+    adapters = read_adapters(args.adapters, args.max_lora_rank)
+    if not args.adapters_folder:
+        return room_for(adapters)
+    if len(adapters) > args.max_loras:
+        raise ConfigError(
+            f"there are {len(adapters)} adapters, and max_loras is {args.max_loras}", param="max_loras"
+        )
+    return AdapterRoom(args.max_loras, args.max_lora_rank, adapters, is_open=True)
+
+
 def read_adapters(folders: Mapping[str, str], max_rank: int) -> list[Adapter]:
     """Returns the adapters in the order of their names. Raises ConfigError, which names the adapter."""
-    adapters = []
-    for name, folder in sorted(folders.items()):
-        try:
-            adapters.append(_read(name, Path(folder).expanduser(), max_rank))
-        except ConfigError as error:
-            raise ConfigError(f"adapter '{name}': {error.message}", param="adapters") from error
-    return adapters
+    return [
+        read_adapter(name, Path(folder).expanduser(), max_rank) for name, folder in sorted(folders.items())
+    ]
+
+
+def read_adapter(name: str, folder: Path, max_rank: int) -> Adapter:
+    """Reads the whole file. Raises ConfigError, which names the adapter."""
+    try:
+        return _read(name, folder, max_rank)
+    except ConfigError as error:
+        raise ConfigError(f"adapter '{name}': {error.message}", param="adapters") from error
+
+
+def folder_within(root: str, path: str) -> Path:
+    """Returns the folder that `path` names, relative to `root` or absolute. Raises ConfigError if it, or a
+    file of an adapter in it, lies outside of `root`, wherever links lead, or if there is no such folder."""
+    top = Path(root).resolve()
+    try:
+        folder = (top / path).resolve()
+        inside = [
+            each.resolve().is_relative_to(top) for each in (folder, folder / _CONFIG, folder / _WEIGHTS)
+        ]
+        is_folder = folder.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # no path, or links in a circle
+        raise ConfigError(f"{path[:200]!r} is no path of a folder") from error
+    if not all(inside):
+        raise ConfigError("the folder and its files must lie in adapters_folder")
+    if not is_folder:
+        raise ConfigError(f"there is no folder {path[:200]!r} in adapters_folder")
+    return folder
+
+
+def content_digest(modules: Mapping[str, AdaptedModule], content: Iterable[bytes]) -> str:
+    """The digest of an adapter whose file has this content."""
+    digest = hashlib.sha256(json.dumps([[path, module.scaling] for path, module in modules.items()]).encode())
+    for piece in content:
+        digest.update(piece)
+    return digest.hexdigest()[:32]
 
 
 def tensor_names(module: str) -> tuple[str, str]:
@@ -101,11 +177,13 @@ def _read(name: str, folder: Path, max_rank: int) -> Adapter:
     if not shapes:
         raise ConfigError(f"{file} changes no module")
     modules = {path: _module(path, sides, config, max_rank) for path, sides in sorted(shapes.items())}
-    digest = hashlib.sha256(json.dumps([[path, module.scaling] for path, module in modules.items()]).encode())
+    return Adapter(name, folder, content_digest(modules, _pieces_of(file)), modules)
+
+
+def _pieces_of(file: Path) -> Iterator[bytes]:
     with file.open("rb") as content:
         while piece := content.read(1 << 22):
-            digest.update(piece)
-    return Adapter(name, folder, digest.hexdigest()[:32], modules)
+            yield piece
 
 
 def _check(config: Mapping[str, Any]) -> None:

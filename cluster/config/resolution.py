@@ -29,7 +29,8 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
         pools["decode"] = pools["decode"].model_copy(update={"speculation": speculation})
     door = args.door.model_copy(update={"access": _with_absolute_path(args.door.access)})
     adapters = _adapters(args.adapters, model_id)
-    named = {"model": str(model), "model_id": model_id, "adapters": adapters}
+    root = _adapters_folder(args.adapters_folder)
+    named = {"model": str(model), "model_id": model_id, "adapters": adapters, "adapters_folder": root}
     return args.model_copy(update={**named, "door": door, **pools})
 
 
@@ -44,6 +45,16 @@ def _adapters(folders: Mapping[str, str], model_id: str) -> dict[str, str]:
             raise ConfigError(f"adapter '{name}': there is no folder '{folder}'", param="adapters")
         found[name] = str(path.resolve())
     return found
+
+
+def _adapters_folder(folder: str) -> str:
+    """Returns an absolute path. Raises ConfigError."""
+    if not folder:
+        return ""
+    path = next((path for path in _candidates(folder) if path.is_dir()), None)
+    if path is None:
+        raise ConfigError(f"there is no folder '{folder}'", param="adapters_folder")
+    return str(path.resolve())
 
 
 def _with_absolute_path(access: AccessArgs) -> AccessArgs:

@@ -287,6 +287,9 @@ class ClusterArgs(_Args):
     # is
     adapters: dict[Annotated[str, Field(min_length=1, max_length=256)], str] = {}
     max_lora_rank: int = Field(default=64, ge=1)  # an adapter with a larger one is refused
+    # adapters in it may be loaded and unloaded while the cluster runs; empty: none. The same on every host
+    adapters_folder: str = ""
+    max_loras: int = Field(default=4, ge=1)  # at once, with `adapters_folder`: each has room in memory
     # GPUs of each prefill and decode replica, which share the model
     tensor_parallel_size: int = Field(default=1, ge=1)
     # each of these GPUs holds whole experts, instead of a part of every expert

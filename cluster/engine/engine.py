@@ -23,6 +23,7 @@ from operator import attrgetter
 import msgspec
 
 from cluster.clock import Clock
+from cluster.engine.adapters import HeldAdapters
 from cluster.engine.ahead import ForwardAhead
 from cluster.engine.answers import Answers
 from cluster.engine.counts import SequenceCounts
@@ -58,13 +59,7 @@ from cluster.scheduling.fit import StepFit
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.scheduling.queue import WaitingQueue
 from cluster.structure.constraints import Constraints
-from cluster.types.messages import (
-    BlocksChanged,
-    DecodeTotals,
-    LoadReport,
-    StartDecode,
-    StartPrefill,
-)
+from cluster.types.messages import BlocksChanged, DecodeTotals, LoadReport, StartDecode, StartPrefill
 from cluster.types.notices import KvReady
 from cluster.types.transfer import ReceivedGrant, TierTotals
 from cluster.worker.blame import Blame
@@ -96,12 +91,14 @@ class LanguageEngine:
         features: FeatureStore,
         tier: KvTier | None = None,
         constraints: Constraints | None = None,
+        adapters: HeldAdapters | None = None,
         allows_recompute: bool = False,
         runs_ahead: bool = False,
         on_ended: Callable[[str], None] = lambda request_id: None,
     ):
         """`features`: where embeddings arrive. `tier`: the second one of the KV cache. `constraints`: those
-        of `runner`. `allows_recompute`: see `KvInput`. `runs_ahead`: see `ForwardAhead`.
+        of `runner`. `adapters`: None: no room for any. `allows_recompute`: see `KvInput`. `runs_ahead`: see
+        `ForwardAhead`.
         `on_ended(request_id)` is called, on this thread, once for each request whose answer was to be
         generated here, when it leaves the engine."""
         self.runner = runner
@@ -123,7 +120,7 @@ class LanguageEngine:
         self._kv_input = KvInput(transfer_engine, blocks, allows_recompute)
         self._kv_output = KvOutput(transfer_engine, budget, model.kv_layout)
         self._loader = None if tier is None else PrefixLoader(tier, blocks, budget)
-        state = self._shared_state(policy, constraints)
+        state = self._shared_state(policy, constraints, adapters)
         self._lifecycle = Lifecycle(state, outbox, self._unschedule, on_ended)
         self._blame = Blame(self._lifecycle.fail_named)
         self._intake = Intake(model, state, limits, self.planner, self._lifecycle, self._blame, outbox, clock)
@@ -139,7 +136,9 @@ class LanguageEngine:
             cache = self._loader or blocks
             outbox.greet_with(lambda: BlocksChanged(cache.content(), ()))
 
-    def _shared_state(self, policy: SchedulingPolicy, constraints: Constraints | None) -> EngineState:
+    def _shared_state(
+        self, policy: SchedulingPolicy, constraints: Constraints | None, adapters: HeldAdapters | None
+    ) -> EngineState:
         return EngineState(
             requests=self.requests,
             blocks=self.blocks,
@@ -153,6 +152,7 @@ class LanguageEngine:
             kv_output=self._kv_output,
             loader=self._loader,
             constraints=constraints,
+            adapters=adapters,
         )
 
     def _speed_reporter(self) -> SpeedReporter:

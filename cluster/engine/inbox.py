@@ -16,6 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from cluster.engine.adapters import HeldAdapters
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
 from cluster.errors import RequestError, to_info
@@ -30,6 +31,7 @@ from cluster.types.messages import (
     Failed,
     GrantPassed,
     ReturnGrant,
+    SetAdapters,
     StartDecode,
     StartEncode,
     StartPrefill,
@@ -101,11 +103,12 @@ class Inbox:
         features: FeatureStore,
         encoder: EncoderPort | None = None,
         calls: ServeCalls | None = None,
+        adapters: HeldAdapters | None = None,
     ):
         """Attaches the engine and the encoder to the process, and itself to its sockets. Messages come on the
         event loop, after the process has started."""
         self._process, self._engine, self._features = process, engine, features
-        self._encoder, self._calls = encoder, calls
+        self._encoder, self._calls, self._adapters = encoder, calls, adapters
         self._granting_engines: list[BlockTransfer] = [
             *([process.kv_transfer_engine] if role.decodes else []),
             process.feature_transfer_engine,
@@ -132,6 +135,8 @@ class Inbox:
                 call(self._engine.take_targets)
             case Cancel() if message.item_idx is None:
                 call(self._engine.cancel, message.request_id, message.choice_idx)
+            case SetAdapters() if self._adapters is not None:
+                call(self._adapters.want, message.wanted)
             case EncoderLost():
                 self._features.renew((message.request_id, message.item_idx), message.lease_id)
             # These two may send messages to other ranks, so they do not run on the event loop.

@@ -71,7 +71,9 @@ class Intake:
             self._enqueue(request)
 
     def admit(self) -> None:
-        """Blocks for the next requests."""
+        """Slots for adapters that wait for one, then blocks for the next requests."""
+        if self._state.adapters is not None:
+            self._state.adapters.settle(self._state.requests.values())
         while any(map(self._is_served, heads(self._state.admission, self._state.arrivals, self._may_send))):
             pass
 
@@ -112,10 +114,10 @@ class Intake:
 
     def _enqueue(self, request: LanguageRequest) -> None:
         self._check_role(request)
-        block_size = self._state.blocks.block_size
+        block_size, adapters = self._state.blocks.block_size, self._state.adapters
         for i, prompt in enumerate(request.request.prompts):
-            if prompt.adapter and prompt.adapter not in self._model.adapter_slots:
-                raise UnavailableError("this worker does not have the adapter")
+            if prompt.adapter and not (adapters and adapters.has(prompt.adapter)):
+                raise UnavailableError("this worker does not have the adapter of the request")
             positions = self._model.positions(prompt) if request.computes else None
             delta = 0 if positions is None else positions.delta
             hashes = BlockHashes(prompt, block_size) if request.codec == "raw" else None

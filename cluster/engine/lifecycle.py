@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from cluster.engine.adapters import HeldAdapters
 from cluster.engine.counts import SequenceCounts
 from cluster.engine.features import FeatureStore
 from cluster.engine.kv_input import KvInput
@@ -53,6 +54,7 @@ class EngineState:
     kv_output: KvOutput
     loader: PrefixLoader | None  # None: the KV cache has no second tier
     constraints: Constraints | None  # None: no request may have a structure
+    adapters: HeldAdapters | None  # None: no request may have an adapter
 
 
 class Lifecycle:

@@ -34,7 +34,7 @@ from cluster.model.logprobs import PromptScores
 from cluster.model.sampling import sample
 from cluster.model.step_model import StepModel
 from cluster.types.logprobs import TokenLogprobs
-from cluster.types.request import SamplingParams
+from cluster.types.request import Prompt, SamplingParams
 
 OnLayer = Callable[[int, Ready], None]
 LEAST_SHARE = 0.25  # of a recorded step, below which prompts are not cut to what answers leave of it
@@ -209,10 +209,14 @@ class LanguageRunner:
         )
 
     def _adapters_of(self, sequences: Iterable[TokenSequence]) -> list[int]:
-        """Empty if the model has none."""
-        if not (slots := self._model.adapter_slots):
+        """Empty if the model has room for none."""
+        if not self._model.num_adapter_slots:
             return []
-        return [slots.get(sequence.prompt.adapter, 0) for sequence in sequences]
+        return [self._adapter_of(sequence.prompt) for sequence in sequences]
+
+    def _adapter_of(self, prompt: Prompt) -> int:
+        """Its slot, or 0. A request holds its adapter's slot from its start on."""
+        return self._model.adapter_slots[prompt.adapter] if prompt.adapter else 0
 
     def _go_ahead(self, choices: Choices, then: Sequence[AnswerChoice], tokens: Tensor) -> None:
         """tokens: those of the choices, on the device."""
@@ -260,7 +264,7 @@ class LanguageRunner:
             num_computed_tokens=sequence.num_computed_tokens,
             block_table=sequence.block_table,
             num_logits=len(token_ids),
-            adapter=self._model.adapter_slots.get(sequence.prompt.adapter, 0),
+            adapter=self._adapter_of(sequence.prompt),
             states=sequence.state_spans(len(token_ids)),
         )
 
@@ -279,7 +283,7 @@ class LanguageRunner:
             num_logits=int(_is_last(work)),
             bidirectional_spans=uncut_spans(self._model, prompt),
             scores=_scores(work, start, end),
-            adapter=self._model.adapter_slots.get(prompt.adapter, 0),
+            adapter=self._adapter_of(prompt),
             states=sequence.state_spans(end - start),
         )
 

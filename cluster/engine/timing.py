@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from cluster.types.messages import PrefillTiming
+from cluster.types.timings import PrefillTiming
 
 
 class Part(StrEnum):

@@ -16,10 +16,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from cluster.clock import Clock
 from cluster.config.checkpoint import placeholder_ids, read_config, takes_media
 from cluster.config.settings import ClusterArgs
+from cluster.engine.adapters import AdapterReader, HeldAdapters
 from cluster.engine.ahead import may_run_ahead
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
@@ -39,6 +41,7 @@ from cluster.structure.compiler import GrammarCompiler
 from cluster.structure.constraints import Constraints
 from cluster.structure.vocabulary import VocabularySource
 from cluster.text.defaults import GenerationDefaults
+from cluster.types.adapters import AdapterSet
 from cluster.types.members import Member, Role
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.kv_tier import open_tier
@@ -83,6 +86,8 @@ class LanguageWorker(PhaseService):
         masks = self._constraints = _constraints(args, model.vocab_size, process.clock)
         runner = LanguageRunner(model, language.steps, language.kv, self.features, speculator, masks)
         blocks = BlockPool(language.num_kv_blocks, args.block_size)
+        self._adapter_reading = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._adapters = self._held_adapters(args, language, process)
         self._tier = open_tier(args, language, blocks, process.clock)
         self.engine = LanguageEngine(
             model=model,
@@ -97,6 +102,7 @@ class LanguageWorker(PhaseService):
             features=self.features,
             tier=self._tier,
             constraints=masks,
+            adapters=self._adapters,
             # what a state has taken in, it cannot give back or compute from the middle
             allows_recompute=args.transfer.recompute == "auto" and not model.state_blocks,
             runs_ahead=speculator is None
@@ -107,13 +113,28 @@ class LanguageWorker(PhaseService):
         )
         self._calls = calls
         _warm_up(role, self.engine, runner, blocks, limits, process.seat.cpu_slots, model.max_model_len)
-        self._inbox = Inbox(role, process, self.engine, self.features, encoder, calls)
+        self._inbox = Inbox(role, process, self.engine, self.features, encoder, calls, self._adapters)
         super().__init__(process, _member(role, process, language, encoder))
+
+    def _held_adapters(
+        self, args: ClusterArgs, language: Language, process: WorkerProcess
+    ) -> HeldAdapters | None:
+        """None: the model has no room for adapters."""
+        model = language.model
+        if not model.num_adapter_slots:
+            return None
+        begins_with = AdapterSet.of_settings({adapter.name: adapter.digest for adapter in model.adapters})
+        return HeldAdapters(
+            model, language.steps.set_adapter, begins_with, AdapterReader(args, model), process.seat.outbox,
+            self._adapter_reading,
+        )  # fmt: skip
 
     async def start(self) -> Member:
         if self._tier is not None:
             self._tier.start(self.process.loop.call)
         self._constraints.attach(self.process.loop.call)
+        if self._adapters is not None:
+            self._adapters.attach(self.process.loop.call)
         return await super().start()
 
     async def run(self, request_id: str) -> None:
@@ -123,6 +144,7 @@ class LanguageWorker(PhaseService):
 
     async def stop(self) -> None:
         await super().stop()
+        self._adapter_reading.shutdown(wait=False, cancel_futures=True)
         if self.encoder is not None:
             self.encoder.close()
         self._constraints.close()

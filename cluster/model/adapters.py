@@ -2,30 +2,34 @@
 
     y = W x + B A x, where B is scaled
 
-A and B of all adapters lie side by side in two matrices, so a step with any mix of adapters is two small
-products for each module, and a row's numbers depend on its own adapter alone: the columns of the others are
-multiplied by 0. A step without adapters skips both.
+Adapters lie in numbered slots. A and B of all slots lie side by side in two matrices of fixed size and place,
+so a step with any mix of adapters is two small products for each module, and a row's numbers depend on its
+own adapter alone: the columns of the others are multiplied by 0. A step without adapters skips both.
+
+Another adapter is brought into a slot in two parts: `prepare` reads, checks and converts it, on any thread;
+what it returns writes it, between two steps.
 
 Of a linear that the ranks of a worker divide by its outputs, each rank adds its piece of them; of one that
 they divide by its inputs, the products with A are summed over the ranks.
 
-Which adapter a row has is a property of the step (`StepAdapters`), set by the model that runs it.
+Which slot a row has is a property of the step (`StepAdapters`), set by the model that runs it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
 
-from cluster.config.adapters import AdaptedModule, Adapter, tensor_names
+from cluster.config.adapters import AdaptedModule, Adapter, AdapterRoom, content_digest, tensor_names
 from cluster.errors import ConfigError
 from cluster.model.layers.codes import CodedLinear
 
@@ -36,11 +40,23 @@ logger = logging.getLogger(__name__)
 _TEXT_PREFIXES = {"model", "language_model", "text_model", "thinker"}
 
 
-class StepAdapters:
-    """The adapters of one step. slots: [T] int64, of each token the adapter's number from 1 on, or 0; None:
-    no token has one."""
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What one adapter adds to one module: B A x. a [rank, inputs]; b [outputs, rank], scaled. float32."""
 
-    def __init__(self) -> None:
+    a: Tensor
+    b: Tensor
+
+
+Updates = Mapping[str, Update]  # of one adapter, by the path of the module in the text model
+
+
+class StepAdapters:
+    """The adapters of one step. slots: [T] int64, of each token its adapter's slot from 1 on, or 0; None: no
+    token has one."""
+
+    def __init__(self, num_slots: int = 0, rank: int = 0):
+        self.num_slots, self.rank = num_slots, rank
         self.slots: Tensor | None = None
 
     @contextmanager
@@ -53,12 +69,29 @@ class StepAdapters:
             self.slots = None
 
 
-@dataclass(frozen=True, eq=False)
-class Update:
-    """What one adapter adds to one module: B A x. a [rank, inputs]; b [outputs, rank], scaled. float32."""
+@runtime_checkable
+class UpdateStore(Protocol):
+    """A module that keeps what the slots add to one or more linears."""
 
-    a: Tensor
-    b: Tensor
+    def prepare(self, updates: Updates) -> Callable[[int], None]:
+        """Converts what an adapter adds. Any thread. The call that is returned writes it into a slot, in
+        place of all that the slot had; on the thread that runs the model."""
+        ...
+
+
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter that was read and converted. updates: whole, also where ranks divide the model."""
+
+    digest: str
+    updates: Updates
+    writes: Sequence[Callable[[int], None]]
+
+    @torch.inference_mode()
+    def write(self, slot: int) -> None:
+        """Makes the slot's adapter this one. On CUDA: enqueued."""
+        for write in self.writes:
+            write(slot)
 
 
 @dataclass(frozen=True)
@@ -75,32 +108,79 @@ class Share:
 WHOLE = Share()
 
 
+class SlotMatrices(nn.Module):
+    """A and B of all slots, for linears with one input. R columns of `down` and rows of `up` for each linear
+    and slot, linear after linear. down [inputs, linears * slots * R], up [linears * slots * R, outputs] with
+    zeros outside of each linear's own outputs, mask [1 + slots, linears * slots * R]."""
+
+    def __init__(
+        self, linears: Sequence[tuple[str, int, int]], inputs: int, outputs: int, step: StepAdapters,
+        device: torch.device, dtype: torch.dtype,
+    ):  # fmt: skip
+        """linears: path, first output and output after the last."""
+        super().__init__()
+        self._linears, self.step = linears, step
+        columns = len(linears) * step.num_slots * step.rank
+        own = torch.block_diag(torch.zeros(1, 0), *[torch.ones(1, step.rank)] * step.num_slots)
+        self.register_buffer("down", torch.zeros(inputs, columns, device=device, dtype=dtype), False)
+        self.register_buffer("up", torch.zeros(columns, outputs, device=device, dtype=dtype), False)
+        self.register_buffer("mask", own.repeat(1, len(linears)).to(device, dtype), False)
+
+    def columns(self, linear: int, slot: int, rank: int | None = None) -> slice:
+        """Returns the first `rank` columns of a slot; None: all."""
+        first = (linear * self.step.num_slots + slot - 1) * self.step.rank
+        return slice(first, first + (self.step.rank if rank is None else rank))
+
+    def add_to(self, y: Tensor, x: Tensor) -> None:
+        """x [T, inputs]; y [T, outputs] is changed in place. Enqueued."""
+        if (slots := self.step.slots) is not None:
+            y += ((x @ self.down) * self.mask[slots]) @ self.up
+
+    def prepare(self, updates: Updates) -> Callable[[int], None]:
+        """See `UpdateStore`."""
+        device, dtype = self.down.device, self.down.dtype
+        converted = [
+            None
+            if (own := updates.get(path)) is None
+            else [each.to(device, dtype).T for each in (own.a, own.b)]
+            for path, _, _ in self._linears
+        ]
+
+        def write(slot: int) -> None:
+            for i, ((_, begin, end), own) in enumerate(zip(self._linears, converted, strict=True)):
+                every = self.columns(i, slot)
+                self.down[:, every] = 0
+                self.up[every, begin:end] = 0
+                if own is not None:
+                    a, b = own
+                    columns = self.columns(i, slot, a.shape[1])
+                    self.down[:, columns].copy_(a)
+                    self.up[columns, begin:end].copy_(b)
+
+        return write
+
+
 class AdaptedLinear(nn.Module):
     """A linear with what adapters add to it. `base` may be replaced by a module that computes the same. Every
     rank has all of A and B."""
 
     def __init__(
-        self, base: nn.Linear, updates: Sequence[Update | None], step: StepAdapters, device: torch.device,
-        dtype: torch.dtype, share: Share = WHOLE,
+        self, base: nn.Linear, path: str, step: StepAdapters, device: torch.device, dtype: torch.dtype,
+        share: Share = WHOLE,
     ):  # fmt: skip
-        """updates: of each adapter; None: it leaves this module as it is. device, dtype: of the matrices; the
-        weight of `base` may be known packed only, and be on the meta device, or be codes."""
+        """path: in the text model. device, dtype: of the matrices; the weight of `base` may be known packed
+        only, and be on the meta device, or be codes."""
         super().__init__()
-        self.base = base
-        self.step, self._share = step, share
-        self.ranks = tuple(0 if update is None else len(update.a) for update in updates)
+        self.base, self.path, self.step, self._share = base, path, step, share
         self.in_features, self.out_features = base.in_features, base.out_features
-        given = [update for update in updates if update is not None]
-        down, up = torch.cat([update.a for update in given]).T, torch.cat([update.b for update in given], 1).T
-        self.register_buffer("down", down.to(device, dtype).contiguous(), persistent=False)
-        self.register_buffer("up", up.to(device, dtype).contiguous(), persistent=False)
-        self.register_buffer("mask", _mask(self.ranks).to(device, dtype), persistent=False)
+        linears = [(path, 0, base.out_features)]
+        self.added = SlotMatrices(linears, base.in_features, base.out_features, step, device, dtype)
 
-    def update(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Returns A [rank, inputs] and the transposed B [rank, outputs] of an adapter that changes it."""
-        first = sum(self.ranks[: slot - 1])
-        own = slice(first, first + self.ranks[slot - 1])
-        return self.down[:, own].T, self.up[own]
+    def update(self, slot: int) -> Update | None:
+        """Returns what the slot's adapter adds, with zeros up to the largest rank; None: nothing."""
+        own = self.added.columns(0, slot)
+        update = Update(self.added.down[:, own].T, self.added.up[own].T)
+        return update if update.a.any() else None
 
     @property
     def weight(self) -> Tensor:
@@ -112,170 +192,204 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., T, inputs] → [..., T, outputs]; both may be this rank's piece."""
-        y, slots = self.base(x), self.step.slots
+        y, slots, added = self.base(x), self.step.slots, self.added
         if slots is None:
             return y
         if x.shape[-1] < self.in_features:
-            low = x @ self._share.of(self.down, 0)
+            low = x @ self._share.of(added.down, 0)
             dist.all_reduce(low)
         else:
-            low = x @ self.down
-        up = self.up if y.shape[-1] == self.out_features else self._share.of(self.up, 1)
-        return y + (low * self.mask[slots]) @ up
+            low = x @ added.down
+        up = added.up if y.shape[-1] == self.out_features else self._share.of(added.up, 1)
+        return y + (low * added.mask[slots]) @ up
 
 
-@dataclass(frozen=True)
-class MergedUpdates:
-    """What adapters add to one product of several linears. down [inputs, ranks], up [ranks, outputs],
-    mask [1 + adapters, ranks], where `ranks` are those of all adapters and linears."""
-
-    down: Tensor
-    up: Tensor
-    mask: Tensor
-    step: StepAdapters
-
-    def add_to(self, y: Tensor, x: Tensor) -> None:
-        """x [T, inputs]; y [T, outputs] is changed in place. Enqueued."""
-        if (slots := self.step.slots) is not None:
-            y += ((x @ self.down) * self.mask[slots]) @ self.up
-
-
-def merged_updates(linears: Sequence[nn.Module]) -> MergedUpdates | None:
-    """None: no adapter changes one of these linears, which have one input."""
-    adapted = [linear for linear in linears if isinstance(linear, AdaptedLinear)]
-    if not adapted:
-        return None
-    first = adapted[0].up
-    ups = [
-        linear.up if isinstance(linear, AdaptedLinear) else first.new_empty(0, cast(int, linear.out_features))
-        for linear in linears
+def merged_updates(linears: Sequence[nn.Module]) -> SlotMatrices | None:
+    """What adapters add to one product of several linears, which have one input. None: adapters change none
+    of them."""
+    ends = torch.tensor([cast(int, linear.out_features) for linear in linears]).cumsum(0).tolist()
+    places = [
+        (linear, end - linear.out_features, end)
+        for linear, end in zip(linears, ends, strict=True)
+        if isinstance(linear, AdaptedLinear)
     ]
-    return MergedUpdates(
-        torch.cat([linear.down for linear in adapted], 1),
-        torch.block_diag(*ups),
-        torch.cat([linear.mask for linear in adapted], 1),
-        adapted[0].step,
-    )
+    if not places:
+        return None
+    first = places[0][0]
+    merged = SlotMatrices(
+        [(linear.path, begin, end) for linear, begin, end in places], first.in_features, ends[-1], first.step,
+        first.added.down.device, first.added.down.dtype,
+    )  # fmt: skip
+    for slot in range(1, first.step.num_slots + 1):
+        merged.prepare(updates_of([linear for linear, _, _ in places], slot))(slot)
+    return merged
+
+
+def updates_of(linears: Sequence[AdaptedLinear], slot: int) -> Updates:
+    """Returns what a slot's adapter adds to these."""
+    updates = {linear.path: linear.update(slot) for linear in linears}
+    return {path: update for path, update in updates.items() if update is not None}
 
 
 def without_adapters(linear: nn.Module) -> nn.Module:
     return linear.base if isinstance(linear, AdaptedLinear) else linear
 
 
-def adapt(
-    text_model: nn.Module, adapters: Sequence[Adapter], device: torch.device, dtype: torch.dtype,
-    share: Share = WHOLE,
-) -> StepAdapters:  # fmt: skip
-    """Puts `AdaptedLinear` in the place of every linear of the text model that an adapter changes. Slot i + 1
-    is adapters[i]. Blocks while the adapters are read. Raises ConfigError for an adapter that does not fit
-    the model, or changes what is not a linear of its text model."""
-    step = StepAdapters()
-    updates: dict[str, list[Update | None]] = {}
-    for slot, adapter in enumerate(adapters):
-        try:
-            own = _read(adapter, text_model)
-        except ConfigError as error:
-            raise ConfigError(f"adapter '{adapter.name}': {error.message}", param="adapters") from error
-        for path, update in own.items():
-            updates.setdefault(path, [None] * len(adapters))[slot] = update
-    for path, each in updates.items():
-        parent, _, leaf = path.rpartition(".")
-        base = cast(nn.Linear, text_model.get_submodule(path))
-        setattr(text_model.get_submodule(parent), leaf, AdaptedLinear(base, each, step, device, dtype, share))
-    logger.info("%d adapters change %d linear modules", len(adapters), len(updates))
-    return step
+class AdapterSlots:
+    """The slots of a text model, and the linears that they may change. Made before modules are replaced; what
+    replaces an `AdaptedLinear` keeps what the slots add to it (`UpdateStore`)."""
+
+    def __init__(
+        self, text_model: nn.Module, room: AdapterRoom, device: torch.device, dtype: torch.dtype,
+        share: Share = WHOLE,
+    ):  # fmt: skip
+        """Puts `AdaptedLinear` in the place of every linear that has room. Raises ConfigError for an adapter
+        of `room` that does not fit the model, or changes what is not a linear of its text model."""
+        self.room = room
+        self.step = StepAdapters(room.num_slots, room.rank)
+        self.unused: set[str] = set()
+        self._text, self._shapes = text_model, _linears_of(text_model)
+        self._kinds = {path: type(module).__name__ for path, module in text_model.named_modules()}
+        used = {path for adapter in room.adapters for path in self._paths_of(adapter).values()}
+        if not room.is_open:
+            self._shapes = {path: shape for path, shape in self._shapes.items() if path in used}
+        for path in self._shapes if room.num_slots else ():
+            base, (parent, _, leaf) = text_model.get_submodule(path), path.rpartition(".")
+            adapted = AdaptedLinear(cast(nn.Linear, base), path, self.step, device, dtype, share)
+            setattr(text_model.get_submodule(parent), leaf, adapted)
+        self.num_bytes = sum(
+            buffer.nbytes for module in _adapted_in(text_model) for buffer in module.added.buffers()
+        )
+        logger.info("%d linear modules have room for %d adapters", len(self._shapes), room.num_slots)
+
+    def prepare(self, adapter: Adapter) -> PreparedAdapter:
+        """Reads the adapter and converts it for this model. Blocks. Any thread, after the modules were
+        replaced. Raises ConfigError, which names the adapter."""
+        return self.prepared(adapter.digest, self._read(adapter))
+
+    def prepared(self, digest: str, updates: Updates) -> PreparedAdapter:
+        """Converts an adapter that was read."""
+        stores = [module for module in self._text.modules() if isinstance(module, UpdateStore)]
+        return PreparedAdapter(digest, updates, [store.prepare(updates) for store in stores])
+
+    def fill(self) -> None:
+        """Random adapters in the first and in the last slot, which add about as much as a linear does: what
+        replacements of modules are compared with. Before any module is replaced."""
+        generator = torch.Generator().manual_seed(0)
+        for slot in {1, self.step.num_slots}:
+            for linear in _adapted_in(self._text):
+                a = torch.randn(self.step.rank, linear.in_features, generator=generator)
+                b = torch.randn(linear.out_features, self.step.rank, generator=generator)
+                update = Update(a * linear.in_features**-0.5, 0.2 * b * self.step.rank**-0.5)
+                linear.added.prepare({linear.path: update})(slot)
+
+    def clear(self) -> None:
+        for slot in range(1, self.step.num_slots + 1):
+            self.prepared("", {}).write(slot)
+
+    def leave_out(self, unused: Sequence[AdaptedLinear]) -> None:
+        """These linears have no room any more, for what adapters add to them would be left out."""
+        for parent in [*self._text.modules()] if unused else ():
+            for name, child in parent.named_children():
+                if child in unused:
+                    setattr(parent, name, cast(AdaptedLinear, child).base)
+        self.unused.update(linear.path for linear in unused)
+
+    def _read(self, adapter: Adapter) -> Updates:
+        """The content is read once, so what is hashed is what is used."""
+        paths = self._paths_of(adapter)
+        with _naming(adapter):
+            try:
+                content = adapter.weights.read_bytes()
+                tensors = load(content)
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"cannot read {adapter.weights}: {error}") from error
+            if content_digest(adapter.modules, (content,)) != adapter.digest:
+                raise ConfigError(f"{adapter.weights} has changed since it was asked for")
+            updates = {}
+            for name, module in adapter.modules.items():
+                a, b = (tensors[tensor].float() for tensor in tensor_names(name))
+                if not (a.isfinite().all() and b.isfinite().all()):
+                    raise ConfigError(f"{name} has weights that are not finite")
+                updates[paths[name]] = Update(a, module.scaling * b)
+        return updates
+
+    def _paths_of(self, adapter: Adapter) -> dict[str, str]:
+        """Returns the path in the text model of each module that the adapter names by its path in the whole
+        model. Raises ConfigError."""
+        paths: dict[str, str] = {}
+        with _naming(adapter):
+            for name, module in adapter.modules.items():
+                path = self._path_of(name, module)
+                if path in paths.values():
+                    raise ConfigError(f"{name} is there twice, under two names")
+                paths[name] = path
+        return paths
+
+    def _path_of(self, name: str, module: AdaptedModule) -> str:
+        parts = name.split(".")
+        while parts and parts[0] in _TEXT_PREFIXES:
+            parts = parts[1:]
+        path = ".".join(parts)
+        if not path or (kind := self._kinds.get(path)) is None:
+            raise ConfigError(
+                f"the language half of this model has no module '{name}'; adapters of encoders, projectors, "
+                "embeddings and heads are not served"
+            )
+        if path in self.unused:
+            raise ConfigError(
+                f"it changes '{path}', which this model does not call as a linear of every token"
+            )
+        if (shape := self._shapes.get(path)) is None:
+            raise ConfigError(f"'{name}' is a {kind}; only linear modules are adapted")
+        if shape != (module.inputs, module.outputs):
+            raise ConfigError(
+                f"'{name}' maps {module.inputs} to {module.outputs} values, the model's {shape[0]} to "
+                f"{shape[1]}: the adapter belongs to another model"
+            )
+        return path
 
 
 @contextmanager
-def all_used(text_model: nn.Module) -> Iterator[None]:
-    """Inside, `text_model` runs a step of tokens with an adapter. Raises ConfigError for an adapted module
-    that it does not call with a row for every token: what adapters add would be left out."""
-    unused = {
-        module: name for name, module in text_model.named_modules() if isinstance(module, AdaptedLinear)
-    }
+def _naming(adapter: Adapter) -> Iterator[None]:
+    """Errors inside name the adapter."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"adapter '{adapter.name}': {error.message}", param="adapters") from error
+
+
+def unused_in(text_model: nn.Module, run: Callable[[], object]) -> list[AdaptedLinear]:
+    """Returns the adapted linears that a step of tokens with an adapter does not call with a row for every
+    token: what adapters add would be left out. `run`: makes such a step."""
+    unused = dict.fromkeys(_adapted_in(text_model))
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        slots = cast(AdaptedLinear, module).step.slots
-        if slots is not None and args[0].shape[-2] == len(slots):
-            unused.pop(cast(AdaptedLinear, module), None)
+        linear = cast(AdaptedLinear, module)
+        if linear.step.slots is not None and args[0].shape[-2] == len(linear.step.slots):
+            unused.pop(linear, None)
 
     hooks = [module.register_forward_pre_hook(note) for module in unused]
     try:
-        yield
+        run()
     except RuntimeError:
         if not unused:
             raise
     finally:
         for hook in hooks:
             hook.remove()
-    if unused:
-        raise ConfigError(
-            f"an adapter changes '{min(unused.values())}', which this model does not call as a linear of "
-            "every token",
-            param="adapters",
-        )
+    return [*unused]
 
 
-def adapter_bytes(text_model: nn.Module) -> int:
-    """Memory that the adapters take."""
-    buffers = [
-        buffer
-        for module in text_model.modules()
-        if isinstance(module, AdaptedLinear)
-        for buffer in module.buffers(recurse=False)
-    ]
-    return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+def _adapted_in(text_model: nn.Module) -> list[AdaptedLinear]:
+    return [module for module in text_model.modules() if isinstance(module, AdaptedLinear)]
 
 
-def _mask(ranks: Sequence[int]) -> Tensor:
-    """[1 + adapters, sum of ranks]: for each slot 1 where the products with its own A stand, else 0."""
-    return torch.block_diag(torch.zeros(1, 0), *(torch.ones(1, rank) for rank in ranks))
-
-
-def _read(adapter: Adapter, text_model: nn.Module) -> dict[str, Update]:
-    """Returns the updates by the path of the module in the text model."""
-    updates: dict[str, Update] = {}
-    try:
-        with safe_open(adapter.weights, framework="pt") as tensors:
-            for name, module in adapter.modules.items():
-                path = _path_in(text_model, name, module)
-                a, b = (tensors.get_tensor(tensor).float() for tensor in tensor_names(name))
-                if not (a.isfinite().all() and b.isfinite().all()):
-                    raise ConfigError(f"{name} has weights that are not finite")
-                if path in updates:
-                    raise ConfigError(f"{name} is there twice, under two names")
-                updates[path] = Update(a, module.scaling * b)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"cannot read {adapter.weights}: {error}") from error
-    return updates
-
-
-def _path_in(text_model: nn.Module, name: str, module: AdaptedModule) -> str:
-    """The path in the text model of a module that the adapter names by its path in the whole model."""
-    parts = name.split(".")
-    while parts and parts[0] in _TEXT_PREFIXES:
-        parts = parts[1:]
-    path = ".".join(parts)
-    try:
-        found = text_model.get_submodule(path)
-    except AttributeError:
-        found = None
-    if not path or found is None:
-        raise ConfigError(
-            f"the language half of this model has no module '{name}'; adapters of encoders, projectors, "
-            "embeddings and heads are not served"
-        )
-    if type(found) not in (nn.Linear, CodedLinear):
-        raise ConfigError(f"'{name}' is a {type(found).__name__}; only linear modules are adapted")
-    shape = (found.in_features, found.out_features)
-    if shape != (module.inputs, module.outputs):
-        raise ConfigError(
-            f"'{name}' maps {module.inputs} to {module.outputs} values, the model's {shape[0]} to "
-            f"{shape[1]}: the adapter belongs to another model"
-        )
-    return path
-
-
-def slots_of(adapters: Sequence[Adapter]) -> Mapping[str, int]:
-    """Returns the numbers of the adapters by digest."""
-    return {adapter.digest: slot for slot, adapter in enumerate(adapters, 1)}
+def _linears_of(text_model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of every linear, by its path."""
+    linears = {
+        path: cast(nn.Linear, module)
+        for path, module in text_model.named_modules()
+        if type(module) in (nn.Linear, CodedLinear)
+    }
+    return {path: (linear.in_features, linear.out_features) for path, linear in linears.items()}

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cluster.config.adapters import Adapter
+from cluster.config.adapters import NO_ADAPTERS, Adapter, AdapterRoom
 from cluster.config.checkpoint import length_limit
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import all_used, slots_of
+from cluster.model.adapters import PreparedAdapter, StepAdapters, Updates, unused_in
 from cluster.model.attention import PagedBatch, UnknownSizes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.modules import WeightDtype
@@ -44,7 +44,7 @@ __all__ = ["FeatureSlice", "LanguageModel", "PromptPositions", "SequenceChunk"]
 
 
 class LanguageModel:
-    """Attributes are fixed at load.
+    """Attributes are fixed at load, but for `adapter_slots`.
 
     kv_layout: K and V of every layer that has some of its own, in the format of `kv_format`.
     state_blocks: of the KV memory, for what a sequence has beside its KV (`cluster.model.states`).
@@ -55,7 +55,9 @@ class LanguageModel:
     position_axes: of the position of a text token.
     sliding_window: the largest window of all layers, in tokens, including the token itself; None if a layer
     has no window.
-    adapter_slots: numbers of the adapters, by digest; empty: it has none.
+    adapters: those that it had at first.
+    num_adapter_slots: adapters that it has room for at once.
+    adapter_slots: slots of the adapters that it has, by digest. `set_adapter` changes them.
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
@@ -67,7 +69,11 @@ class LanguageModel:
         weight = parts.embed.weight
         self._inputs = parts.inputs
         self._head, self._post_head, self._decoder = parts.head, parts.post_head, parts.decoder
-        self._adapters, self.adapter_slots = parts.step_adapters, slots_of(parts.adapters)
+        self._slots = parts.adapters
+        self._adapters = StepAdapters() if parts.adapters is None else parts.adapters.step
+        self.adapters: Sequence[Adapter] = () if parts.adapters is None else parts.adapters.room.adapters
+        self.num_adapter_slots = self._adapters.num_slots
+        self.adapter_slots: dict[str, int] = {}
         self._position_rule = RULES[parts.family.positions]
         self.family: str = config.model_type
         self._windowed_spans = has_windowed_spans(config)
@@ -107,20 +113,20 @@ class LanguageModel:
         weight_dtype: WeightDtype = "auto",
         sharding: Sharding = UNDIVIDED,
         weight_cache: WeightCache | None = None,
-        adapters: Sequence[Adapter] = (),
+        adapters: AdapterRoom = NO_ADAPTERS,
     ) -> LanguageModel:
         """Reads only the language half of the checkpoint, or this rank's share of it
         (cluster/model/parallel.py). On the CPU a whole half runs on native kernels, if these can be built.
         `weight_dtype` "int8": linears with 8 bit weights, CPU only. `weight_cache`: where packed weights are
-        kept and shared. `adapters`: that sequences may have. Raises ConfigError for everything that is not
-        supported."""
+        kept and shared. `adapters`: that sequences may have, and room for others. Raises ConfigError for
+        everything that is not supported."""
         parts = load_parts(
             path, dtype=dtype, device=device, block_size=block_size, kv_cache_dtype=kv_cache_dtype,
             weight_dtype=weight_dtype, sharding=sharding, weight_cache=weight_cache, adapters=adapters,
         )  # fmt: skip
         model = cls(parts)
-        if adapters:
-            model._try_adapters()
+        if adapters.num_slots:
+            model._try_adapters(adapters)
         if model.state_blocks:
             check_states(model)
         return model
@@ -178,7 +184,7 @@ class LanguageModel:
     ) -> Tensor:
         """Computes one token for each of B sequences, not of a model that keeps states. token_ids: if a
         tensor, [B] int64 on the model's device, where it is read. context_lens[i]: KV length before this
-        token, which is its index. block_tables[i] covers context_lens[i] + 1 tokens. adapters: their numbers,
+        token, which is its index. block_tables[i] covers context_lens[i] + 1 tokens. adapters: their slots,
         or 0; empty: no sequence has one. Returns [B, vocab_size] float32 logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
         batch.kv_owners = self._kv_owners
@@ -209,7 +215,7 @@ class LanguageModel:
             device=inputs.step,
         )
         extra = self._inputs.of_layers(inputs.token_ids)
-        with self._adapters.of_step(inputs.adapters.long() if self.adapter_slots else None):
+        with self._adapters.of_step(inputs.adapters.long() if self.num_adapter_slots else None):
             return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted, extra)
 
     def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None:
@@ -275,12 +281,33 @@ class LanguageModel:
         is_all = batch.is_decode and len(rows) == len(hidden)
         return self._logits(hidden if is_all else hidden[rows])
 
-    def _try_adapters(self) -> None:
-        """One step of a block. Raises ConfigError if the model would leave an adapter out."""
+    def prepare_adapter(self, adapter: Adapter) -> PreparedAdapter:
+        """Reads an adapter and converts it for this model. Blocks. Any thread. Raises ConfigError for one
+        that does not fit the model."""
+        assert self._slots is not None, "this model has no room for adapters"
+        return self._slots.prepare(adapter)
+
+    def prepared_adapter(self, digest: str, updates: Updates) -> PreparedAdapter:
+        """Converts an adapter that another rank has read."""
+        assert self._slots is not None
+        return self._slots.prepared(digest, updates)
+
+    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
+        """Makes the slot's adapter this one. On CUDA: enqueued."""
+        self.adapter_slots = {own: place for own, place in self.adapter_slots.items() if place != slot}
+        prepared.write(slot)
+        self.adapter_slots[prepared.digest] = slot
+
+    def _try_adapters(self, room: AdapterRoom) -> None:
+        """One step of a block: linears that the model does not call in it lose their room. Then it gets the
+        adapters of `room`. Raises ConfigError if one of these would be left out."""
+        assert self._slots is not None
         kv = BlockMemory(self.kv_layout, 1, self.device)
         tokens = [i % self.vocab_size for i in range(self.block_size)]
-        with all_used(self._text):
-            self.forward([SequenceChunk(tokens, 0, 0, [0], adapter=1)], kv)
+        chunk = SequenceChunk(tokens, 0, 0, [0], adapter=1)
+        self._slots.leave_out(unused_in(self._text, lambda: self.forward([chunk], kv)))
+        for slot, adapter in enumerate(room.adapters, 1):
+            self.set_adapter(slot, self.prepare_adapter(adapter))
 
     def _adapted(self, adapters: np.ndarray) -> AbstractContextManager[None]:
         """The work inside is that of tokens with these adapters."""

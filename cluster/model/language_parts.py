@@ -11,8 +11,8 @@ Runs on the thread that loads the model. Blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from cluster.config.adapters import Adapter
+from cluster.config.adapters import NO_ADAPTERS, AdapterRoom
 from cluster.config.checkpoint import placeholder_ids
 from cluster.config.families import ModelFamily
 from cluster.config.machine import has_triton
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
-from cluster.model.adapters import WHOLE, AdaptedLinear, Share, StepAdapters, adapt, adapter_bytes
+from cluster.model.adapters import WHOLE, AdaptedLinear, AdapterSlots, Share, StepAdapters
 from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
 from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_cuda import CudaAttention
@@ -48,7 +48,7 @@ from cluster.model.layers.trial import Trial, WholeDecoder
 from cluster.model.loading import Half, load_half
 from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, Probed, check_post_head, kv_row_shapes, probe_backbone
-from cluster.model.sharding import Sharding, check_adapted, distributing
+from cluster.model.sharding import Sharding, distributing, divided_oddly
 from cluster.model.states import StepStates, install
 from cluster.model.support import check_class, family_of, leave_out_query_scales, post_head, text_of
 from cluster.model.token_inputs import TokenInputs
@@ -73,14 +73,13 @@ class LanguageParts:
     scratch_bytes: int  # of plain weights that a step makes of codes, one after the other
     decoder: WholeDecoder | None = None  # runs a step in one call, if one can
     evictable_bytes: int = 0  # of weights in a mapped file that are not locked in memory
-    adapters: Sequence[Adapter] = ()  # that its linears may add
-    step_adapters: StepAdapters = field(default_factory=StepAdapters)  # what these linears ask
+    adapters: AdapterSlots | None = None  # that its linears may add; None: there is no room for any
 
 
 def load_parts(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str, block_size: int,
     kv_cache_dtype: KvCacheDtype, weight_dtype: WeightDtype, sharding: Sharding,
-    weight_cache: WeightCache | None, adapters: Sequence[Adapter] = (),
+    weight_cache: WeightCache | None, adapters: AdapterRoom = NO_ADAPTERS,
 ) -> LanguageParts:  # fmt: skip
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
     num_ranks = sharding.num_ranks
@@ -101,13 +100,13 @@ def load_parts(
         if parts.embed.weight.device.type == "cuda":
             optimise_experts(parts.text)
         making.notes["probed"] = parts.probed.to_json()
-        if parts.states is not None and adapters:
+        if parts.states is not None and adapters.num_slots:
             name = half.config.model_type
             raise ConfigError(
                 f"model type '{name}' keeps states beside its KV: adapters are not served with it"
             )
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
-        if adapters:
+        if adapters.num_slots:
             parts = _adapted(parts, adapters, num_ranks)
         served = parts if ours is None else on_kernels(parts, ours)
         if weight_dtype != "auto" and served.head is parts.head:
@@ -119,8 +118,7 @@ def load_parts(
     # a share of a weight may begin inside a word or a block
     has_coded_kernels = torch.device(device).type == "cuda" and num_ranks == 1 and has_triton()
     kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
-    adapted = " ".join(sorted({module for adapter in adapters for module in adapter.modules}))
-    key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype, adapted)
+    key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype, adapters.modules)
     return load_through(weight_cache, key, kernels, make)
 
 
@@ -168,13 +166,20 @@ def probed_parts(
     )
 
 
-def _adapted(parts: LanguageParts, adapters: Sequence[Adapter], num_ranks: int) -> LanguageParts:
+def _adapted(parts: LanguageParts, room: AdapterRoom, num_ranks: int) -> LanguageParts:
     share = Share(dist.get_rank(), num_ranks) if num_ranks > 1 else WHOLE
-    step = adapt(parts.text, adapters, parts.embed.weight.device, parts.embed.weight.dtype, share)
+    weight = parts.embed.weight
+    slots = AdapterSlots(parts.text, room, weight.device, weight.dtype, share)
     if num_ranks > 1:
-        check_adapted(parts.model, (m for m in parts.text.modules() if isinstance(m, AdaptedLinear)))
-    num_bytes = parts.weight_bytes + adapter_bytes(parts.text)
-    return replace(parts, adapters=adapters, step_adapters=step, weight_bytes=num_bytes)
+        linears = [module for module in parts.text.modules() if isinstance(module, AdaptedLinear)]
+        odd = divided_oddly(parts.model, linears)
+        if odd and not room.is_open:
+            raise ConfigError(
+                f"an adapter changes '{odd[0].path}', which ranks divide in a way in which adapters are not",
+                param="adapters",
+            )
+        slots.leave_out(odd)
+    return replace(parts, adapters=slots, weight_bytes=parts.weight_bytes + slots.num_bytes)
 
 
 def _token_inputs(
@@ -223,11 +228,21 @@ def _layer_kernels(parts: LanguageParts, weight_dtype: WeightDtype, making: Maki
 
 
 def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
-    """Puts the kernels in place of all modules that they can replace."""
+    """Puts the kernels in place of all modules that they can replace. Slots of adapters are empty then."""
+    slots = parts.adapters
+    if slots is not None:
+        slots.fill()
     trial = Trial(
         parts.text, parts.kv_layout, parts.attention, RULES[parts.family.positions].with_axes,
-        adapters=(parts.step_adapters, len(parts.adapters)),
+        adapters=StepAdapters() if slots is None else slots.step,
     )  # fmt: skip
+    parts = _replaced(parts, kernels, trial)
+    if slots is not None:
+        slots.clear()
+    return parts
+
+
+def _replaced(parts: LanguageParts, kernels: LayerKernels, trial: Trial) -> LanguageParts:
     replace_layers(parts.text, kernels, trial)
     if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
         parts.model.set_output_embeddings(head)  # the old one's weights are not kept

@@ -14,7 +14,7 @@ parallelism. `sharding` says what each of them holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +29,7 @@ from torch import Tensor
 from cluster.config.environment import tell_local_rank
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.adapters import PreparedAdapter, Update, Updates
 from cluster.model.failures import DeviceLostError
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.logprobs import PromptScores
@@ -180,6 +181,17 @@ class LeadingModel:
             self._tell(_CopyCall(sources, targets))
             self._model.copy_blocks(sources, targets, kv)
 
+    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
+        """Rank 0 alone has read the adapter: its matrices travel to the other ranks as one tensor."""
+        updates = prepared.updates
+        shapes = {path: (*own.a.shape, len(own.b)) for path, own in updates.items()}
+        with _in_step():
+            self._tell(_SetAdapter(slot, prepared.digest, shapes))
+            if updates:
+                parts = [part.flatten() for own in updates.values() for part in (own.a, own.b)]
+                dist.broadcast(torch.cat(parts).to(self._device), src=0)
+            self._model.set_adapter(slot, prepared)
+
     def _tell_chunks(self, chunks: Sequence[SequenceChunk]) -> None:
         self._tell(_Forward([_to_wire(chunk) for chunk in chunks]))
         rows = [piece.rows.to(self._device, self._dtype) for chunk in chunks for piece in chunk.features]
@@ -203,6 +215,7 @@ def _in_step() -> Iterator[None]:
 
 def follow(
     model: StepModel,
+    prepare: Callable[[str, Updates], PreparedAdapter],
     kv: BlockMemory,
     group: ParallelGroup,
     calls: Connection,
@@ -210,7 +223,8 @@ def follow(
     dtype: torch.dtype,
     feature_width: int,
 ) -> None:
-    """Repeats rank 0's calls until rank 0 closes the pipe. Blocks. If another rank is lost, raises the error
+    """Repeats rank 0's calls until rank 0 closes the pipe. `prepare`: `LanguageModel.prepared_adapter`.
+    Blocks. If another rank is lost, raises the error
     of the collective."""
     while True:
         try:
@@ -222,6 +236,9 @@ def follow(
                 model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters)
             case _CopyCall(sources, targets):
                 model.copy_blocks(sources, targets, kv)
+            case _SetAdapter(slot, digest, shapes):
+                updates = _received_updates(shapes, group.device)
+                model.set_adapter(slot, prepare(digest, updates))
             case _Forward(wires):
                 chunks = _with_features(wires, dtype, group.device, feature_width)
                 progress.begin()
@@ -260,14 +277,33 @@ class _Decode(msgspec.Struct, array_like=True, tag=True):
     adapters: Sequence[int]
 
 
+class _SetAdapter(msgspec.Struct, array_like=True, tag=True):
+    slot: int
+    digest: str
+    shapes: dict[str, tuple[int, int, int]]  # by path: rank, inputs, outputs
+
+
 class _CopyCall(msgspec.Struct, array_like=True, tag=True):
     sources: Sequence[int]
     targets: Sequence[int]
 
 
-_RankCall = _Forward | _Decode | _CopyCall
+_RankCall = _Forward | _Decode | _CopyCall | _SetAdapter
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_RankCall)
+
+
+def _received_updates(shapes: Mapping[str, tuple[int, int, int]], device: torch.device) -> dict[str, Update]:
+    """Returns the matrices that rank 0 sends."""
+    counts = [rank * width for rank, *widths in shapes.values() for width in widths]
+    flat = torch.empty(sum(counts), device=device)
+    if counts:
+        dist.broadcast(flat, src=0)
+    parts = iter(flat.split(counts))
+    return {
+        path: Update(next(parts).view(rank, inputs), next(parts).view(outputs, rank))
+        for path, (rank, inputs, outputs) in shapes.items()
+    }
 
 
 def _to_wire(chunk: SequenceChunk) -> _WireChunk:

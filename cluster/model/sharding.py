@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -52,6 +52,7 @@ class Sharding:
 
 
 UNDIVIDED = Sharding()
+Linear = TypeVar("Linear", bound=nn.Module)
 
 
 def read_share(
@@ -126,17 +127,15 @@ def check_experts(text_config: PreTrainedConfig, model_type: str, sharding: Shar
         )
 
 
-def check_adapted(model: PreTrainedModel, linears: Iterable[nn.Module]) -> None:
-    """Raises ConfigError if ranks divide a linear, which adapters change, in another way than by successive
-    pieces of its outputs or inputs."""
+def divided_oddly(model: PreTrainedModel, linears: Iterable[Linear]) -> list[Linear]:
+    """Returns those of the linears that ranks divide in another way than by successive pieces of their
+    outputs or inputs: adapters cannot change them."""
     names = {module: name for name, module in model.named_modules()}
-    for name in map(names.__getitem__, linears):
-        way = model.tp_plan.get(re.sub(r"\d+", "*", name))
-        if way not in _IN_PIECES:
-            raise ConfigError(
-                f"an adapter changes '{name}', which ranks divide in a way ({way}) in which adapters are not",
-                param="adapters",
-            )
+
+    def way(linear: nn.Module) -> str | None:
+        return model.tp_plan.get(re.sub(r"\d+", "*", names[linear]))
+
+    return [linear for linear in linears if way(linear) not in _IN_PIECES]
 
 
 def _has_whole_experts(module: nn.Module) -> bool:

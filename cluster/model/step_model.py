@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.adapters import PreparedAdapter
 from cluster.model.language import SequenceChunk
 
 
@@ -40,4 +41,8 @@ class StepModel(Protocol):
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         """Block targets[i] becomes a copy of block sources[i]."""
+        ...
+
+    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
+        """Makes the slot's adapter this one, for the calls after this."""
         ...

@@ -48,6 +48,8 @@ At any time:
     any → all doors  Measured: how fast the worker is
     any → all doors  Stalled: the threads of the worker that have work and do not move
     any → all doors  PhasesAssigned: the phases that the worker shall do from now on
+    P, D → all doors  AdaptersHeld: LoRA adapters that it shall hold, and does; a door that knows
+              of newer ones answers with SetAdapters
     door → any  Ping, if a worker that has a request of this door has been silent for a while; the worker
                 answers with Pong at once
 
@@ -65,14 +67,16 @@ from enum import StrEnum
 import msgspec
 
 from cluster.errors import ErrorInfo
+from cluster.types.adapters import AdapterFailure, AdapterSet
 from cluster.types.curves import ServiceCurves
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.media import MediaItem
 from cluster.types.members import Phase, ProcessId
 from cluster.types.request import GenerateRequest
+from cluster.types.timings import EncodeTiming, PrefillTiming
 from cluster.types.transfer import Grant, ReceivedTotals, SentTotals, TierTotals
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 
 class FinishReason(StrEnum):
@@ -203,27 +207,6 @@ class ReturnGrant(ChannelMessage, frozen=True):
     lease_id: str
 
 
-class EncodeTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one item at its encoder, from the arrival of StartEncode to the end of the transfer, in
-    order of time."""
-
-    preparing_s: float = 0.0  # waiting for a thread, decoding, preprocessing
-    queued_s: float = 0.0  # ready, while the device did other work
-    encoding_s: float = 0.0  # from the start of the first call to the end of the last
-    target_s: float = 0.0  # the rows exist, prefill's grant has not come
-    sending_s: float = 0.0
-
-
-class PrefillTiming(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of one request at the worker that computes its prompt. Their sum is the time from the arrival
-    of its start to the first token."""
-
-    blocks_s: float = 0.0  # waiting for KV blocks
-    media_s: float = 0.0  # nothing could be computed until more embeddings came
-    queued_s: float = 0.0  # could be computed, while the device did other work
-    computing_s: float = 0.0  # in steps that computed a part of it
-
-
 class Encoded(ItemMessage, frozen=True):
     cached: bool  # the embeddings came from the encoder cache
     timing: EncodeTiming = EncodeTiming()
@@ -267,6 +250,21 @@ class PhasesAssigned(ChannelMessage, frozen=True):
 
     phases: tuple[Phase, ...]
     epoch: int
+
+
+class SetAdapters(ChannelMessage, frozen=True):
+    """Hold these adapters and no others, unless a newer set is known."""
+
+    wanted: AdapterSet
+
+
+class AdaptersHeld(ChannelMessage, frozen=True):
+    """Worker → every door, when a door connects and after every change. held: digests of the adapters of the
+    set that new requests may have here."""
+
+    wanted: AdapterSet
+    held: tuple[str, ...]
+    failed: tuple[AdapterFailure, ...] = ()
 
 
 class Ping(ChannelMessage, frozen=True):
@@ -383,6 +381,6 @@ class Cancel(RequestMessage, frozen=True):
 AnyMessage = (
     Hello | StartDecode | DecodeGranted | StartPrefill | PrefillAdmitted | FeatureGranted | FeatureShared
     | DecodeTarget | StartEncode | EncodeTarget | EncoderLost | GrantPassed | ReturnGrant | Encoded
-    | CacheChanged | BlocksChanged | Measured | Stalled | PhasesAssigned | Ping | Pong | Tokens | Failed
-    | Preempted | Cancel | Goodbye
+    | CacheChanged | BlocksChanged | Measured | Stalled | PhasesAssigned | SetAdapters | AdaptersHeld | Ping
+    | Pong | Tokens | Failed | Preempted | Cancel | Goodbye
 )  # fmt: skip

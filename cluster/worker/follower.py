@@ -56,7 +56,10 @@ def main(calls_fd: int, transfers_fd: int) -> None:
     rank_follower.report(RankReady(spec.rank))
     setup.late_memory.populate(language.memories)
     model = language.model
-    follow(language.steps, language.kv, group, calls, progress, model.dtype, model.feature_width)
+    follow(
+        language.steps, model.prepared_adapter, language.kv, group, calls, progress, model.dtype,
+        model.feature_width,
+    )  # fmt: skip
     transfer_engine.close()
 
 

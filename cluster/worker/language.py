@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass
 
-from cluster.config.adapters import read_adapters
+from cluster.config.adapters import adapter_room
 from cluster.config.settings import ClusterArgs, DecodeArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
@@ -113,7 +113,7 @@ def _model(args: ClusterArgs, setup: WorkerSetup, sharding: Sharding) -> Languag
         weight_dtype=args.weight_dtype,
         sharding=sharding,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
-        adapters=read_adapters(args.adapters, args.max_lora_rank),
+        adapters=adapter_room(args),
     )
 
 

@@ -21,7 +21,7 @@ import yaml
 from pydantic import ValidationError
 
 from cluster.config import ClusterArgs, Environment, read_environment, resolve
-from cluster.config.adapters import read_adapters
+from cluster.config.adapters import adapter_room
 from cluster.config.checkpoint import Weights, check_checkpoint, takes_media, text_config
 from cluster.config.keys import read_key_file
 from cluster.config.machine import available_memory, has_gpu, max_open_files
@@ -124,7 +124,7 @@ def _complete(
     args = _settings(application.get("args") or {}, file)
     resolved = resolve(args, environment, num_cores=len(machine.cores))
     config, weights = check_checkpoint(Path(resolved.model))
-    read_adapters(resolved.adapters, resolved.max_lora_rank)
+    adapter_room(resolved)
     _check_machine(resolved, environment, machine)
     check_memory(resolved, config, weights, machine)
     if key_file := resolved.door.access.key_file:
@@ -134,6 +134,8 @@ def _complete(
     }  # fmt: skip
     if resolved.adapters:
         application["args"]["adapters"] = resolved.adapters
+    if resolved.adapters_folder:
+        application["args"]["adapters_folder"] = resolved.adapters_folder
     if key_file:
         application["args"]["door"]["access"]["key_file"] = key_file
     if resolved.decode.speculation.method == "draft":

@@ -6,6 +6,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from router.api.absent import mount_absent
+from router.api.adapters import AdapterRoutes
 from router.api.anthropic.render import error_body
 from router.api.anthropic.routes import MESSAGES_PATH, MessagesRoutes
 from router.api.audio import AudioRoutes
@@ -47,6 +48,7 @@ def build_api(
     MessagesRoutes(door, calls).mount(api)
     AudioRoutes(door, calls).mount(api)
     ModelRoutes(door).mount(api)
+    AdapterRoutes(door, calls).mount(api)
     TokenRoutes(door, calls).mount(api)
     ServerRoutes(door, metrics).mount(api)
     KeptRoutes(kept).mount(api)

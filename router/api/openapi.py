@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from router.api.adapters import LoadRequest, UnloadRequest
 from router.api.anthropic.schema import CountRequest, MessagesRequest
 from router.api.audio import TranscriptionRequest, TranslationRequest
 from router.api.body import RequestBody
@@ -19,6 +20,7 @@ from router.api.chat.schema import ChatRequest, CompletionRequest
 from router.api.protocol import DoorProtocol
 from router.api.responses.schema import ResponsesRequest
 from router.api.tokens import DetokenizeRequest, TokenizeRequest
+from router.http.keys import LOAD_PATH, UNLOAD_PATH
 
 REFERENCE = "#/components/schemas/{model}"
 _JSON, _EVENTS, _TEXT, _FORM = "application/json", "text/event-stream", "text/plain", "multipart/form-data"
@@ -82,6 +84,11 @@ ENDPOINTS = {
     ),
     "/v1/models": Endpoint("The model"),
     "/v1/models/{model_id}": Endpoint("The model"),
+    LOAD_PATH: Endpoint(
+        "Loads a LoRA adapter into all workers", (_TEXT,), LoadRequest,
+        {"lora_name": "sql", "lora_path": "sql-v2"},
+    ),
+    UNLOAD_PATH: Endpoint("Unloads a LoRA adapter", (_TEXT,), UnloadRequest, {"lora_name": "sql"}),
     "/tokenize": Endpoint("The tokens of a text or chat", (_JSON,), TokenizeRequest, {"prompt": "Hello"}),
     "/detokenize": Endpoint("The text of tokens", (_JSON,), DetokenizeRequest, {"tokens": [1, 2]}),
     "/version": Endpoint("The version of this server"),
@@ -137,7 +144,8 @@ def _body(
         }
         schema["required"] = [*schema["required"], endpoint.file]
     if endpoint.example is not None:
-        content["example"] = {"model": model_id, **endpoint.example}
+        named = {"model": model_id} if "model" in model.model_fields else {}
+        content["example"] = {**named, **endpoint.example}
     return {"required": True, "content": {_FORM if endpoint.file else _JSON: content}}
 
 

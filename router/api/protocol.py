@@ -81,14 +81,33 @@ class Generation(Protocol):
         ...
 
 
+class AdaptersProtocol(Protocol):
+    """Loading and unloading of LoRA adapters in all workers, while the cluster runs."""
+
+    async def load(self, name: str, path: str) -> None:
+        """Returns when clients may name the adapter. Raises ClusterError."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Returns when no new request gets it. Raises ClusterError."""
+        ...
+
+
 class DoorProtocol(Protocol):
-    models: ServedModels
     created: int  # unix seconds
     defaults: GenerationDefaults  # for fields that a request leaves out
     limits: Limits  # for all other fields
     access: Access
     transcription_instruction: str  # what the model is asked to do with a sound
     translation_instruction: str  # "" without the endpoint
+
+    @property
+    def models(self) -> ServedModels:
+        """As of now: adapters come and go."""
+        ...
+
+    @property
+    def adapters(self) -> AdaptersProtocol: ...
 
     async def chat(self, call: ChatCall) -> Sequence[Generation]:
         """Returns one generation per choice. Raises ClusterError."""

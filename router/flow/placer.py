@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from cluster.types.media import MediaItem
 from cluster.types.members import Member
 from cluster.types.messages import (
+    AdaptersHeld,
     AnyMessage,
     BlocksChanged,
     CacheChanged,
     Measured,
     PhasesAssigned,
-    PrefillTiming,
 )
 from cluster.types.request import GenerateRequest
+from cluster.types.timings import PrefillTiming
 from router.admission.queue import AdmissionTicket, Capacity, Reported
 from router.flow.state import Attempt, ClientRequest
 from router.policy import (
@@ -72,6 +73,8 @@ class Placer:
             self.cluster.measured(replica_id, message.curves, is_of_encoder=message.is_of_encoder)
         elif isinstance(message, PhasesAssigned):
             self.cluster.assign(replica_id, message.phases)
+        elif isinstance(message, AdaptersHeld):
+            self.cluster.adapters_changed(replica_id, message.held)
 
     def decide(self, view: RequestView, now: float) -> Decision:
         """Where the request goes. Charges nothing. Raises ClusterError if no worker can serve it."""
@@ -191,6 +194,7 @@ class Placer:
             num_decode_blocks=request.max_blocks(self.block_size, state_blocks=self._state_blocks),
             priority=request.priority,
             waited_s=request.waited_s,
+            adapter=prompt.adapter,
             avoided=avoided,
         )
 

@@ -27,6 +27,7 @@ from math import inf
 from cluster.errors import UnavailableError
 from cluster.types.members import Member
 from cluster.types.messages import (
+    AdaptersHeld,
     AnyMessage,
     DecodeGranted,
     FeatureGranted,
@@ -239,6 +240,8 @@ class RequestFlow:
             self._context.return_grant(worker, message.grant)
         else:
             self._placer.on_message(worker.replica_id, message)
+            if isinstance(message, AdaptersHeld):
+                self._place_unplaced(now)
 
     def _ping(self, worker: WorkerState) -> None:
         self._context.put(Send(worker.replica_id, Ping()))
@@ -278,7 +281,7 @@ class RequestFlow:
             self._forget(client)
 
     def _place_unplaced(self, now: float) -> None:
-        """A worker has come: what waits for one is tried again."""
+        """A worker has come, or holds other adapters: what waits for one is tried again."""
         for work in self._unplaced.take_all():
             if not any(work.client.choices[idx].is_open for idx in work.choice_idxs):
                 continue

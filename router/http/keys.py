@@ -41,7 +41,9 @@ from router.page.site import is_public
 
 log = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/ready", "/openapi.json"})
-ADMIN_PATHS = frozenset({"/metrics"})
+METRICS_PATH = "/metrics"
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADMIN_PATHS = frozenset({METRICS_PATH, LOAD_PATH, UNLOAD_PATH})
 LOOK_PERIOD_S = 1.0
 _CANCEL_PATH = re.compile(r"/v1/responses/[^/]+/cancel")
 LOOK_TIMEOUT_S = 1.0  # after this time requests no longer wait for a look that has begun
@@ -219,7 +221,7 @@ class Access:
 
     def needs_key(self, path: str) -> bool:
         if path in ADMIN_PATHS:
-            return self.keys.guards_admin and not self._public_metrics
+            return self.keys.guards_admin and not (path == METRICS_PATH and self._public_metrics)
         return self.keys.guards_api and path not in OPEN_PATHS and not is_public(path)
 
     def _find(self, given: str) -> ApiKey:

@@ -246,10 +246,13 @@ def able_to_send(request: RequestView, pool: WorkerPool) -> NDArray[np.bool_]:
 def able_to_hold(
     request: RequestView, pool: WorkerPool, is_able: NDArray[np.bool_], num_blocks: int
 ) -> NDArray[np.bool_]:
-    """[slots]: of the able workers, those that have so many blocks at all, as the request prefers them.
-    Raises UnavailableError if no worker is able, RequestError if the request is too large for all."""
+    """[slots]: of the able workers, those that hold the request's adapter and have so many blocks at all, as
+    the request prefers them. Raises UnavailableError if no worker is able, RequestError if the request is too
+    large for all."""
     if not is_able.any():
         raise UnavailableError(f"no {pool.phase} worker is ready", retry_after_s=1.0)
+    if request.adapter and not (is_able := is_able & pool.holding(request.adapter)).any():
+        raise UnavailableError(f"no {pool.phase} worker holds this adapter at present", retry_after_s=1.0)
     is_large = is_able & (pool.num_blocks >= num_blocks)
     if not is_large.any():
         largest = int(pool.num_blocks[is_able].max()) * request.block_size

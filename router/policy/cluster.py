@@ -4,7 +4,7 @@ hold, and what this door has sent them. All policies read this one object.
 It is driven from outside and has no clock:
 
     add, remove, set_listed, set_avoided                       workers join, drain, hang and leave
-    assign, measured, reported, media_changed, blocks_changed messages of workers
+    assign, measured, reported, media_changed, blocks_changed, adapters_changed    messages of workers
     started, item_moved, item_done, prefilled, ended          this door's own requests, in this order
     observed                                                  the actual durations; before `ended`
 
@@ -22,7 +22,8 @@ import numpy as np
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, virtual_deadline
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Phase, Role
-from cluster.types.messages import EncodeTiming, LoadReport, PrefillTiming
+from cluster.types.messages import LoadReport
+from cluster.types.timings import EncodeTiming, PrefillTiming
 from router.policy.calibration import Calibration, CalibrationStatistics, Kind
 from router.policy.encoder_media import EncoderMedia, row_s
 from router.policy.feedback import learn
@@ -115,6 +116,11 @@ class ClusterView:
             # A worker whose role is to decode stands among those that prefill for its own prompts of text
             is_assigned = pool.phase in phases or pool.phase not in role.phases
             pool.is_assigned[pool.slots[replica_id]] = is_assigned
+
+    def adapters_changed(self, replica_id: str, held: Collection[str]) -> None:
+        """The worker holds these LoRA adapters, by digest."""
+        for pool in self._pools_of(replica_id):
+            pool.set_adapters(replica_id, frozenset(held))
 
     def measured(self, replica_id: str, curves: ServiceCurves, *, is_of_encoder: bool = False) -> None:
         kinds: dict[str, Curve] = {f"encode {m}": curve for m, curve in curves.encode.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cluster.types.members import Phase, Role
-from cluster.types.messages import EncodeTiming, PrefillTiming
+from cluster.types.timings import EncodeTiming, PrefillTiming
 from router.policy.calibration import Calibration
 from router.policy.in_flight import InFlightRequest
 

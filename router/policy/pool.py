@@ -95,6 +95,8 @@ class WorkerPool:
         self._resolved: dict[str, CurveArrays] = {}
         self._resolved_steps: Floats | None = None
         self._able: dict[str, NDArray[np.bool_]] = {}  # modality → whether the worker takes it
+        self._adapters: dict[str, frozenset[str]] = {}  # replica id → digests of adapters that it holds
+        self._holding: dict[str, NDArray[np.bool_]] = {}  # the same by digest
         self._unseen: dict[str, deque[Charge]] = {}  # by replica id, in order of `known_at`
         self._num_added = 0
 
@@ -140,6 +142,7 @@ class WorkerPool:
             column[slot] = 0
         del self._workers[replica_id]
         del self._unseen[replica_id]
+        self._adapters.pop(replica_id, None)
         for curves in self._measured.values():
             curves.pop(replica_id, None)
         self._step_units.pop(replica_id, None)
@@ -155,6 +158,21 @@ class WorkerPool:
                 able[self.slots[replica_id]] = not worker.modalities or modality in worker.modalities
             self._able[modality] = able
         return able & self.is_listed
+
+    def set_adapters(self, replica_id: str, digests: frozenset[str]) -> None:
+        """The LoRA adapters that the worker holds."""
+        self._adapters[replica_id] = digests
+        self._holding.clear()
+
+    def holding(self, digest: str) -> NDArray[np.bool_]:
+        """[slots]: workers that hold the adapter."""
+        holding = self._holding.get(digest)
+        if holding is None:
+            holding = np.zeros(len(self), bool)
+            for replica_id, digests in self._adapters.items():
+                holding[self.slots[replica_id]] = digest in digests
+            self._holding[digest] = holding
+        return holding
 
     def preferred(
         self, is_able: NDArray[np.bool_], avoided: Collection[str] = frozenset()
@@ -249,6 +267,7 @@ class WorkerPool:
     def _forget_resolved(self) -> None:
         self._resolved.clear()
         self._able.clear()
+        self._holding.clear()
         self._resolved_steps = None
 
     # --- how busy they are

@@ -51,6 +51,7 @@ class RequestView:
     num_decode_blocks: int = 0  # that a decode worker must be able to hold
     priority: int = 0  # class; lower goes sooner
     waited_s: float = 0.0  # since the client asked
+    adapter: str = ""  # digest of the LoRA adapter that workers must hold
     avoided: frozenset[str] = frozenset()  # replica ids of workers that are chosen only if there is no other
 
     @property

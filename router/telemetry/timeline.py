@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.types.messages import EncodeTiming, PrefillTiming
+from cluster.types.timings import EncodeTiming, PrefillTiming
 from router.policy import Decision, Placement
 
 

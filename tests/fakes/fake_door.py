@@ -70,6 +70,17 @@ class FakeGeneration:
         self._door.closed.set()
 
 
+class FakeAdapters:
+    def __init__(self) -> None:
+        self.loaded: dict[str, str] = {}
+
+    async def load(self, name: str, path: str) -> None:
+        self.loaded[name] = path
+
+    async def unload(self, name: str) -> None:
+        self.loaded.pop(name, None)
+
+
 class FakeDoor:
     models = ServedModels("org/demo")
     created = 1_700_000_000
@@ -80,6 +91,7 @@ class FakeDoor:
 
     def __init__(self, words: Sequence[str] = ("Hello", " wör", "ld", "")):
         self.access = Access(KeyRing(None, (), SystemClock()))
+        self.adapters = FakeAdapters()
         self.words = words
         self.deltas: Sequence[TextDelta] = ()  # before the words; the last one may end the answer
         self.pause_s = 0.0

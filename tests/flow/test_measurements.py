@@ -17,14 +17,13 @@ from cluster.types.members import Member, Role
 from cluster.types.messages import (
     BlocksChanged,
     Encoded,
-    EncodeTiming,
     Measured,
-    PrefillTiming,
     StartDecode,
     StartEncode,
     StartPrefill,
     Tokens,
 )  # fmt: skip
+from cluster.types.timings import EncodeTiming, PrefillTiming
 from router.api.app import build_api
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import ask, cluster_args

@@ -16,7 +16,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
-from cluster.config.adapters import Adapter, read_adapters
+from cluster.config.adapters import NO_ADAPTERS, Adapter, AdapterRoom, read_adapters
 from cluster.config.settings import REPOSITORY, ClusterArgs
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
@@ -151,18 +151,30 @@ def run_rank(
         try:
             sharding = Sharding(2, expert_parallel=name.endswith(WHOLE))
             adapters = adapters_in(path)
+            room = AdapterRoom(2, 16, adapters[:1], is_open=True) if adapters else NO_ADAPTERS
             model = LanguageModel.load(
-                path, dtype=torch.float32, block_size=BLOCK_SIZE, sharding=sharding, adapters=adapters
+                path, dtype=torch.float32, block_size=BLOCK_SIZE, sharding=sharding, adapters=room
             )
         except ConfigError as error:
             results.send((name, str(error)))
             continue
         kv, progress = BlockMemory(model.kv_layout, 14), ForwardProgress()
         if rank > 0:
-            follow(model, kv, group, calls[name], progress, torch.float32, model.feature_width)
+            follow(
+                model,
+                model.prepared_adapter,
+                kv,
+                group,
+                calls[name],
+                progress,
+                torch.float32,
+                model.feature_width,
+            )
             assert progress.has((3, model.num_layers))
             continue
         leading = LeadingModel(model, [calls[name]], progress, torch.float32, group.device)
+        for slot, adapter in enumerate(adapters[1:], 2):  # rank 0 alone reads it
+            leading.set_adapter(slot, model.prepare_adapter(adapter))
         found = answers(leading, kv, model.feature_width, SLOTS if adapters else (0, 0))
         calls[name].close()
         results.send((name, (*found, progress.now, model.weight_bytes, model.kv_layout.block_bytes)))
@@ -266,8 +278,9 @@ def test_two_ranks_answer_like_one_process(name: str, shared, checkpoints: dict[
     tokens, verified, progress, weight_bytes, block_bytes = shared[name]
     adapters = adapters_in(checkpoints[name])
     if adapters:
+        room = AdapterRoom(2, 16, adapters, is_open=True)
         model = LanguageModel.load(
-            checkpoints[name], dtype=torch.float32, block_size=BLOCK_SIZE, adapters=adapters
+            checkpoints[name], dtype=torch.float32, block_size=BLOCK_SIZE, adapters=room
         )
     else:
         half = load_half(checkpoints[name], Half.LANGUAGE, dtype=torch.float32, device="cpu")

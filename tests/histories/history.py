@@ -92,6 +92,8 @@ class History:
         self.lookout = Lookout(self.world)
         self._num_requests = 0
         self.cut_blocks = rng.choice([1, 2]) if rng.random() < 0.15 else None
+        if self.world.sizes.state_blocks:
+            self.cut_blocks = None  # decode computes no end of a prompt
         self._num_events = 0
         self.world.scheduler.after_event = self._after_event
 
@@ -121,6 +123,12 @@ class History:
             overcommit=rng.choice([1, 1, 4]),
             skew=rng.random() < 0.5,
         )
+        states = Random(f"{self.seed} states")
+        if states.random() < 0.2:  # what is not served with states is off
+            state_blocks, drafts = states.choice([1, 2]), 0.0
+            kv_blocks = sizes.kv_blocks + 44 * state_blocks
+            sizes = replace(sizes, state_blocks=state_blocks, kv_blocks=kv_blocks, tier_bytes=0, window=None)
+            return replace(shape, sizes=sizes, drafts=drafts)
         runs_ahead = not shape.drafts and Random(f"{self.seed} runs ahead").random() < 0.5
         return replace(shape, sizes=replace(sizes, runs_ahead=runs_ahead))
 
@@ -140,6 +148,7 @@ class History:
                 raise HistoryError(self.seed, self.world, failure) from failure
         counts += self._seen()
         counts["histories at depth 1"] = int(self.world.sizes.runs_ahead)
+        counts["histories with states"] = int(self.world.sizes.state_blocks > 0)
         return +counts
 
     def trace_lines(self) -> Iterator[str]:

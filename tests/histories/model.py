@@ -19,6 +19,7 @@ from zlib import crc32
 import torch
 
 from cluster.engine.features import FeatureStore
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import accept
 from cluster.engine.state import (
     AnswerChoice,
@@ -167,6 +168,7 @@ class ChainRunner:
         start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + work.num_tokens
         rows = self._checked(work.request.request_id, sequence.block_table, chain(prompt)[:start])
         last = rows[-1] if rows else crc32(prompt.cache_salt.encode())
+        self._move_states(work.request.request_id, sequence, chain(prompt)[:end], work.num_tokens)
         found = list(prompt.token_ids[start:end])
         for item_idx, item in enumerate(prompt.media):
             for token, row, count in item.pieces(start, end):
@@ -200,6 +202,7 @@ class ChainRunner:
             first = sequence.num_dropped * BLOCK_SIZE
             rows = self._checked(request.request_id, sequence.block_table, wanted, first)
             last, lasts = rows[-1], []
+            self._move_states(request.request_id, sequence, [*wanted, mix(last, new[0])], 1)
             for position, token_id in enumerate(new, len(wanted)):
                 last = mix(last, token_id)
                 lasts.append(last)
@@ -249,6 +252,23 @@ class ChainRunner:
             places = [p for p in range(first, len(wanted)) if p >= len(rows) or rows[p] != wanted[p]]
             self._on_foreign(self.kv, request_id, sorted({block_table[p // BLOCK_SIZE] for p in places}))
         return rows
+
+    def _move_states(
+        self, request_id: str, sequence: TokenSequence, rows: Sequence[int], num_tokens: int
+    ) -> None:
+        """rows: of all tokens, the new ones included. A state is the last row, in every row of its blocks,
+        mixed with its place."""
+        at = len(rows) - num_tokens
+        for span in sequence.state_spans(num_tokens):
+            for block_ids, end in ((span.source, at), (span.target, at + span.num_tokens)):
+                for i, block_id in enumerate(block_ids):
+                    wanted = mix(rows[end - 1], i)
+                    own = self._rows[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE]
+                    if block_ids is span.target:
+                        own[:] = wanted
+                    elif (own != wanted).any():
+                        self._on_foreign(self.kv, request_id, [block_id])
+            at += span.num_tokens
 
     def _write(self, block_table: Sequence[int], position: int, value: int) -> None:
         self._rows[block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE] = value

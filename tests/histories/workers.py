@@ -69,6 +69,7 @@ class Sizes:
     # Workers that only decode know from the start how long prompts take: then they are given some
     is_warm: bool = False
     runs_ahead: bool = False  # see cluster/engine/ahead.py
+    state_blocks: int = 0  # of the state that the model keeps beside its KV
     max_queued_rows: int = 1000
 
     @property
@@ -166,7 +167,7 @@ class SimulatedLanguage(Inbox):
         model: Any = SimpleNamespace(
             positions=lambda prompt: SimpleNamespace(delta=0),
             chunk_cut_spans=False,
-            state_blocks=0,
+            state_blocks=sizes.state_blocks,
             kv_layout=KV_LAYOUT,
             num_layers=1,
             sliding_window=sizes.window if role.decodes else None,
@@ -184,7 +185,7 @@ class SimulatedLanguage(Inbox):
             cpu_slots=process.seat.cpu_slots,
             features=self.features,
             tier=self._tier,
-            allows_recompute=True,
+            allows_recompute=not sizes.state_blocks,
             runs_ahead=sizes.runs_ahead,
             on_ended=worker.ended.append,
         )
@@ -279,6 +280,7 @@ class SimulatedWorker:
             else self.host.sizes.kv_blocks * overcommit,
             modalities=("image", "video", "audio") if self.role.encodes else (),
             block_bytes=KV_LAYOUT.block_bytes,
+            state_blocks=0 if self.language is None else self.host.sizes.state_blocks,
             processes=(self.process_id,),
             row_bytes=8 if self.role.encodes else 0,
             process_name=self.name,

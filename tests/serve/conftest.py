@@ -45,9 +45,18 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def _parallel(tmp_path_factory: pytest.TempPathFactory) -> LocalCluster:
+def adapters_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the larger cluster."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="session")
+def _parallel(tmp_path_factory: pytest.TempPathFactory, adapters_folder: Path) -> LocalCluster:
     speculation = {"method": "ngram", "max_draft_tokens": 3}
-    args = {"tensor_parallel_size": 2, "decode": {"speculation": speculation}, "door": PATIENT_DOOR}
+    args = {
+        "tensor_parallel_size": 2, "decode": {"speculation": speculation}, "door": PATIENT_DOOR,
+        "adapters_folder": str(adapters_folder), "max_loras": 1, "max_lora_rank": 4,
+    }  # fmt: skip
     return entered(starting(tmp_path_factory.mktemp("parallel"), args, Encode=2, Decode=2))
 
 

@@ -16,6 +16,7 @@ struct Layer;
 struct LayerAdapter {
   const Layer* down;  // the parts' A, one behind the other: [parts * rank] outputs. Null: nothing is added
   const void* up;     // the parts' B: [rank, packed outputs]
+  int64_t rank;       // of each part's A, even, with zeros where it is smaller
 };
 
 struct Layer {
@@ -27,7 +28,7 @@ struct Layer {
   int64_t outputs;        // of y; a gated layer has twice as many rows of weights
   int64_t gated;          // y = silu(gate) * up; gate and up are two parts
   const LayerAdapter* adapters;  // by number, from 1 on; null: none
-  int64_t rank, down_width;      // rank: of each A, even, with zeros where it is smaller; down_width: of all parts
+  int64_t down_width;            // of all parts: what A makes of a row has at most so many numbers
   int64_t second, third;         // of a layer that is not gated: where these parts begin, multiples of kLanes
 };
 
@@ -62,14 +63,19 @@ namespace kernels __attribute__((visibility("hidden"))) {
 
 // ---------------------------------------------------------------------------------------------------------- linear.cpp
 
+// Of a row: its adapter's number, or 0, and the first row of its run. Rows of a run have one adapter.
+struct RowAdapter {
+  int32_t number, begin;
+};
+
 struct Batch {
   const char* x;                   // rows of the packed type's elements
   int64_t x_bytes;                 // from row to row
   const float* x_scales;           // int8 only: one a row
   int64_t rows;
   const void* residual = nullptr;  // [rows, outputs], added to the result; may be the result's memory
-  const int32_t* adapters = nullptr;  // [rows] numbers, or 0; null: no row has one
-  const float* down = nullptr;        // [rows, down_width], A x of each row that has one
+  const RowAdapter* adapters = nullptr;  // [rows]; null: no row has one
+  const float* down = nullptr;           // [rows, down_width] A x; the rows of a run stand close together
 };
 
 // y [rows, outputs] of x. Rows of bfloat16 are even in width.

@@ -57,7 +57,7 @@ struct DecoderStep {
   float* logits;                        // the same in float32; null where `outputs` are
   int64_t tokens, rotary_width, num_views, num_wanted, threads;
   int (*on_layer)(int64_t layer);       // or null; called by the calling thread when a layer has run. Not 0: stop there
-  const int32_t* adapters;              // [tokens] numbers, or 0
+  const kernels::RowAdapter* adapters;  // [tokens]
   const AdapterRun* runs;               // [num_runs], short: a thread computes A x of a whole run
   int64_t num_runs;                     // 0: no token has an adapter
   int64_t busy;                         // set by the call: nanoseconds of each thread in kernels, on average
@@ -197,7 +197,7 @@ struct LayerCall {
     const Layer* down = product.layer->adapters[run.adapter - 1].down;
     if (!down) return;
     const kernels::Batch batch{rows.data + run.begin * rows.row_bytes(), rows.row_bytes(), nullptr, run.end - run.begin};
-    const int64_t first = run.begin * down->outputs, count = batch.rows * down->outputs;
+    const int64_t first = run.begin * product.layer->down_width, count = batch.rows * down->outputs;
     const Product a{down, batch, buffers.rounded + first * element_bytes, layer.is_bf16 != 0};
     for (int64_t item = 0; item < a.items(); item++) a.run(item, 1);
     const BFloat16* rounded = (const BFloat16*)buffers.rounded + first;

@@ -92,10 +92,11 @@ class NativeDecoderLayer(nn.Module):
             PackedWeights(kernels, mlp.down.weight, int8=int8),
         )
         products = (attention.projections, (attention.out,), mlp.inputs, (mlp.down,))
-        adapters = [
+        adapters = (
             attach_adapters(packed, kernels, linears, gated=linears is mlp.inputs)
             for packed, linears in zip(weights, products, strict=True)
-        ]
+        )
+        self.adapters = nn.ModuleList(packed for packed in adapters if packed is not None)
         self.step_adapters = step_of([linear for linears in products for linear in linears])
         norms = [parts.attention.pre, parts.mlp.pre, *(attention.head_norms or (None, None))]
         self.dtype = parts.dtype
@@ -105,7 +106,7 @@ class NativeDecoderLayer(nn.Module):
         shape = (heads.num_query, heads.num_kv, heads.key_width)
         # Layers of one form can run in one call.
         self.form = (self.dtype, self.hidden_size, *shape, up.out_features, int8)
-        self._kept = (weights, [_weight(norm) for norm in norms], adapters)
+        self._kept = (weights, [_weight(norm) for norm in norms])
         self._layer = _DecoderLayer(
             *(packed.address for packed in weights), *map(pointer, self._kept[1]),
             *shape, self.dtype == torch.bfloat16,

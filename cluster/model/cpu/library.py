@@ -32,7 +32,6 @@ class Layer(ctypes.Structure):
         ("outputs", c_int64),
         ("gated", c_int64),
         ("adapters", c_void_p),
-        ("rank", c_int64),
         ("down_width", c_int64),
         ("second", c_int64),
         ("third", c_int64),
@@ -42,7 +41,7 @@ class Layer(ctypes.Structure):
 class LayerAdapter(ctypes.Structure):
     """Mirrors `LayerAdapter` of kernels.h."""
 
-    _fields_ = (("down", c_void_p), ("up", c_void_p))
+    _fields_ = (("down", c_void_p), ("up", c_void_p), ("rank", c_int64))
 
 
 _LINEAR = (c_void_p, c_void_p, c_void_p, c_int64, c_int)  # layer, x, y, rows, threads

@@ -41,18 +41,19 @@ int64_t panels_of(const Layer& layer) { return ceil_div(layer.outputs * (layer.g
 // The row's adapter, if it has one, to a panel of its outputs.
 template <class Out>
 inline void add_adapter(const Layer& layer, const Batch& batch, int64_t row, int64_t column, Floats* values) {
-  const int32_t adapter = batch.adapters[row];
-  if (!adapter || !layer.adapters[adapter - 1].down) return;
-  const int64_t width = panels_of(layer) * kPanel;
-  const Out* up = (const Out*)layer.adapters[adapter - 1].up + column;
-  const float *down = batch.down + row * layer.down_width, *parts[kVectors];
+  const auto [number, begin] = batch.adapters[row];
+  if (!number || !layer.adapters[number - 1].down) return;
+  const LayerAdapter& adapter = layer.adapters[number - 1];
+  const int64_t width = panels_of(layer) * kPanel, rank = adapter.rank;
+  const Out* up = (const Out*)adapter.up + column;
+  const float *down = batch.down + begin * layer.down_width + (row - begin) * adapter.down->outputs, *parts[kVectors];
   for (int v = 0; v < kVectors; v++) {
     const int64_t first = column + v * kLanes;
     const int part = layer.gated ? v >= kVectors / 2 : (first >= layer.second) + (first >= layer.third);
-    parts[v] = down + part * layer.rank;
+    parts[v] = down + part * rank;
   }
   Floats sums[2][kVectors] = {};  // two chains of additions do not wait for each other
-  for (int64_t i = 0; i < layer.rank; i += 2)
+  for (int64_t i = 0; i < rank; i += 2)
     for (int64_t j = 0; j < 2; j++)
       for (int v = 0; v < kVectors; v++)
         sums[j][v] += splat_word(parts[v] + i + j) * widened(up + (i + j) * width + v * kLanes);

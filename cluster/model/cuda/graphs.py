@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.adapters import PreparedAdapter
 from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.step_model import StepModel
@@ -194,6 +195,10 @@ class GraphedModel:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         self._model.copy_blocks(sources, targets, kv)
+
+    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
+        """Recorded steps read the slots where they are."""
+        self._model.set_adapter(slot, prepared)
 
     def _sizes_of(self, chunks: Sequence[SequenceChunk]) -> StepSizes | None:
         """The smallest that hold such a step. None: it is not recorded."""

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from cluster.model.adapters import MergedUpdates, merged_updates, without_adapters
+from cluster.model.adapters import SlotMatrices, merged_updates, without_adapters
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda.coded_products import coded_product
@@ -92,7 +92,7 @@ class Product:
 
     weight: Tensor | Codes
     bias: Tensor | None
-    updates: MergedUpdates | None  # of LoRA adapters
+    updates: SlotMatrices | None  # of LoRA adapters
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, N] → shares [S, T, M]."""
@@ -138,6 +138,7 @@ class FusedAttention:
         self._around, self._qkv, self._out, self._rope = around, qkv, out, rope
         self._num_heads, self._layer, self._layer_idx = num_heads, layer, layer_idx
         self._attention = attention
+        self.products = (qkv, out)
 
     def __call__(self, x: Tensor, pending: Addition | None, rotary: Rotary, batch: PagedBatch) -> Addition:
         """x [T, N], changed by what is pending alone."""
@@ -157,6 +158,7 @@ class FusedMlp:
 
     def __init__(self, around: Around, gate_up: Product, down: Product, activation: GateActivation):
         self._around, self._gate_up, self._down, self._activation = around, gate_up, down, activation
+        self.products = (gate_up, down)
 
     def __call__(self, x: Tensor, pending: Addition | None) -> Addition:
         """x [T, N], changed by what is pending alone."""
@@ -173,6 +175,7 @@ class FusedLayer(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self._attention, self._mlp = attention, mlp
+        self.parts = nn.ModuleList([*_modules_of(attention), *_modules_of(mlp)])  # adapters look for theirs
         if hasattr(parts.layer, "attention_type"):  # some text models choose the mask by it
             self.attention_type = parts.layer.attention_type
         # by which some rotary embeddings choose their table
@@ -211,6 +214,12 @@ class FusedLayer(nn.Module):
         if isinstance(self._mlp, FusedMlp):
             return self._mlp(x, pending)
         return _by_modules(self._mlp, x, pending, {})
+
+
+def _modules_of(half: FusedAttention | FusedMlp | LayerHalf) -> list[nn.Module]:
+    if isinstance(half, LayerHalf):
+        return [half.body]
+    return [product.updates for product in half.products if product.updates is not None]
 
 
 def _by_modules(half: LayerHalf, x: Tensor, pending: Addition | None, keywords: Mapping[str, object]) -> None:

@@ -116,9 +116,9 @@ class Trial:
     def __init__(
         self, text_model: nn.Module, layout: MemoryLayout, attention: AttentionBackend,
         positions: Callable[[Tensor], Tensor], clock: Callable[[], float] = time.perf_counter,
-        adapters: tuple[StepAdapters, int] | None = None,
+        adapters: StepAdapters | None = None,
     ):  # fmt: skip
-        """adapters: where adapted modules ask for a step's, and how many there are."""
+        """adapters: where adapted modules ask for a step's; None: none is adapted."""
         # a parameter that is known packed only is on the meta device
         self._device = next(own.device for own in text_model.parameters() if not own.is_meta)
         self._text_model, self._attention, self._clock = text_model, attention, clock
@@ -127,7 +127,8 @@ class Trial:
         x = torch.randn(1, NUM_TOKENS, cast(Any, text_model).config.hidden_size, generator=generator)
         self._x = (_SCALE * x).to(self._device, dtype)
         self._positions = positions(torch.arange(NUM_TOKENS, device=self._device))
-        self._adapters, num_adapters = adapters or (StepAdapters(), 0)
+        self._adapters = adapters or StepAdapters()
+        num_adapters = self._adapters.num_slots
         # the first sequence has none, the others the first and the last adapter
         slots = torch.tensor([0, min(1, num_adapters), num_adapters], device=self._device)
         counts = torch.tensor([new for _, new in _SIZES], device=self._device)

@@ -1,4 +1,4 @@
-"""Every field of the endpoints that take JSON, found in the schema, and values no request should have."""
+"""Every field of the endpoints that ask a model, found in the schema, and values no request should have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Path = tuple[str | int, ...]
 ENDPOINTS: dict[str, type[RequestBody]] = {
     path: endpoint.body
     for path, endpoint in openapi.ENDPOINTS.items()
-    if endpoint.body is not None and not endpoint.file
+    if endpoint.body is not None and "model" in endpoint.body.model_fields and not endpoint.file
 }
 # As JSON; some of it is not what `json.dumps` writes.
 EXTREMES = (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cluster.config.adapters import Adapter, read_adapters
+from cluster.config.adapters import Adapter, folder_within, read_adapters
 from cluster.errors import ConfigError
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -134,3 +134,20 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
         read(path)
     with pytest.raises(ConfigError, match=r"adapter_config\.json"):
         read(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", "missing", "link", "file", "a\0", "linked", "loop"])
+def test_nothing_outside_of_the_folder_of_adapters_is_named(path: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    inside = folder(root / "a")
+    outside = folder(tmp_path / "outside")
+    (root / "link").symlink_to(outside)
+    (root / "file").write_text("")
+    (root / "linked").mkdir()
+    (root / "linked" / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
+    (root / "loop").symlink_to(root / "loop")
+    for way in ("a", str(inside), "b/../a", "./a/"):
+        assert folder_within(str(root), way) == inside.resolve()
+    with pytest.raises(ConfigError, match=r"adapters_folder|no path of a folder"):
+        folder_within(str(root), path)

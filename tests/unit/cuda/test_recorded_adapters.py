@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config.adapters import read_adapters
-from cluster.model.adapters import AdaptedLinear, adapt
+from cluster.config.adapters import read_adapters, room_for
+from cluster.model.adapters import AdapterSlots, SlotMatrices
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.language_parts import probed_parts
 from tests.fakes.cuda_device import SimulatedCuda
@@ -35,10 +35,12 @@ def adapted_model(device: SimulatedCuda, folder: Path) -> LanguageModel:
     }
     adapters = read_adapters({name: str(path) for name, path in folders.items()}, 8)
     parts = probed_parts(device.put(whole), 16, "auto")
-    step = adapt(parts.text, adapters, torch.device("cuda"), torch.float32)
-    assert all(m.down.device.type == "cuda" for m in parts.text.modules() if isinstance(m, AdaptedLinear))
-    parts = replace(parts, adapters=adapters, step_adapters=step, attention=RecordedAttention())
-    return LanguageModel(parts)
+    slots = AdapterSlots(parts.text, room_for(adapters), torch.device("cuda"), torch.float32)
+    assert all(m.down.device.type == "cuda" for m in parts.text.modules() if isinstance(m, SlotMatrices))
+    model = LanguageModel(replace(parts, adapters=slots, attention=RecordedAttention()))
+    for slot, adapter in enumerate(adapters, 1):
+        model.set_adapter(slot, model.prepare_adapter(adapter))
+    return model
 
 
 def prompts(adapters: list[int]) -> list[SequenceChunk]:
@@ -68,3 +70,15 @@ def test_replayed_answers_have_the_adapters_of_their_sequences(device: Simulated
     assert torch.equal(found[1][0], found[2][0]) and torch.equal(found[0][1], found[2][1])
     one = compared.decode([9], [3], [0], TABLES[1:2], [1])  # padding has none
     assert torch.equal(one[0], found[0][0])
+
+
+def test_recorded_steps_have_an_adapter_that_came_later(device: SimulatedCuda, tmp_path: Path) -> None:
+    model = adapted_model(device, tmp_path)
+    compared = Compared(model)
+    first, other = (compared.forward(prompts([slot, 0])) for slot in (1, 2))
+    (some,) = read_adapters({"some": str(tmp_path / "some")}, 8)
+    compared.graphed.set_adapter(1, model.prepare_adapter(some))
+    now = compared.forward(prompts([1, 0]))
+    assert compared.num_forwards == 0
+    assert torch.equal(now, other) and (now[0] - first[0]).abs().max() > 0.1
+    assert model.adapter_slots == {some.digest: 1}

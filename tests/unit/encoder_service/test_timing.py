@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cluster.types.messages import Encoded, EncodeTiming
+from cluster.types.messages import Encoded
+from cluster.types.timings import EncodeTiming
 from tests.fakes.encoder import EncoderRig
 from tests.fakes.requests import make_item, make_video
 

@@ -3,11 +3,8 @@
 import pytest
 
 from cluster.engine.state import LanguagePhase
-from cluster.types.messages import (
-    Measured,
-    PrefillTiming,
-    Tokens,
-)  # fmt: skip
+from cluster.types.messages import Measured, Tokens
+from cluster.types.timings import PrefillTiming
 from tests.fakes.requests import make_request, salted
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.engine.timing import Part, Stopwatch
-from cluster.types.messages import PrefillTiming, TokenEvent
+from cluster.types.messages import TokenEvent
+from cluster.types.timings import PrefillTiming
 from tests.fakes.engines import Rig
 from tests.fakes.requests import make_item, make_request
 

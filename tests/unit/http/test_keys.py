@@ -18,7 +18,7 @@ from cluster.config.keys import ApiKey, key_entry, new_key
 from cluster.config.settings import AccessArgs
 from cluster.errors import ConfigError, UnavailableError
 from router.api.app import build_api
-from router.http.keys import LOOK_PERIOD_S, Access, KeyRing
+from router.http.keys import LOAD_PATH, LOOK_PERIOD_S, UNLOAD_PATH, Access, KeyRing
 from tests.fakes.clock import ManualClock
 from tests.fakes.fake_door import FakeDoor
 from tests.fakes.http_server import serving
@@ -97,7 +97,7 @@ async def test_a_tenant_is_the_name_of_its_key(world):
 @pytest.mark.parametrize(
     "header", [None, "", "Bearer", "Bearer ", f"Basic {ALICE}", ALICE, "Bearer sk-alic", f"Bearer {ALICE}x"]
 )
-@pytest.mark.parametrize("path", [CHAT, "/nothing", "/metrics", "/health/", "/health/x"])
+@pytest.mark.parametrize("path", [CHAT, "/nothing", "/metrics", LOAD_PATH, "/health/", "/health/x"])
 async def test_a_request_without_a_valid_key_is_refused_unread(world, header, path):
     async def body():
         raise AssertionError("the body was read")
@@ -142,6 +142,21 @@ async def test_a_key_opens_the_paths_that_it_is_for(world, root):
             assert answer.status_code == status
             if status == 403:
                 assert error_of(answer)["code"] == "insufficient_permissions"
+
+
+@pytest.mark.parametrize("public_metrics", [False, True])
+async def test_adapters_are_loaded_and_unloaded_with_an_admin_key_alone(public_metrics):
+    world = World(entry("alice", ALICE), entry("ops", SCRAPER, admin=True), public_metrics=public_metrics)
+    body = {"lora_name": "mine", "lora_path": "folder"}
+    for key, status in ((None, 401), (ALICE, 403), (SCRAPER, 200)):
+        assert (await world.ask("POST", LOAD_PATH, key, json=body)).status_code == status
+        assert world.door.adapters.loaded == ({"mine": "folder"} if status == 200 else {})
+    for changed in ({"lora_name": ""}, {"lora_path": 3}, {"load_inplace": True}, {"lora_path": None}):
+        answer = await world.ask("POST", LOAD_PATH, SCRAPER, json={**body, **changed})
+        assert (answer.status_code, error_of(answer)["param"]) == (400, *changed)
+    for key, status in ((ALICE, 403), (SCRAPER, 200)):
+        assert (await world.ask("POST", UNLOAD_PATH, key, json={"lora_name": "mine"})).status_code == status
+    assert world.door.adapters.loaded == {}
 
 
 async def test_metrics_are_public_where_the_operator_says_so():

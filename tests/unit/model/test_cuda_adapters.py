@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config.adapters import read_adapters
+from cluster.config.adapters import read_adapters, room_for
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import adapt
+from cluster.model.adapters import AdapterSlots
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.layer import CudaLayerKernels
@@ -56,12 +56,14 @@ def test_a_fused_model_with_adapters_gives_the_tokens_of_peft(name: str, tmp_pat
     parts = probed_parts(case.model, 16, "auto")
     with torch.inference_mode():
         merge_inputs(parts.model, torch.device("cpu"))
-    step = adapt(parts.text, adapters, torch.device("cpu"), torch.float32)
+    slots = AdapterSlots(parts.text, room_for(adapters), torch.device("cpu"), torch.float32)
     attention = CudaAttention(TorchAttention(), num_processors=2)
-    parts = replace(parts, attention=attention, adapters=adapters, step_adapters=step)
+    parts = replace(parts, attention=attention, adapters=slots)
     parts = on_kernels(parts, CudaLayerKernels(torch.float32, attention, is_timed=False))
     assert what_is_fused(parts) == EXPECTED[name]
     model = LanguageModel(parts)
-    for slots in ((1, 2), (3, 1)):
-        expected = [answers[adapters[slot - 1].name][i][:NUM_TOKENS] for i, slot in enumerate(slots)]
-        assert greedy(model, BlockMemory(model.kv_layout, 4), slots) == expected
+    for slot, adapter in enumerate(adapters, 1):
+        model.set_adapter(slot, model.prepare_adapter(adapter))
+    for pair in ((1, 2), (3, 1)):
+        expected = [answers[adapters[slot - 1].name][i][:NUM_TOKENS] for i, slot in enumerate(pair)]
+        assert greedy(model, BlockMemory(model.kv_layout, 4), pair) == expected

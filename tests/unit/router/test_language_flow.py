@@ -24,7 +24,6 @@ from cluster.types.messages import (
     Pong,
     Preempted,
     PrefillAdmitted,
-    PrefillTiming,
     ReturnGrant,
     Stalled,
     StartDecode,
@@ -33,6 +32,7 @@ from cluster.types.messages import (
     Tokens,
 )
 from cluster.types.request import Guidance, Prompt, SamplingParams
+from cluster.types.timings import PrefillTiming
 from router.flow.watch import LOOK_EVERY_S, MOVE_S
 from router.policy import ClusterView, Decision, ItemView, JointPolicy, Placement, RequestView
 from router.policy.estimate import Estimate

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.types.messages import EncodeTiming, PrefillTiming
+from cluster.types.timings import EncodeTiming, PrefillTiming
 from router.policy import Decision, ItemPrediction, Placement, Prediction
 from router.telemetry.timeline import RequestTimeline
 

@@ -7,7 +7,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from cluster.types.messages import EncodeTiming, PrefillTiming
+from cluster.types.timings import EncodeTiming, PrefillTiming
 from router.calls import Usage
 from router.policy import Decision, ItemPrediction, Placement, Prediction
 from router.telemetry.timeline import RequestTimeline

@@ -81,6 +81,15 @@ def test_the_plan_names_the_model_by_its_path_and_clients_by_its_folder(tmp_path
     assert args == {"model": str(tmp_path / "m"), "model_id": "m", "decode": {"threads": 1}}
 
 
+def test_the_folder_of_adapters_is_found_as_the_model_is_or_refused(tmp_path, monkeypatch):
+    model = text_folder(tmp_path / "m")
+    (tmp_path / "adapters").mkdir()
+    monkeypatch.chdir(tmp_path)
+    args = checked(tmp_path, model, {"adapters_folder": "adapters"}).content["applications"][0]["args"]
+    assert args["adapters_folder"] == str(tmp_path / "adapters")
+    check_refused(tmp_path, "no folder 'none'", model=model, args={"adapters_folder": "none"})
+
+
 def test_a_model_of_the_hub_is_served_by_its_id(tmp_path, monkeypatch):
     folder = text_folder(tmp_path / "snapshots" / "0123")
     monkeypatch.setattr("cluster.config.hub.download", lambda model_id, *, is_offline: folder)

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from cluster.types.members import Role
-from cluster.types.messages import EncodeTiming, PrefillTiming
+from cluster.types.timings import EncodeTiming, PrefillTiming
 from router.policy import JointPolicy
 from router.policy.calibration import (
     ACCURACY_WINDOW,

@@ -64,6 +64,28 @@ def test_what_nobody_can_hold_is_refused_and_who_can_is_chosen(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_request_goes_to_workers_that_hold_its_adapter(policy):
+    cluster = busy(cluster_of(0, 3, 3), p1=50_000, d1=30)
+    request = text(160, adapter="mine")
+    with pytest.raises(UnavailableError, match="no decode worker holds this adapter"):
+        decide(request, cluster, policy)
+    cluster.adapters_changed("d1", ["other", "mine"])
+    cluster.adapters_changed("p0", ["other"])
+    with pytest.raises(UnavailableError, match="no prefill worker holds this adapter"):
+        decide(request, cluster, policy)
+    cluster.adapters_changed("p1", ["mine"])
+    placement = decide(request, cluster, policy).placement
+    assert (placement.prefill, placement.decode) == ("p1", "d1")
+    cluster.adapters_changed("p1", [])
+    cluster.adapters_changed("p2", ["mine"])
+    assert decide(request, cluster, policy).placement.prefill == "p2"
+    cluster.remove("p2")
+    add(cluster, "p3", Role.PREFILL)  # in its place
+    with pytest.raises(UnavailableError, match="holds this adapter"):
+        decide(request, cluster, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_text_needs_no_encoder(policy):
     assert decide(text(), cluster_of(num_encoders=0), policy).placement.encoders == ()
 
