@@ -34,6 +34,7 @@ _OTHER_KV = (
     "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern",
 )  # fmt: skip
 _KV_LAYERS = {"full_attention", "sliding_attention"}
+_BY_LENGTH = "its rotary frequencies depend on the length of a sequence"
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")  # "su": longrope's name in older configurations
 
 
@@ -95,10 +96,26 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, dict) else config
 
 
-def max_rope_length(text: Mapping[str, Any]) -> int | None:
-    """The longest sequence for which rotary frequencies do not depend on the sequence's length; None: they
-    never do. Beyond it a token's K would depend on the tokens after it, and on other sequences of its step.
-    `text`: configuration of a language model."""
+@dataclass(frozen=True)
+class LengthLimit:
+    num_tokens: int
+    reason: str  # what is so beyond it
+
+
+def length_limit(text: Mapping[str, Any]) -> LengthLimit | None:
+    """The longest sequence that is computed as `generate` computes it; None: any is. `text`: configuration of
+    a language model."""
+    limits = [LengthLimit(length, _BY_LENGTH) for length in _rope_lengths(text)]
+    if (chunk := text.get("attention_chunk_size")) is not None:
+        limits.append(LengthLimit(chunk, "its attention is divided into chunks"))
+    if text.get("attn_temperature_tuning"):
+        limits.append(LengthLimit(text["floor_scale"] - 1, "its queries are scaled by their positions"))
+    return min(limits, key=lambda limit: limit.num_tokens, default=None)
+
+
+def _rope_lengths(text: Mapping[str, Any]) -> list[int]:
+    """Returns the lengths beyond which rotary frequencies depend on the sequence's length: a token's K would
+    depend on the tokens after it, and on other sequences of its step."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     lengths = []
     for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
@@ -107,7 +124,7 @@ def max_rope_length(text: Mapping[str, Any]) -> int | None:
             key, longest = "original_max_position_embeddings", text.get("max_position_embeddings")
             original = part.get(key) or text.get(key)
             lengths.append(longest if form == "dynamic" else original or longest)
-    return min((length for length in lengths if length), default=None)
+    return [length for length in lengths if length]
 
 
 def placeholder_ids(config: Mapping[str, Any]) -> dict[Modality, int]:

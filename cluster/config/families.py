@@ -28,6 +28,7 @@ class EncoderForm(Enum):
     PACKED_IMAGES = auto()  # patches of all images in one sequence
     PACKED_VIDEOS = auto()  # patches of all clips in one sequence
     TILED_IMAGES = auto()  # tiles of one size, the same number of rows from each
+    UNPROJECTED_TILES = auto()  # the same; the projector is called after the tower
     SIZED_IMAGES = auto()  # padded pixels and the true image sizes
     STACKED_VIDEOS = auto()  # frames of one size; a newline row ends each clip
     MASKED_TILES = auto()  # tiles and a mask of their valid pixels
@@ -42,6 +43,7 @@ class EncoderForm(Enum):
     PADDED_MELS = auto()  # Qwen2.5-Omni: spectra padded to the longest, with a mask
     SINGLE_MELS = auto()  # Qwen3-Omni: one spectrum per call, with a mask
     FIXED_MEL_WINDOW = auto()  # Qwen2-Audio: one window of 30 s, with a mask
+    WAVEFORMS = auto()  # one sound per call, as samples
 
 
 class PositionForm(Enum):
@@ -68,7 +70,8 @@ class ModelFamily:
     model_type: str  # as in config.json; of a part: as transformers names the part
     encoders: Mapping[Modality, EncoderForm] = field(default_factory=dict)  # empty: text only
     positions: PositionForm = PositionForm.ONE_DIMENSIONAL
-    text_module: str = "language_model"  # name of the text backbone inside `model.model`
+    base_module: str = "model"  # name of what holds encoders and text backbone; "": the model itself does
+    text_module: str = "language_model"  # path of the text backbone inside the base
     # tokens of one item see each other: a prefill chunk must not cut an item
     is_media_bidirectional: bool = False
     can_pool: bool = False  # embedding rows lie on a grid and carry no deep-stack features
@@ -175,6 +178,12 @@ _RECORDS = (
     ModelFamily("aya_vision", _TILES, leaves_logits=True),
     ModelFamily("cohere2_vision", _TILES, leaves_logits=True),
     ModelFamily("deepseek_vl", _TILES),
+    ModelFamily(
+        "llama4",
+        {Modality.IMAGE: EncoderForm.UNPROJECTED_TILES},
+        base_module="",
+        text_module="language_model.model",
+    ),
     ModelFamily("mistral3", _SIZED),
     ModelFamily("lighton_ocr", _SIZED),
     ModelFamily("idefics3", _MASKED_TILES, text_module="text_model"),
@@ -191,6 +200,7 @@ _RECORDS = (
     ModelFamily("musicflamingo", {Modality.AUDIO: EncoderForm.TIMED_MEL_WINDOWS}),
     ModelFamily("glmasr", _MELS),
     ModelFamily("moss_transcribe_diarize", _MELS, cuts_sounds=True),
+    ModelFamily("omniasr", {Modality.AUDIO: EncoderForm.WAVEFORMS}),
 )
 
 MEDIA_FAMILIES: Mapping[str, ModelFamily] = {family.model_type: family for family in _RECORDS}

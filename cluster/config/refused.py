@@ -9,10 +9,11 @@ from collections.abc import Mapping
 _CAUSES: Mapping[str, tuple[str, ...]] = {
     "layers keep state that a block of KV cannot hold (linear attention, convolutions)": (
         "qwen4_exp", "glm5_next", "lfm2_vl", "lfm3_vl", "minicpm_ocr",
-        "minicpmv4_6", "minicpmv4_7", "nemo_speechlm", "nemotron_h_omni", "inkling2", "inkling_mm_model",
+        "minicpmv4_6", "minicpmv4_7", "nemo_speechlm", "nemotron_h_omni", "inkling2", "inkling2_loop",
+        "inkling_mm_model",
     ),
-    "attention chooses tokens by an index or in chunks": (
-        "llama4", "dots3_note", "mistral_large4", "minimax_m3_vl", "unlimited_ocr",
+    "attention chooses tokens by an index": (
+        "dots3_note", "mistral_large4", "minimax_m3_vl", "unlimited_ocr", "hy_v4_vl",
     ),
     "encoder and decoder, or language layers look at media by cross-attention": (
         "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder", "mllama",
@@ -24,7 +25,7 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
     "weights are chosen by what stands in the prompt (adapters, experts for media)": (
         "granite_speech", "granite_speech_plus", "phi4_multimodal", "ernie4_5_vl_moe",
     ),
-    "an image becomes token ids, not rows": ("chameleon", "emu3"),
+    "an image becomes token ids, not rows": ("chameleon", "emu3", "apertus1p5"),
     "the number of rows depends on the pixels, so a header does not say it": ("video_llama_3",),
     "the whole prompt, or all its images together, are seen in both directions, or text is not generated "
     "token by token": ("paligemma", "git", "diffusion_gemma", "pi0", "shieldgemma2", "molmo2"),

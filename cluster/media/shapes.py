@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,11 +68,28 @@ class _Shapes:
         return getattr(self._processor, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._processor(*args, **kwargs)
+        with _numbers_are_real():
+            outputs = self._processor(*args, **kwargs)
         for key, value in outputs.items():
             if getattr(value, "is_meta", False):
                 outputs[key] = _zeros(value.shape)
         return outputs
+
+
+def _numbers_are_real() -> AbstractContextManager[object]:
+    """Inside, `torch.tensor` makes no meta tensors: Llama 4's processor computes with sizes on the device of
+    the pixels."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class RealNumbers(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
+                kwargs = {**kwargs, "device": None}
+            return func(*args, **kwargs)
+
+    return RealNumbers()
 
 
 def _zeros(shape: Sequence[int]) -> torch.Tensor:

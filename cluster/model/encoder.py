@@ -25,7 +25,7 @@ from cluster.model.cuda.uploads import Finish, Uploads
 from cluster.model.half_files import CheckRoom
 from cluster.model.loading import Half, fingerprint, load_half
 from cluster.model.media_calls import CALLS, Splitter
-from cluster.model.support import family_of, num_deepstack_layers
+from cluster.model.support import backbone_of, family_of, num_deepstack_layers
 from cluster.types.media import Modality
 
 
@@ -41,7 +41,7 @@ class EncoderModel:
                 f"model type '{config.model_type}' has no media encoder: it needs no encode pool"
             )
         self.config = config
-        self._base = model.model
+        self._base = backbone_of(model)
         encoders = family.encoders_of(config.to_dict())
         self._calls = {modality: CALLS[form] for modality, form in encoders.items()}
         self.modalities: tuple[Modality, ...] = tuple(encoders)

@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 _CHOSEN = ("num_experts_per_tok", "moe_topk")  # names that families use for the experts of a token
+# model types whose every expert computes every token, rows of zeros where the token has not chosen it
+_ALL_COMPUTE = ("llama4_text",)
 
 
 def expert_row_bytes(text: nn.Module, config: PreTrainedConfig) -> int:
@@ -16,6 +18,8 @@ def expert_row_bytes(text: nn.Module, config: PreTrainedConfig) -> int:
     experts. Each expert that a token has chosen gets a row of its own, also on ranks that do not have this
     expert. At first there are the rows and two products with gate and up, then four times the rows."""
     num_chosen = next((count for name in _CHOSEN if (count := getattr(config, name, None))), 1)
+    if config.model_type in _ALL_COMPUTE:
+        num_chosen = config.num_local_experts
     rows = (_row_bytes(down, config.hidden_size) for down in _down_projections(text))
     return num_chosen * max(rows, default=0)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cluster.config.adapters import NO_ADAPTERS, Adapter, AdapterRoom
-from cluster.config.checkpoint import max_rope_length
+from cluster.config.checkpoint import length_limit
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter, StepAdapters, Updates, unused_in
 from cluster.model.attention import PagedBatch, UnknownSizes
@@ -92,8 +92,8 @@ class LanguageModel:
         self.state_bytes: int = 0 if parts.states is None else parts.states.layout.step_bytes
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
         self.position_axes = self._position_rule.axes
-        longest = text_config.max_position_embeddings
-        self.max_model_len: int = min(longest, max_rope_length(text_config.to_dict()) or longest)
+        limit, longest = length_limit(text_config.to_dict()), text_config.max_position_embeddings
+        self.max_model_len: int = longest if limit is None else min(longest, limit.num_tokens)
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model)
         self.dtype: torch.dtype = weight.dtype
         self.device: torch.device = weight.device

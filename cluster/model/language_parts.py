@@ -50,7 +50,7 @@ from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, Probed, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.sharding import Sharding, distributing, divided_oddly
 from cluster.model.states import StepStates, install
-from cluster.model.support import check_class, family_of, post_head, text_of
+from cluster.model.support import check_class, family_of, leave_out_query_scales, post_head, text_of
 from cluster.model.token_inputs import TokenInputs
 
 
@@ -131,6 +131,7 @@ def probed_parts(
     is probed. Raises ConfigError for everything that is not supported."""
     family, text = family_of(model.config), text_of(model)
     check_class(type(text))
+    leave_out_query_scales(text)
     embed = cast(nn.Embedding, model.get_input_embeddings())
     head, after = cast(nn.Linear, model.get_output_embeddings()), post_head(model.config)
     if probed is None:

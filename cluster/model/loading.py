@@ -28,7 +28,7 @@ from transformers.core_model_loading import WeightTransform
 from transformers.modeling_utils import LoadStateDictConfig
 
 from cluster.config.checkpoint import check_headers, check_weights, weight_files
-from cluster.config.families import MEDIA_FAMILIES, part_of_whole
+from cluster.config.families import MEDIA_FAMILIES, ModelFamily, part_of_whole
 from cluster.config.machine import available_memory
 from cluster.config.weight_formats import Quantisation
 from cluster.errors import ConfigError
@@ -43,7 +43,7 @@ from cluster.model.half_files import CheckRoom, HalfFiles, own_share, sizes_of
 from cluster.model.layers.codes import CodedLinear, CodedProduct
 from cluster.model.reading import Reading, pieces_of
 from cluster.model.sharding import UNDIVIDED, Sharding, read_share
-from cluster.model.support import check_class, check_may_be_shared, family_of, text_of
+from cluster.model.support import backbone_of, check_class, check_may_be_shared, family_of, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def _class_of_half(config: PreTrainedConfig, half: Half) -> type[PreTrainedModel
     family, model_class = family_of(config), _model_class(config)
     if family.modalities:
         make = _encoder_class if half is Half.ENCODER else _language_class
-        return make(model_class, family.text_module)
+        return make(model_class, family)
     check_class(model_class)
     if half is Half.ENCODER:
         raise ConfigError(f"model type '{config.model_type}' has no media encoder: it needs no encode pool")
@@ -246,14 +246,20 @@ def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return model_class
 
 
-def _encoder_class(model_class: type[PreTrainedModel], text_module: str) -> type[PreTrainedModel]:
+def _encoder_class(model_class: type[PreTrainedModel], family: ModelFamily) -> type[PreTrainedModel]:
+    name = _text_part(family)
+
     class EncoderHalf(model_class):
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
             super().__init__(config, *args, **kwargs)
-            text = AbsentHalf(getattr(self.model, text_module).config)
-            setattr(self.model, text_module, text)
+            base = backbone_of(self)
+            text = AbsentHalf(getattr(base, name).config)
+            setattr(base, name, text)
             self.lm_head = AbsentHalf(text.config)
-            self._tied_weights_keys = self.model._tied_weights_keys = self.all_tied_weights_keys = {}
+            self._tied_weights_keys = base._tied_weights_keys = self.all_tied_weights_keys = {}
+
+        def get_output_embeddings(self) -> None:
+            """It has none."""
 
         def tie_weights(self, *_args: object, **_kwargs: object) -> None:
             """Does nothing: the tied pair is in the language half."""
@@ -261,19 +267,26 @@ def _encoder_class(model_class: type[PreTrainedModel], text_module: str) -> type
     return _named_like(EncoderHalf, model_class)
 
 
-def _language_class(model_class: type[PreTrainedModel], text_module: str) -> type[PreTrainedModel]:
+def _language_class(model_class: type[PreTrainedModel], family: ModelFamily) -> type[PreTrainedModel]:
+    name = _text_part(family)
+
     class LanguageHalf(model_class):
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
             super().__init__(config, *args, **kwargs)
-            absent = [name for name, _ in self.model.named_children() if name != text_module]
-            for name in absent:
-                child = getattr(self.model, name)
-                setattr(self.model, name, AbsentHalf(getattr(child, "config", config)))
+            base = backbone_of(self)
+            absent = [child for child, _ in base.named_children() if child != name]
+            for child in absent:
+                setattr(base, child, AbsentHalf(getattr(getattr(base, child), "config", config)))
             # transformers cannot divide what is absent
-            parts = tuple(f"model.{name}" for name in absent)
+            parts = tuple(f"{family.base_module}.{child}".lstrip(".") for child in absent)
             self._tp_plan = {part: way for part, way in self._tp_plan.items() if not part.startswith(parts)}
 
     return _named_like(LanguageHalf, model_class)
+
+
+def _text_part(family: ModelFamily) -> str:
+    """The name of the base's part that is of the language half."""
+    return family.text_module.split(".")[0]
 
 
 def _mapped_class(half_class: type[PreTrainedModel], mapped: MappedWeights) -> type[PreTrainedModel]:

@@ -98,13 +98,27 @@ def _columns(output: Any) -> list[Any]:
 
 def _tiled_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
     """LLaVA, InternVL, Gemma3: [tiles, 3, h, w] per item, the same number of rows from every tile."""
+    return _of_tiles(items, lambda tiles: base.get_image_features(tiles, return_dict=True).pooler_output)
 
-    def encode(group: Sequence[Item]) -> list[Tensor]:
-        tiles = base.get_image_features(_joined(group, "pixel_values"), return_dict=True).pooler_output
+
+def _unprojected_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+    """Llama 4: transformers calls the projector in its forward, not in get_image_features."""
+
+    def encode(tiles: Tensor) -> Tensor:
+        output = base.get_image_features(tiles, return_dict=True)
+        return base.multi_modal_projector(output.last_hidden_state)
+
+    return _of_tiles(items, encode)
+
+
+def _of_tiles(items: Sequence[Item], encode: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
+    """`encode` gives rows for each of the tiles [n, 3, h, w] of several items."""
+
+    def encode_group(group: Sequence[Item]) -> list[Tensor]:
         counts = [len(item["pixel_values"]) for item in group]
-        return _regroup(list(tiles), counts)
+        return _regroup(list(encode(_joined(group, "pixel_values"))), counts)
 
-    return _by_shape(items, ("pixel_values",), encode)
+    return _by_shape(items, ("pixel_values",), encode_group)
 
 
 def _sized_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
@@ -215,7 +229,7 @@ def _qwen3_omni_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
 
 
 def _qwen2_audio(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Fixed windows of 30 s and a mask. transformers 5.23 has no get_audio_features for it, so this repeats
+    """Fixed windows of 30 s and a mask. transformers 5.24 has no get_audio_features for it, so this repeats
     its forward."""
     tower = base.audio_tower
     conv_lengths, rows = tower._get_feat_extract_output_lengths(_mel_lengths(items))
@@ -273,6 +287,7 @@ CALLS: Mapping[EncoderForm, EncodeCall] = {
         _packed_videos, _along_grid("pixel_values_videos", "video_grid_thw")
     ),
     EncoderForm.TILED_IMAGES: EncodeCall(_tiled_images, _along(0, "pixel_values")),
+    EncoderForm.UNPROJECTED_TILES: EncodeCall(_unprojected_tiles, _along(0, "pixel_values")),
     EncoderForm.SIZED_IMAGES: EncodeCall(_sized_images),
     EncoderForm.STACKED_VIDEOS: EncodeCall(_stacked_videos, _along(1, "pixel_values_videos", num_end_rows=1)),
     EncoderForm.MASKED_TILES: EncodeCall(_masked_tiles, _along(1, "pixel_values", "pixel_attention_mask")),
@@ -291,4 +306,5 @@ CALLS: Mapping[EncoderForm, EncodeCall] = {
     EncoderForm.PADDED_MELS: EncodeCall(_qwen2_5_omni_audio),
     EncoderForm.SINGLE_MELS: EncodeCall(_qwen3_omni_audio),
     EncoderForm.FIXED_MEL_WINDOW: EncodeCall(_qwen2_audio),
+    EncoderForm.WAVEFORMS: EncodeCall(_by_name("get_audio_features")),
 }

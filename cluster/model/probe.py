@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from cluster.errors import ConfigError
 from cluster.model.state_probe import StateSpy
 from cluster.model.states import LayerStates, cache_argument
-from cluster.model.support import may_keep_states
+from cluster.model.support import head_owner, may_keep_states
 from cluster.model.token_inputs import layer_inputs
 
 _PROBE_NAME = "epdg_probe"
@@ -206,7 +206,8 @@ def check_post_head(
     ours = (logits if post_head is None else post_head(logits)).float()
     # ranks that share the embedding cannot make inputs of layers of ids as the family's own forward does
     given = {"inputs_embeds": embedded, **beside} if beside else {"input_ids": token}
-    reference = model(**given, attention_mask=None, use_cache=False, probe=_ShapeRecorder()).logits.float()
+    whole = head_owner(model)
+    reference = whole(**given, attention_mask=None, use_cache=False, probe=_ShapeRecorder()).logits.float()
     if not torch.allclose(ours, reference, rtol=1e-2, atol=1e-3):
         raise ConfigError(
             f"model type '{model.config.model_type}' is not supported: its logits differ from head(backbone) "

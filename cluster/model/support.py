@@ -10,18 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, no_adapter, why_refused
 from cluster.errors import ConfigError
 
+# keep KV alone; no sequence is longer than a chunk (`length_limit`)
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 # Of the others, `probe` says whether what they keep beside KV can be served
-_LAYERS = (
-    "full_attention", "sliding_attention", "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp",
-    "moe",
-)  # fmt: skip
+_LAYERS = (*_ATTENTION_LAYERS, "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe")
 _IGNORES_STATE = ("jamba", "zamba")  # transformers' Mamba-1 starts each piece of a prompt without a state
 TEXT_ALONE = ("mistral4",)  # causal language models that transformers lists as multimodal only
 _CAUSAL_LANGUAGE_MODELS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ALONE}
@@ -47,11 +46,8 @@ def check_supported(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     if name not in MEDIA_FAMILIES and text is not config:
         _refuse(name, no_adapter())
-    if getattr(text, "attention_chunk_size", None) is not None:
-        _refuse(
-            name,
-            "transformers' attention interface does not express its chunked attention (attention_chunk_size)",
-        )
+    if getattr(text, "n_recurrent_loops", 1) > 1:
+        _refuse(name, "its layers run several times for a token, with other KV each time (n_recurrent_loops)")
     if _bidirectional(config) not in (None, False, "vision"):
         _refuse(name, "all its tokens see each other in both directions (use_bidirectional_attention)")
     layer_types = set(getattr(text, "layer_types", None) or ())
@@ -75,7 +71,7 @@ def check_class(model_class: type) -> None:
 def may_keep_states(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
     """Whether some layers of the text model are said to keep something else than KV."""
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    return model_class._is_stateful or not kinds.issubset(("full_attention", "sliding_attention"))
+    return model_class._is_stateful or not kinds.issubset(_ATTENTION_LAYERS)
 
 
 def check_may_be_shared(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
@@ -86,16 +82,33 @@ def check_may_be_shared(model_class: type[PreTrainedModel], config: PreTrainedCo
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Everything but the head: `model.model`, the name by which halves are loaded. Raises ConfigError."""
-    if not hasattr(model, "model"):
-        _refuse(model.config.model_type, f"{type(model).__name__} has no backbone named 'model'")
-    return cast(PreTrainedModel, model.model)
+    """What holds the text model and the media encoders. Raises ConfigError."""
+    name = family_of_type(model.config.model_type).base_module
+    if not name:
+        return model
+    if not hasattr(model, name):
+        _refuse(model.config.model_type, f"{type(model).__name__} has no backbone named '{name}'")
+    return cast(PreTrainedModel, getattr(model, name))
 
 
 def text_of(model: PreTrainedModel) -> PreTrainedModel:
     """The text model. Raises ConfigError."""
     base, family = backbone_of(model), family_of(model.config)
-    return getattr(base, family.text_module) if family.modalities else base
+    return cast(PreTrainedModel, base.get_submodule(family.text_module)) if family.modalities else base
+
+
+def head_owner(model: PreTrainedModel) -> PreTrainedModel:
+    """The model whose forward ends with the head: in some families a causal language model inside."""
+    path = family_of(model.config).text_module.rpartition(".")[0]
+    return cast(PreTrainedModel, backbone_of(model).get_submodule(path)) if path else model
+
+
+def leave_out_query_scales(text_model: nn.Module) -> None:
+    """Llama 4 scales queries by their places in the step, which are their positions in `generate` alone. All
+    scales are 1 in sequences of the length that is served (`length_limit`)."""
+    for module in text_model.modules():
+        if hasattr(module, "attn_temperature_tuning"):
+            module.attn_temperature_tuning = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor] | None:

@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cluster.config.checkpoint import max_rope_length, read_config, read_json, text_config
+from cluster.config.checkpoint import length_limit, read_config, read_json, text_config
 from cluster.config.families import part_of_whole
 from cluster.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_LIMITED_BY_DEFAULT = ("llama4", "llama4_text")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
@@ -44,30 +49,37 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 
 def context_length(path: str | Path, asked: int = 0) -> int:
-    """Tokens of prompt and answer: those that the operator asks for, or for which the model was made. Raises
-    ConfigError for more than rotary frequencies allow, or if no length is known."""
+    """Tokens of prompt and answer: those that the operator asks for, or for which the model was made, or
+    those of the longest sequence that is served. Raises ConfigError for more than that, or if no length is
+    known."""
     text = _with_length(path)
-    longest = max_rope_length(text)
+    limit = length_limit(text)
     if asked:
-        if longest is not None and asked > longest:
+        if limit is not None and asked > limit.num_tokens:
             raise ConfigError(
-                f"max_model_len is {asked}; the rotary frequencies of {path} depend on the length of a "
-                f"sequence beyond {longest} tokens",
+                f"max_model_len is {asked}; {path} is not served beyond {limit.num_tokens} tokens, where "
+                f"{limit.reason}",
                 param="max_model_len",
             )
         return asked
     length = text.get("max_position_embeddings")
     if not length:
         raise ConfigError(f"{path}/config.json names no max_position_embeddings; set max_model_len")
-    return min(int(length), longest or int(length))
+    if limit is None or limit.num_tokens >= length:
+        return int(length)
+    logger.warning(
+        "%s is served up to %d tokens, not to %d: beyond them %s",
+        path, limit.num_tokens, length, limit.reason,
+    )  # fmt: skip
+    return limit.num_tokens
 
 
 def _with_length(path: str | Path) -> Mapping[str, Any]:
-    """The part of the configuration that names a length. If none does, the family's default is meant:
-    configurations on the hub leave out values that equal the default."""
+    """The part of the configuration that names a length. If none does, or other values limit the length, the
+    family's defaults are needed: configurations on the hub leave out values that equal the default."""
     config = read_config(path)
     for part in (config, text_config(config)):
-        if part.get("max_position_embeddings"):
+        if part.get("max_position_embeddings") and config["model_type"] not in _LIMITED_BY_DEFAULT:
             return part
     from transformers import AutoConfig
 

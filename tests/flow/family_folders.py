@@ -44,6 +44,7 @@ OWN_TOKENS = {  # that templates and processors of transformers write themselves
     "muse_glimmer": {"image_token": "<|patch|>", "video_token": "<|video|>"},
     **dict.fromkeys(("gemma4", "gemma4_small"), _GEMMA4),
     "step3p7": {"image_token": "<im_patch>"},
+    "llama4": {"image_token": "<|patch|>"},
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>", "video_token": "<|VIDEO_PAD|>"},
     "hunyuan_vl": {"image_start_token": "<|vision_bos|>", "image_end_token": "<|vision_eos|>"},
     "voxtral": {
@@ -56,7 +57,7 @@ OTHER_TOKENS = [
     "[IMG_BREAK]", "[IMG_END]", "<end_of_utterance>", "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>",
     "TILE_GLOBAL", "<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>",
     "<|image_start|>", "<|image_end|>", "<|vid_start|>", "<|vid_end|>", "<|vid_frame_separator|>",
-    "<|VISION_START|>", "<|VISION_END|>",
+    "<|VISION_START|>", "<|VISION_END|>", "<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>",
     "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 ]  # fmt: skip

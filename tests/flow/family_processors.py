@@ -223,6 +223,11 @@ def _aya_vision(tokenizer: Any) -> Any:
     return hf.AyaVisionProcessor(images, tokenizer, patch_size=4, img_size=16, downsample_factor=2)
 
 
+def _llama4(tokenizer: Any) -> Any:
+    images = hf.Llama4ImageProcessor(size=_SQUARE, max_patches=4)
+    return hf.Llama4Processor(images, tokenizer, patch_size=4)
+
+
 def _cohere2_vision(tokenizer: Any) -> Any:
     sizes: dict[str, Any] = {"max_patches": 4, "patch_size": 2}
     images = hf.Cohere2VisionImageProcessor(size=_SQUARE, **sizes)
@@ -308,6 +313,12 @@ def _moss_transcribe_diarize(tokenizer: Any) -> Any:
     return hf.MossTranscribeDiarizeProcessor(extractor, tokenizer, audio_token=AUDIO, **marks)
 
 
+def _omniasr(tokenizer: Any) -> Any:
+    new: Any = hf  # not in every release of transformers that we run with
+    convolutions = {"conv_kernel": [40, 4, 4], "conv_stride": [40, 4, 4]}
+    return new.OmniASRProcessor(new.OmniASRFeatureExtractor(), tokenizer, audio_token=AUDIO, **convolutions)
+
+
 CALL_KWARGS: dict[str, dict[str, Any]] = {  # what these processors ignore in their own saved configuration
     "qwen2_5_omni": {"videos_kwargs": {"size": _AREA}},
     "qwen3_omni": {"videos_kwargs": {"size": _AREA}},
@@ -367,6 +378,7 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "granite_docling": _granite_docling,
     "aria": _aria,
     "mistral3": _mistral3,
+    "llama4": _llama4,
     "lighton_ocr": _lighton_ocr,
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
@@ -382,4 +394,5 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "musicflamingo": _musicflamingo,
     "glmasr": _glmasr,
     "moss_transcribe_diarize": _moss_transcribe_diarize,
+    "omniasr": _omniasr,
 }

@@ -34,7 +34,7 @@ FAMILIES = [*TEXT_FAMILIES, *MEDIA_FAMILIES]
 # KV of other layers, positions in several dimensions, deep stacks, spans in both directions.
 KEPT = (
     "llama", "mistral_window", "gemma2_softcap_window", "gemma3_window", "gpt_oss_sinks_window",
-    "deepseek_v3_mla", "mistral4_mla", "gemma4_layer_inputs",
+    "deepseek_v3_mla", "mistral4_mla", "gemma4_layer_inputs", "llama4_chunks",
     "qwen2_vl", "qwen3_vl", "qwen3_omni", "hunyuan_vl", "kimi_k25",
     "muse_glimmer", "gemma3", "gemma4", "step3p7",
 )  # fmt: skip

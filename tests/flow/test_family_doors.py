@@ -43,7 +43,7 @@ FIELDS = {IMAGE: "image_url", VIDEO: "video_url", AUDIO: "audio_url"}
 TYPES = {IMAGE: "image/png", VIDEO: "video/mp4", AUDIO: "audio/wav"}
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 # their processors take one sound for a prompt
-ONE_SOUND = ("qwen3_asr", "audioflamingo3", "musicflamingo", "glmasr")
+ONE_SOUND = ("qwen3_asr", "audioflamingo3", "musicflamingo", "glmasr", "omniasr")
 
 # Perception LM's processor stacks the images of a prompt, Aria's counts the crops of the largest for each
 EQUAL_TILES = ("perception_lm", "aria")
@@ -182,9 +182,9 @@ class Reference:
             given |= {"do_sample_frames": False, "return_metadata": True}
         if is_heard:
             given |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
-        inputs = dict(processor(text=[text], return_tensors="pt", **given, **self.folder.call_kwargs))
+        inputs = processor(text=[text], return_tensors="pt", **given, **self.folder.call_kwargs)
         inputs.pop("video_metadata", None)
-        return inputs
+        return dict(inputs.to(torch.float32))  # Llama 4's pixels are bfloat16
 
 
 def metadata(probed: MediaProbe) -> Any:

@@ -97,7 +97,6 @@ _SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("config", "architecture", "reason"),
     [
-        (hf.Llama4TextConfig(**_SMALL, attention_chunk_size=64), "Llama4ForCausalLM", "llama4_text.*chunk"),
         (
             hf.Gemma4TextConfig(**_SMALL, use_bidirectional_attention="all"),
             "Gemma4ForCausalLM",

@@ -58,7 +58,6 @@ FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 HUB, WHOLE = "_of_the_hub", "_whole_experts"  # endings of names: how experts lie in the folder and on ranks
 REFUSED: dict[str, str] = {
     "gemma3n_layer_inputs": "cannot distribute model type 'gemma3n_text'",
-    "hunyuan_vl": "cannot distribute model type 'hunyuan_vl'",
     "qwen3_5": "keeps states beside its KV: it runs on one rank only",
     "qwen3_5_moe": "keeps states beside its KV: it runs on one rank only",
     "step3p7": "only give ranks whole ones: set expert_parallel true",
@@ -66,12 +65,14 @@ REFUSED: dict[str, str] = {
     f"no_experts{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",
     f"three_experts{WHOLE}": "Cannot evenly shard 3 experts across 2 expert-parallel ranks",
 }
+if not hf.HunYuanVLTextConfig.base_model_tp_plan:  # transformers 5.23
+    REFUSED["hunyuan_vl"] = "cannot distribute model type 'hunyuan_vl'"
 # By how linears, norms and experts are dealt out, by positions and attention, and by where the text model
 # lies. The others are like one of them, and `test_families` has their arithmetic in one process.
 DIFFERENT = (
     "llama", "qwen3", "phi3_window", "qwen3_moe", "gpt_oss_sinks_window", "olmo2", "glm4",
     "cohere2_logit_scale", "deepseek_v3_mla", "gemma4_layer_inputs",
-    "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3",
+    "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3", "llama4",
     "qwen3_vl_moe",
 )  # fmt: skip
 # Experts with biases and transposed, after a dense layer, beside shared ones, in a part of the width; square

@@ -124,6 +124,24 @@ def qwen3_asr() -> TinyCase:
     return TinyCase(randomized(hf.Qwen3ASRForConditionalGeneration(config)), _audio_requests(clips))
 
 
+def omniasr() -> TinyCase:
+    audio = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "conv_dim": (16, 16, 16), "conv_kernel": (40, 4, 4), "conv_stride": (40, 4, 4),
+        "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4,
+    }  # fmt: skip
+    make: Any = hf.CONFIG_MAPPING["omniasr"]
+    config = make(
+        audio_config=audio, text_config={"model_type": "llama", **TEXT}, audio_token_id=AUD, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    clips = []
+    for samples, rows in ((6_400, 10), (4_000, 6)):
+        mask = torch.ones(1, samples, dtype=torch.int64)
+        clips.append(({"input_values": noise(1, 1, samples), "padding_mask": mask}, rows))
+    return TinyCase(randomized(hf.AutoModelForMultimodalLM.from_config(config)), _audio_requests(clips))
+
+
 def _asr_rows(frames: int) -> int:
     rest = frames % 100
     return frames // 100 * 13 + (-(-rest // 8) if rest else 0)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from transformers import CONFIG_MAPPING
+
 from cluster.config.families import family_of_type, lacks_package
 from tests.flow import tiny_audio_models as audio
 from tests.flow import tiny_gemma_models as gemma
@@ -24,15 +26,17 @@ _BUILDERS = (
     tiled.llava, tiled.vipllava, tiled.llava_next, tiled.llava_next_video, tiled.llava_onevision,
     tiled.internvl, tiled.gemma3, tiled.qianfan_ocr, tiled.perception_lm, tiled.fast_vlm, tiled.got_ocr2,
     tiled.janus, single.deepseek_vl_hybrid, single.deepseek_ocr2, single.step3p7, single.granite_docling,
-    single.aria,
+    single.aria, tiled.llama4,
     tiled.mistral3, tiled.mistral3_of_mistral4, tiled.lighton_ocr,
     tiled.aya_vision, tiled.cohere2_vision, tiled.deepseek_vl, tiled.idefics3, tiled.smolvlm,
     gemma.gemma4, gemma.gemma4_small,
     audio.qwen2_audio, audio.qwen3_asr, audio.voxtral, audio.audioflamingo3, audio.musicflamingo,
-    audio.glmasr, audio.moss_transcribe_diarize,
+    audio.glmasr, audio.moss_transcribe_diarize, audio.omniasr,
 )  # fmt: skip
+_NEW = ("omniasr",)  # not in every release of transformers that we run with
 MEDIA_FAMILIES: dict[str, Callable[[], TinyCase]] = {
     builder.__name__: builder
     for builder in _BUILDERS
     if lacks_package(family_of_type(builder.__name__)) is None  # timm is not among the requirements
+    and (builder.__name__ not in _NEW or builder.__name__ in CONFIG_MAPPING)
 }

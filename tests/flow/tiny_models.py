@@ -135,6 +135,11 @@ GEMMA3N: dict[str, Any] = {
     **LAYER_INPUTS, "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "laurel_rank": 8,
     "final_logit_softcapping": 30.0,
 }  # fmt: skip
+# dense, then routed; layers without positions, which scale queries; no sequence is longer than a chunk
+LLAMA4: dict[str, Any] = {
+    **HEAD_16, "intermediate_size_mlp": 96, "num_local_experts": 4, "moe_layers": [1, 2],
+    "no_rope_layers": [1, 0, 0], "attention_chunk_size": 80, "floor_scale": 80, "attn_scale": 5.0,
+}  # fmt: skip
 
 _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, configuration class, what differs from _BASE
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
@@ -169,6 +174,7 @@ _TEXT_CONFIGS: dict[str, tuple[str, str, dict]] = {  # name: model class, config
     "gemma3n_layer_inputs": ("Gemma3nForCausalLM", "Gemma3nTextConfig", GEMMA3N),
     "gemma4_layer_inputs": ("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA4),
     "mistral4_mla": ("Mistral4ForCausalLM", "Mistral4Config", MISTRAL4),
+    "llama4_chunks": ("Llama4ForCausalLM", "Llama4TextConfig", LLAMA4),
 }  # fmt: skip
 
 

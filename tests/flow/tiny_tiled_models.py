@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import Tensor
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from cluster.types.media import MediaGeometry
 from tests.flow.tiny_models import (
@@ -15,6 +16,7 @@ from tests.flow.tiny_models import (
     HEAD_16,
     IMAGE,
     IMG,
+    LLAMA4,
     MISTRAL4,
     MIXED_LAYERS,
     TEXT,
@@ -289,6 +291,20 @@ def lighton_ocr() -> TinyCase:
         ({"pixel_values": pixels(1, s, 16, 32), "image_sizes": torch.tensor([[16, 32]])}, 8) for s in (1, 2)
     ]
     return TinyCase(randomized(hf.LightOnOcrForConditionalGeneration(config)), image_requests(items))
+
+
+def llama4() -> TinyCase:
+    vision = {
+        **CLIP, "intermediate_size": 128, "vision_output_dim": 48, "projector_input_dim": 48,
+        "projector_output_dim": 48, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    text = hf.Llama4TextConfig(**{**TEXT, **LLAMA4, "attention_chunk_size": 512, "floor_scale": 512})
+    config = hf.Llama4Config(vision_config=vision, text_config=text, image_token_index=IMG)
+    # the forward of transformers 5.24 reads this of what its text model returns, which has no such field
+    MoeCausalLMOutputWithPast.image_outputs = None  # pyright: ignore[reportAttributeAccessIssue]
+    torch.manual_seed(0)
+    items = [({"pixel_values": pixels(tiles, tiles)}, 4 * tiles) for tiles in (3, 1)]
+    return TinyCase(randomized(hf.Llama4ForConditionalGeneration(config)), image_requests(items))
 
 
 def _cohere_case(name: str, **changes: int) -> TinyCase:

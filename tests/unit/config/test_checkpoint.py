@@ -134,6 +134,12 @@ def test_a_context_length_that_equals_its_familys_default_may_be_left_out(tmp_pa
     assert context_length(folder) == 8192
 
 
+def test_a_limit_of_length_that_equals_its_familys_default_may_be_left_out(tmp_path: Path):
+    changes = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
+    folder = text_folder(tmp_path / "m", **changes, max_position_embeddings=131_072)
+    assert context_length(folder) == 8191  # one less than a chunk: from there on queries are scaled
+
+
 @pytest.mark.parametrize(
     ("changes", "length"),
     [
@@ -142,10 +148,13 @@ def test_a_context_length_that_equals_its_familys_default_may_be_left_out(tmp_pa
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, 512),
         ({"rope_parameters": {"rope_type": "dynamic", "original_max_position_embeddings": 128}}, 512),
         ({"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 128}}, None),
+        ({"attention_chunk_size": 128}, 128),
+        ({"attn_temperature_tuning": True, "floor_scale": 129}, 128),
+        ({"attn_temperature_tuning": False, "floor_scale": 129}, None),
         ({}, None),
     ],
 )
-def test_no_sequence_is_so_long_that_its_rotary_frequencies_depend_on_it(tmp_path, changes, length):
+def test_no_sequence_is_so_long_that_it_would_be_computed_in_another_way(tmp_path, changes, length):
     folder = text_folder(tmp_path / "m", **changes)
     assert context_length(folder) == (length or 512)
     assert context_length(folder, asked=100) == 100

@@ -26,6 +26,8 @@ BESIDE = {  # transformers maps them elsewhere
     "musicflamingo": "MusicFlamingoForConditionalGeneration",
 }
 TYPES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **BESIDE}
+# the page and the table also name types that only the newest transformers has of those that we run with
+KNOWN_REFUSED = [name for name in REFUSED if name in CONFIG_MAPPING]
 
 
 def rows_under(heading: str) -> dict[str, str]:
@@ -48,12 +50,13 @@ def is_served(name: str) -> bool:
 
 
 def test_the_page_names_every_type_once_where_it_belongs():
-    assert set(rows_under("served")) == {name for name in TYPES if is_served(name)}
+    served = {name for name in rows_under("served") if name in CONFIG_MAPPING}
+    assert served == {name for name in TYPES if is_served(name)}
     assert rows_under("refused, because") == REFUSED
-    assert set(REFUSED) == {name for name in TYPES if not is_served(name)}
+    assert set(KNOWN_REFUSED) == {name for name in TYPES if not is_served(name)}
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", KNOWN_REFUSED)
 def test_what_is_not_served_is_refused_by_name_and_cause(name):
     config = CONFIG_MAPPING[name]()
     reason = re.escape(f"'{name}' is not supported: {REFUSED[name]}")

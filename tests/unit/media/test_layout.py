@@ -26,7 +26,7 @@ IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 RELAXED = settings(max_examples=10, derandomize=True)
 SOUND_ALONE = [
     "qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "musicflamingo", "glmasr",
-    "moss_transcribe_diarize",
+    "moss_transcribe_diarize", *({"omniasr"} & set(FAMILIES)),
 ]  # fmt: skip
 OMNI = ["qwen2_5_omni", "qwen3_omni"]
 IMAGE_FAMILIES = [name for name in FAMILIES if name not in SOUND_ALONE]
@@ -143,6 +143,7 @@ def test_pixels_stay_bytes_up_to_the_encoder_unless_the_processor_does_more_than
             "smolvlm",
             "gemma4",
             "gemma4_small",  # scaled alone
+            "llama4",  # in bfloat16
         )
     }
 

@@ -37,6 +37,7 @@ WHOLE = {
     ("qwen2_5_omni", Modality.AUDIO),
     ("qwen3_omni", Modality.AUDIO),
     ("qwen2_audio", Modality.AUDIO),
+    ("omniasr", Modality.AUDIO),
 }
 # their encoders take an image for one temporal patch, which is all that it ever has
 ONE_PATCH = (

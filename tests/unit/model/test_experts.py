@@ -20,6 +20,7 @@ HIDDEN, ROW = 64, 4 * 64 * 4  # four times the hidden size, float32
         ("qwen3_moe", 2 * ROW),
         ("mixtral", 2 * (HIDDEN + 4 * 96) * 4),  # experts of 96 are wider than that
         ("gpt_oss_sinks_window", 2 * (HIDDEN + 4 * 96) * 4),  # transposed
+        ("llama4_chunks", 4 * (HIDDEN + 4 * 96) * 4),  # that every expert computes
     ],
 )
 def test_a_token_has_a_row_for_each_expert_that_it_chose(name: str, num_bytes: int) -> None:
