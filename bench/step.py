@@ -132,7 +132,7 @@ class ModelParts:
         text = getattr(model.model, family.text_module) if family.modalities else model.model
         self.dtype = dtype
         self.query_heads: int = config.num_attention_heads
-        self.layers: list[LayerShape] = probe_backbone(text, config.hidden_size).shapes
+        self.layers: Sequence[LayerShape] = probe_backbone(text, config.hidden_size).shapes
         self.linears = [packed(kernels, *weights) for weights in matrices(text)]
         self.head = packed(kernels, cast(nn.Linear, model.get_output_embeddings()).weight)
 

@@ -191,6 +191,8 @@ _RECORDS = (
         "smolvlm", {**_MASKED_TILES, Modality.VIDEO: EncoderForm.MASKED_TILES}, text_module="text_model"
     ),
     ModelFamily("granite_docling", _SINGLE, text_module="text_model"),
+    ModelFamily("lfm2_vl", _SINGLE),
+    ModelFamily("lfm3_vl", _VISION, bounds_whole_clips=True),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
     ModelFamily("gemma4", _GEMMA4, reads_placeholders_as="pad_token_id"),
     ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),

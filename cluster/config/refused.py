@@ -7,13 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _CAUSES: Mapping[str, tuple[str, ...]] = {
-    "layers keep state that a block of KV cannot hold (linear attention, convolutions)": (
-        "qwen4_exp", "glm5_next", "lfm2_vl", "lfm3_vl", "minicpm_ocr",
-        "minicpmv4_6", "minicpmv4_7", "nemo_speechlm", "nemotron_h_omni", "inkling2", "inkling2_loop",
-        "inkling_mm_model",
+    "no record says how the encoder beside this hybrid text model is called": (
+        "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemo_speechlm", "nemotron_h_omni",
     ),
-    "attention chooses tokens by an index": (
-        "dots3_note", "mistral_large4", "minimax_m3_vl", "unlimited_ocr", "hy_v4_vl",
+    "attention chooses tokens by an index, or is sparse": (
+        "dots3_note", "mistral_large4", "minimax_m3_vl", "unlimited_ocr", "hy_v4_vl", "qwen4_exp",
+        "glm5_next", "inkling2", "inkling2_loop", "inkling_mm_model",
     ),
     "encoder and decoder, or language layers look at media by cross-attention": (
         "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder", "mllama",

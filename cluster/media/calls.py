@@ -6,6 +6,7 @@ The processor is the real one, which gets pixels and waveforms, or its `shapes_o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,9 @@ class ProcessorCalls:
         self._kwargs = processor._merge_kwargs(
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **call_kwargs
         )
+        # what a processor passes on beside the arguments of its image processor (LFM2-VL)
+        takes = inspect.signature(processor._process_images).parameters
+        self._beside = {name: self._kwargs[name] for name in takes if name in self._kwargs}
 
     @property
     def images_kwargs(self) -> Mapping[str, Any]:
@@ -68,7 +72,7 @@ class ProcessorCalls:
         kwargs |= _area(processor.image_processor, kwargs, options, unit=self._family.frames_of_an_image)
         text = [processor.image_token]
         images = processor.prepare_inputs_layout(images=[pixels], text=text, **self._kwargs)[0]
-        inputs, (text,) = processor._process_images(images, **kwargs)
+        inputs, (text,) = processor._process_images(images, **{**self._beside, **kwargs})
         if self._is_pooled(options):
             inputs["image_grid_thw"] = self._pooled(
                 inputs["image_grid_thw"], processor.image_processor, options

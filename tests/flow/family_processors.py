@@ -43,6 +43,10 @@ def _qwen3_vl(tokenizer: Any) -> Any:
     return hf.Qwen3VLProcessor(tokenizer=tokenizer, **_qwen_vision("Qwen3VLVideoProcessor", frames=8))
 
 
+def _lfm3_vl(tokenizer: Any) -> Any:
+    return hf.Lfm3VlProcessor(tokenizer=tokenizer, **_qwen_vision("Qwen3VLVideoProcessor", frames=8))
+
+
 def _qwen2_5_omni(tokenizer: Any) -> Any:
     return hf.Qwen2_5OmniProcessor(tokenizer=tokenizer, feature_extractor=ears(), **_qwen_vision())
 
@@ -218,6 +222,13 @@ def _granite_docling(tokenizer: Any) -> Any:
     )
 
 
+def _lfm2_vl(tokenizer: Any) -> Any:
+    images = hf.Lfm2VlImageProcessor(
+        tile_size=16, encoder_patch_size=4, min_image_tokens=1, max_image_tokens=4, max_tiles=4
+    )
+    return hf.Lfm2VlProcessor(images, tokenizer)
+
+
 def _aya_vision(tokenizer: Any) -> Any:
     images = hf.GotOcr2ImageProcessor(size=_SQUARE, crop_to_patches=True, min_patches=1, max_patches=4)
     return hf.AyaVisionProcessor(images, tokenizer, patch_size=4, img_size=16, downsample_factor=2)
@@ -376,6 +387,8 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "deepseek_ocr2": _deepseek_ocr2,
     "step3p7": _step3p7,
     "granite_docling": _granite_docling,
+    "lfm2_vl": _lfm2_vl,
+    "lfm3_vl": _lfm3_vl,
     "aria": _aria,
     "mistral3": _mistral3,
     "llama4": _llama4,

@@ -39,7 +39,7 @@ KEPT = (
     "muse_glimmer", "gemma3", "gemma4", "step3p7",
 )  # fmt: skip
 # that keep states, too, which the tests below do not move: tests/flow/test_hybrids.py
-HYBRIDS = ("qwen3_5", "qwen3_5_moe")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl")
 of_those_kept_differently = pytest.mark.parametrize(
     "family", often([name for name in FAMILIES if name not in HYBRIDS], KEPT), indirect=True, scope="module"
 )

@@ -184,7 +184,10 @@ class Reference:
             given |= {"load_audio_from_video": True, "audio_from_video_indices": slots}
         inputs = processor(text=[text], return_tensors="pt", **given, **self.folder.call_kwargs)
         inputs.pop("video_metadata", None)
-        return dict(inputs.to(torch.float32))  # Llama 4's pixels are bfloat16
+        pixels = inputs.get("pixel_values")
+        if pixels is not None and pixels.dtype is torch.bfloat16:  # Llama 4's
+            inputs["pixel_values"] = pixels.float()
+        return dict(inputs)
 
 
 def metadata(probed: MediaProbe) -> Any:

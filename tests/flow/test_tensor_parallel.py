@@ -59,6 +59,8 @@ HUB, WHOLE = "_of_the_hub", "_whole_experts"  # endings of names: how experts li
 REFUSED: dict[str, str] = {
     "gemma3n_layer_inputs": "cannot distribute model type 'gemma3n_text'",
     "qwen3_5": "keeps states beside its KV: it runs on one rank only",
+    "lfm3_vl": "keeps states beside its KV: it runs on one rank only",
+    "lfm2_vl": "keeps states beside its KV: it runs on one rank only",
     "qwen3_5_moe": "keeps states beside its KV: it runs on one rank only",
     "step3p7": "only give ranks whole ones: set expert_parallel true",
     f"llama{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",

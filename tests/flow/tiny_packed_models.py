@@ -167,6 +167,28 @@ def qwen3_5_moe() -> TinyCase:
     )  # fmt: skip
 
 
+def lfm3_vl() -> TinyCase:
+    vision = {
+        **{key: value for key, value in _QWEN_VISION.items() if key not in ("depth", "num_heads")},
+        "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention"] * 2,
+    }  # fmt: skip
+    text = {
+        **TEXT, **HEAD_16, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
+        "model_type": "lfm3",
+    }  # fmt: skip
+    config = hf.Lfm3VlConfig(
+        vision_config=vision, text_config=text, projector_hidden_size=48, tie_word_embeddings=False,
+        **_VISION_IDS,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = randomized(hf.Lfm3VlForConditionalGeneration(config))
+    first = _add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
+    collect(_add_video(first, (2, 4, 4), None, (VE, 7, 8, VS)).text(3, 3))
+    second = _add_image(_add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(1, 6), (1, 4, 4)).text(4, 7)
+    return TinyCase(model, [first, collect(second), TinyRequest().text(9, 8)])
+
+
 def cosmos3_omni() -> TinyCase:
     text = {**HEAD_16, "rope_parameters": _MROPE_INTERLEAVED}
     return _qwen_vl_case(

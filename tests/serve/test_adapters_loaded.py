@@ -48,7 +48,7 @@ async def test_a_loaded_adapter_outlives_the_workers_that_loaded_it(
     async def answers() -> list[str | None]:
         made = [
             api.chat.completions.create(
-                model="mine", messages=case.messages, temperature=0, max_tokens=equality.MAX_TOKENS
+                model="mine", messages=cast(Any, case.messages), temperature=0, max_tokens=equality.MAX_TOKENS
             )
             for case in cases
         ]

@@ -194,6 +194,8 @@ class EchoModel:
 
     def copy_blocks(self, sources, targets, kv) -> None: ...
 
+    def set_adapter(self, slot, prepared) -> None: ...
+
     def decode(self, token_ids, context_lens, deltas, block_tables, kv, adapters=()) -> Tensor:
         return torch.tensor([[-1.0]])
 
