@@ -47,9 +47,14 @@ class ProcessorCalls:
         self._kwargs = processor._merge_kwargs(
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **call_kwargs
         )
-        # what a processor passes on beside the arguments of its image processor (LFM2-VL)
-        takes = inspect.signature(processor._process_images).parameters
-        self._beside = {name: self._kwargs[name] for name in takes if name in self._kwargs}
+        # what a processor must be given beside the arguments of its image processor (LFM2-VL)
+        takes = inspect.signature(processor._process_images).parameters.values()
+        must = [
+            each.name
+            for each in takes
+            if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
+        ]
+        self._beside = {name: self._kwargs[name] for name in must if name in self._kwargs}
 
     @property
     def images_kwargs(self) -> Mapping[str, Any]:

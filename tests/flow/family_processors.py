@@ -224,7 +224,7 @@ def _granite_docling(tokenizer: Any) -> Any:
 
 def _lfm2_vl(tokenizer: Any) -> Any:
     images = hf.Lfm2VlImageProcessor(
-        tile_size=16, encoder_patch_size=4, min_image_tokens=1, max_image_tokens=4, max_tiles=4
+        tile_size=32, encoder_patch_size=4, min_image_tokens=1, max_image_tokens=16, max_tiles=4
     )
     return hf.Lfm2VlProcessor(images, tokenizer)
 

@@ -52,8 +52,9 @@ _DEEPSTACK_VISION: dict[str, Any] = {
 }  # fmt: skip
 _PLAIN_VISION: dict[str, Any] = {**_QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 64}
 _GATED_DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }  # fmt: skip
 _VISION_MARKS: dict[str, Any] = {"vision_start_token_id": VS, "vision_end_token_id": VE}
 _VISION_IDS: dict[str, Any] = {

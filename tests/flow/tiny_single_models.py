@@ -90,8 +90,9 @@ def granite_docling() -> TinyCase:
 def lfm2_vl() -> TinyCase:
     """Tiles of one size and a smaller one, then an image in one piece."""
     vision = {
-        "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_patches": 16, "patch_size": 4, "vision_use_head": False,
+        "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_patches": 16, "patch_size": 4,
+        "vision_use_head": False,
     }  # fmt: skip
     text = {
         **TEXT,

@@ -34,7 +34,7 @@ AREA_IMAGE_FAMILIES = ("paddleocr_vl", "hunyuan_vl", "cosmos3_edge", "hyperclova
 AREA_VIDEO_FAMILIES = [
     name
     for name in IMAGE_FAMILIES
-    if name.startswith(("qwen", "glm", "exaone4_5", "cosmos3_omni", "cohere_compass"))
+    if name.startswith(("qwen", "glm", "exaone4_5", "cosmos3_omni", "cohere_compass", "lfm3_vl"))
 ]
 AREA_FAMILIES = [*AREA_VIDEO_FAMILIES, *AREA_IMAGE_FAMILIES]
 VIDEO_FAMILIES = [
@@ -144,6 +144,7 @@ def test_pixels_stay_bytes_up_to_the_encoder_unless_the_processor_does_more_than
             "gemma4",
             "gemma4_small",  # scaled alone
             "llama4",  # in bfloat16
+            "lfm2_vl",  # cut into patches
         )
     }
 
