@@ -138,10 +138,8 @@ class TokenSequence:
 
     def take_snapshots(self) -> dict[int, list[int]]:
         """Returns the snapshots whose tokens are computed: the caller makes them findable and frees them."""
-        done = {
-            cut: self.snapshots.pop(cut) for cut in sorted(self.snapshots) if cut <= self.num_computed_tokens
-        }
-        return done
+        done = sorted(cut for cut in self.snapshots if cut <= self.num_computed_tokens)
+        return {cut: self.snapshots.pop(cut) for cut in done}
 
     def registered(self, num_blocks: int) -> None:
         """Other requests can find the first `num_blocks` of the table."""

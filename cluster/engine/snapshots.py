@@ -24,8 +24,10 @@ from cluster.scheduling.chunks import Span, usable_prefix
 def last_known(hashes: Sequence[bytes], blocks: BlockPool, state_blocks: int) -> int:
     """How many of these blocks end at the last snapshot that is known; 0: there is none. Changes nothing."""
     for num_blocks in range(len(hashes), 0, -1):
-        names = snapshot_names(hashes[num_blocks - 1], state_blocks)
-        if blocks.num_known(names) == state_blocks:
+        block_hash = hashes[num_blocks - 1]
+        if not blocks.num_known(snapshot_names(block_hash, 1)):  # a state has many blocks
+            continue
+        if blocks.num_known(snapshot_names(block_hash, state_blocks)) == state_blocks:
             return num_blocks
     return 0
 
