@@ -65,7 +65,7 @@ def quantised(
 
 
 def is_linear(name: str) -> bool:
-    return name.endswith("proj.weight") and "patch" not in name
+    return name.endswith(("proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")) and "patch" not in name
 
 
 def is_expert(name: str) -> bool:

@@ -38,6 +38,7 @@ from tests.flow.quantised_folders import (
 from tests.flow.tiny_models import TEXT_FAMILIES
 
 FAMILIES = ("llama", "qwen2_5_omni", "qwen3_omni", "qwen3_vl_moe", "gpt_oss_sinks_window")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe")
 OMNIS = ("qwen2_5_omni", "qwen3_omni")
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
 IDS = torch.tensor([[5, 77, 12, 250, 9, 31]])
@@ -45,7 +46,7 @@ IDS = torch.tensor([[5, 77, 12, 250, 9, 31]])
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
-    return {name: plain(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
+    return {name: plain(name, tmp_path_factory.mktemp(name)) for name in (*FAMILIES, *HYBRIDS)}
 
 
 def halves_of(family: str) -> tuple[Half, ...]:
@@ -80,7 +81,7 @@ def check_refused(checkpoint: Checkpoint, folder: Path, halves: tuple[Half, ...]
 # is served
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt_oss_sinks_window"])
+@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name != "gpt_oss_sinks_window"), *HYBRIDS])
 def test_fp8_in_blocks_is_what_it_stands_for(family: str, originals, tmp_path: Path) -> None:
     checkpoint = declared(fp8(originals[family]), FP8_ENTRY)
     check_exact(checkpoint, dequantised(fp8(originals[family])), tmp_path, halves_of(family))
