@@ -38,7 +38,7 @@ from cluster.engine.timing import Stopwatch
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason
 from cluster.types.notices import KvReady
-from cluster.types.request import GenerateRequest, SamplingParams, StopParams
+from cluster.types.request import NUM_PLACES, GenerateRequest, SamplingParams, StopParams
 from cluster.worker.outbox import DoorId
 from kv_transfer.lease.prompt_places import PromptPlaces
 from kv_transfer.lease.transfer import OutgoingLease
@@ -242,7 +242,7 @@ class LanguageRequest:
         states. state_blocks: of one state."""
         prompts = self.request.prompts
         num_partial = sum(len(prompt.token_ids) % block_size > 0 for prompt in prompts)
-        return (num_partial + 2 * state_blocks * len(prompts)) * max(0, len(self.choices) - 1)
+        return (num_partial + NUM_PLACES * state_blocks * len(prompts)) * max(0, len(self.choices) - 1)
 
     def move(self, phase: LanguagePhase) -> None:
         if phase not in TRANSITIONS[self.phase]:

@@ -13,7 +13,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.model.language import LanguageModel
 from cluster.scheduling.chunks import Span, usable_prefix
 from cluster.types.media import Modality
-from cluster.types.request import Prompt
+from cluster.types.request import NUM_PLACES, Prompt
 from cluster.worker.blame import bookkeeping
 
 
@@ -40,7 +40,7 @@ def try_allocate_prompts(
     missing = [
         -(-sequence.num_prompt_tokens // size) - len(sequence.block_table) for sequence in request.sequences
     ]
-    num_copies, num_states = request.num_copies(size, state_blocks), 2 * state_blocks
+    num_copies, num_states = request.num_copies(size, state_blocks), NUM_PLACES * state_blocks
     if sum(missing) + num_states * len(missing) + num_copies + num_spare > blocks.num_free:
         for sequence in request.sequences:
             blocks.free(sequence.reset())
@@ -62,7 +62,7 @@ def _may_fit(request: LanguageRequest, blocks: BlockPool, num_spare: int, state_
     if len(request.sequences) > 1 or request.scores_prompt:
         return True  # the prompts may share blocks with each other; or none are shared
     (sequence,) = request.sequences
-    num_blocks = -(-sequence.num_prompt_tokens // blocks.block_size) + 2 * state_blocks
+    num_blocks = -(-sequence.num_prompt_tokens // blocks.block_size) + NUM_PLACES * state_blocks
     num_copies = request.num_copies(blocks.block_size, state_blocks)
     num_lacking = num_blocks + num_copies + num_spare - blocks.num_free
     if num_lacking <= 0 or sequence.hashes is None:
@@ -130,7 +130,7 @@ def share_prompts(request: LanguageRequest, blocks: BlockPool) -> tuple[list[int
                 sources.append(sequence.block_table[num_full])
                 targets.append(copies.pop())
                 table.append(targets[-1])
-            states = [copies.pop() for _ in range(2 * len(sequence.state))]
+            states = [copies.pop() for _ in range(NUM_PLACES * len(sequence.state))]
             sources += sequence.state
             targets += states[: len(sequence.state)]
             choice.take(sequence.fork(f"{sequence.sequence_id}/{choice.idx}", table, states))

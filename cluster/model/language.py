@@ -51,7 +51,6 @@ class LanguageModel:
     kv_layout: K and V of every layer that has some of its own, in the format of `kv_format`.
     states: what its mixers keep of sequences (`cluster.model.states`); None: nothing.
     state_blocks: of the KV memory, for one state.
-    state_bytes: that a step takes for a sequence's states, in one layer after the other.
     num_layers: the layers with KV of their own. The last layers of some models attend over the KV of earlier
     ones.
     feature_width: hidden_size * (1 + deep-stack layers).
@@ -89,7 +88,6 @@ class LanguageModel:
         self.num_layers: int = len(shapes) - len(self._kv_owners)
         self.states = parts.states
         self.state_blocks: int = 0 if parts.states is None else parts.states.layout.num_blocks
-        self.state_bytes: int = 0 if parts.states is None else parts.states.layout.step_bytes
         self.feature_width: int = self.hidden_size * (1 + num_deepstack_layers(config))
         self.position_axes = self._position_rule.axes
         limit, longest = length_limit(text_config.to_dict()), text_config.max_position_embeddings

@@ -89,6 +89,8 @@ class StateLayout:
     def __init__(self, layers: Sequence[LayerStates], kv_layout: MemoryLayout):
         sizes = [segment.block_bytes for segment in kv_layout.segments]
         self._page_bytes = math.gcd(*sizes)
+        words = (torch.int64, torch.int32, torch.int16, torch.uint8)  # torch copies large ones faster
+        self._word = next(word for word in words if self._page_bytes % word.itemsize == 0)
         per_segment = torch.tensor([size // self._page_bytes for size in sizes])
         segments = torch.arange(len(sizes)).repeat_interleave(per_segment)
         # of each page of a block: pages of a block in front of its segment, in the segment, before it there
@@ -121,22 +123,19 @@ class StateLayout:
         """The inverse of `load`."""
         own = self._pages[layer_number]
         ids = pages[:, own.start : own.stop].flatten()
-        pages_of = self._pages_of(kv)
-        pages_of.index_copy_(0, ids, rows.view(pages_of.dtype).view(-1, pages_of.shape[1]))
+        words = rows.view(self._word).view(len(ids), -1)
+        self._pages_of(kv).index_copy_(0, ids, words)
 
     def _pages_of(self, kv: BlockMemory) -> Tensor:
-        """[all pages, words]: torch copies words faster than bytes."""
-        word = next(
-            dtype
-            for dtype in (torch.int64, torch.int32, torch.int16)
-            if not self._page_bytes % dtype.itemsize
-        )
-        return kv.buffer.view(word).view(-1, self._page_bytes // word.itemsize)
+        """[all pages, words]."""
+        return kv.buffer.view(self._word).view(-1, self._page_bytes // self._word.itemsize)
 
-    @property
-    def step_bytes(self) -> int:
-        """What a copy of one sequence's states in a layer takes, and what a mixer makes of it."""
-        return 4 * self._page_bytes * max(map(len, self._pages))
+    def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
+        """The most memory that a mixer takes in a step: for copies of a layer's states, and for rows of its
+        convolution in float32. An upper estimate, not a measurement."""
+        widths = [each.shape[0] for layer in self.layers for each in layer.tensors if not each.is_recurrent]
+        states = 4 * self._page_bytes * max(map(len, self._pages))
+        return num_sequences * states + 4 * num_tokens * max(widths, default=0) * torch.float32.itemsize
 
     def layer_bytes(self, layer_number: int) -> int:
         return len(self._pages[layer_number]) * self._page_bytes
@@ -212,6 +211,8 @@ class StatefulForward:
         self._forward, self._cache_argument = mixer.forward, cache_argument(mixer)
         self._step, self._number = step, number
         self.states = step.layout.layers[number]
+        self._places = self.states.places
+        self._num_states = 1 + max(tensor.number for tensor in self.states.tensors)
         self.kernel: MixerKernel | None = None  # None: the mixer's own code
 
     def __call__(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
@@ -261,10 +262,6 @@ class StatefulForward:
         self._take(states, stored)
         return out
 
-    @property
-    def _num_states(self) -> int:
-        return 1 + max(tensor.number for tensor in self.states.tensors)
-
     def _put(self, states: LinearAttentionLayer, stored: Tensor) -> None:
         states.device, states.dtype = stored.device, None
         for tensor, view in self._views(stored):
@@ -290,7 +287,7 @@ class StatefulForward:
 
     def _views(self, stored: Tensor) -> Iterator[tuple[StateTensor, Tensor]]:
         """stored [B, bytes] → [B, *shape] of each state."""
-        for tensor, place in self.states.places:
+        for tensor, place in self._places:
             yield tensor, stored[:, place].view(tensor.dtype).unflatten(1, tensor.shape)
 
 

@@ -98,6 +98,9 @@ class LogitChanges(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.penalties != (1, 0, 0)
 
 
+NUM_PLACES = 2  # that each sequence has for its state: before and after a step
+
+
 class GenerateRequest(msgspec.Struct, frozen=True):
     """One prompt and the choices to generate for it, as the engines see it. At every worker the choices and
     their negative sequences start and end together."""
@@ -150,12 +153,11 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     def num_prompt_blocks(self, block_size: int, state_blocks: int = 0) -> int:
         """KV blocks of the prompt and the negative prompt, and of their states."""
         num_kv = sum(-(-len(prompt.token_ids) // block_size) for prompt in self.prompts)
-        return num_kv + 2 * state_blocks * len(self.prompts)
+        return num_kv + NUM_PLACES * state_blocks * len(self.prompts)
 
     def num_state_blocks(self, state_blocks: int) -> int:
-        """KV blocks for the states of all choices: every sequence has the state before and after a step.
-        state_blocks: of one state."""
-        return 2 * state_blocks * len(self.prompts) * len(self.sampling)
+        """KV blocks for the states of all choices. state_blocks: of one state."""
+        return NUM_PLACES * state_blocks * len(self.prompts) * len(self.sampling)
 
     def resumed(
         self, request_id: str, choice_idxs: Sequence[int], token_ids: tuple[int, ...], waited_s: float

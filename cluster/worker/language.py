@@ -22,6 +22,7 @@ from cluster.model.parallel import ParallelGroup, smallest_of
 from cluster.model.sharding import UNDIVIDED, Sharding
 from cluster.model.step_model import StepModel
 from cluster.types.members import Role
+from cluster.types.request import NUM_PLACES
 from cluster.worker.codec_probe import check_codec
 from cluster.worker.draft_heads import keep_rows
 from cluster.worker.memory_plan import MemoryPlan, available_bytes, gpu_bytes, step_bytes
@@ -94,7 +95,7 @@ def load_language(
             num_kv_blocks = fitting - num_padding
             if group is not None:
                 num_kv_blocks = smallest_of(group, num_kv_blocks)
-        if num_kv_blocks < 1 + 2 * model.state_blocks:
+        if num_kv_blocks < 1 + NUM_PLACES * model.state_blocks:
             raise ConfigError(
                 f"{num_kv_blocks} blocks of KV hold no sequence: the states before and after a step take "
                 f"{model.state_blocks} each"
@@ -157,7 +158,8 @@ def _step_bytes(model: LanguageModel, sizes: LanguageSizes) -> int:
     tensors = step_bytes(
         num_tokens, model.hidden_size, model.vocab_size, num_sequences, model.dtype.itemsize
     )  # fmt: skip
-    tensors += num_sequences * model.state_bytes
+    if model.states is not None:
+        tensors += model.states.layout.step_bytes(num_tokens, num_sequences)
     return tensors + model.score_bytes(num_tokens) + max(model.scratch_bytes, model.expert_bytes(num_tokens))
 
 

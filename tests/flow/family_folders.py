@@ -14,7 +14,8 @@ import transformers as hf
 
 from cluster.media.torchvision_compat import ensure_torchvision
 from cluster.types.media import Modality
-from tests.flow.family_processors import AUDIO, CALL_KWARGS, IMAGE, PROCESSORS, SOUND_WINDOW_S, VIDEO, ears
+from tests.flow.family_processors import CALL_KWARGS, IMAGE, PROCESSORS, VIDEO
+from tests.flow.sound_processors import AUDIO, WINDOW_S, ears
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import randomized
 from tests.flow.voxtral_folder import VoxtralReference, write_preprocessor, write_tekken
@@ -128,7 +129,7 @@ def _template(name: str, processor: Any) -> str:
 
 
 def _model(name: str, tokenizer: Any) -> hf.PreTrainedModel:
-    """The family's tiny model with this tokenizer's ids and windows of SOUND_WINDOW_S seconds."""
+    """The family's tiny model with this tokenizer's ids and windows of WINDOW_S seconds."""
     tiny = MEDIA_FAMILIES[name]().model
     config = tiny.config
     for key in ("vocab_size", "vocab_size_per_layer_input"):
@@ -148,7 +149,7 @@ def _model(name: str, tokenizer: Any) -> hf.PreTrainedModel:
             if getattr(config, f"{key}_{ending}", None) is not None:
                 setattr(config, f"{key}_{ending}", ids(token))
     if name in WINDOWED:
-        config.audio_config.max_source_positions = SOUND_WINDOW_S * 50
+        config.audio_config.max_source_positions = WINDOW_S * 50
     config.get_text_config().max_position_embeddings = 4096
     model = randomized(type(tiny)(config))
     model.generation_config.eos_token_id = None

@@ -10,8 +10,9 @@ from typing import Any
 
 import transformers as hf
 
-IMAGE, VIDEO, AUDIO = "<|IMAGE|>", "<|VIDEO|>", "<|AUDIO|>"
-SOUND_WINDOW_S = 2
+from tests.flow import sound_processors as sound
+
+IMAGE, VIDEO = "<|IMAGE|>", "<|VIDEO|>"
 
 _QWEN_PATCHES: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
 _AREA = {"shortest_edge": 256, "longest_edge": 2048}
@@ -25,10 +26,6 @@ def _qwen_vision(video_class: str = "Qwen2VLVideoProcessor", frames: int = 1) ->
             size=area, min_frames=4, max_frames=8, cap_pixels_per_frame=False, **_QWEN_PATCHES
         ),
     }
-
-
-def ears() -> hf.WhisperFeatureExtractor:
-    return hf.WhisperFeatureExtractor(feature_size=16, chunk_length=SOUND_WINDOW_S)
 
 
 def _qwen2_vl(tokenizer: Any) -> Any:
@@ -48,11 +45,11 @@ def _lfm3_vl(tokenizer: Any) -> Any:
 
 
 def _qwen2_5_omni(tokenizer: Any) -> Any:
-    return hf.Qwen2_5OmniProcessor(tokenizer=tokenizer, feature_extractor=ears(), **_qwen_vision())
+    return hf.Qwen2_5OmniProcessor(tokenizer=tokenizer, feature_extractor=sound.ears(), **_qwen_vision())
 
 
 def _qwen3_omni(tokenizer: Any) -> Any:
-    return hf.Qwen3OmniMoeProcessor(tokenizer=tokenizer, feature_extractor=ears(), **_qwen_vision())
+    return hf.Qwen3OmniMoeProcessor(tokenizer=tokenizer, feature_extractor=sound.ears(), **_qwen_vision())
 
 
 def _glm(prefix: str, tokenizer: Any, processor: str = "") -> Any:
@@ -297,45 +294,12 @@ def _gemma4(tokenizer: Any) -> Any:
     return hf.Gemma4Processor(hf.Gemma4AudioFeatureExtractor(feature_size=16), images, tokenizer, clips)
 
 
-def _qwen2_audio(tokenizer: Any) -> Any:
-    return hf.Qwen2AudioProcessor(ears(), tokenizer)
-
-
-def _qwen3_asr(tokenizer: Any) -> Any:
-    return hf.Qwen3ASRProcessor(hf.Qwen3ASRFeatureExtractor(feature_size=16), tokenizer)
-
-
-def _audioflamingo3(tokenizer: Any) -> Any:
-    return hf.AudioFlamingo3Processor(ears(), tokenizer, audio_token=AUDIO, max_audio_len=6)
-
-
-def _musicflamingo(tokenizer: Any) -> Any:
-    marks = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
-    return hf.MusicFlamingoProcessor(ears(), tokenizer, audio_token=AUDIO, max_audio_len=6, **marks)
-
-
-def _glmasr(tokenizer: Any) -> Any:
-    return hf.GlmAsrProcessor(ears(), tokenizer, audio_token=AUDIO, max_audio_len=6)
-
-
-def _moss_transcribe_diarize(tokenizer: Any) -> Any:
-    extractor = hf.MossTranscribeDiarizeFeatureExtractor(feature_size=16, chunk_length=SOUND_WINDOW_S)
-    marks: dict[str, Any] = {"audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
-    return hf.MossTranscribeDiarizeProcessor(extractor, tokenizer, audio_token=AUDIO, **marks)
-
-
-def _omniasr(tokenizer: Any) -> Any:
-    new: Any = hf  # not in every release of transformers that we run with
-    convolutions = {"conv_kernel": [40, 4, 4], "conv_stride": [40, 4, 4]}
-    return new.OmniASRProcessor(new.OmniASRFeatureExtractor(), tokenizer, audio_token=AUDIO, **convolutions)
-
-
 CALL_KWARGS: dict[str, dict[str, Any]] = {  # what these processors ignore in their own saved configuration
     "qwen2_5_omni": {"videos_kwargs": {"size": _AREA}},
     "qwen3_omni": {"videos_kwargs": {"size": _AREA}},
     "voxtral": {
         "audio_kwargs": {
-            "pad_to_multiple_of": SOUND_WINDOW_S * 16_000, "max_source_positions": SOUND_WINDOW_S * 100
+            "pad_to_multiple_of": sound.WINDOW_S * 16_000, "max_source_positions": sound.WINDOW_S * 100
         }
     },
     "cosmos3_edge": {"text_kwargs": {"return_mm_token_type_ids": True}},
@@ -401,11 +365,11 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_small": _gemma4,
-    "qwen2_audio": _qwen2_audio,
-    "qwen3_asr": _qwen3_asr,
-    "audioflamingo3": _audioflamingo3,
-    "musicflamingo": _musicflamingo,
-    "glmasr": _glmasr,
-    "moss_transcribe_diarize": _moss_transcribe_diarize,
-    "omniasr": _omniasr,
+    "qwen2_audio": sound.qwen2_audio,
+    "qwen3_asr": sound.qwen3_asr,
+    "audioflamingo3": sound.audioflamingo3,
+    "musicflamingo": sound.musicflamingo,
+    "glmasr": sound.glmasr,
+    "moss_transcribe_diarize": sound.moss_transcribe_diarize,
+    "omniasr": sound.omniasr,
 }

@@ -24,7 +24,7 @@ from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from tests.fakes.slow_params import often
 from tests.flow.state_pair import StatePair
-from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.flow.tiny_media_models import HYBRIDS, MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
 
 NUM_TOKENS = 12
@@ -38,8 +38,7 @@ KEPT = (
     "qwen2_vl", "qwen3_vl", "qwen3_omni", "hunyuan_vl", "kimi_k25",
     "muse_glimmer", "gemma3", "gemma4", "step3p7",
 )  # fmt: skip
-# that keep states, too, which the tests below do not move: tests/flow/test_hybrids.py
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl")
+# states are not moved by the tests below: tests/flow/test_hybrids.py
 of_those_kept_differently = pytest.mark.parametrize(
     "family", often([name for name in FAMILIES if name not in HYBRIDS], KEPT), indirect=True, scope="module"
 )

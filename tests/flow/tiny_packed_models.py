@@ -35,29 +35,23 @@ from tests.flow.tiny_models import (
 )
 
 _MROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_MROPE_INTERLEAVED: dict[str, Any] = {**_MROPE, "mrope_interleaved": True}
-_QWEN_VISION: dict[str, Any] = {
+MROPE_INTERLEAVED: dict[str, Any] = {**_MROPE, "mrope_interleaved": True}
+QWEN_VISION: dict[str, Any] = {
     "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4,
     "temporal_patch_size": 2,
     "spatial_merge_size": 2, "in_channels": 3, "initializer_range": 0.15,
 }  # fmt: skip
 _WINDOWED_VISION: dict[str, Any] = {
-    **_QWEN_VISION,
+    **QWEN_VISION,
     "out_hidden_size": 64,
     "window_size": 16,
     "fullatt_block_indexes": [1],
 }
 _DEEPSTACK_VISION: dict[str, Any] = {
-    **_QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]
-}  # fmt: skip
-_PLAIN_VISION: dict[str, Any] = {**_QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 64}
-_GATED_DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    **QWEN_VISION, "out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]
 }  # fmt: skip
 _VISION_MARKS: dict[str, Any] = {"vision_start_token_id": VS, "vision_end_token_id": VE}
-_VISION_IDS: dict[str, Any] = {
+VISION_IDS: dict[str, Any] = {
     "image_token_id": IMG,
     "video_token_id": VID,
     "vision_start_token_id": VS,
@@ -66,14 +60,14 @@ _VISION_IDS: dict[str, Any] = {
 _PATCH_WIDTH = 3 * 2 * 4 * 4
 
 
-def _add_image(request: TinyRequest, grid: tuple[int, int, int]) -> TinyRequest:
+def add_image(request: TinyRequest, grid: tuple[int, int, int]) -> TinyRequest:
     t, h, w = grid
     pixels = noise(t * h * w, _PATCH_WIDTH)
     item = {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid])}
     return request.raw(VS).media(IMAGE, item, MediaGeometry(t * h * w // 4, grid_thw=grid)).raw(VE)
 
 
-def _add_video(
+def add_video(
     request: TinyRequest,
     grid: tuple[int, int, int],
     second_per_grid: float | None,
@@ -93,19 +87,19 @@ def _token_types(request: TinyRequest) -> TinyRequest:
     )
 
 
-def _qwen_vl_case(
+def qwen_vl_case(
     model_class: str, config_class: str, vision: dict, text: dict, *, seconds: float | None,
     is_timed: bool = False,
 ) -> TinyCase:  # fmt: skip
     """is_timed: timestamps stand between a clip's frames."""
-    config = getattr(hf, config_class)(text_config={**TEXT, **text}, vision_config=vision, **_VISION_IDS)
+    config = getattr(hf, config_class)(text_config={**TEXT, **text}, vision_config=vision, **VISION_IDS)
     torch.manual_seed(0)
     model = getattr(hf, model_class)(config)
-    first = _add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
+    first = add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
     timestamp = (VE, 7, 8, VS) if is_timed or "deepstack_visual_indexes" in vision else ()
-    collect(_add_video(first, (2, 4, 4), seconds, timestamp).text(3, 3))
+    collect(add_video(first, (2, 4, 4), seconds, timestamp).text(3, 3))
     second = collect(
-        _add_image(_add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(1, 6), (1, 4, 4)).text(4, 7)
+        add_image(add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(1, 6), (1, 4, 4)).text(4, 7)
     )
     if seconds is not None:
         first.given(second_per_grid_ts=torch.tensor([seconds]))
@@ -115,24 +109,24 @@ def _qwen_vl_case(
 
 def qwen2_vl() -> TinyCase:
     vision = {
-        key: _QWEN_VISION[key]
+        key: QWEN_VISION[key]
         for key in ("depth", "num_heads", "patch_size", "temporal_patch_size", "in_channels")
     }
     vision |= {"spatial_merge_size": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
     text = {"rope_parameters": _MROPE}
-    return _qwen_vl_case("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", vision, text, seconds=None)
+    return qwen_vl_case("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", vision, text, seconds=None)
 
 
 def qwen2_5_vl() -> TinyCase:
     text = {"rope_parameters": _MROPE}
-    return _qwen_vl_case(
+    return qwen_vl_case(
         "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig", _WINDOWED_VISION, text, seconds=1.5
     )
 
 
 def qwen3_vl() -> TinyCase:
-    text = {**HEAD_16, "rope_parameters": _MROPE_INTERLEAVED}
-    return _qwen_vl_case(
+    text = {**HEAD_16, "rope_parameters": MROPE_INTERLEAVED}
+    return qwen_vl_case(
         "Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _DEEPSTACK_VISION, text, seconds=None
     )
 
@@ -141,58 +135,18 @@ def qwen3_vl_moe() -> TinyCase:
     text = {
         **HEAD_16,
         **TWO_EXPERTS,
-        "rope_parameters": _MROPE_INTERLEAVED,
+        "rope_parameters": MROPE_INTERLEAVED,
         "num_experts": 4,
         "moe_intermediate_size": 32,
     }
-    return _qwen_vl_case(
+    return qwen_vl_case(
         "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeConfig", _DEEPSTACK_VISION, text, seconds=None
     )
 
 
-def qwen3_5() -> TinyCase:
-    text = {**HEAD_16, **_GATED_DELTA, "rope_parameters": _MROPE_INTERLEAVED}
-    return _qwen_vl_case(
-        "Qwen3_5ForConditionalGeneration", "Qwen3_5Config", _PLAIN_VISION, text, seconds=None, is_timed=True
-    )
-
-
-def qwen3_5_moe() -> TinyCase:
-    text = {
-        **HEAD_16, **_GATED_DELTA, **TWO_EXPERTS, "rope_parameters": _MROPE_INTERLEAVED, "num_experts": 4,
-        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    }  # fmt: skip
-    return _qwen_vl_case(
-        "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", _PLAIN_VISION, text, seconds=None,
-        is_timed=True,
-    )  # fmt: skip
-
-
-def lfm3_vl() -> TinyCase:
-    vision = {
-        **{key: value for key, value in _QWEN_VISION.items() if key not in ("depth", "num_heads")},
-        "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
-        "layer_types": ["conv", "full_attention"] * 2,
-    }  # fmt: skip
-    text = {
-        **TEXT, **HEAD_16, "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2,
-        "model_type": "lfm3",
-    }  # fmt: skip
-    config = hf.Lfm3VlConfig(
-        vision_config=vision, text_config=text, projector_hidden_size=48, tie_word_embeddings=False,
-        **_VISION_IDS,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = randomized(hf.Lfm3VlForConditionalGeneration(config))
-    first = _add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
-    collect(_add_video(first, (2, 4, 4), None, (VE, 7, 8, VS)).text(3, 3))
-    second = _add_image(_add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(1, 6), (1, 4, 4)).text(4, 7)
-    return TinyCase(model, [first, collect(second), TinyRequest().text(9, 8)])
-
-
 def cosmos3_omni() -> TinyCase:
-    text = {**HEAD_16, "rope_parameters": _MROPE_INTERLEAVED}
-    return _qwen_vl_case(
+    text = {**HEAD_16, "rope_parameters": MROPE_INTERLEAVED}
+    return qwen_vl_case(
         "Cosmos3OmniForConditionalGeneration", "Cosmos3OmniConfig", _DEEPSTACK_VISION, text, seconds=None
     )
 
@@ -205,7 +159,7 @@ def _add_mels(request: TinyRequest, num_frames: int, num_tokens: int) -> TinyReq
 
 
 def _omni_requests(audio_tokens: Callable[[int], int]) -> list[TinyRequest]:
-    first = _add_video(_add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2), (2, 4, 4), 2.0).text(3, 3)
+    first = add_video(add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2), (2, 4, 4), 2.0).text(3, 3)
     first = collect(_add_mels(first, 90, audio_tokens(90)).text(4, 9))
     first.given(video_second_per_grid=torch.tensor([2.0]))
     second = collect(_add_mels(TinyRequest().text(3, 4), 61, audio_tokens(61)).text(5, 5))
@@ -234,9 +188,9 @@ def qwen3_omni() -> TinyCase:
         "conv_chunksize": 50,
     }  # fmt: skip
     config = hf.Qwen3OmniMoeThinkerConfig(
-        text_config={**text, "rope_parameters": _MROPE_INTERLEAVED}, vision_config=_DEEPSTACK_VISION,
+        text_config={**text, "rope_parameters": MROPE_INTERLEAVED}, vision_config=_DEEPSTACK_VISION,
         audio_config=audio,
-        audio_token_id=AUD, audio_start_token_id=AS, **{**_VISION_IDS, "audio_end_token_id": AE},
+        audio_token_id=AUD, audio_start_token_id=AS, **{**VISION_IDS, "audio_end_token_id": AE},
     )  # fmt: skip
     torch.manual_seed(0)
     model = hf.Qwen3OmniMoeThinkerForConditionalGeneration(config)
@@ -249,7 +203,7 @@ def qwen3_omni() -> TinyCase:
 def _glm_case(name: str, text: dict, vision: dict | None = None, config_name: str = "") -> TinyCase:
     """The rows of a clip stand under the image's token."""
     config_class = getattr(hf, f"{config_name or name}Config")
-    sizes = {**_QWEN_VISION, "out_hidden_size": 64, "image_size": 16, **(vision or {})}
+    sizes = {**QWEN_VISION, "out_hidden_size": 64, "image_size": 16, **(vision or {})}
     config = config_class(
         text_config={**TEXT, "rope_parameters": {**_MROPE, "partial_rotary_factor": 1.0}, **text},
         vision_config=sizes, image_token_id=IMG, video_token_id=VID, image_start_token_id=VS,
@@ -257,9 +211,9 @@ def _glm_case(name: str, text: dict, vision: dict | None = None, config_name: st
     )  # fmt: skip
     torch.manual_seed(0)
     model = randomized(getattr(hf, f"{name}ForConditionalGeneration")(config))
-    images = _add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(1, 6)
-    images = collect(_add_image(images, (1, 4, 4)).text(4, 7))
-    clip = collect(_add_video(TinyRequest().text(4, 1), (2, 4, 4), None, (VE, 7, 8, VS)).text(3, 3))
+    images = add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(1, 6)
+    images = collect(add_image(images, (1, 4, 4)).text(4, 7))
+    clip = collect(add_video(TinyRequest().text(4, 1), (2, 4, 4), None, (VE, 7, 8, VS)).text(3, 3))
     requests = [_token_types(request) for request in (images, clip, TinyRequest().text(9, 8))]
     for request in requests:
         request.token_ids = [IMG if token == VID else token for token in request.token_ids]
@@ -296,9 +250,9 @@ def exaone4_5() -> TinyCase:
         text_config=text, vision_config=vision, image_token_id=IMG, video_token_id=VID
     )
     torch.manual_seed(0)
-    first = _add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
-    collect(_add_video(first, (2, 4, 4), None).text(3, 3))
-    second = collect(_add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(4, 7))
+    first = add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
+    collect(add_video(first, (2, 4, 4), None).text(3, 3))
+    second = collect(add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(4, 7))
     return TinyCase(
         randomized(hf.Exaone4_5_ForConditionalGeneration(config)), [first, second, TinyRequest().text(9, 8)]
     )
@@ -353,9 +307,9 @@ def _muse_case(name: str, text: dict, **parts: object) -> TinyCase:
     )  # fmt: skip
     torch.manual_seed(0)
     model = getattr(hf, f"{name}ForConditionalGeneration")(config)
-    first = _add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
-    collect(_add_video(first, (2, 4, 4), None, (VE, 7, 8, VS)).text(3, 3))
-    second = collect(_add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(4, 7))
+    first = add_image(TinyRequest().text(4, 1), (1, 4, 6)).text(5, 2)
+    collect(add_video(first, (2, 4, 4), None, (VE, 7, 8, VS)).text(3, 3))
+    second = collect(add_image(TinyRequest().text(3, 5), (1, 6, 4)).text(4, 7))
     return TinyCase(randomized(model), [first, second, TinyRequest().text(9, 8)])
 
 
@@ -376,7 +330,7 @@ def cohere_compass() -> TinyCase:
     """Windows with rotary positions, full attention without."""
     ropes = {"sliding_attention": {**_MROPE, "rope_type": "default"}, "full_attention": None}
     text = {**MIXED_LAYERS, "sliding_window": 12, "rope_parameters": ropes, "logit_scale": 0.25}
-    return _qwen_vl_case(
+    return qwen_vl_case(
         "CohereCompassForConditionalGeneration", "CohereCompassConfig", _DEEPSTACK_VISION, text, seconds=None
     )
 
@@ -408,7 +362,7 @@ def hunyuan_vl() -> TinyCase:
 def cosmos3_edge() -> TinyCase:
     text = {**HEAD_16, "rope_parameters": _MROPE}
     config = hf.Cosmos3EdgeConfig(
-        text_config={**TEXT, **text}, projector_hidden_size=64, **_VISION_IDS,
+        text_config={**TEXT, **text}, projector_hidden_size=64, **VISION_IDS,
         vision_config={
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
             "patch_size": 4, "num_patches": 16,

@@ -87,38 +87,6 @@ def granite_docling() -> TinyCase:
     return TinyCase(model, image_requests(items, parts=3))
 
 
-def lfm2_vl() -> TinyCase:
-    """Tiles of one size and a smaller one, then an image in one piece."""
-    vision = {
-        "model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_patches": 16, "patch_size": 4,
-        "vision_use_head": False,
-    }  # fmt: skip
-    text = {
-        **TEXT,
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "full_attention"] * 2,
-        "model_type": "lfm2",
-    }
-    config = hf.Lfm2VlConfig(
-        vision_config=vision, text_config=text, image_token_id=IMG, projector_hidden_size=48,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    items = [(_patches([(4, 4), (4, 4), (2, 4)]), 10), (_patches([(4, 2)]), 2)]
-    return TinyCase(randomized(hf.Lfm2VlForConditionalGeneration(config)), image_requests(items))
-
-
-def _patches(sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
-    """Of tiles of so many patches, padded to 16."""
-    mask = torch.tensor([[i < height * width for i in range(16)] for height, width in sizes])
-    patches = torch.randn(len(sizes), 16, 3 * 4 * 4, generator=torch.Generator().manual_seed(len(sizes)))
-    return {
-        "pixel_values": patches * mask[..., None], "spatial_shapes": torch.tensor(sizes),
-        "pixel_attention_mask": mask.int(),
-    }  # fmt: skip
-
-
 def aria() -> TinyCase:
     vision = hf.Idefics3VisionConfig(**{**CLIP, "image_size": 490, "patch_size": 70})
     text = hf.AriaTextConfig(**TEXT, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1)

@@ -62,6 +62,7 @@ class GatedDelta:
         self._shape = (own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim, len(self._weight))
         self._offsets = places[False], places[True]
         self._dtype = weight.dtype
+        self._rates = -own.A_log.detach().float().exp()
         self._run = getattr(kernels.cdll, f"gated_delta_{_SUFFIX[weight.dtype]}")
         self._run.argtypes = (*[c_void_p] * 8, ctypes.c_int)
         self._run.restype = None
@@ -104,7 +105,7 @@ class GatedDelta:
     def _gates(self, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
         """[B, N, heads] float32 each: how much of new values is written, and what of the old ones is kept."""
         own = self._own
-        log = -own.A_log.float().exp() * F.softplus(decay.float() + own.dt_bias)
+        log = self._rates * F.softplus(decay.float() + own.dt_bias)
         return beta.sigmoid().float().contiguous(), log.exp().contiguous()
 
 
