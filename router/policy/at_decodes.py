@@ -110,7 +110,7 @@ class DecodeEstimate:
 
     def _to_others(self, prefill: int, own: int, prefills: PrefillEstimate) -> list[KvTransferEstimate]:
         links = self._cluster.kv_links.speeds
-        cached = self._cluster.shared.at_decodes(prefills.num_cached)
+        cached = self._cluster.shared.at_decodes(prefills.num_kv_cached)
         last, new, total = self._bytes(prefills.num_uncached[prefill], prefills.max_tokens[prefill], cached)
         latency_s, s_per_byte = links.latency_s[:, prefill], links.s_per_byte[:, prefill]
         kv_transfers = []
@@ -138,7 +138,7 @@ class DecodeEstimate:
     def least_cost_s(self, ttft_s: Floats, prefills: PrefillEstimate) -> Floats:
         """[prefills]: until the end of decode's first step, and the delay of others there, at best."""
         links = self._cluster.kv_links.speeds
-        most_cached = float(self._cluster.shared.at_decodes(prefills.num_cached).max())
+        most_cached = float(self._cluster.shared.at_decodes(prefills.num_kv_cached).max())
         last, new, total = self._bytes(prefills.num_uncached, prefills.max_tokens, most_cached)
         least_s = np.full(len(ttft_s), np.inf)
         for name, ratio in self._cluster.codecs.items():
@@ -159,11 +159,13 @@ class DecodeEstimate:
     def _bytes(
         self, num_uncached: Floats, max_tokens: Floats, num_cached: Floats | float
     ) -> tuple[Floats, Floats, Floats]:
-        """Bytes of the last layer of the last step, of new KV, and of all KV that travels. `num_cached`:
-        tokens whose KV decode has."""
+        """Bytes of the last layer of the last step, of new KV, and of all KV that travels, each with the
+        states, which come last. `num_cached`: tokens whose KV decode has."""
         per_token = self._cluster.kv_bytes_per_token
         num_tokens = self._request.num_prompt_tokens + self._request.num_negative_tokens
         total = np.asarray(np.maximum(0.0, num_tokens - num_cached))
         new = np.minimum(num_uncached, total)
         last = np.minimum(new, max_tokens) * per_token / self._cluster.num_layers
-        return last, new * per_token, total * per_token
+        num_prompts = 1 + (self._request.num_negative_tokens > 0)
+        states = self._cluster.state_bytes * num_prompts
+        return last + states, new * per_token + states, total * per_token + states

@@ -18,6 +18,7 @@ from cluster.errors import ConfigError
 from cluster.model.language import LanguageModel
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
+from router.policy import ClusterView, Placement, RequestView
 from tests.flow.hybrid_models import CONFIGS, save_hybrid
 from tests.flow.local_cluster import let_all_in, local_cluster
 from tests.flow.test_windows import window_args
@@ -76,7 +77,8 @@ async def test_a_worker_of_both_phases_computes_prompts_beside_answers(folder, p
 @pytest.mark.parametrize("num_chunk", [8, 512])
 async def test_prompts_go_on_from_snapshots(folder, prompts, roles, num_chunk):
     """The second of three prompts with one beginning finds that its KV is known further than any state; the
-    third goes on from there, and a repetition from its last full block. A chunk may end at a snapshot."""
+    third goes on from there, and a repetition from its last full block. A chunk may end at a snapshot. The door
+    knows all of it before."""
     shared = prompts[4][:56]
     crowd = [shared + tail for tail in (prompts[3], prompts[2], prompts[5])]
     crowd.append(crowd[2])
@@ -85,13 +87,19 @@ async def test_prompts_go_on_from_snapshots(folder, prompts, roles, num_chunk):
     async with local_cluster(args, roles) as cluster:
         cluster.let_prefill_locally(lambda _: False)
         engine = (cluster.prefills or cluster.decodes)[0].engine
-        num_computed, got, run = [], [], engine.runner.run
+        num_computed, num_foreseen, got, run = [], [], [], engine.runner.run
+        started = ClusterView.started
 
         def count(works: Any, *others: Any) -> Any:
             num_computed[-1] += sum(work.num_tokens for work in works if isinstance(work, PromptWork))
             return run(works, *others)
 
-        with patch.object(engine.runner, "run", count):
+        def note(view: ClusterView, request: RequestView, placement: Placement, *others: Any) -> None:
+            num_cached = view.num_cached_tokens(request, placement.prefill)
+            num_foreseen.append(request.num_prompt_tokens - num_cached)
+            started(view, request, placement, *others)
+
+        with patch.object(engine.runner, "run", count), patch.object(ClusterView, "started", note):
             for prompt in crowd:
                 num_computed.append(0)
                 got += await answers(cluster, prompt, NUM_TOKENS)
@@ -102,6 +110,7 @@ async def test_prompts_go_on_from_snapshots(folder, prompts, roles, num_chunk):
         len(crowd[2]) - 56,
         1 + (len(crowd[3]) - 1) % BLOCK_SIZE,
     ]
+    assert num_foreseen == num_computed  # by the door
 
 
 async def test_a_step_that_fails_after_it_wrote_states_is_repeated(folder, prompts, expected):
