@@ -10,7 +10,8 @@ latest of
 
 Blocks that decode has in its prefix cache do not travel; those that only prefill has do. So it ends at
 max(first token + after_s, before_s) for each decode worker, which is never earlier if the first token comes
-later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has arrived.
+later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has arrived. A
+hybrid model's states travel raw, behind it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class DecodeEstimate:
         self._request = request
         self._cluster = cluster
         self._kv_transfers: dict[int, list[KvTransferEstimate]] = {}  # by the worker that computes the prompt
+        self._state_bytes = cluster.state_bytes * (1 + (request.num_negative_tokens > 0))
         self.is_able = able_to_hold(request, pool, pool.is_listed, request.num_decode_blocks)
         self.num_sequences = pool.reported_units + pool.sent_units
         curve = pool.curve("decode")
@@ -117,7 +119,7 @@ class DecodeEstimate:
         for name, ratio in self._cluster.codecs.items():
             encode_s, decode_s = self._codec_s(name)
             byte_s = encode_s[prefill] + ratio * s_per_byte
-            end_s = latency_s + total * decode_s
+            end_s = latency_s + total * decode_s + self._state_bytes * s_per_byte
             after_s = end_s + np.maximum(last * byte_s, new * byte_s - prefills.work_s[prefill])
             if own >= 0:
                 after_s[own] = np.inf
@@ -146,6 +148,7 @@ class DecodeEstimate:
             byte_s = encode_s + ratio * links.least_s_per_byte
             after_s = np.maximum(last * byte_s, new * byte_s - prefills.work_s)
             end_s = np.maximum(ttft_s + after_s, total * byte_s) + total * decode_s.min()
+            end_s = end_s + self._state_bytes * links.least_s_per_byte
             least_s = np.minimum(least_s, end_s)
         least_s = least_s + links.least_latency_s + float((self.first_s + self.cost_s).min())
         itself_s = ttft_s + self._cluster.shared.at_prefills(self.step_s + self.cost_s, np.inf)
@@ -159,13 +162,11 @@ class DecodeEstimate:
     def _bytes(
         self, num_uncached: Floats, max_tokens: Floats, num_cached: Floats | float
     ) -> tuple[Floats, Floats, Floats]:
-        """Bytes of the last layer of the last step, of new KV, and of all KV that travels, each with the
-        states, which come last. `num_cached`: tokens whose KV decode has."""
+        """Bytes of the last layer of the last step, of new KV, and of all KV that travels. `num_cached`:
+        tokens whose KV decode has."""
         per_token = self._cluster.kv_bytes_per_token
         num_tokens = self._request.num_prompt_tokens + self._request.num_negative_tokens
         total = np.asarray(np.maximum(0.0, num_tokens - num_cached))
         new = np.minimum(num_uncached, total)
         last = np.minimum(new, max_tokens) * per_token / self._cluster.num_layers
-        num_prompts = 1 + (self._request.num_negative_tokens > 0)
-        states = self._cluster.state_bytes * num_prompts
-        return last + states, new * per_token + states, total * per_token + states
+        return last, new * per_token, total * per_token
