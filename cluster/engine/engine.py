@@ -119,7 +119,7 @@ class LanguageEngine:
         self.planner = PromptPlanner(policy, budget, cpu_slots, model.num_layers)
         self._kv_input = KvInput(transfer_engine, blocks, allows_recompute)
         self._kv_output = KvOutput(transfer_engine, budget, model.kv_layout)
-        self._loader = None if tier is None else PrefixLoader(tier, blocks, budget)
+        self._loader = None if tier is None else PrefixLoader(tier, blocks, budget, model.state_blocks)
         state = self._shared_state(policy, constraints, adapters)
         self._lifecycle = Lifecycle(state, outbox, self._unschedule, on_ended)
         self._blame = Blame(self._lifecycle.fail_named)

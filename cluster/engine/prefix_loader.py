@@ -2,10 +2,11 @@
 prefixes of prompts come back from it.
 
 If a prompt's cached prefix continues in the tier, and loading should be faster than computing, the prompt
-waits for its blocks until the rest of the prefix is loaded. The blocks are the loader's meanwhile. Then they
-are cached blocks like all others: the request finds them when it is admitted, as far as they were loaded, and
-computes the rest. Requests that want what is being loaded wait for the same load. A request that ends
-meanwhile leaves the load alone. Prompts whose KV arrives from other workers load nothing.
+waits for its blocks until the rest of the prefix is loaded; of a hybrid model, up to the last state that is
+known, with the state. The blocks are the loader's meanwhile. Then they are cached blocks like all others: the
+request finds them when it is admitted, as far as they were loaded, and computes the rest. Requests that want
+what is being loaded wait for the same load. A request that ends meanwhile leaves the load alone. Prompts
+whose KV arrives from other workers load nothing.
 
 Owns the loads under way. Used on the engine's thread.
 """
@@ -13,11 +14,13 @@ Owns the loads under way. Used on the engine's thread.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from cluster.engine.snapshots import last_known
 from cluster.engine.state import LanguageRequest
 from cluster.kvcache.blocks import BlockPool
+from cluster.kvcache.hashing import is_announced, snapshot_key, snapshot_names
 from cluster.kvcache.tier import KeptBlock, KvTier
 from cluster.scheduling.budget import StepBudget
 from cluster.types.messages import BlocksChanged
@@ -34,11 +37,12 @@ class _PrefixLoad:
 
 
 class PrefixLoader:
-    def __init__(self, tier: KvTier, blocks: BlockPool, budget: StepBudget):
-        """`budget`: knows how long prompt tokens take to compute."""
+    def __init__(self, tier: KvTier, blocks: BlockPool, budget: StepBudget, state_blocks: int = 0):
+        """`budget`: knows how long prompt tokens take to compute. `state_blocks`: of a model's state."""
         self._tier = tier
         self._blocks = blocks
         self._budget = budget
+        self._state_blocks = state_blocks
         blocks.note_cached()
         self._offered = [-1] * blocks.num_blocks  # generation of each block when it was named to the tier
         self._loads: dict[bytes, _PrefixLoad] = {}  # by each name that is loaded
@@ -48,12 +52,12 @@ class PrefixLoader:
         return self._tier.totals
 
     def content(self) -> tuple[bytes, ...]:
-        """All blocks that the worker has, in either tier."""
-        return tuple({*self._blocks.content(), *self._tier})
+        """All announced blocks that the worker has, in either tier."""
+        return tuple({*self._blocks.content(), *filter(is_announced, self._tier)})
 
     def take_changes(self) -> BlocksChanged | None:
         """What of it has come and gone. A block that the tier keeps counts as cached."""
-        return self._blocks.take_changes(self._tier.take_changes(), self._tier)
+        return self._blocks.take_changes(filter(is_announced, self._tier.take_changes()), self._tier)
 
     def keep(self) -> None:
         """Names what no request holds any more, and what may therefore be evicted; each content once."""
@@ -75,16 +79,23 @@ class PrefixLoader:
         """Whether a part of the request's prompts is loaded now. Then `admit(request_id)` is called when it
         is here, or as much of it as could be loaded. `num_spare` blocks stay free for others."""
         size = self._blocks.block_size
-        names, cached = [], []
+        names: list[bytes] = []
+        cached: list[int] = []
         compute_s = 0.0
         for sequence in request.sequences:
-            hashes = () if sequence.hashes is None else sequence.hashes.hashes
+            hashes = [] if sequence.hashes is None else sequence.hashes.hashes
             hashes = hashes[: (sequence.num_prompt_tokens - 1) // size]  # the last token is computed anyway
             known = self._blocks.lookup(hashes)
-            found = list(itertools.takewhile(self._tier.__contains__, hashes[len(known) :]))
-            compute_s += self._compute_s(len(found) * size, len(known) * size)
-            names += found
             cached += known
+            found = list(itertools.takewhile(self._tier.__contains__, hashes[len(known) :]))
+            begin, end = len(known), len(known) + len(found)
+            if self._state_blocks:
+                begin = last_known(hashes[:begin], self._blocks, self._state_blocks)
+                end, state, held = self._last_state(hashes[:end], begin)
+                found = [*found[: max(0, end - len(known))], *state]
+                cached += held
+            compute_s += self._compute_s((end - begin) * size, begin * size)
+            names += found
         load = self._loads.get(names[0]) if names else None
         has_room = len(names) + num_spare <= self._blocks.num_free
         if load is None and names and has_room and self._tier.is_worth(len(names), compute_s):
@@ -100,6 +111,20 @@ class PrefixLoader:
         for load in self._loads.values():
             load.is_suspect = True
         self._tier.forget()
+
+    def _last_state(self, hashes: Sequence[bytes], least: int) -> tuple[int, list[bytes], list[int]]:
+        """Returns the last number of these blocks, above `least`, whose state is in either tier; which names
+        of it are to be loaded; and which of its blocks need not, with a reference to each."""
+        for depth in range(len(hashes), least, -1):
+            key = snapshot_key(hashes[depth - 1])
+            if key not in self._tier and not self._blocks.num_known([key]):
+                continue
+            names = snapshot_names(hashes[depth - 1], self._state_blocks)
+            held = self._blocks.lookup(names)
+            if all(name in self._tier for name in names[len(held) :]):
+                return depth, names[len(held) :], held
+            self._blocks.free(held)
+        return least, [], []
 
     def _compute_s(self, num_tokens: int, num_before: int) -> float:
         """How much longer steps last that compute so many tokens, behind `num_before` others."""

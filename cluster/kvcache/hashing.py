@@ -23,6 +23,7 @@ from cluster.types.media import PlacedMedia
 from cluster.types.request import Prompt
 
 _DIGEST_BYTES = 32  # a client chooses prompts freely, so it must not be able to find collisions
+MAX_NAME_BYTES = _DIGEST_BYTES + 4  # of any block, of states, too
 
 
 class BlockHashes:

@@ -2,7 +2,8 @@
 
 A slot holds a record, which says itself whether it is whole and which block it is:
 
-    hash of the block (32 bytes) | checksum of hash and KV (16) | KV, as `BlockMemory.read_blocks` has it
+    length of the block's name (1 byte) | name, zeros (47) | checksum of name and KV (16) | KV, as
+    `BlockMemory.read_blocks` has it
 
 So a file needs no index, no order of writes and no repair: a record that was torn, changed or never written
 is no record. Used by one thread; a file also by one worker, which holds a lock on it.
@@ -20,15 +21,17 @@ from typing import Protocol
 
 import numpy as np
 
-_HASH_BYTES, _CHECKSUM_BYTES = 32, 16
-_HEADER_BYTES = _HASH_BYTES + _CHECKSUM_BYTES
+from cluster.kvcache.hashing import MAX_NAME_BYTES
+
+_NAME_BYTES, _CHECKSUM_BYTES = 48, 16
+_HEADER_BYTES = _NAME_BYTES + _CHECKSUM_BYTES
 
 
 class Slots(Protocol):
     num_slots: int
 
     def names(self) -> Iterator[tuple[int, bytes]]:
-        """Slots that had a record when they were opened, and its hash. Blocks."""
+        """Slots that had a record when they were opened, and its block's name. Blocks."""
         ...
 
     def write(self, slot: int, record: np.ndarray) -> None:
@@ -87,9 +90,9 @@ class FileSlots:
 
     def names(self) -> Iterator[tuple[int, bytes]]:
         for slot in range(os.fstat(self._file).st_size // self._record_bytes):
-            name = os.pread(self._file, _HASH_BYTES, slot * self._record_bytes)
-            if len(name) == _HASH_BYTES and any(name):
-                yield slot, name
+            field = os.pread(self._file, _NAME_BYTES, slot * self._record_bytes)
+            if len(field) == _NAME_BYTES and 0 < field[0] <= MAX_NAME_BYTES:
+                yield slot, field[1 : 1 + field[0]]
 
     def write(self, slot: int, record: np.ndarray) -> None:
         if os.pwrite(self._file, record.data, slot * self._record_bytes) < len(record):
@@ -108,18 +111,18 @@ class FileSlots:
 
 def make_record(name: bytes, data: np.ndarray) -> np.ndarray:
     """`data`: the block's KV, [block bytes] uint8."""
-    header = np.frombuffer(name + _checksum(name, data), np.uint8)
-    return np.concatenate([header, data])
+    return np.concatenate([np.frombuffer(_header(name, data), np.uint8), data])
 
 
 def read_record(name: bytes, record: np.ndarray) -> np.ndarray | None:
     """The block's KV. None: this is not a whole record of this block."""
     data, header = record[_HEADER_BYTES:], record[:_HEADER_BYTES].tobytes()
-    return data if header == name + _checksum(name, data) else None
+    return data if header == _header(name, data) else None
 
 
-def _checksum(name: bytes, data: np.ndarray) -> bytes:
-    return hashlib.blake2b(data.data, digest_size=_CHECKSUM_BYTES, key=name).digest()
+def _header(name: bytes, data: np.ndarray) -> bytes:
+    checksum = hashlib.blake2b(data.data, digest_size=_CHECKSUM_BYTES, key=name).digest()
+    return bytes([len(name)]) + name.ljust(_NAME_BYTES - 1, b"\0") + checksum
 
 
 def _try_lock(path: Path) -> int | None:

@@ -18,7 +18,6 @@ import transformers
 
 from cluster.clock import Clock
 from cluster.config.settings import ClusterArgs
-from cluster.errors import ConfigError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.tier import KvTier
 from cluster.kvcache.tier_slots import FileSlots, HostSlots, Slots
@@ -27,18 +26,13 @@ from cluster.worker.language import Language
 logger = logging.getLogger(__name__)
 
 _CHECKPOINT = ("*.safetensors", "*.bin", "*.json")
-_VERSION = 1  # of records and block hashes
+_VERSION = 2  # of records and block hashes
 
 
 def open_tier(args: ClusterArgs, language: Language, blocks: BlockPool, clock: Clock) -> KvTier | None:
     """None: the settings want none, or there is no room for a block. If the disk cannot be used, the log says
-    why, and there is no such level. Raises ConfigError for a model that keeps states beside its KV."""
+    why, and there is no such level."""
     block_bytes, given = language.kv.layout.block_bytes, args.kv_cache
-    if language.model.state_blocks and (given.host_bytes or given.disk_bytes):
-        raise ConfigError(
-            f"model type '{language.model.family}' keeps states beside its KV: it has no second tier",
-            param="kv_cache",
-        )
     levels: list[Slots] = []
     if given.host_bytes:
         levels.append(HostSlots(given.host_bytes, block_bytes))

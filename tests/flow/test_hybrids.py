@@ -12,9 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from cluster.config.settings import ClusterArgs, PrefillArgs, TransferArgs
+from cluster.config.settings import ClusterArgs, KvCacheArgs, PrefillArgs, TransferArgs
 from cluster.engine.state import PromptWork
 from cluster.errors import ConfigError
+from cluster.kvcache.tier import KvTier
 from cluster.model.language import LanguageModel
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
@@ -132,6 +133,28 @@ async def test_prompts_go_on_from_snapshots(folder, prompts, roles, num_chunk):
     assert num_foreseen == num_computed  # by the door
 
 
+async def test_a_prompt_goes_on_from_a_state_that_comes_back_from_host_memory(folder, monkeypatch):
+    """Others have taken its blocks, those of its state included. Two long prompts do not fit together."""
+    monkeypatch.setattr(KvTier, "is_worth", lambda self, num_blocks, compute_s: True)
+    state_blocks = LanguageModel.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE).state_blocks
+    first, second = draw_prompts((90, 89))
+    args = window_args(folder, kv_blocks=8)
+    prefill = PrefillArgs(kv_blocks=3 * state_blocks + 10)  # in all: two places, a snapshot, the tokens
+    args = args.model_copy(update={"prefill": prefill, "kv_cache": KvCacheArgs(host_bytes=1 << 26)})
+    crowd = [first, second, first, first[:80] + second[80:]]
+    async with local_cluster(args, (0, 0, 0, 1)) as cluster:
+        engine, num_loaded = cluster.decodes[0].engine, []
+        got = []
+        for prompt in crowd:
+            got += await answers(cluster, prompt, NUM_TOKENS)
+            async with asyncio.timeout(60):
+                while (load := engine.load()).tier.num_stored < load.num_cached_blocks:
+                    await asyncio.sleep(0.005)
+            num_loaded.append(load.tier.num_loaded)
+    assert got == generated(folder, crowd, NUM_TOKENS)
+    assert num_loaded[:3] == [0, 0, 7 + state_blocks]  # the pool still has the first four blocks
+
+
 async def test_a_step_that_fails_after_it_wrote_states_is_repeated(folder, prompts, expected):
     async with local_cluster(window_args(folder, kv_blocks=4000), (0, 0, 0, 1)) as cluster:
         runner = cluster.decodes[0].engine.runner
@@ -152,7 +175,6 @@ async def test_a_step_that_fails_after_it_wrote_states_is_repeated(folder, promp
     ("settings", "words"),
     [
         ({"decode": {"speculation": {"method": "ngram"}}}, "decode.speculation.method must be off"),
-        ({"kv_cache": {"host_bytes": 1 << 20}}, "it has no second tier"),
         ({"transfer": {"codec": "int4"}}, "keeps some"),
         ({"decode": {"kv_blocks": 2}}, "hold no sequence"),
     ],

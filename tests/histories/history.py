@@ -126,8 +126,8 @@ class History:
         states = Random(f"{self.seed} states")
         if states.random() < 0.2:  # what is not served with states is off
             state_blocks, drafts = states.choice([1, 2]), 0.0
-            kv_blocks = sizes.kv_blocks + 44 * state_blocks
-            sizes = replace(sizes, state_blocks=state_blocks, kv_blocks=kv_blocks, tier_bytes=0, window=None)
+            kv_blocks = sizes.kv_blocks + (12 if sizes.tier_bytes else 44) * state_blocks
+            sizes = replace(sizes, state_blocks=state_blocks, kv_blocks=kv_blocks, window=None)
             return replace(shape, sizes=sizes, drafts=drafts)
         runs_ahead = not shape.drafts and Random(f"{self.seed} runs ahead").random() < 0.5
         return replace(shape, sizes=replace(sizes, runs_ahead=runs_ahead))

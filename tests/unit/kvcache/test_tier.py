@@ -19,8 +19,8 @@ from tests.fakes.workers import ManualExecutor
 LAYOUT = MemoryLayout(
     tuple(SegmentSpec(4, (width,), torch.int32) for width in (3, 3, 5, 3)),
 )
-RECORD_BYTES = LAYOUT.block_bytes + 48
-NAMES = [bytes([number]) * 32 for number in range(1, 9)]
+RECORD_BYTES = LAYOUT.block_bytes + 64
+NAMES = [bytes([number]) * (32 if number % 2 else 36) for number in range(1, 9)]
 
 
 class Kept:
