@@ -21,8 +21,8 @@ from cluster.types.request import Prompt
 class TokenSequence:
     """KV is here of the first `num_computed_tokens` tokens.
 
-    A hybrid model's state is the one after the first `num_settled_tokens` of them: no draft of the last step is
-    in it, because a state cannot give a wrong one back. The next step computes those that were right again.
+    A hybrid model's state is the one after the first `num_settled_tokens` of them: no draft of the last step
+    is in it, because a state cannot give a wrong one back. The next step computes the right ones again.
 
     If no layer of the model looks back further than a window, blocks in front of the window are freed: their
     places in the table, [0, num_dropped), hold block 0, which is not read there."""
