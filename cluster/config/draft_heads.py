@@ -17,8 +17,8 @@ from cluster.config.checkpoint import read_config, read_headers, read_json, text
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 
-# Whose layer transformers' MtpModel computes as a decoder layer, and a tensor that it has: the layer is the one
-# after the model's own layers, or has names of its own
+# Whose layer transformers' MtpModel computes as a decoder layer, and a tensor that it has: the layer is the
+# one after the model's own layers, or has names of its own
 MTP_TYPES = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe"), "model.layers.{num_layers}.eh_proj.weight"),
     **dict.fromkeys(
