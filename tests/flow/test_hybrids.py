@@ -26,10 +26,11 @@ from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
 from router.policy import ClusterView, Placement, RequestView
 from tests.fakes.slow_params import often
+from tests.flow.draft_heads import save_eagle3
 from tests.flow.hybrid_models import CONFIGS, save_hybrid
 from tests.flow.local_cluster import let_all_in, local_cluster
 from tests.flow.test_windows import window_args
-from tests.flow.text_models import BLOCK_SIZE, answers, draw_prompts, generated
+from tests.flow.text_models import BLOCK_SIZE, answers, draw_prompts, generated, save_mistral
 
 NUM_TOKENS = 24
 PROMPT_LENGTHS = (1, 5, 24, 37, 90, 33)
@@ -211,6 +212,21 @@ async def test_wrong_drafts_leave_no_trace_in_states(
     assert got == wanted
     assert totals.num_drafted > totals.num_accepted > 60
     assert (totals.num_preempted > 0) == (case == "preempted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft", "eagle3"])
+async def test_drafts_of_models_and_heads_change_no_token(folder, prompts, expected, tmp_path, method):
+    if method == "draft":
+        save_mistral(tmp_path / "draft", None)
+    else:
+        save_eagle3(tmp_path / "other", tmp_path / "draft", is_right=False)
+    speculation = {"method": method, "model": str(tmp_path / "draft")}
+    args = window_args(folder, kv_blocks=4000, speculation=speculation)
+    async with local_cluster(args, (0, 0, 0, 1)) as cluster:
+        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts))
+        assert cluster.decodes[0].engine.load().totals.num_drafted > 40
+    assert got == [[answer] for answer in expected]
 
 
 @pytest.mark.parametrize(
