@@ -72,11 +72,16 @@ class Steps:
         places = [[*range(first + i * size, first + (i + 1) * size)] for i in range(2 * num_sequences)]
         self._places = list(zip(places[::2], places[1::2], strict=True))
 
-    def answers(self) -> Tensor:
-        chunks = [
-            SequenceChunk([5], CONTEXT, CONTEXT, table, states=(StateSpan(1, before, after),))
-            for table, (before, after) in zip(self._tables, self._places, strict=True)
-        ]
+    def answers(self, num_right: int = 0, num_drafts: int = 0) -> Tensor:
+        """One step of all. num_right: drafts of the step before it, which it computes again."""
+        chunks = []
+        for blocks, (before, after) in zip(self._tables, self._places, strict=True):
+            spans = [StateSpan(1 + num_right, before, after), StateSpan(num_drafts, after)]
+            chunk = SequenceChunk(
+                [5] * (1 + num_right + num_drafts), CONTEXT, CONTEXT, blocks, num_logits=1 + num_drafts,
+                states=tuple(span for span in spans if span.num_tokens),
+            )  # fmt: skip
+            chunks.append(chunk)
         return self._model.forward(chunks, self._kv)
 
     def prompt(self, num_tokens: int) -> Tensor:

@@ -1,7 +1,7 @@
 """What is known of a head that drafts tokens before anything is loaded: from configurations and headers.
 
-    mtp      the layer for multi-token prediction in the served checkpoint: the one after the model's own
-    layers eagle3   a folder of its own, as SpecForge and the authors of EAGLE-3 publish them
+    mtp      the layer for multi-token prediction in the served checkpoint
+    eagle3   a folder of its own, as SpecForge and the authors of EAGLE-3 publish them
 
 No torch. Raises ConfigError for what cannot draft.
 """
@@ -17,7 +17,14 @@ from cluster.config.checkpoint import read_config, read_headers, read_json, text
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 
-MTP_TYPES = ("deepseek_v3", "glm4_moe")  # whose layer transformers' MtpModel computes as a decoder layer
+# Whose layer transformers' MtpModel computes as a decoder layer, and a tensor that it has: the layer is the
+# one after the model's own layers, or has names of its own
+MTP_TYPES = {
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), "model.layers.{num_layers}.eh_proj.weight"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "mtp.fc.weight"
+    ),
+}
 EAGLE3_CLASSES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _METHOD, _MODEL = "decode.speculation.method", "decode.speculation.model"
 
@@ -46,21 +53,22 @@ def layers_read(args: ClusterArgs) -> tuple[int, ...] | None:
             return None
 
 
-def check_mtp(folder: Path) -> None:
-    """`folder`: of the served model."""
+def check_mtp(folder: Path) -> str:
+    """`folder`: of the served model. Returns what the names of the layer's tensors begin with."""
     config = read_config(folder)
-    model_type, num_layers = config["model_type"], config.get("num_hidden_layers")
+    model_type, num_layers = config["model_type"], text_config(config).get("num_hidden_layers")
     if model_type not in MTP_TYPES:
         raise ConfigError(
             f"speculation method mtp: model type '{model_type}' is not one of {', '.join(MTP_TYPES)}",
             param=_METHOD,
         )
-    needed = f"model.layers.{num_layers}.eh_proj.weight"
+    needed = MTP_TYPES[model_type].format(num_layers=num_layers)
     if not any(needed in read_headers(file) for file in weight_files(folder)):
         raise ConfigError(
             f"speculation method mtp: the checkpoint '{folder}' has no weights for it: {needed} is missing",
             param=_METHOD,
         )
+    return needed.rsplit(".", 2)[0] + "."
 
 
 def read_eagle3(folder: Path, target: Mapping[str, Any]) -> Eagle3Head:

@@ -119,7 +119,7 @@ class Answers:
             new = tuple(choice.token_ids[first_new:])
             for sequence in choice.sequences:
                 sequence.extend(new)
-                sequence.computed(len(new))
+                sequence.verified(len(new))
                 register_computed(sequence, self._state.blocks)
             self._state.counts.count_context(choice)
             told = logprobs[: len(new)]

@@ -49,8 +49,9 @@ def known_tokens(
         if len(choice.sequences) == 1:
             (sequence,) = choice.sequences
             start = sequence.num_computed_tokens
-            yield KnownTokens(choice, _hashes_of(sequence), start, row, len(tokens), is_prompt=False)
-        row += count * len(choice.sequences)
+            first_row = row + sequence.num_unsettled_tokens  # these are known already
+            yield KnownTokens(choice, _hashes_of(sequence), start, first_row, len(tokens), is_prompt=False)
+        row += sum(sequence.num_unsettled_tokens + count for sequence in choice.sequences)
     for work in prompts:
         request, sequence = work.request, work.sequence
         if not request.sends and len(request.request.prompts) == 1 and not request.choices[0].is_done:

@@ -73,11 +73,8 @@ class LanguageRunner:
 
     def propose(self, requests: Sequence[LanguageRequest]) -> None:
         """Sets the drafts of every live choice: of speculation, or what its constraint forces. Choices with
-        guidance get none: their two sequences advance one token at a time. A model's states cannot take back
-        a draft that was wrong, so there are none."""
+        guidance get none: their two sequences advance one token at a time."""
         if self._speculator is None and all(request.is_plain for request in requests):
-            return
-        if self._model.state_blocks:
             return
         choices = [choice for r in requests if r.request.guidance is None for choice in r.live_choices]
         room = [choice.stop.max_tokens - choice.num_generated - 1 for choice in choices]
@@ -101,9 +98,10 @@ class LanguageRunner:
         steps that are not."""
         if not (recorded := self._steps.recorded_tokens):
             return None
-        num_rows = sum(len(choice.sequences) for request in answers for choice in request.live_choices)
         num_drafts = 0 if self._speculator is None else self._speculator.max_draft_tokens
-        room = recorded - num_rows * (1 + num_drafts)
+        choices = [choice for request in answers for choice in request.live_choices]
+        sequences = [sequence for choice in choices for sequence in choice.sequences]
+        room = recorded - sum(each.num_unsettled_tokens + 1 + num_drafts for each in sequences)
         return room if room >= LEAST_SHARE * recorded else None
 
     @torch.inference_mode()
@@ -127,7 +125,7 @@ class LanguageRunner:
             chunks = [
                 self._answer_chunk(choice, sequence) for _, choice in choices for sequence in choice.sequences
             ]
-            num_rows = sum(len(chunk.token_ids) for chunk in chunks)
+            num_rows = sum(chunk.num_logits for chunk in chunks)
             computed = [self._prompt_chunk(work) for work in prompts]
             chunks += computed
             tells = not self._kv.enqueues or any(work.request.sends for work in prompts)
@@ -278,15 +276,17 @@ class LanguageRunner:
             start = end
 
     def _answer_chunk(self, choice: AnswerChoice, sequence: TokenSequence) -> SequenceChunk:
-        token_ids = [choice.token_ids[-1], *choice.drafts]
+        """Its last token and its drafts, behind the tokens that are computed again."""
+        known = choice.token_ids[sequence.num_settled_tokens - sequence.num_computed_tokens - 1 :]
+        start, drafts = sequence.num_settled_tokens, choice.drafts
         return SequenceChunk(
-            token_ids=token_ids,
-            position_ids=sequence.num_computed_tokens + sequence.position_delta,
-            num_computed_tokens=sequence.num_computed_tokens,
+            token_ids=[*known, *drafts],
+            position_ids=start + sequence.position_delta,
+            num_computed_tokens=start,
             block_table=sequence.block_table,
-            num_logits=len(token_ids),
+            num_logits=1 + len(drafts),
             adapter=self._adapter_of(sequence.prompt),
-            states=sequence.state_spans(len(token_ids)),
+            states=sequence.state_spans(len(known), len(drafts)),
         )
 
     def _prompt_chunk(self, work: PromptWork) -> SequenceChunk:

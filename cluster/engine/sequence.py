@@ -21,6 +21,9 @@ from cluster.types.request import Prompt
 class TokenSequence:
     """KV is here of the first `num_computed_tokens` tokens.
 
+    A hybrid model's state is the one after the first `num_settled_tokens` of them: no draft of the last step
+    is in it, because a state cannot give a wrong one back. The next step computes the right ones again.
+
     If no layer of the model looks back further than a window, blocks in front of the window are freed: their
     places in the table, [0, num_dropped), hold block 0, which is not read there."""
 
@@ -33,7 +36,7 @@ class TokenSequence:
     # Of its tokens. None: its KV is not exact, and no other request uses it
     hashes: BlockHashes | None = None
     block_table: list[int] = field(default_factory=list)
-    # Of a hybrid model: blocks of the state after the computed tokens, and of the state that the next step
+    # Of a hybrid model: blocks of the state after the settled tokens, and of the state that the next step
     # leaves
     state: list[int] = field(default_factory=list)
     next_state: list[int] = field(default_factory=list)
@@ -45,6 +48,7 @@ class TokenSequence:
     num_cached_tokens: int = 0  # the part of the prompt that came from the prefix cache
     num_registered: int = 0  # prefix of the block table that other requests can find
     num_computed_tokens: int = 0
+    num_unsettled_tokens: int = 0  # the last ones of them, which the state lacks
     num_blocks_sent: int = 0  # prefix of the block table that has been posted to the other worker
     # KV from this token on does not travel: the other worker computes it
     first_recomputed: int | None = None
@@ -57,6 +61,11 @@ class TokenSequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt.token_ids)
+
+    @property
+    def num_settled_tokens(self) -> int:
+        """Tokens that no further step computes."""
+        return self.num_computed_tokens - self.num_unsettled_tokens
 
     @property
     def num_missing_tokens(self) -> int:
@@ -97,7 +106,7 @@ class TokenSequence:
         self.num_cached_tokens = self.num_computed_tokens = num_tokens
 
     def share_state(self, block_ids: list[int]) -> list[int]:
-        """The state after the computed tokens lies in these blocks, which other requests can find; empty: in
+        """The state after the settled tokens lies in these blocks, which other requests can find; empty: in
         the sequence's own. Returns those where it lay before: the caller frees them."""
         before, self.shared_state = self.shared_state, block_ids
         return before
@@ -122,11 +131,12 @@ class TokenSequence:
         """The state after so many tokens of the prompt is to be kept in these blocks."""
         self.snapshots[num_tokens] = block_ids
 
-    def state_spans(self, num_tokens: int) -> tuple[StateSpan, ...]:
-        """The sequence's next tokens, cut where its state is kept; empty if the model keeps none."""
+    def state_spans(self, num_tokens: int, num_drafts: int = 0) -> tuple[StateSpan, ...]:
+        """The tokens behind the settled ones, cut where the state is kept; empty if the model keeps none. Of
+        the `num_drafts` tokens behind these it is not kept."""
         if not self.state:
             return ()
-        at, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        at, end = self.num_settled_tokens, self.num_settled_tokens + num_tokens
         source: Sequence[int] = self.shared_state or (self.state if at else ())
         spans = []
         for cut in sorted(cut for cut in self.snapshots if at < cut <= end):
@@ -134,6 +144,8 @@ class TokenSequence:
             at, source = cut, self.snapshots[cut]
         if at < end:
             spans.append(StateSpan(end - at, source, self.next_state))
+        if num_drafts:
+            spans.append(StateSpan(num_drafts, self.next_state))
         return tuple(spans)
 
     def take_snapshots(self) -> dict[int, list[int]]:
@@ -183,6 +195,12 @@ class TokenSequence:
             self.state, self.next_state = self.next_state, self.state
         self.last_logits = last_logits
         self.prompt_logprobs += prompt_logprobs
+
+    def verified(self, num_tokens: int) -> None:
+        """One step has computed the KV of an answer's last token and of the drafts behind it, of which
+        `num_tokens` - 1 were right."""
+        self.computed(num_tokens)
+        self.num_unsettled_tokens = num_tokens - 1 if self.state else 0
 
     def leave_to_receiver(self, first_token: int) -> None:
         """The KV of the tokens from this one on is not sent: the other worker computes it."""

@@ -93,10 +93,10 @@ def _share_cached(
 
 
 def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
-    """Makes blocks findable that have become full."""
+    """Makes blocks findable that have become full, and that no further step writes."""
     if sequence.hashes is None:
         return
-    num_full = sequence.num_computed_tokens // blocks.block_size
+    num_full = sequence.num_settled_tokens // blocks.block_size
     if num_full > sequence.num_registered:
         num_full = min(num_full, len(sequence.hashes.hashes))
         for i in range(max(sequence.num_registered, sequence.num_dropped), num_full):
@@ -180,5 +180,5 @@ def free_blocks_behind_window(choice: AnswerChoice, blocks: BlockPool, window: i
     if window is None:
         return
     for sequence in choice.sequences:
-        first_visible = max(0, sequence.num_computed_tokens + 1 - window)
+        first_visible = max(0, sequence.num_settled_tokens + 1 - window)
         blocks.free(sequence.drop_behind_window(first_visible // blocks.block_size))

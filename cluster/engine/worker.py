@@ -226,12 +226,6 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
     speculation = args.decode.speculation
     if speculation.method == "off":
         return None
-    if target.state_blocks:
-        raise ConfigError(
-            f"model type '{target.family}' keeps states beside its KV, which cannot take back a draft: "
-            "decode.speculation.method must be off",
-            param="decode.speculation",
-        )
     placeholders = placeholder_ids(read_config(args.model)).values()
     if speculation.method == "ngram":
         return Speculator(NgramProposer(placeholders), speculation.num_speculative_tokens)
@@ -245,7 +239,10 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )  # fmt: skip
     if draft.state_blocks:
-        raise ConfigError(f"model type '{draft.family}' keeps states: it cannot be a draft model")
+        raise ConfigError(
+            f"model type '{draft.family}' keeps states: it cannot be a draft model",
+            param="decode.speculation.model",
+        )
     recorded = RecordedSizes.up_to(args.decode.max_batch_sequences, MAX_CHUNK_TOKENS)
     proposer = DraftModelProposer(
         draft, target, speculation.draft_kv_blocks, placeholders, recording_of(draft, recorded)

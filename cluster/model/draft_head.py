@@ -16,7 +16,6 @@ Runs on the engine's thread. Owns the head's weights, and uses the target's embe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +30,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import ContextManagers
 
 from cluster.config.checkpoint import check_weights, weight_files
+from cluster.config.draft_heads import check_mtp
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
@@ -137,24 +137,28 @@ def load_mtp(folder: Path, target: LanguageModel) -> DraftHead:
             f"speculation method mtp: transformers cannot load the layer of '{folder}': {error}",
             param="decode.speculation.method",
         ) from error
-    text = config.get_text_config()
-    module = MtpModule(mtp, rotary, target)
-    return DraftHead(module, target, target.shapes[-1], text.num_attention_heads, target.hidden_size)
+    num_heads = config.get_text_config().num_attention_heads
+    return DraftHead(MtpModule(mtp, rotary, target), target, target.shapes[-1], num_heads, target.hidden_size)
 
 
 def _read_mtp(folder: Path, config: PreTrainedConfig, target: LanguageModel) -> tuple[MtpModel, nn.Module]:
     """As `MtpModel.from_pretrained`, but without the main model's weights, and from quantised checkpoints,
     too."""
+    prefix, text = check_mtp(folder), config.get_text_config()
+    if target.state_blocks:  # transformers' configurations do not say that these have one
+        if text.layer_types[-1] != "full_attention":
+            raise ValueError("it is like the model's last layer, which has no attention")
+        text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
     with ContextManagers(MtpModel.get_init_context(target.dtype, False, False, None)):
-        main = AutoModelForCausalLM.from_config(config, dtype=target.dtype)
+        main = AutoModelForCausalLM.from_config(text, dtype=target.dtype)
         mtp = MtpModel(main, 1)
     rotary = cast(Any, main.get_decoder()).rotary_emb
     quantisation, files = check_weights(folder).quantisation, weight_files(folder)
-    own = re.compile(rf"(^|\.)layers\.{config.get_text_config().num_hidden_layers}\.")
     del mtp.embed_tokens, mtp.shared_head, mtp.rotary_emb
     with ExitStack() as opened:
         every = plain_tensors(files, quantisation, target.dtype) if quantisation else stored_tensors(files)
-        tensors = {name: tensor for name, tensor in opened.enter_context(every).items() if own.search(name)}
+        found = opened.enter_context(every)
+        tensors = {name: tensor for name, tensor in found.items() if name.startswith(prefix)}
         check_values(tensors)
         how = LoadStateDictConfig(
             weight_mapping=mtp.get_weight_conversions(main), device_map={"": "cpu"}, dtype=target.dtype

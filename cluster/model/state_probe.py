@@ -117,7 +117,8 @@ def check_states(model: LanguageModel) -> None:
 
 
 def _run(model: LanguageModel, ids: Sequence[int], cuts: Sequence[int]) -> Tensor:
-    """[1, vocab_size]: after the last token. In every step but the first a second sequence runs, too."""
+    """[1, vocab_size]: after the last token. In every step but the first a second sequence runs, too, with a
+    piece of the same length: mixers are called for both together."""
     num_kv = -(-len(ids) // model.block_size)
     size = model.state_blocks
     kv = BlockMemory(model.kv_layout, 2 * (num_kv + 2 * size), model.device)
@@ -128,8 +129,8 @@ def _run(model: LanguageModel, ids: Sequence[int], cuts: Sequence[int]) -> Tenso
     for step, count in enumerate(cuts):
         chunks = [_chunk(ids, start, count, tables[0], states[step % 2], states[1 - step % 2])]
         if step:
-            before = step - 1
-            other = _chunk(ids[::-1], before, 1, tables[1], states[2 + step % 2], states[3 - step % 2])
+            before = start - cuts[0]
+            other = _chunk(ids[::-1], before, count, tables[1], states[2 + step % 2], states[3 - step % 2])
             chunks.insert(0, other)
         logits = model.forward(chunks, kv)[-1:]
         start += count

@@ -9,7 +9,7 @@ A step reads a sequence's state in one place and writes the new one in another (
 fails can be computed again.
 
 The mixers are transformers' own. A `StatefulForward` stands in front of each: it calls its mixer once for all
-sequences with one new token, and once for each longer span, with the cache object that transformers knows.
+spans of one length, with the cache object that transformers knows.
 Runs on the engine's thread. Owns no memory.
 """
 
@@ -145,7 +145,7 @@ class StateLayout:
 class _MixerRows:
     """The rows of one call of a mixer: those of B sequences with N new tokens each."""
 
-    tokens: slice | Tensor  # of the T packed ones; a tensor: N is 1
+    tokens: Tensor  # [B, N]: which of the T packed ones
     source: Tensor | None  # [B, pages]; None: there is no state before
     target: Tensor | None  # [B, pages]; None: none is kept
 
@@ -169,23 +169,22 @@ class StepStates:
             self.kv, self.batches = None, ()
 
     def _batches_of(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> list[_MixerRows]:
-        """One call for all sequences of a single token, and one for each other span, in order: a span may
-        begin with the state that the one before it leaves."""
-        single: dict[tuple[bool, bool], list[tuple[int, StateSpan]]] = {}
-        batches, start = [], 0
+        """One call for all first spans of a length, then one for all second ones, and so on: a span may begin
+        with the state that the one before it leaves."""
+        alike: dict[tuple[int, int, bool, bool], list[tuple[int, StateSpan]]] = {}
+        start = 0
         for spans in sequences:
-            for span in spans:
-                if span.num_tokens == 1 and len(spans) == 1:
-                    single.setdefault((bool(span.source), bool(span.target)), []).append((start, span))
-                else:
-                    batches.append(self._rows(slice(start, start + span.num_tokens), [span], kv))
+            for place, span in enumerate(spans):
+                kind = (place, span.num_tokens, bool(span.source), bool(span.target))
+                alike.setdefault(kind, []).append((start, span))
                 start += span.num_tokens
-        for found in single.values():
-            tokens = torch.tensor([token for token, _ in found]).to(kv.buffer.device)
-            batches.append(self._rows(tokens, [span for _, span in found], kv))
-        return batches
+        return [self._rows(alike[kind], kv) for kind in sorted(alike)]
 
-    def _rows(self, tokens: slice | Tensor, spans: Sequence[StateSpan], kv: BlockMemory) -> _MixerRows:
+    def _rows(self, found: Sequence[tuple[int, StateSpan]], kv: BlockMemory) -> _MixerRows:
+        """found: spans of one kind, and where each begins among the packed tokens."""
+        spans = [span for _, span in found]
+        tokens = torch.tensor([[first] for first, _ in found]) + torch.arange(spans[0].num_tokens)
+        tokens = tokens.to(kv.buffer.device)
         source = self.layout.page_ids([s.source for s in spans], kv) if spans[0].source else None
         target = self.layout.page_ids([s.target for s in spans], kv) if spans[0].target else None
         return _MixerRows(tokens, source, target)
@@ -222,11 +221,7 @@ class StatefulForward:
             return self._forward(hidden_states, **keywords)
         out = torch.empty_like(hidden_states)
         for batch in self._step.batches:
-            rows = hidden_states[:, batch.tokens]
-            if isinstance(batch.tokens, slice):
-                out[:, batch.tokens] = self._run(rows, batch, self._step.kv, keywords)
-            else:
-                out[0, batch.tokens] = self._run(rows.transpose(0, 1), batch, self._step.kv, keywords)[:, 0]
+            out[0, batch.tokens] = self._run(hidden_states[0, batch.tokens], batch, self._step.kv, keywords)
         return out
 
     def _run(self, rows: Tensor, batch: _MixerRows, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:

@@ -20,7 +20,9 @@ def keep_rows(args: ClusterArgs, model: LanguageModel, num_prompt_tokens: int) -
     layers, speculation = layers_read(args), args.decode.speculation
     if layers is None:
         return
-    num_answer_tokens = args.decode.max_batch_sequences * (1 + speculation.num_speculative_tokens)
+    # drafts, and with states those of the step before that were right
+    num_drafts = speculation.num_speculative_tokens * (2 if model.state_blocks else 1)
+    num_answer_tokens = args.decode.max_batch_sequences * (1 + num_drafts)
     model.keep_rows(
         HiddenRows(
             num_answer_tokens + num_prompt_tokens, model.hidden_size, model.dtype, model.device, layers

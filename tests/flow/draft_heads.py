@@ -19,6 +19,11 @@ from tests.flow.tiny_models import DEEPSEEK
 
 NUM_LAYERS, HIDDEN = 2, SIZES["hidden_size"]
 _COMMON: dict[str, Any] = {**SIZES, "num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+_HYBRID: dict[str, Any] = {
+    **SIZES, "num_hidden_layers": NUM_LAYERS, "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "head_dim": 16,
+}  # fmt: skip
 MTP_CONFIGS: dict[str, Callable[[], hf.PretrainedConfig]] = {
     "deepseek_v3": lambda: hf.DeepseekV3Config(**{**_COMMON, **DEEPSEEK}),
     "glm4_moe": lambda: hf.Glm4MoeConfig(
@@ -32,24 +37,39 @@ MTP_CONFIGS: dict[str, Callable[[], hf.PretrainedConfig]] = {
         first_k_dense_replace=1,
         use_qk_norm=True,
     ),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **_HYBRID,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
+    "qwen3_5_text": lambda: hf.Qwen3_5TextConfig(**_HYBRID),
 }
+
+
+# of both norms of the layer's inputs, of their projection, and of the last norm
+NAMES = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+QWEN_NAMES = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 
 
 def save_with_mtp(folder: Path, model_type: str, *, is_right: bool) -> Path:
     file = save_text_model(folder, MTP_CONFIGS[model_type](), seed=6) / "model.safetensors"
-    tensors = load_file(file)
-    last, own = f"model.layers.{NUM_LAYERS - 1}.", f"model.layers.{NUM_LAYERS}."
+    tensors, last = load_file(file), f"model.layers.{NUM_LAYERS - 1}."
+    is_qwen = model_type.startswith("qwen")
+    layer = "mtp.layers.0." if is_qwen else f"model.layers.{NUM_LAYERS}."
+    embed_norm, hidden_norm, projection, norm = QWEN_NAMES if is_qwen else (layer + name for name in NAMES)
     tensors |= {
-        own + name.removeprefix(last): t.clone() for name, t in tensors.items() if name.startswith(last)
+        layer + name.removeprefix(last): t.clone() for name, t in tensors.items() if name.startswith(last)
     }
-    tensors[own + "shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
-    tensors |= {f"{own}{name}.weight": torch.ones(HIDDEN) for name in ("enorm", "hnorm")}
+    tensors[norm + ".weight"] = tensors["model.norm.weight"].clone()
+    ones = 0.0 if is_qwen else 1.0  # Qwen's norms add 1 to their weights
+    tensors |= {f"{name}.weight": torch.full((HIDDEN,), ones) for name in (embed_norm, hidden_norm)}
+    draw = torch.Generator().manual_seed(1)
+    random = torch.randn(HIDDEN, 2 * HIDDEN, generator=draw)
+    tensors[projection + ".weight"] = torch.eye(HIDDEN, 2 * HIDDEN) if is_right else random
     if is_right:
-        tensors[own + "eh_proj.weight"] = torch.eye(HIDDEN, 2 * HIDDEN)
         _leave_to_the_last_layer(tensors)
-    else:
-        draw = torch.Generator().manual_seed(1)
-        tensors[own + "eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=draw)
     save_file(tensors, file, {"format": "pt"})
     return folder
 
@@ -101,11 +121,15 @@ def _eagle3_weights(tensors: dict[str, Tensor], is_right: bool) -> dict[str, Ten
     }
 
 
+ADDING = ("o_proj.weight", "out_proj.weight", "down_proj.weight")  # to the rows, of a layer
+
+
 def _leave_to_the_last_layer(tensors: dict[str, Tensor], last: int = NUM_LAYERS - 1) -> None:
     """The rows of the embedding get a mean square of 1, which the head's norm leaves as it is."""
     for name, tensor in tensors.items():
-        is_last = f".layers.{last}." in name or f".layers.{last + 1}." in name  # the latter: its copy
-        if ".layers." in name and not is_last and name.endswith(("o_proj.weight", "down_proj.weight")):
+        # or its copy
+        is_last = f".layers.{last}." in name or f".layers.{last + 1}." in name or name.startswith("mtp.")
+        if ".layers." in name and not is_last and name.endswith(ADDING):
             tensor.zero_()
     embed = tensors["model.embed_tokens.weight"]
     embed /= embed.square().mean(-1, keepdim=True).sqrt()

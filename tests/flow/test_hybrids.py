@@ -5,25 +5,33 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from cluster.config.settings import ClusterArgs, KvCacheArgs, PrefillArgs, TransferArgs
+from cluster.engine import worker
+from cluster.engine.runner import LanguageRunner
+from cluster.engine.speculation import DraftedSequence
 from cluster.engine.state import PromptWork
 from cluster.errors import ConfigError
 from cluster.kvcache.tier import KvTier
 from cluster.model.language import LanguageModel
+from cluster.types.request import SamplingParams
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
 from router.policy import ClusterView, Placement, RequestView
+from tests.fakes.slow_params import often
+from tests.flow.draft_heads import save_eagle3
 from tests.flow.hybrid_models import CONFIGS, save_hybrid
 from tests.flow.local_cluster import let_all_in, local_cluster
 from tests.flow.test_windows import window_args
-from tests.flow.text_models import BLOCK_SIZE, answers, draw_prompts, generated
+from tests.flow.text_models import BLOCK_SIZE, answers, draw_prompts, generated, save_mistral
 
 NUM_TOKENS = 24
 PROMPT_LENGTHS = (1, 5, 24, 37, 90, 33)
@@ -155,26 +163,98 @@ async def test_a_prompt_goes_on_from_a_state_that_comes_back_from_host_memory(fo
     assert num_loaded[:3] == [0, 0, 7 + state_blocks]  # the pool still has the first four blocks
 
 
-async def test_a_step_that_fails_after_it_wrote_states_is_repeated(folder, prompts, expected):
+def fail_sometimes(runner: LanguageRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps raise when they have computed everything."""
+    run, num_steps = runner.run, itertools.count()
+
+    def run_and_fail(*args: Any) -> Any:
+        results = run(*args)
+        if next(num_steps) % 5 == 4:
+            raise ValueError("planted")
+        return results
+
+    monkeypatch.setattr(runner, "run", run_and_fail)
+
+
+async def test_a_step_that_fails_after_it_wrote_states_is_repeated(folder, prompts, expected, monkeypatch):
     async with local_cluster(window_args(folder, kv_blocks=4000), (0, 0, 0, 1)) as cluster:
-        runner = cluster.decodes[0].engine.runner
-        run, num_steps = runner.run, itertools.count()
-
-        def fail_sometimes(*args: Any) -> Any:
-            results = run(*args)
-            if next(num_steps) % 5 == 4:
-                raise ValueError("planted")
-            return results
-
-        with patch.object(runner, "run", fail_sometimes):
-            got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts[1:4]))
+        fail_sometimes(cluster.decodes[0].engine.runner, monkeypatch)
+        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts[1:4]))
     assert got == [[answer] for answer in expected[1:4]]
+
+
+class KnowingProposer:
+    """Knows the answers, and is wrong now and then."""
+
+    sequences: ClassVar[Sequence[list[int]]] = ()  # prompts and answers
+
+    def __init__(self, forbidden: Collection[int] = ()):
+        self._draw = random.Random(3)
+
+    def propose(self, sequences: Sequence[DraftedSequence], max_tokens: Sequence[int]) -> list[list[int]]:
+        return [self._guess(list(s.token_ids), most) for s, most in zip(sequences, max_tokens, strict=True)]
+
+    def _guess(self, token_ids: list[int], most: int) -> list[int]:
+        count = len(token_ids)
+        right = next(known[count:] for known in self.sequences if known[:count] == token_ids)
+        return [token ^ (self._draw.random() < 0.2) for token in right[:most]]
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+DRAFTED = list(itertools.product(("handed over", "failing steps", "preempted"), (0, 0.8)))
+
+
+@pytest.mark.parametrize(("case", "temperature"), often(DRAFTED, (DRAFTED[0], DRAFTED[3], DRAFTED[5])))
+async def test_wrong_drafts_leave_no_trace_in_states(
+    folder, prompts, expected, monkeypatch, case, temperature
+):
+    """Answers with drafts of which many are partly right are those without."""
+    sampling, chosen = SamplingParams(temperature=temperature, seed=5), prompts[1:5]
+    if temperature:
+        async with local_cluster(window_args(folder, kv_blocks=4000), (0, 0, 0, 1)) as plain:
+            asked = (answers(plain, prompt, NUM_TOKENS, sampling, 2) for prompt in chosen)
+            wanted = await asyncio.gather(*asked)
+    else:
+        wanted = [[answer] * 2 for answer in expected[1:5]]
+    known = [[*prompt, *one] for prompt, every in zip(chosen, wanted, strict=True) for one in every]
+    monkeypatch.setattr(KnowingProposer, "sequences", known)
+    monkeypatch.setattr(worker, "NgramProposer", KnowingProposer)
+    state_blocks = LanguageModel.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE).state_blocks
+    kv_blocks = 16 * state_blocks + 36 if case == "preempted" else 4000
+    args = let_all_in(window_args(folder, kv_blocks=kv_blocks, speculation={"method": "ngram"}))
+    roles = (0, 0, 0, 1) if case == "failing steps" else (0, 1, 1)
+    async with local_cluster(args, roles, overcommits=case == "preempted") as cluster:
+        cluster.let_prefill_locally(lambda _: False)
+        engine = cluster.decodes[0].engine
+        if case == "failing steps":
+            fail_sometimes(engine.runner, monkeypatch)
+        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS, sampling, 2) for prompt in chosen))
+        totals = engine.load().totals
+    assert got == wanted
+    assert totals.num_drafted > totals.num_accepted > 60
+    assert (totals.num_preempted > 0) == (case == "preempted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft", "eagle3"])
+async def test_drafts_of_models_and_heads_change_no_token(folder, prompts, expected, tmp_path, method):
+    if method == "draft":
+        save_mistral(tmp_path / "draft", None)
+    else:
+        save_eagle3(tmp_path / "other", tmp_path / "draft", is_right=False)
+    speculation = {"method": method, "model": str(tmp_path / "draft")}
+    args = window_args(folder, kv_blocks=4000, speculation=speculation)
+    async with local_cluster(args, (0, 0, 0, 1)) as cluster:
+        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts))
+        assert cluster.decodes[0].engine.load().totals.num_drafted > 40
+    assert got == [[answer] for answer in expected]
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"decode": {"speculation": {"method": "ngram"}}}, "decode.speculation.method must be off"),
         ({"transfer": {"codec": "int4"}}, "keeps some"),
         ({"decode": {"kv_blocks": 2}}, "hold no sequence"),
     ],

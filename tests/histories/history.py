@@ -125,7 +125,7 @@ class History:
         )
         states = Random(f"{self.seed} states")
         if states.random() < 0.2:  # what is not served with states is off
-            state_blocks, drafts = states.choice([1, 2]), 0.0
+            state_blocks, drafts = states.choice([1, 2]), states.choice([0.0, 0.7])
             kv_blocks = sizes.kv_blocks + (12 if sizes.tier_bytes else 44) * state_blocks
             sizes = replace(sizes, state_blocks=state_blocks, kv_blocks=kv_blocks, window=None)
             return replace(shape, sizes=sizes, drafts=drafts)

@@ -194,20 +194,20 @@ class ChainRunner:
 
     def _next_tokens(self, request: LanguageRequest, choice: AnswerChoice, goes_on: bool) -> list[int]:
         generated = choice.token_ids[choice.num_prompt_tokens :]
-        new = [generated[-1], *choice.drafts]
         lasts_of = []
         for sequence in choice.sequences:
-            wanted = chain(sequence.prompt, generated[:-1])
-            assert sequence.num_computed_tokens == len(wanted)
+            start, length = sequence.num_settled_tokens, sequence.num_prompt_tokens
+            assert sequence.num_computed_tokens == length + len(generated) - 1
+            wanted = chain(sequence.prompt, generated[: start - length])
             first = sequence.num_dropped * BLOCK_SIZE
             rows = self._checked(request.request_id, sequence.block_table, wanted, first)
-            last, lasts = rows[-1], []
-            self._move_states(request.request_id, sequence, [*wanted, mix(last, new[0])], 1)
-            for position, token_id in enumerate(new, len(wanted)):
-                last = mix(last, token_id)
-                lasts.append(last)
-                self._write(sequence.block_table, position, last)
-            lasts_of.append(lasts)
+            known, num_drafts = generated[start - length :], len(choice.drafts)
+            for position, token_id in enumerate([*known, *choice.drafts], start):
+                rows.append(mix(rows[-1], token_id))
+                self._write(sequence.block_table, position, rows[-1])
+            every = [*wanted, *rows[start:]]
+            self._move_states(request.request_id, sequence, every, len(known), num_drafts)
+            lasts_of.append(rows[-1 - num_drafts :])
         drawn = [draw(lasts, choice.sampling.seed) for lasts in zip(*lasts_of, strict=True)]
         for sequence, (last, *drafted) in zip(choice.sequences, lasts_of, strict=True) if goes_on else ():
             assert not drafted
@@ -254,12 +254,17 @@ class ChainRunner:
         return rows
 
     def _move_states(
-        self, request_id: str, sequence: TokenSequence, rows: Sequence[int], num_tokens: int
+        self,
+        request_id: str,
+        sequence: TokenSequence,
+        rows: Sequence[int],
+        num_tokens: int,
+        num_drafts: int = 0,
     ) -> None:
-        """rows: of all tokens, the new ones included. A state is the last row, in every row of its blocks,
-        mixed with its place."""
-        at = len(rows) - num_tokens
-        for span in sequence.state_spans(num_tokens):
+        """rows: of all tokens, the new ones and the drafts behind them included. A state is the last row, in
+        every row of its blocks, mixed with its place."""
+        at = len(rows) - num_tokens - num_drafts
+        for span in sequence.state_spans(num_tokens, num_drafts):
             for block_ids, end in ((span.source, at), (span.target, at + span.num_tokens)):
                 for i, block_id in enumerate(block_ids):
                     wanted = mix(rows[end - 1], i)

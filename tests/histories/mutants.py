@@ -13,6 +13,7 @@ from cluster.engine.ahead import ForwardAhead
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
 from cluster.engine.lifecycle import Lifecycle
+from cluster.engine.sequence import TokenSequence
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.kvcache.tier import KvTier
@@ -291,6 +292,22 @@ def forward_ahead_holds_nothing() -> Change:
     return ForwardAhead, "plan", plans
 
 
+def drafts_in_states() -> Change:
+    """The state counts as the one after all tokens of a step, drafts included."""
+    return TokenSequence, "verified", TokenSequence.computed
+
+
+def one_draft_in_states() -> Change:
+    """The state counts as the one after the first draft that was right."""
+    verified = TokenSequence.verified
+
+    def too_many(self: TokenSequence, num_tokens: int) -> None:
+        verified(self, num_tokens)
+        self.num_unsettled_tokens = max(0, self.num_unsettled_tokens - 1)
+
+    return TokenSequence, "verified", too_many
+
+
 def outbox_forgets_doors() -> Change:
     """A door that is gone is still told everything."""
     return Outbox, "remove_door", nothing
@@ -303,5 +320,6 @@ ALL = (
     cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
     partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
     last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,
-    unwanted_grant_kept, stale_tier, forward_ahead_holds_nothing, outbox_forgets_doors,
+    unwanted_grant_kept, stale_tier, forward_ahead_holds_nothing, drafts_in_states, one_draft_in_states,
+    outbox_forgets_doors,
 )  # fmt: skip

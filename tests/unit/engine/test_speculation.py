@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.engine import speculation
 from cluster.engine.runner import LanguageRunner
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import REST_STEPS, DraftModelProposer, NgramProposer, Speculator, accept
 from cluster.engine.state import LanguageRequest
 from cluster.engine.timing import Stopwatch
@@ -224,7 +225,8 @@ def test_prompts_get_what_answers_and_drafts_leave_of_a_recorded_step(num_answer
     speculator = None if max_drafts is None else Speculator(unused, max_drafts)
     steps: Any = SimpleNamespace(recorded_tokens=512)
     runner = LanguageRunner(unused, steps, unused, unused, speculator=speculator)
-    answer: Any = SimpleNamespace(live_choices=[SimpleNamespace(sequences=[None])])
+    choice = SimpleNamespace(sequences=[TokenSequence("r", Prompt((1, 2)))])
+    answer: Any = SimpleNamespace(live_choices=[choice])
     assert runner.room_for_prompts([answer] * num_answers) == room
     steps.recorded_tokens = 0
     assert runner.room_for_prompts([answer]) is None

@@ -56,7 +56,7 @@ def test_a_block_that_moves_takes_its_part_of_the_state_along() -> None:
     assert torch.equal(layout.load(0, layout.page_ids([targets], kv), kv), rows)
 
 
-def test_single_tokens_run_together_and_spans_of_a_sequence_in_order() -> None:
+def test_spans_of_one_length_run_together_and_those_of_a_sequence_in_order() -> None:
     layout, kv_layout = layouts("auto")
     kv = BlockMemory(kv_layout, 9 * layout.num_blocks)
     step = StepStates(layout)
@@ -64,13 +64,14 @@ def test_single_tokens_run_together_and_spans_of_a_sequence_in_order() -> None:
     sequences = [
         [StateSpan(1, places[0], places[1])],
         [StateSpan(5, (), places[2]), StateSpan(1, places[2], places[3])],
-        [StateSpan(1, places[4], places[5])],
+        [StateSpan(1, places[4], places[5]), StateSpan(1, places[5])],
+        [StateSpan(5, (), places[6])],
         [StateSpan(1)],
     ]
     with step.of_step(sequences, kv):
-        tokens = [batch.tokens for batch in step.batches]
+        tokens = [batch.tokens.tolist() for batch in step.batches]
         kept = [(batch.source is not None, batch.target is not None) for batch in step.batches]
-    assert tokens[:2] == [slice(1, 6), slice(6, 7)]
-    assert [each.tolist() for each in tokens[2:] if isinstance(each, torch.Tensor)] == [[0, 7], [8]]
-    assert kept == [(False, True), (True, True), (True, True), (False, False)]
+    fives = [list(range(1, 6)), list(range(9, 14))]
+    assert tokens == [[[14]], [[0], [7]], fives, [[8]], [[6]]]
+    assert kept == [(False, False), (True, True), (False, True), (True, False), (True, True)]
     assert step.kv is None
