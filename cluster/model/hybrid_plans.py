@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from transformers import PreTrainedModel
+
+from cluster.model.sharding import name_in_plan
 
 _ATTENTION = {
     **dict.fromkeys((f"layers.*.self_attn.{name}_proj" for name in "qkvg"), "colwise"),
@@ -17,8 +18,8 @@ _WHOLE_ATTENTION = {
     **dict.fromkeys((f"layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise_gather_output"),
     "layers.*.self_attn.o_proj": "rowwise_split_input",
 }
-_LATENT_ATTENTION = {
-    **dict.fromkeys((f"layers.*.self_attn.{name}_proj" for name in ("q", "q_b", "kv_b")), "colwise"),
+_LATENT_ATTENTION = {  # gates of heads, where there are some
+    **dict.fromkeys((f"layers.*.self_attn.{name}_proj" for name in ("q", "q_b", "kv_b", "g")), "colwise"),
     "layers.*.self_attn.o_proj": "rowwise",
 }
 
@@ -55,7 +56,7 @@ _PLANS: Mapping[str, Mapping[str, str]] = {
 def complete_plan(model: PreTrainedModel, text: PreTrainedModel) -> None:
     """model: on the meta device; `text` is a part of it, or all of it. What the plan says already stays."""
     paths = {module: name for name, module in model.named_modules()}
-    names = {re.sub(r"\d+", "*", name) for name in paths.values()}
+    names = set(map(name_in_plan, paths.values()))
     prefix = f"{paths[text]}." if paths[text] else ""
     added = {f"{prefix}{part}": way for part, way in _PLANS.get(text.config.model_type, {}).items()}
     model._tp_plan = {part: way for part, way in added.items() if part in names} | model.tp_plan

@@ -133,9 +133,14 @@ def divided_oddly(model: PreTrainedModel, linears: Iterable[Linear]) -> list[Lin
     names = {module: name for name, module in model.named_modules()}
 
     def way(linear: nn.Module) -> str | None:
-        return model.tp_plan.get(re.sub(r"\d+", "*", names[linear]))
+        return model.tp_plan.get(name_in_plan(names[linear]))
 
     return [linear for linear in linears if way(linear) not in _IN_PIECES]
+
+
+def name_in_plan(name: str) -> str:
+    """Of a module of any layer, e.g. 'model.layers.*.feed_forward.w1'."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _has_whole_experts(module: nn.Module) -> bool:
