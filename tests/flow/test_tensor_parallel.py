@@ -38,6 +38,8 @@ from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
 from tests.fakes.processes import fork_server
 from tests.flow.adapter_folders import ATTENTION, LATENT, MLP, save_adapter
+from tests.flow.hybrid_models import CONFIGS as HYBRIDS
+from tests.flow.hybrid_models import save_hybrid
 from tests.flow.quantised_folders import (
     FP8_ENTRY,
     MXFP4_ENTRY,
@@ -75,6 +77,7 @@ DIFFERENT = (
     "cohere2_logit_scale", "deepseek_v3_mla", "gemma4_layer_inputs",
     "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3", "llama4",
     "qwen3_vl_moe",
+    "qwen3_5_moe", "falcon_h1",  # states; others: `test_hybrid_ranks`
 )  # fmt: skip
 # Experts with biases and transposed, after a dense layer, beside shared ones, in a part of the width; square
 # ones, in both layouts
@@ -233,6 +236,8 @@ def save(name: str, folder: Path) -> None:
         hf.DeepseekV3ForCausalLM(config).save_pretrained(folder)
     elif name == "three_experts":
         hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**TEXT, num_experts=3)).save_pretrained(folder)
+    elif name in HYBRIDS:
+        save_hybrid(folder, name)
     elif name.endswith(ADAPTED):
         whole = FAMILIES[name.removesuffix(ADAPTED)]().model
         whole.save_pretrained(folder)

@@ -93,7 +93,7 @@ def default_config(name: str) -> hf.PreTrainedConfig:
     return CONFIG_MAPPING[name](**NEEDED.get(name, {}))
 
 
-def tiny_config(name: str) -> hf.PreTrainedConfig:
+def tiny_config(name: str, **changes: Any) -> hf.PreTrainedConfig:
     default = default_config(name)
     sizes = {key: value for key, value in SIZES.items() if _can_set(default, key)}
     if "kv_lora_rank" in sizes:
@@ -101,7 +101,7 @@ def tiny_config(name: str) -> hf.PreTrainedConfig:
     if _can_set(default, "layer_types") and default.layer_types:
         kinds = list(dict.fromkeys(default.layer_types))
         sizes["layer_types"] = (kinds * NUM_LAYERS)[:NUM_LAYERS]
-    return CONFIG_MAPPING[name](**sizes | OWN_SIZES.get(name, {}))
+    return CONFIG_MAPPING[name](**sizes | OWN_SIZES.get(name, {}) | changes)
 
 
 def _can_set(config: hf.PreTrainedConfig, key: str) -> bool:
