@@ -110,7 +110,7 @@ def load_half(
             tensors = half_files.mapped()
         begin = partial(_begin, reading, half_files, sharding, coded, check_room)
         half_class = _reading_class(half_class, tensors, begin, mixers)
-        read = partial(_read, half_class, path, config, dtype, sharding)
+        read = partial(_read, half_class, path, config, dtype, sharding, mixers is not None)
         if quantisation is None or tensors is None or coded is None:
             model, report = read()
         else:
@@ -192,10 +192,10 @@ def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
 
 def _read(
     half_class: type[PreTrainedModel], path: str | Path, config: PreTrainedConfig, dtype: torch.dtype,
-    sharding: Sharding,
+    sharding: Sharding, may_copy: bool,
 ) -> Loaded:  # fmt: skip
     if sharding.num_ranks > 1:
-        return read_share(half_class, path, config, dtype, sharding)
+        return read_share(half_class, path, config, dtype, sharding, may_copy=may_copy)
     return _read_whole(half_class, path, config, dtype)
 
 

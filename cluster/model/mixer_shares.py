@@ -2,7 +2,8 @@
 
 A rank's mixer is one with fewer heads, groups or channels. It projects all tokens on its own heads, keeps the
 states of these, and gives a part of the output; the parts are summed once a step. So a rank's states are its
-share of a state, and all ranks need the same number of blocks for one.
+share of a state, and all ranks need the same number of blocks for one. If there are fewer KV heads than
+ranks, several ranks have the same one.
 
 transformers divides none of these mixers: its plans either leave them whole or gather what the ranks project.
 Their linears are taken out of the plans, and the tensors that are read for them are a rank's pieces:
@@ -26,6 +27,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from cluster.errors import ConfigError
+from cluster.model.sharding import name_in_plan
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Part:
     values."""
 
     size: int
-    is_divided: bool = True  # else every rank has all of them
+    num_copies: int = 1  # so many successive ranks have the same of them
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Cut:
         starts = accumulate((part.size for part in self.parts), initial=0)
         found = []
         for part, start in zip(self.parts, starts, strict=False):
-            own = part.size // num_ranks if part.is_divided else part.size
-            first = start + rank * own * part.is_divided
+            own = part.size * part.num_copies // num_ranks
+            first = start + rank // part.num_copies * own
             found.append(slice(first, first + own))
         return found
 
@@ -112,7 +114,7 @@ class MixerShares:
         self._rank, self._num_ranks = rank, num_ranks
         self._cuts: dict[str, Cut] = {}  # by name of a parameter or buffer of the model
         self._mixers: list[tuple[nn.Module, MixerForm]] = []
-        self._insides: list[str] = []  # beginnings of the names of what is in a mixer
+        self._insides: list[str] = []  # beginnings of the names of what transformers does not divide
 
     def divide(self, model: PreTrainedModel) -> None:
         """model: on the meta device. Raises ConfigError if its mixers cannot be divided."""
@@ -123,6 +125,9 @@ class MixerShares:
             form = form_of(mixer, self._num_ranks)
             self._check(model.config.model_type, form)
             self._divide(name, mixer, form)
+        for name, module in model.named_modules():
+            if isinstance(getattr(module, "k_proj", None), nn.Linear):
+                self._copy_kv_heads(name, module, model.tp_plan.get(name_in_plan(f"{name}.k_proj")))
         if not self._mixers:
             raise ConfigError(
                 f"model type '{model.config.model_type}' keeps states beside its KV that ranks cannot share: "
@@ -131,7 +136,7 @@ class MixerShares:
             )
 
     def outside(self, names: Iterable[str]) -> list[str]:
-        """Those of the names of modules and parameters that are in none of the mixers."""
+        """Those of the names of modules and parameters that transformers divides by its plans."""
         return [name for name in names if not name.startswith(tuple(self._insides))]
 
     def of_rank(self, tensors: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -168,6 +173,23 @@ class MixerShares:
                     f"{self._num_ranks} ranks",
                     param="tensor_parallel_size",
                 )
+
+    def _copy_kv_heads(self, name: str, attention: Any, way: str | None) -> None:
+        """If a plan divides the keys by heads and there are fewer than ranks, several ranks have the same."""
+        if way != "colwise" or f"{name}." in self._insides:
+            return
+        num_heads = attention.k_proj.out_features // attention.head_dim
+        if num_heads >= self._num_ranks:
+            return
+        num_copies = self._num_ranks // num_heads
+        attention.num_key_value_groups //= num_copies
+        for path in ("k_proj", "v_proj"):
+            linear = attention.get_submodule(path)
+            cut = Cut((Part(linear.out_features, num_copies),))
+            for leaf, parameter in list(linear.named_parameters()):
+                self._cuts[f"{name}.{path}.{leaf}"] = cut
+                self._shrink(linear, leaf, parameter, cut)
+            self._insides.append(f"{name}.{path}")
 
     def _divide(self, name: str, mixer: nn.Module, form: MixerForm) -> None:
         for path, number in form.own.items():
@@ -296,7 +318,7 @@ def _mamba(mixer: Any, num_ranks: int) -> MixerForm:
     """All heads may share one group: each rank then has all of it, and the norm spans all ranks."""
     is_shared = mixer.n_groups == 1
     inner, num_heads = Part(mixer.intermediate_size), Part(mixer.num_heads)
-    group = Part(mixer.n_groups * mixer.ssm_state_size, is_divided=not is_shared)
+    group = Part(mixer.n_groups * mixer.ssm_state_size, num_ranks if is_shared else 1)
     has_norm = not isinstance(mixer.norm, nn.Identity)
     own = _shares(mixer, num_ranks, "num_heads", "intermediate_size")
     if not is_shared:
