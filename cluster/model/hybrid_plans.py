@@ -1,5 +1,5 @@
-"""How ranks divide what transformers' own plans leave whole in hybrid models: attention and plain MLPs. Mixers:
-`mixer_shares`."""
+"""How ranks divide what transformers' own plans leave whole in hybrid models: attention and plain MLPs.
+Mixers: `mixer_shares`."""
 
 from __future__ import annotations
 

@@ -86,10 +86,7 @@ def load_half(
     """
     config = read_config(path)
     half_class = _class_of_half(config, half)
-    mixers = None
-    if sharding.num_ranks > 1 and may_keep_states(half_class, config):
-        mixers = MixerShares(dist.get_rank(), sharding.num_ranks)
-        half_class = _divided_class(half_class, mixers)
+    mixers = _mixer_shares(half_class, config, sharding)
     quantisation, files = check_weights(Path(path)).quantisation, weight_files(Path(path))
     if not files:
         check_headers(Path(path), read_pickled_headers(Path(path)))
@@ -110,7 +107,7 @@ def load_half(
             tensors = half_files.mapped()
         begin = partial(_begin, reading, half_files, sharding, coded, check_room)
         half_class = _reading_class(half_class, tensors, begin, mixers)
-        read = partial(_read, half_class, path, config, dtype, sharding, mixers is not None)
+        read = partial(_read, half_class, path, config, dtype, sharding, mixers)
         if quantisation is None or tensors is None or coded is None:
             model, report = read()
         else:
@@ -126,8 +123,6 @@ def load_half(
         if sharding.num_ranks == 1 and mapped is None and model.device != torch.device(device):
             move_weights(model, torch.device(device), merges=half is Half.LANGUAGE)
         model.to(device)
-        if mixers is not None:
-            mixers.settle()
         _check_finite(model, path)
     if coded is not None:
         keep_right_codes(model, dtype)
@@ -192,11 +187,14 @@ def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
 
 def _read(
     half_class: type[PreTrainedModel], path: str | Path, config: PreTrainedConfig, dtype: torch.dtype,
-    sharding: Sharding, may_copy: bool,
+    sharding: Sharding, mixers: MixerShares | None,
 ) -> Loaded:  # fmt: skip
-    if sharding.num_ranks > 1:
-        return read_share(half_class, path, config, dtype, sharding, may_copy=may_copy)
-    return _read_whole(half_class, path, config, dtype)
+    if sharding.num_ranks == 1:
+        return _read_whole(half_class, path, config, dtype)
+    loaded = read_share(half_class, path, config, dtype, sharding, may_copy=mixers is not None)
+    if mixers is not None:
+        mixers.settle()
+    return loaded
 
 
 def _read_whole(
@@ -314,8 +312,17 @@ def _mapped_class(half_class: type[PreTrainedModel], mapped: MappedWeights) -> t
     return _named_like(MappedHalf, half_class)
 
 
+def _mixer_shares(
+    half_class: type[PreTrainedModel], config: PreTrainedConfig, sharding: Sharding
+) -> MixerShares | None:
+    """None: this is no rank of a model with mixers."""
+    if sharding.num_ranks == 1 or not may_keep_states(half_class, config):
+        return None
+    return MixerShares(dist.get_rank(), sharding.num_ranks)
+
+
 def _divided_class(half_class: type[PreTrainedModel], mixers: MixerShares) -> type[PreTrainedModel]:
-    """`half_class` with a rank's mixers, and with plans for what transformers' own leave whole beside them."""
+    """`half_class` with a rank's mixers, and with plans for what transformers' own leave whole."""
 
     class DividedHalf(half_class):
         def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
@@ -336,6 +343,8 @@ def _reading_class(
 ) -> type[PreTrainedModel]:  # fmt: skip
     """`half_class` that calls `begin` when it is known what will be read. `tensors`: loaded in place of those
     that transformers would take from the weight files; each is read where it is sliced, or touched later."""
+    if mixers is not None:
+        half_class = _divided_class(half_class, mixers)
 
     class ReadHalf(half_class):
         @staticmethod

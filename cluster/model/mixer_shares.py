@@ -31,7 +31,7 @@ from cluster.model.sharding import name_in_plan
 
 
 @dataclass(frozen=True)
-class Part:
+class RowRun:
     """Successive rows of a matrix, all of one kind, e.g. the keys of a projection of queries, keys and
     values."""
 
@@ -43,7 +43,7 @@ class Part:
 class Cut:
     """A tensor's axis of `sum of the parts` rows, of which a rank has a piece of every part."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RowRun, ...]
     is_last: bool = False  # the last axis; else the first one of this size
 
     @property
@@ -64,7 +64,7 @@ class Cut:
         return found
 
     def of_stored(self, shape: Sequence[int]) -> Cut:
-        """That of a stored tensor, which may be one of the parts: transformers puts them together."""
+        """Returns the cut of a stored tensor, which may be one of the parts: transformers joins them."""
         if self.is_last or self.size in shape:
             return self
         part = next((part for part in self.parts if part.size == shape[0]), None)
@@ -81,7 +81,7 @@ class MixerForm:
 
     heads: Mapping[str, int]  # by what they are called in messages; ranks have equal numbers of them
     own: Mapping[str, int]  # attributes, as a rank's mixer has them
-    rows: Mapping[str, Sequence[Part]]  # of linears and convolutions (with their biases), parameters, buffers
+    rows: Mapping[str, Sequence[RowRun]]  # of linears and convolutions, with their biases; of others
     output: str  # the last linear: a rank has columns
     norm_size: int = 0  # of the gated norm, if it spans the heads of all ranks; else 0
 
@@ -149,6 +149,7 @@ class MixerShares:
                 found[stored_name] = PieceSlice(stored, own, self._rank, self._num_ranks)
         return found
 
+    @torch.no_grad()
     def settle(self) -> None:
         """Cuts what transformers has made without reading it; a bias that all ranks would add is left to the
         first one. From now on outputs are summed."""
@@ -169,8 +170,8 @@ class MixerShares:
         for what, number in form.heads.items():
             if number % self._num_ranks:
                 raise ConfigError(
-                    f"model type '{model_type}': {number} {what} of its mixers cannot be distributed evenly to "
-                    f"{self._num_ranks} ranks",
+                    f"model type '{model_type}': {number} {what} of its mixers cannot be distributed evenly "
+                    f"to {self._num_ranks} ranks",
                     param="tensor_parallel_size",
                 )
 
@@ -185,7 +186,7 @@ class MixerShares:
         attention.num_key_value_groups //= num_copies
         for path in ("k_proj", "v_proj"):
             linear = attention.get_submodule(path)
-            cut = Cut((Part(linear.out_features, num_copies),))
+            cut = Cut((RowRun(linear.out_features, num_copies),))
             for leaf, parameter in list(linear.named_parameters()):
                 self._cuts[f"{name}.{path}.{leaf}"] = cut
                 self._shrink(linear, leaf, parameter, cut)
@@ -198,7 +199,7 @@ class MixerShares:
         for path, parameter in list(mixer.named_parameters()):
             owner, _, leaf = path.rpartition(".")
             if path == f"{form.output}.weight":
-                cut = Cut((Part(parameter.shape[-1]),), is_last=True)
+                cut = Cut((RowRun(parameter.shape[-1]),), is_last=True)
             elif parts := form.rows.get(path, form.rows.get(owner, ())):
                 cut = Cut(tuple(parts))
             else:
@@ -261,7 +262,7 @@ def _summed(_mixer: nn.Module, _args: object, output: Tensor) -> Tensor:
 
 
 def _shares(mixer: nn.Module, num_ranks: int, *paths: str) -> dict[str, int]:
-    """Of those attributes that it has."""
+    """Returns the shares of those attributes that the mixer has."""
     found = {}
     for path in paths:
         owner, _, leaf = path.rpartition(".")
@@ -271,15 +272,15 @@ def _shares(mixer: nn.Module, num_ranks: int, *paths: str) -> dict[str, int]:
 
 
 def _gated_delta(mixer: Any, num_ranks: int) -> MixerForm:
-    key, value, num_values = Part(mixer.key_dim), Part(mixer.value_dim), Part(mixer.num_v_heads)
+    key, value, num_values = RowRun(mixer.key_dim), RowRun(mixer.value_dim), RowRun(mixer.num_v_heads)
     of_values = dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), (value,))
     of_heads = dict.fromkeys(
         ("in_proj_b", "in_proj_a", "b_proj", "a_proj", "dt_bias", "A_log"), (num_values,)
     )
     # one key head after the other, each with its queries, keys, values and gates
     by_key_heads = {
-        "in_proj_qkvz": (Part(2 * (mixer.key_dim + mixer.value_dim)),),
-        "in_proj_ba": (Part(2 * mixer.num_v_heads),),
+        "in_proj_qkvz": (RowRun(2 * (mixer.key_dim + mixer.value_dim)),),
+        "in_proj_ba": (RowRun(2 * mixer.num_v_heads),),
     }
     return MixerForm(
         heads={"key heads": mixer.num_k_heads, "value heads": mixer.num_v_heads},
@@ -296,7 +297,7 @@ def _gated_delta(mixer: Any, num_ranks: int) -> MixerForm:
 
 
 def _kimi_delta(mixer: Any, num_ranks: int) -> MixerForm:
-    one, num_heads = Part(mixer.qkv_dim), Part(mixer.num_heads)
+    one, num_heads = RowRun(mixer.qkv_dim), RowRun(mixer.num_heads)
     projections = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")
     gates = ("forget_gate.f_b_proj", "forget_gate.f_proj", "forget_gate.dt_bias")
     return MixerForm(
@@ -317,8 +318,8 @@ def _kimi_delta(mixer: Any, num_ranks: int) -> MixerForm:
 def _mamba(mixer: Any, num_ranks: int) -> MixerForm:
     """All heads may share one group: each rank then has all of it, and the norm spans all ranks."""
     is_shared = mixer.n_groups == 1
-    inner, num_heads = Part(mixer.intermediate_size), Part(mixer.num_heads)
-    group = Part(mixer.n_groups * mixer.ssm_state_size, num_ranks if is_shared else 1)
+    inner, num_heads = RowRun(mixer.intermediate_size), RowRun(mixer.num_heads)
+    group = RowRun(mixer.n_groups * mixer.ssm_state_size, num_ranks if is_shared else 1)
     has_norm = not isinstance(mixer.norm, nn.Identity)
     own = _shares(mixer, num_ranks, "num_heads", "intermediate_size")
     if not is_shared:
@@ -340,7 +341,7 @@ def _mamba(mixer: Any, num_ranks: int) -> MixerForm:
 
 
 def _short_convolution(mixer: Any, _num_ranks: int) -> MixerForm:
-    channels = Part(mixer.conv.in_channels)
+    channels = RowRun(mixer.conv.in_channels)
     return MixerForm(
         heads={"channels": channels.size},
         own={},

@@ -64,8 +64,8 @@ def read_share(
     *,
     may_copy: bool = False,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Reads this rank's share of the weights. All ranks of the group call it together. may_copy: several ranks
-    may have the same KV head. Raises ConfigError."""
+    """Reads this rank's share of the weights. All ranks of the group call it together. may_copy: several
+    ranks may have the same KV head. Raises ConfigError."""
     text_config = config.get_text_config()
     if config.model_type in _WRONG_PLANS:
         raise ConfigError(
@@ -143,7 +143,7 @@ def divided_oddly(model: PreTrainedModel, linears: Iterable[Linear]) -> list[Lin
 
 
 def name_in_plan(name: str) -> str:
-    """Of a module of any layer, e.g. 'model.layers.*.feed_forward.w1'."""
+    """Returns the name of a module in any layer, e.g. 'model.layers.*.feed_forward.w1'."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 

@@ -34,8 +34,8 @@ Division = tuple[tuple[str, Layout], ...]  # (accelerator, its devices)
 
 @dataclass(frozen=True)
 class Plan:
-    """`rate`: requests a second that keep the promise; `estimate`: what arithmetic alone said. `is_limit`: the
-    rate is not kept, as much is known; less was not simulated, for another division keeps more."""
+    """`rate`: requests a second that keep the promise; `estimate`: what arithmetic alone said. `is_limit`:
+    the rate is not kept; less was not simulated, because another division keeps more."""
 
     division: Division
     rate: float
@@ -56,8 +56,8 @@ def plan(
     num_requests: int | None = None,
     seed: int = 0,
 ) -> list[Plan]:
-    """All divisions that were simulated, the best first. num_requests: None: as many as arrive in `LASTS_S` at
-    the rate that arithmetic promises, within bounds. Raises ValueError where no division can serve the
+    """All divisions that were simulated, the best first. num_requests: None: as many as arrive in `LASTS_S`
+    at the rate that arithmetic promises, within bounds. Raises ValueError where no division can serve the
     workload."""
     wanted = demand(workload)
     ranked = [(capacity(specs_of(each, model), wanted), each) for each in divisions(devices)]

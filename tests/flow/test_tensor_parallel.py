@@ -90,6 +90,7 @@ WHOLE_EXPERTS = tuple(
 )  # fmt: skip
 QUANTISED = {
     "llama_fp8": ("llama", in_fp8_blocks, is_linear, FP8_ENTRY),
+    "qwen3_5_moe_fp8": ("qwen3_5_moe", in_fp8_blocks, is_linear, FP8_ENTRY),
     "gpt_oss_mxfp4": ("gpt_oss_sinks_window", in_mxfp4, is_expert, MXFP4_ENTRY),
 }
 IN_FORMS = {  # packed along rows; experts, one by one; blocks that a rank's share does not fill
