@@ -64,7 +64,10 @@ def stored_tensors(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     """All tensors of the checkpoint, by name. Nothing is read before it is sliced. Raises ConfigError for a
     checkpoint in another format than safetensors."""
     if not files:
-        raise ConfigError("experts in one of two layouts are read from safetensors only", param="model")
+        raise ConfigError(
+            "weights of this model type, or ranks' pieces of them, are read from safetensors only",
+            param="model",
+        )
     tensors: dict[str, Any] = {}
     with ExitStack() as opened:
         for file in files:

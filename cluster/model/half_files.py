@@ -57,7 +57,7 @@ class HalfFiles:
         on the meta device, without its other half."""
         codes = {name for weight in self._quantised.values() for name in filter(None, weight[2:])}
         pieces = []
-        for name in _taken_names(model, conversions, (self._stored.keys() - codes) | self._quantised.keys()):
+        for name in taken_names(model, conversions, (self._stored.keys() - codes) | self._quantised.keys()):
             weight = self._quantised.get(name)
             stored = (self._stored[each] for each in ([name] if weight is None else filter(None, weight[2:])))
             pieces += [FilePart(each.file, each.begin, each.end) for each in stored]
@@ -96,16 +96,20 @@ def _tensor(mapping: torch.UntypedStorage, stored: StoredTensor) -> Tensor:
     return torch.empty(0, dtype=_DTYPES[stored.dtype]).set_(part).view(stored.shape)
 
 
-def _taken_names(
+def taken_names(
     model: PreTrainedModel, conversions: Sequence[WeightTransform], names: Iterable[str]
-) -> list[str]:
+) -> dict[str, str]:
+    """By the names of the stored tensors that the model takes, in order: the model's names, where several
+    tensors may become one."""
     conversions = deepcopy(conversions)  # some change when they are asked
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     held: dict[str, Any] = model.state_dict()
     prefix = model.base_model_prefix
 
-    def is_taken(name: str) -> bool:
-        return name in held or rename_source_key(name, renamings, converters, prefix, held)[0] in held
-
-    return [name for name in sorted(names, key=dot_natural_key) if is_taken(name)]
+    taken = {}
+    for name in sorted(names, key=dot_natural_key):
+        renamed = rename_source_key(name, renamings, converters, prefix, held)[0]
+        if name in held or renamed in held:
+            taken[name] = name if name in held else renamed
+    return taken

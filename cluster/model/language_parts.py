@@ -47,7 +47,7 @@ from cluster.model.layers.search import LayerKernels, replace_layers, whole_deco
 from cluster.model.layers.trial import Trial, WholeDecoder
 from cluster.model.loading import Half, load_half
 from cluster.model.positions import RULES
-from cluster.model.probe import LayerShape, Probed, check_post_head, kv_row_shapes, probe_backbone
+from cluster.model.probe import Probed, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.sharding import Sharding, distributing, divided_oddly
 from cluster.model.states import StepStates, install
 from cluster.model.support import check_class, family_of, leave_out_query_scales, post_head, text_of
@@ -144,7 +144,7 @@ def probed_parts(
     layout = MemoryLayout(segments)
     states = install(text, probed.states, probed.attention, layout) if probed.states else None
     first = kv_segments(kv_row_shapes(shapes[:1]), block_size, dtype, kv_cache_dtype)
-    shape = _attention_shape(model, shapes[0], MemoryLayout(first), block_size)
+    shape = _attention_shape(model, text, probed, MemoryLayout(first), block_size)
     weights = map(own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
     coded = [linear for linear in text.modules() if isinstance(linear, CodedLinear)]
     return LanguageParts(
@@ -208,13 +208,15 @@ def make_backend(
 
 
 def _attention_shape(
-    model: PreTrainedModel, shape: LayerShape, layout: MemoryLayout, block_size: int
+    model: PreTrainedModel, text: PreTrainedModel, probed: Probed, layout: MemoryLayout, block_size: int
 ) -> AttentionShape:
     """Returns the shape of the first layer, as this rank has it."""
     config = model.config.get_text_config()
-    (kv_heads, width), first = shape.key, config.per_layer_config[0]
+    (kv_heads, width), first = probed.shapes[0].key, config.per_layer_config[0]
     num_heads = first.num_attention_heads
     group = num_heads // (getattr(first, "num_key_value_heads", None) or num_heads)
+    if probed.attention:  # of a hybrid model, whose ranks may have the same KV head
+        group = getattr(text.get_submodule(probed.attention[0]), "num_key_value_groups", group)
     layer = LayerAttention(width**-0.5, softcap=getattr(config, "attn_logit_softcapping", None))
     return AttentionShape(layout, block_size, kv_heads * group, layer)
 

@@ -39,11 +39,13 @@ from cluster.model.cuda.moving import move_weights
 from cluster.model.dequantising import check_values, forget_entries, note, plain_tensors, read_pickled_headers
 from cluster.model.expert_layout import has_two_layouts, in_model_layout, stored_tensors, without_transposing
 from cluster.model.failures import LOADING_ERRORS
-from cluster.model.half_files import CheckRoom, HalfFiles, own_share, sizes_of
+from cluster.model.half_files import CheckRoom, HalfFiles, own_share, sizes_of, taken_names
+from cluster.model.hybrid_plans import complete_plan
 from cluster.model.layers.codes import CodedLinear, CodedProduct
+from cluster.model.mixer_shares import MixerShares
 from cluster.model.reading import Reading, pieces_of
 from cluster.model.sharding import UNDIVIDED, Sharding, read_share
-from cluster.model.support import backbone_of, check_class, check_may_be_shared, family_of, text_of
+from cluster.model.support import backbone_of, check_class, family_of, may_keep_states, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +86,7 @@ def load_half(
     """
     config = read_config(path)
     half_class = _class_of_half(config, half)
-    if sharding.num_ranks > 1:
-        check_may_be_shared(half_class, config)
+    mixers = _mixer_shares(half_class, config, sharding)
     quantisation, files = check_weights(Path(path)).quantisation, weight_files(Path(path))
     if not files:
         check_headers(Path(path), read_pickled_headers(Path(path)))
@@ -100,13 +101,13 @@ def load_half(
             tensors = opened.enter_context(plain_tensors(files, quantisation, dtype))
             if mapped is None:
                 check_values(tensors)
-        elif has_two_layouts(config.model_type):
+        elif has_two_layouts(config.model_type) or mixers is not None:
             tensors = opened.enter_context(stored_tensors(files))
         elif sharding.num_ranks == 1:
             tensors = half_files.mapped()
         begin = partial(_begin, reading, half_files, sharding, coded, check_room)
-        half_class = _reading_class(half_class, tensors, begin)
-        read = partial(_read, half_class, path, config, dtype, sharding)
+        half_class = _reading_class(half_class, tensors, begin, mixers)
+        read = partial(_read, half_class, path, config, dtype, sharding, mixers)
         if quantisation is None or tensors is None or coded is None:
             model, report = read()
         else:
@@ -186,11 +187,14 @@ def _check_finite(model: PreTrainedModel, path: str | Path) -> None:
 
 def _read(
     half_class: type[PreTrainedModel], path: str | Path, config: PreTrainedConfig, dtype: torch.dtype,
-    sharding: Sharding,
+    sharding: Sharding, mixers: MixerShares | None,
 ) -> Loaded:  # fmt: skip
-    if sharding.num_ranks > 1:
-        return read_share(half_class, path, config, dtype, sharding)
-    return _read_whole(half_class, path, config, dtype)
+    if sharding.num_ranks == 1:
+        return _read_whole(half_class, path, config, dtype)
+    loaded = read_share(half_class, path, config, dtype, sharding, may_copy=mixers is not None)
+    if mixers is not None:
+        mixers.settle()
+    return loaded
 
 
 def _read_whole(
@@ -308,11 +312,39 @@ def _mapped_class(half_class: type[PreTrainedModel], mapped: MappedWeights) -> t
     return _named_like(MappedHalf, half_class)
 
 
+def _mixer_shares(
+    half_class: type[PreTrainedModel], config: PreTrainedConfig, sharding: Sharding
+) -> MixerShares | None:
+    """None: this is no rank of a model with mixers."""
+    if sharding.num_ranks == 1 or not may_keep_states(half_class, config):
+        return None
+    return MixerShares(dist.get_rank(), sharding.num_ranks)
+
+
+def _divided_class(half_class: type[PreTrainedModel], mixers: MixerShares) -> type[PreTrainedModel]:
+    """`half_class` with a rank's mixers, and with plans for what transformers' own leave whole."""
+
+    class DividedHalf(half_class):
+        def __init__(self, config: PreTrainedConfig, *args: object, **kwargs: object):
+            super().__init__(config, *args, **kwargs)
+            complete_plan(self, text_of(self))
+            mixers.divide(self)
+
+        def _expand_parallel_plan(self, plan: dict[str, str]) -> dict[str, str]:
+            ways = super()._expand_parallel_plan(plan)
+            return {name: ways[name] for name in mixers.outside(ways)}
+
+    return _named_like(DividedHalf, half_class)
+
+
 def _reading_class(
-    half_class: type[PreTrainedModel], tensors: dict[str, Any] | None, begin: Callable[..., None]
-) -> type[PreTrainedModel]:
+    half_class: type[PreTrainedModel], tensors: dict[str, Any] | None, begin: Callable[..., None],
+    mixers: MixerShares | None,
+) -> type[PreTrainedModel]:  # fmt: skip
     """`half_class` that calls `begin` when it is known what will be read. `tensors`: loaded in place of those
     that transformers would take from the weight files; each is read where it is sliced, or touched later."""
+    if mixers is not None:
+        half_class = _divided_class(half_class, mixers)
 
     class ReadHalf(half_class):
         @staticmethod
@@ -323,8 +355,10 @@ def _reading_class(
             begin(model, conversions)
             if tensors is not None:
                 given = tensors
+                if mixers is not None:
+                    given = mixers.of_rank(tensors, taken_names(model, conversions, tensors))
                 if len(kept := without_transposing(conversions)) < len(conversions):
-                    given, how = in_model_layout(tensors), replace(how, weight_mapping=kept)
+                    given, how = in_model_layout(given), replace(how, weight_mapping=kept)
             return half_class._load_pretrained_model(model, given, files, how, *args)
 
     return _named_like(ReadHalf, half_class)

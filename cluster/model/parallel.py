@@ -33,6 +33,7 @@ from cluster.model.adapters import PreparedAdapter, Update, Updates
 from cluster.model.failures import DeviceLostError
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.logprobs import PromptScores
+from cluster.model.states import StateSpan
 from cluster.model.step_model import StepModel
 from cluster.types.transfer import Mark
 
@@ -263,6 +264,7 @@ class _WireChunk(msgspec.Struct, array_like=True):
     num_logits: int
     adapter: int
     scored: Sequence[int]  # rows of `SequenceChunk.scores`: what they give is read at rank 0 only
+    states: Sequence[StateSpan]
 
 
 class _Forward(msgspec.Struct, array_like=True, tag=True):
@@ -322,6 +324,7 @@ def _to_wire(chunk: SequenceChunk) -> _WireChunk:
         chunk.num_logits,
         chunk.adapter,
         () if chunk.scores is None else chunk.scores.rows,
+        chunk.states,
     )
 
 
@@ -360,4 +363,5 @@ def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> Sequence
         wire.num_logits,
         PromptScores(wire.scored, [0] * len(wire.scored), 0) if wire.scored else None,
         wire.adapter,
+        tuple(wire.states),
     )

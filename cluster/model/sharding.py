@@ -61,8 +61,11 @@ def read_share(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     sharding: Sharding,
+    *,
+    may_copy: bool = False,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Reads this rank's share of the weights. All ranks of the group call it together. Raises ConfigError."""
+    """Reads this rank's share of the weights. All ranks of the group call it together. may_copy: several
+    ranks may have the same KV head. Raises ConfigError."""
     text_config = config.get_text_config()
     if config.model_type in _WRONG_PLANS:
         raise ConfigError(
@@ -70,7 +73,7 @@ def read_share(
             "other numbers",
             param="tensor_parallel_size",
         )
-    check_heads(text_config, sharding.num_ranks)
+    check_heads(text_config, sharding.num_ranks, may_copy=may_copy)
     check_experts(text_config, config.model_type, sharding)
     with distributing(config.model_type, sharding.num_ranks):
         loaded: Any = half_class.from_pretrained(
@@ -101,12 +104,13 @@ def distributing(model_type: str, num_ranks: int) -> Iterator[None]:
         ) from error
 
 
-def check_heads(text_config: PreTrainedConfig, num_ranks: int) -> None:
+def check_heads(text_config: PreTrainedConfig, num_ranks: int, *, may_copy: bool = False) -> None:
     """Raises ConfigError if the heads cannot be distributed evenly."""
     for layer in text_config.per_layer_config:
         heads = layer.num_attention_heads
         kv_heads = getattr(layer, "num_key_value_heads", None) or heads
-        if heads % num_ranks or kv_heads % num_ranks:
+        are_even = kv_heads % num_ranks == 0 or (may_copy and num_ranks % kv_heads == 0)
+        if heads % num_ranks or not are_even:
             raise ConfigError(
                 f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to "
                 f"{num_ranks} ranks",
@@ -133,9 +137,14 @@ def divided_oddly(model: PreTrainedModel, linears: Iterable[Linear]) -> list[Lin
     names = {module: name for name, module in model.named_modules()}
 
     def way(linear: nn.Module) -> str | None:
-        return model.tp_plan.get(re.sub(r"\d+", "*", names[linear]))
+        return model.tp_plan.get(name_in_plan(names[linear]))
 
     return [linear for linear in linears if way(linear) not in _IN_PIECES]
+
+
+def name_in_plan(name: str) -> str:
+    """Returns the name of a module in any layer, e.g. 'model.layers.*.feed_forward.w1'."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _has_whole_experts(module: nn.Module) -> bool:

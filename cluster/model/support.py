@@ -74,13 +74,6 @@ def may_keep_states(model_class: type[PreTrainedModel], config: PreTrainedConfig
     return model_class._is_stateful or not kinds.issubset(_ATTENTION_LAYERS)
 
 
-def check_may_be_shared(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Raises ConfigError for a model that ranks cannot share."""
-    if may_keep_states(model_class, config):
-        name = config.model_type
-        raise ConfigError(f"model type '{name}' keeps states beside its KV: it runs on one rank only")
-
-
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """What holds the text model and the media encoders. Raises ConfigError."""
     name = family_of_type(model.config.model_type).base_module

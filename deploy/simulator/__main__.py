@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--slo-ttft-s", type=float, default=2.0)
         command.add_argument("--slo-tpot-s", type=float, default=math.inf)
-    for command, num_requests in ((run, 3000), (planner, 1500)):
+    for command, num_requests in ((run, 3000), (planner, None)):
         command.add_argument("--requests", type=int, default=num_requests)
         command.add_argument("--seed", type=int, default=0)
     return parser
@@ -100,11 +100,12 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _command(args: argparse.Namespace) -> str:
     gpus = ",".join(f"{name}:{count}" for name, count in args.gpus.items())
+    requests = f"--requests {args.requests} " if args.requests else ""
     weights = "" if args.weights == "bf16" else f"--weights {args.weights} "
     return (
         f"python -m deploy.simulator plan --gpus {gpus} --model {args.model} {weights}"
         f"--workload {args.workload} "
-        f"--slo-ttft-s {args.slo_ttft_s:g} --slo-tpot-s {args.slo_tpot_s:g} --requests {args.requests} "
+        f"--slo-ttft-s {args.slo_ttft_s:g} --slo-tpot-s {args.slo_tpot_s:g} {requests}"
         f"--config {args.config}"
     )
 

@@ -40,7 +40,8 @@ def plan_table(plans: Sequence[Plan]) -> list[str]:
             if found
             else "– | – | – | –"
         )
-        lines.append(f"| {each.name} | {each.rate:.2f} | {each.estimate:.2f} | {times} |")
+        rate = f"below {each.rate:.2f}" if each.is_limit else f"{each.rate:.2f}"
+        lines.append(f"| {each.name} | {rate} | {each.estimate:.2f} | {times} |")
     return lines
 
 
@@ -54,7 +55,8 @@ def plan_plot(plans: Sequence[Plan], title: str) -> str:
         body.append(box(LEFT, y, scale * each.estimate, BAR - 3, ESTIMATE_COLOUR))
         body.append(box(LEFT, y + 3, scale * each.rate, BAR - 9, COLOUR))
         x = LEFT + scale * max(each.rate, each.estimate) + 5
-        body.append(label(x, y + BAR - 4, f"{each.rate:.2f} of {each.estimate:.2f}"))
+        below = "below " * each.is_limit
+        body.append(label(x, y + BAR - 4, f"{below}{each.rate:.2f} of {each.estimate:.2f}"))
         y += BAR
     return svg(y + BAR, body)
 

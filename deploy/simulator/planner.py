@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, pairwise, product
 
 from deploy.simulator.demand import capacity, demand
 from deploy.simulator.hardware import ACCELERATORS, Model
 from deploy.simulator.layouts import Layout, workers
-from deploy.simulator.results import Slo, Summary
+from deploy.simulator.results import Slo, Summary, keeps
 from deploy.simulator.search import highest_rate, run_once
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.workload import Workload
@@ -24,6 +25,8 @@ from router.policy import make_policy
 MAX_ROLES = 3  # of a division that is simulated before the fine search
 NUM_ROLES = 5  # E, P, D, PD and EPD: the first fields of a layout
 TIE = 0.03  # of the best rate: of divisions so close, the one with the fewest roles is the best
+LASTS_S = 30  # of requests that arrive: some times as long as an answer of a large model takes
+LEAST_REQUESTS, MOST_REQUESTS = 400, 1500
 HOPE = 0.8  # of the best division's capacity by arithmetic: a division with less is not simulated
 
 Division = tuple[tuple[str, Layout], ...]  # (accelerator, its devices)
@@ -31,12 +34,14 @@ Division = tuple[tuple[str, Layout], ...]  # (accelerator, its devices)
 
 @dataclass(frozen=True)
 class Plan:
-    """`rate`: requests a second that keep the promise; `estimate`: what arithmetic alone said."""
+    """`rate`: requests a second that keep the promise; `estimate`: what arithmetic alone said. `is_limit`:
+    the rate is not kept; less was not simulated, because another division keeps more."""
 
     division: Division
     rate: float
     estimate: float
     summary: Summary | None
+    is_limit: bool = False
 
     @property
     def name(self) -> str:
@@ -44,9 +49,15 @@ class Plan:
 
 
 def plan(
-    workload: Workload, slo: Slo, devices: Mapping[str, int], model: Model, num_requests: int, seed: int = 0
+    workload: Workload,
+    slo: Slo,
+    devices: Mapping[str, int],
+    model: Model,
+    num_requests: int | None = None,
+    seed: int = 0,
 ) -> list[Plan]:
-    """All divisions that were simulated, the best first. Raises ValueError where no division can serve the
+    """All divisions that were simulated, the best first. num_requests: None: as many as arrive in `LASTS_S`
+    at the rate that arithmetic promises, within bounds. Raises ValueError where no division can serve the
     workload."""
     wanted = demand(workload)
     ranked = [(capacity(specs_of(each, model), wanted), each) for each in divisions(devices)]
@@ -55,28 +66,38 @@ def plan(
         raise ValueError("too few devices: every phase needs one that has room for the model")
     estimates = {division: estimate for estimate, division in ranked}
     found: dict[Division, Plan] = {}
+    number = num_requests or min(max(int(LASTS_S * ranked[0][0]), LEAST_REQUESTS), MOST_REQUESTS)
 
-    def simulated(division: Division) -> Plan:
-        if division not in found:
-            specs = specs_of(division, model)
+    def simulate(division: Division) -> None:
+        if division in found:
+            return
+        specs, estimate = specs_of(division, model), estimates[division]
 
-            def run(rate: float) -> Summary:
-                return run_once(
-                    specs, lambda _: make_policy("joint"), model, workload, rate, num_requests, seed, slo
-                )
+        @cache
+        def run(rate: float) -> Summary:
+            return run_once(specs, lambda _: make_policy("joint"), model, workload, rate, number, seed, slo)
 
-            rate, summary = highest_rate(run, slo, 0.8 * estimates[division])
-            found[division] = Plan(division, rate, estimates[division], summary)
-        return found[division]
+        close = (1 - TIE) * _best(found).rate if found else 0.0
+        if close and not keeps(run(close), slo):
+            found[division] = Plan(division, close, estimate, None, is_limit=True)
+        else:
+            rate, summary = highest_rate(run, slo, close or 0.8 * estimate)
+            found[division] = Plan(division, rate, estimate, summary)
 
-    best = max((simulated(division) for division in _starts(estimates)), key=lambda each: each.rate)
+    for division in _starts(estimates):
+        simulate(division)
     while True:
+        best = _best(found)
         least = HOPE * estimates[best.division]
-        near = [each for each in neighbours(best.division) if estimates.get(each, 0.0) >= least]
-        better = max((simulated(each) for each in near), key=lambda each: each.rate, default=best)
-        if better.rate <= best.rate:
+        for division in neighbours(best.division):
+            if estimates.get(division, 0.0) >= least:
+                simulate(division)
+        if _best(found) is best:
             return _ranked(list(found.values()), best.rate * (1 - TIE))
-        best = better
+
+
+def _best(found: Mapping[Division, Plan]) -> Plan:
+    return max(found.values(), key=lambda each: (not each.is_limit, each.rate))
 
 
 def _starts(ranked: Iterable[Division]) -> list[Division]:
@@ -95,7 +116,7 @@ def _ranked(plans: list[Plan], close: float) -> list[Plan]:
     """The plans by rate; the simplest of those that are close to the best goes first."""
 
     def place(each: Plan) -> tuple[bool, int, float]:
-        is_close = each.rate >= close
+        is_close = each.rate >= close and not each.is_limit
         return (not is_close, len(_roles(each.division)) * is_close, -each.rate)
 
     return sorted(plans, key=place)

@@ -4,6 +4,7 @@ different ways."""
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -37,6 +38,8 @@ from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
 from tests.fakes.processes import fork_server
 from tests.flow.adapter_folders import ATTENTION, LATENT, MLP, save_adapter
+from tests.flow.hybrid_models import CONFIGS as HYBRIDS
+from tests.flow.hybrid_models import save_hybrid
 from tests.flow.quantised_folders import (
     FP8_ENTRY,
     MXFP4_ENTRY,
@@ -48,20 +51,18 @@ from tests.flow.quantised_folders import (
     quantised,
 )
 from tests.flow.quantised_formats import FORMS, in_form
+from tests.flow.state_pair import StatePair
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import DEEPSEEK, TEXT, TEXT_FAMILIES
 
 BLOCK_SIZE = 4
+NUM_BLOCKS = 14  # of KV; states lie behind them
 SLOTS = (1, 2)  # adapters of the two prompts, where there are some
 TABLES = ([3, 1, 2, 7, 9], [4, 5, 6, 8, 10])
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 HUB, WHOLE = "_of_the_hub", "_whole_experts"  # endings of names: how experts lie in the folder and on ranks
 REFUSED: dict[str, str] = {
     "gemma3n_layer_inputs": "cannot distribute model type 'gemma3n_text'",
-    "qwen3_5": "keeps states beside its KV: it runs on one rank only",
-    "lfm3_vl": "keeps states beside its KV: it runs on one rank only",
-    "lfm2_vl": "keeps states beside its KV: it runs on one rank only",
-    "qwen3_5_moe": "keeps states beside its KV: it runs on one rank only",
     "step3p7": "only give ranks whole ones: set expert_parallel true",
     f"llama{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",
     f"no_experts{WHOLE}": "has no experts that ranks could have whole: set expert_parallel false",
@@ -76,6 +77,7 @@ DIFFERENT = (
     "cohere2_logit_scale", "deepseek_v3_mla", "gemma4_layer_inputs",
     "qwen2_vl", "qwen3_omni", "kimi_k25", "gemma3", "idefics3", "llama4",
     "qwen3_vl_moe",
+    "qwen3_5_moe", "falcon_h1",  # states; others: `test_hybrid_ranks`
 )  # fmt: skip
 # Experts with biases and transposed, after a dense layer, beside shared ones, in a part of the width; square
 # ones, in both layouts
@@ -88,6 +90,7 @@ WHOLE_EXPERTS = tuple(
 )  # fmt: skip
 QUANTISED = {
     "llama_fp8": ("llama", in_fp8_blocks, is_linear, FP8_ENTRY),
+    "qwen3_5_moe_fp8": ("qwen3_5_moe", in_fp8_blocks, is_linear, FP8_ENTRY),
     "gpt_oss_mxfp4": ("gpt_oss_sinks_window", in_mxfp4, is_expert, MXFP4_ENTRY),
 }
 IN_FORMS = {  # packed along rows; experts, one by one; blocks that a rank's share does not fill
@@ -112,46 +115,73 @@ def adapters_in(folder: Path) -> list[Adapter]:
     return read_adapters({path.name: str(path) for path in folder.glob("adapters/*")}, max_rank=16)
 
 
-def answers(model: StepModel, kv: BlockMemory, feature_width: int, slots: Sequence[int] = (0, 0)) -> Answers:
+def answers(
+    model: StepModel, language: LanguageModel, kv: BlockMemory, slots: Sequence[int] = (0, 0)
+) -> Answers:
     """Greedy tokens of two prompts, of which one comes in two chunks and has rows in place of tokens, one of
     them from copied blocks on; then the logits of two tokens at once, and log-probabilities of tokens of the
     second prompt."""
-    rows = torch.randn(3, feature_width, generator=torch.Generator().manual_seed(5))
+    rows = torch.randn(3, language.feature_width, generator=torch.Generator().manual_seed(5))
     features = (FeatureSlice(1, rows),)
     scores = PromptScores([0, 1, 3], [31, 32, 34], 2)
     of_first, of_second = slots
+    pairs = [StatePair(language, NUM_BLOCKS + 2 * i * language.state_blocks) for i in range(2)]
     first = [
         SequenceChunk(
-            list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, num_logits=0, adapter=of_first
+            list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, num_logits=0, adapter=of_first,
+            states=pairs[0].of(6),
         ),
-        SequenceChunk(list(range(30, 35)), torch.arange(5), 0, TABLES[1], scores=scores, adapter=of_second),
+        SequenceChunk(
+            list(range(30, 35)), torch.arange(5), 0, TABLES[1], scores=scores, adapter=of_second,
+            states=pairs[1].of(5),
+        ),
+    ]  # fmt: skip
+
+    def decode(new: list[int], step: int, tables: Sequence[Sequence[int]]) -> list[int]:
+        lens = [9 + step, 5 + step]
+        if not language.state_blocks:
+            return model.decode(new, lens, [0, 0], tables, kv, slots).argmax(-1).tolist()
+        chunks = [
+            SequenceChunk([token], at, at, table, states=pair.of(1), adapter=slot)
+            for token, at, table, pair, slot in zip(new, lens, tables, pairs, slots, strict=True)
+        ]
+        return model.forward(chunks, kv).argmax(-1).tolist()
+
+    last = [
+        SequenceChunk([40, 41, 42], torch.arange(6, 9), 6, TABLES[0], adapter=of_first, states=pairs[0].of(3))
     ]
-    last = [SequenceChunk([40, 41, 42], torch.arange(6, 9), 6, TABLES[0], adapter=of_first)]
     second_token = model.forward(first, kv)[0].argmax()
     tokens = [[int(model.forward(last, kv)[0].argmax()), int(second_token)]]
     for step in range(4):
-        logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], TABLES, kv, slots)
-        tokens.append(logits.argmax(-1).tolist())
+        tokens.append(decode(tokens[-1], step, TABLES))
     model.copy_blocks(TABLES[1][:3], [11, 12, 13], kv)
-    copied = (TABLES[0], [11, 12, 13])
     for step in range(4, 6):
-        logits = model.decode(tokens[-1], [9 + step, 5 + step], [0, 0], copied, kv, slots)
-        tokens.append(logits.argmax(-1).tolist())
-    both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2, adapter=of_first)
+        tokens.append(decode(tokens[-1], step, (TABLES[0], [11, 12, 13])))
+    both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2, adapter=of_first, states=pairs[0].of(2))
     verified = model.forward([both], kv).flatten()
     return tokens, torch.cat([verified, torch.tensor([each.drawn for each in scores.found])])
 
 
+def num_forwards(language: LanguageModel) -> int:
+    """Of `answers`: with states, decoding is one, too."""
+    return 9 if language.state_blocks else 3
+
+
+def memory(language: LanguageModel) -> BlockMemory:
+    return BlockMemory(language.kv_layout, NUM_BLOCKS + 4 * language.state_blocks)
+
+
 def run_rank(
-    rank: int, meeting: Path, paths: dict[str, Path], calls: dict[str, Connection], results: Connection
-) -> None:
-    """One after another, on the pipe `calls` of each; sends what rank 0 found out."""
+    rank: int, num_ranks: int, meeting: Path, paths: dict[str, Path], calls: dict[str, list[Connection]],
+    results: Connection,
+) -> None:  # fmt: skip
+    """One after another, on the pipes `calls` of each; sends what rank 0 found out."""
     torch.set_num_threads(1)
-    group = join_group(rank, 2, meeting, "cpu")
-    assert smallest_of(group, 5 - rank) == 4
+    group = join_group(rank, num_ranks, meeting, "cpu")
+    assert smallest_of(group, 5 - rank) == 6 - num_ranks
     for name, path in paths.items():
         try:
-            sharding = Sharding(2, expert_parallel=name.endswith(WHOLE))
+            sharding = Sharding(num_ranks, expert_parallel=name.endswith(WHOLE))
             adapters = adapters_in(path)
             room = AdapterRoom(2, 16, adapters[:1], is_open=True) if adapters else NO_ADAPTERS
             model = LanguageModel.load(
@@ -160,25 +190,26 @@ def run_rank(
         except ConfigError as error:
             results.send((name, str(error)))
             continue
-        kv, progress = BlockMemory(model.kv_layout, 14), ForwardProgress()
+        kv, progress = memory(model), ForwardProgress()
         if rank > 0:
             follow(
                 model,
                 model.prepared_adapter,
                 kv,
                 group,
-                calls[name],
+                calls[name][0],
                 progress,
                 torch.float32,
                 model.feature_width,
             )
-            assert progress.has((3, model.num_layers))
+            assert progress.has((num_forwards(model), model.num_layers))
             continue
-        leading = LeadingModel(model, [calls[name]], progress, torch.float32, group.device)
+        leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)
         for slot, adapter in enumerate(adapters[1:], 2):  # rank 0 alone reads it
             leading.set_adapter(slot, model.prepare_adapter(adapter))
-        found = answers(leading, kv, model.feature_width, SLOTS if adapters else (0, 0))
-        calls[name].close()
+        found = answers(leading, model, kv, SLOTS if adapters else (0, 0))
+        for call in calls[name]:
+            call.close()
         results.send((name, (*found, progress.now, model.weight_bytes, model.kv_layout.block_bytes)))
     results.send(None)
     leave_group()
@@ -206,6 +237,8 @@ def save(name: str, folder: Path) -> None:
         hf.DeepseekV3ForCausalLM(config).save_pretrained(folder)
     elif name == "three_experts":
         hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**TEXT, num_experts=3)).save_pretrained(folder)
+    elif name in HYBRIDS:
+        save_hybrid(folder, name)
     elif name.endswith(ADAPTED):
         whole = FAMILIES[name.removesuffix(ADAPTED)]().model
         whole.save_pretrained(folder)
@@ -228,33 +261,35 @@ def transpose_experts(file: Path) -> None:
 @pytest.fixture(scope="module")
 def shared(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
     """By family: what two ranks found out."""
-    return answers_of_two_ranks(checkpoints, tmp_path_factory.mktemp("group") / "meeting")
+    return answers_of_ranks(checkpoints, tmp_path_factory.mktemp("group") / "meeting")
 
 
-def answers_of_two_ranks(paths: dict[str, Path], meeting: Path) -> dict[str, tuple]:
+def answers_of_ranks(paths: dict[str, Path], meeting: Path, num_ranks: int = 2) -> dict[str, tuple]:
     """By name: what `answers` gives, progress, and bytes of weights and of a block; or why it was refused."""
     context = fork_server()
-    pipes = {name: Pipe() for name in paths}
-    ours, theirs = zip(*(Pipe() for _ in range(2)), strict=True)
+    pipes = {name: [Pipe() for _ in range(1, num_ranks)] for name in paths}
+    ours, theirs = zip(*(Pipe() for _ in range(num_ranks)), strict=True)
     processes = []
     try:
-        for rank in range(2):
-            calls = {name: pipe[rank] for name, pipe in pipes.items()}
+        for rank in range(num_ranks):
+            calls = {
+                name: [end for end, _ in pairs] if rank == 0 else [pairs[rank - 1][1]]
+                for name, pairs in pipes.items()
+            }
             processes.append(
                 context.Process(
-                    target=run_rank, args=(rank, meeting, paths, calls, theirs[rank]), daemon=True
+                    target=run_rank, args=(rank, num_ranks, meeting, paths, calls, theirs[rank]), daemon=True
                 )
             )
             processes[-1].start()
-        for pair in pipes.values():
-            for end in pair:
-                end.close()  # or a rank would not see that the other has closed its own
+        for end in itertools.chain.from_iterable(itertools.chain.from_iterable(pipes.values())):
+            end.close()  # or a rank would not see that the other has closed its own
         found = {}
         while ours[0].poll(120) and (result := ours[0].recv()) is not None:
             found[result[0]] = result[1]
         for process in processes:
             process.join(30)
-        assert [process.exitcode for process in processes] == [0, 0]
+        assert [process.exitcode for process in processes] == [0] * num_ranks
         return found
     finally:
         for process in processes:
@@ -288,10 +323,10 @@ def test_two_ranks_answer_like_one_process(name: str, shared, checkpoints: dict[
         half = load_half(checkpoints[name], Half.LANGUAGE, dtype=torch.float32, device="cpu")
         model = LanguageModel.from_model(half, block_size=BLOCK_SIZE)
     slots = SLOTS if adapters else (0, 0)
-    expected = answers(model, BlockMemory(model.kv_layout, 14), model.feature_width, slots)
+    expected = answers(model, model, memory(model), slots)
     assert tokens == expected[0]
     torch.testing.assert_close(verified, expected[1], rtol=1e-4, atol=1e-4)
-    assert progress == (3, model.num_layers)
+    assert progress == (num_forwards(model), model.num_layers)
     assert weight_bytes < model.weight_bytes
     assert block_bytes in (model.kv_layout.block_bytes // 2, model.kv_layout.block_bytes)
 

@@ -12,9 +12,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cluster.config.families import MEDIA_FAMILIES
 from cluster.errors import ConfigError
-from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel
-from tests.flow.test_tensor_parallel import BLOCK_SIZE, WHOLE, Answers, answers, answers_of_two_ranks
+from tests.flow.test_tensor_parallel import BLOCK_SIZE, WHOLE, Answers, answers, answers_of_ranks, memory
 from tests.flow.test_text_survey import check_by_name, default_config, model_class, tiny_config
 from tests.flow.tiny_models import randomized
 
@@ -45,15 +44,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, A
             language = LanguageModel.from_model(model, block_size=BLOCK_SIZE)
         except ConfigError:
             continue
-        kv = BlockMemory(language.kv_layout, 14)
-        made[name] = (folder, answers(language, kv, language.feature_width))
+        made[name] = (folder, answers(language, language, memory(language)))
     return made
 
 
 @pytest.fixture(scope="module")
 def of_ranks(folders, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
     paths = {f"{name}{way}": folder for name, (folder, _) in folders.items() for way in ("", WHOLE)}
-    return answers_of_two_ranks(paths, tmp_path_factory.mktemp("group") / "meeting")
+    return answers_of_ranks(paths, tmp_path_factory.mktemp("group") / "meeting")
 
 
 def test_ranks_answer_like_one_process(folders, of_ranks) -> None:
@@ -61,7 +59,7 @@ def test_ranks_answer_like_one_process(folders, of_ranks) -> None:
     wrong = {}
     for name, found in of_ranks.items():
         if name in REFUSED or isinstance(found, str):
-            if REFUSED.get(name, " ") not in found:
+            if REFUSED.get(name, "no reason") not in found:
                 wrong[name] = found
             continue
         tokens, logits = folders[name.removesuffix(WHOLE)][1]

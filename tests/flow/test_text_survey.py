@@ -70,6 +70,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {  # where the sizes above make no model,
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
     "granitemoehybrid": {"layers_block_type": ["mamba", "attention"] * 2},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "olmo_hybrid": {"linear_num_key_heads": 4, "num_key_value_heads": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "bailing_hybrid": {"n_group": 1, "num_experts": 8, "num_group": 1},
     "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "attn_head_dim": 32},
@@ -92,7 +93,7 @@ def default_config(name: str) -> hf.PreTrainedConfig:
     return CONFIG_MAPPING[name](**NEEDED.get(name, {}))
 
 
-def tiny_config(name: str) -> hf.PreTrainedConfig:
+def tiny_config(name: str, **changes: Any) -> hf.PreTrainedConfig:
     default = default_config(name)
     sizes = {key: value for key, value in SIZES.items() if _can_set(default, key)}
     if "kv_lora_rank" in sizes:
@@ -100,7 +101,7 @@ def tiny_config(name: str) -> hf.PreTrainedConfig:
     if _can_set(default, "layer_types") and default.layer_types:
         kinds = list(dict.fromkeys(default.layer_types))
         sizes["layer_types"] = (kinds * NUM_LAYERS)[:NUM_LAYERS]
-    return CONFIG_MAPPING[name](**sizes | OWN_SIZES.get(name, {}))
+    return CONFIG_MAPPING[name](**sizes | OWN_SIZES.get(name, {}) | changes)
 
 
 def _can_set(config: hf.PreTrainedConfig, key: str) -> bool:
