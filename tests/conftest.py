@@ -49,8 +49,8 @@ def _connect_here_only(self: socket.socket, address) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _keep_what_is_imported() -> None:
-    """The collector need not look at it again: what tests leave is found at little cost. For each file, because
-    tests import more: a collection of all that takes most of a second, and some tests need one or more."""
+    """The collector need not look at it again: what tests leave is found at little cost. For each file,
+    because tests import more: a collection of all that takes most of a second."""
     gc.collect()
     gc.freeze()
 
