@@ -40,8 +40,8 @@ from tests.fakes.local_prefill import LocalPrefillPolicy
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
-# Workers of one process make their memories one beside the other: each would wait until a core is idle and the pages of
-# the one before are there.
+# Workers of one process make their memories one beside the other: each would wait until a core is idle and
+# the pages of the one before are there.
 AT_ONCE = LateMemory(None)
 PATIENT_DOOR = {  # on a busy machine, too, a request is neither refused for a long wait nor given up
     "request_timeout_s": PATIENCE_S,
