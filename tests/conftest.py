@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+gc.disable()  # until all files are imported: what they make stays, and is looked at again and again
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # workers of tests share no CPU slots, neither with each other nor with a cluster that runs on this machine
@@ -46,9 +47,10 @@ def _connect_here_only(self: socket.socket, address) -> None:
     _connect(self, address)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _keep_what_is_imported() -> None:
-    """The collector need not look at it again: what tests leave is found at little cost."""
+    """The collector need not look at it again: what tests leave is found at little cost. For each file,
+    because tests import more: a collection of all that takes most of a second."""
     gc.collect()
     gc.freeze()
 
@@ -60,6 +62,10 @@ def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -213,8 +213,6 @@ class BlockPool:
         self._num_references = [0] * self.num_blocks
         self._generations = [generation + 1 for generation in self._generations]
         self._hash_of = [None] * self.num_blocks
-        if self._newly_cached is not None:
-            self._newly_cached = []
 
     def _evict(self) -> int:
         """Takes the cached block that was used longest ago. Its content is lost."""

@@ -12,7 +12,7 @@ import gc
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +22,7 @@ from cluster.engine.engine import LanguageEngine
 from cluster.engine.state import LanguagePhase
 from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
+from cluster.worker.late_memory import LateMemory
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker, language_worker
 from deploy.whole import encode_prefill_worker, whole_worker
@@ -39,6 +40,9 @@ from tests.fakes.local_prefill import LocalPrefillPolicy
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
 PATIENCE_S = 3600.0
+# Workers of one process make their memories one beside the other: each would wait until a core is idle and
+# the pages of the one before are there.
+AT_ONCE = LateMemory(None)
 PATIENT_DOOR = {  # on a busy machine, too, a request is neither refused for a long wait nor given up
     "request_timeout_s": PATIENCE_S,
     "first_token_timeout_s": PATIENCE_S,
@@ -148,6 +152,7 @@ async def local_cluster(
     def made(service: Callable[..., Any], role: Role, name: str) -> list[Any]:
         number = dict(zip(Role, num_replicas, strict=False)).get(role, 0)
         setups = [set_up(args, f"{name}{i}-{unique}", transport=transport) for i in range(number)]
+        setups = [replace(setup, late_memory=AT_ONCE) for setup in setups]
         return [service(args, setup, lease_margin_s=lease_margin_s) for setup in setups]
 
     encoders = made(lambda *args, **_: EncoderService(*args), Role.ENCODE, "e")

@@ -153,9 +153,14 @@ def special_ids(folder: FamilyFolder) -> list[int]:
 
 
 def make_talkative(folder: FamilyFolder) -> None:
-    """Most tokens that the model says are special ones."""
+    """Most tokens that the model says are special ones. They are loud in the head alone: a token whose
+    embedding were as loud would be said again and again."""
     model: Any = folder.model
-    head = model.get_output_embeddings().weight.data
+    output = model.get_output_embeddings()
+    if output.weight is model.get_input_embeddings().weight:
+        output.weight = torch.nn.Parameter(output.weight.data.clone())
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    head = output.weight.data
     special = special_ids(folder)
     loudness = head[special].norm(dim=-1, keepdim=True)
     head *= 0.1

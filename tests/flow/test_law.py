@@ -31,6 +31,7 @@ from router.served_models import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
 from tests.fakes.slow_memory import SlowMemory
+from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, PATIENT_DOOR, LocalCluster, local_cluster
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
@@ -110,10 +111,11 @@ async def check_ids(cluster: LocalCluster, expected: list[Pair]) -> None:
         assert tuple(got) == answer.token_ids, case.kind
 
 
-CHUNKINGS = [(16, 1), (16, 32), (48, 8), (4096, 1), (4096, 32)]  # tokens in a step, requests at once
+# Tokens in a step, requests at once; the last is what the ones before are together.
+CHUNKINGS = [(16, 1), (16, 32), (48, 8), (4096, 32), (4096, 1)]
 
 
-@pytest.mark.parametrize(("max_batch_tokens", "concurrency"), CHUNKINGS)
+@pytest.mark.parametrize(("max_batch_tokens", "concurrency"), often(CHUNKINGS, CHUNKINGS[:-1]))
 async def test_cold_and_warm_answers_equal_generate(expected, max_batch_tokens, concurrency):
     """A third of the cases over caches that are smaller by as much as the cases are fewer, and overflow as
     whole ones do with all."""
@@ -151,7 +153,7 @@ async def test_answers_equal_generate_over_several_replicas(expected, transport,
 
 # Numbers of workers by role; tokens in a step.
 TOPOLOGIES = [
-    pytest.param((1, 0, 0, 1), 4096, id="E/PD"),
+    pytest.param((1, 0, 0, 1), 4096, id="E/PD", marks=pytest.mark.slow),  # of two workers each may be alone
     pytest.param((1, 0, 0, 2), 48, id="E/PD twice"),
     pytest.param((1, 1, 0, 1), 16, id="prefill and language"),
     pytest.param((0, 0, 0, 0, 0, 1), 48, id="EPD"),

@@ -42,9 +42,10 @@ def stopped_controller(cluster) -> Iterator[None]:
 
 def wait_for_health(url: str, status: int) -> None:
     deadline = time.monotonic() + GUARD_S
-    while httpx.get(f"{url}/health", timeout=HANG_S).status_code != status:
-        assert time.monotonic() < deadline, f"/health was never {status}"
-        time.sleep(PAUSE_S)
+    with httpx.Client(base_url=url, timeout=HANG_S) as client:  # to make one takes longer than to ask
+        while client.get("/health").status_code != status:
+            assert time.monotonic() < deadline, f"/health was never {status}"
+            time.sleep(PAUSE_S)
 
 
 async def until_running(client: httpx.AsyncClient, pool: str, num_workers: int) -> None:

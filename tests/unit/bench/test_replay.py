@@ -39,19 +39,19 @@ def curves(role: str) -> dict[str, Any]:
 
 
 def measured(role: str) -> dict[str, Any]:
-    links = {"": [LINK_S, 1e15]}
+    links = {"": [LINK_S, 1e18]}
     return curves(role) | ({"prepare": {"image": PREPARE}} if role == "encode" else {}) | {"links": links}
 
 
 def cluster_line() -> dict[str, Any]:
-    limits = {"encode": (0, 8, 1 << 20), "prefill": (512, 0, 0), "decode": (512, 64, 0)}
+    limits = {"encode": (0, 8, 1 << 26), "prefill": (512, 0, 0), "decode": (512, 64, 0)}
     workers = [
         {"replica_id": f"{role}-0", "role": role, "num_blocks": limits[role][0], "max_batch": limits[role][1],
          "cache_bytes": limits[role][2], "curves": curves(role)}
         for role in ("encode", "prefill", "decode")
     ]  # fmt: skip
     return {
-        "type": "cluster", "block_size": 16, "num_layers": 2, "kv_bytes_per_token": 64, "feature_bytes_per_row": 64,
+        "type": "cluster", "block_size": 16, "num_layers": 2, "kv_bytes_per_token": 64, "feature_bytes_per_row": 1 << 16,
         "step_target_s": 0.5, "scheduling": {"aging_s": 5.0, "tokens_per_s": 2000.0, "text_share": 0.3}, "workers": workers,
     }  # fmt: skip
 

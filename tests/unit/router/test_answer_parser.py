@@ -12,7 +12,7 @@ from cluster.text.answer_format import AnswerSyntax, Family
 from cluster.text.formats import ORDER
 from cluster.types.messages import FinishReason, TokenEvent
 from router.calls import TextDelta
-from router.parsing.parser import AnswerParser, ParsedAnswer
+from router.parsing.parser import MAX_WAITING, AnswerParser, ParsedAnswer
 
 PLAIN = SimpleNamespace(added_tokens_decoder={})  # no special tokens
 ARGUMENTS = {"city": 'Rö"m}\n</', "list": [12, 1.5, True, None, -3], "inner": {"a": "<é>"}, "last": 20}
@@ -120,6 +120,25 @@ def test_an_ordinary_answer_is_content(name):
     for pieces in ([text], list(text)):
         content, reasoning, calls = read(parser_of(name), pieces)
         assert content == text.removeprefix("<|channel|>final<|message|>") and not reasoning and not calls
+
+
+def test_nothing_of_a_long_answer_is_lost():
+    """Also where a template of a checkpoint looks for more than ever waits."""
+    template = Family.load("hermes").template
+    fields = {
+        **template["fields"],
+        "reasoning_content": {"open_pattern": "<think[^>]*>", "close": "</think>"},
+    }
+    greedy = AnswerSyntax(Family((), {**template, "fields": fields}), PLAIN)
+    words = " ".join(map(str, range(2 * MAX_WAITING)))
+    call, arguments = f'<tool_call>{{"name": "f", "arguments": {{"a": "{words}"}}}}</tool_call>', {"a": words}
+    for form, text in ((form_of("hermes"), words), (greedy, words), (greedy, f"<think {words}")):
+        for size in (7, 300, 100_000):
+            parser = AnswerParser(form, "", has_calls=True, streams=True)
+            whole = text + call
+            content, _, calls = read(parser, [whole[i : i + size] for i in range(0, len(whole), size)])
+            assert content == text, size
+            assert [(name, json.loads(said)) for name, said in calls] == [("f", arguments)], size
 
 
 def test_the_prompt_may_have_begun_or_ended_the_reasoning():

@@ -104,6 +104,20 @@ async def door() -> AsyncIterator[Door]:
             await asyncio.sleep(0)
 
 
+@pytest.fixture
+async def timers(door, monkeypatch) -> list[asyncio.TimerHandle]:
+    """All that the door sets."""
+    loop, timers = asyncio.get_running_loop(), []
+    call_later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(call_later(*args)) or timers[-1])
+    return timers
+
+
+def set_ones(timers: list[asyncio.TimerHandle]) -> list[asyncio.TimerHandle]:
+    now = asyncio.get_running_loop().time()
+    return [timer for timer in timers if not timer.cancelled() and timer.when() > now]
+
+
 async def begin(stream: TokenStream) -> asyncio.Task[TokenEvent]:
     """Something reads it."""
     reading = asyncio.ensure_future(anext(stream))
@@ -193,22 +207,25 @@ async def test_the_deadline_of_the_first_token_needs_no_message():
     door.calls["r"].cancel()
 
 
-async def test_an_idle_door_has_no_timer(door, monkeypatch):
-    loop, timers = asyncio.get_running_loop(), []
-    call_later = loop.call_later
-    monkeypatch.setattr(loop, "call_later", lambda *args: timers.append(call_later(*args)) or timers[-1])
-
-    def is_any_set() -> bool:
-        return any(not timer.cancelled() and timer.when() > loop.time() for timer in timers)
-
+async def test_an_idle_door_has_no_timer(door, timers):
     (stream,) = door.streams(ONE)
     reading = await begin(stream)
-    assert is_any_set(), "it looks at its workers"
+    assert set_ones(timers), "it looks at its workers"
     door.token(5, reason=FinishReason.STOP)
     await reading
     async with asyncio.timeout(HANG_S):
-        while is_any_set():
+        while set_ones(timers):
             await asyncio.sleep(0.01)
+
+
+async def test_one_timer_is_set_and_it_is_the_earliest_that_is_wanted(door, timers, monkeypatch):
+    now, dispatcher = SystemClock().now(), door.dispatcher
+    peer = dispatcher.members.all_peers()[0]
+    for wanted_s, set_s in ((50.0, [50]), (90.0, [50]), (20.0, [20]), (None, [])):
+        at = None if wanted_s is None else now + wanted_s
+        monkeypatch.setattr(dispatcher.flow, "next_timer", lambda at=at: at)
+        dispatcher.on_listed(peer)
+        assert [round(timer.when() - timers[0].when()) + 50 for timer in set_ones(timers)] == set_s
 
 
 async def test_a_worker_that_drains_is_disconnected_with_its_last_request(door):
