@@ -32,6 +32,7 @@ class Layer(ctypes.Structure):
         ("outputs", c_int64),
         ("gated", c_int64),
         ("adapters", c_void_p),
+        ("parts", c_int64),
         ("down_width", c_int64),
         ("second", c_int64),
         ("third", c_int64),

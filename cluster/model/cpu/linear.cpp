@@ -9,6 +9,7 @@
 //
 // The same source is compiled for AMX, for AVX-512 with BF16 and VNNI, for AVX-512, and for AVX2. Callers pass contiguous rows.
 
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
@@ -38,26 +39,56 @@ int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / diviso
 
 int64_t panels_of(const Layer& layer) { return ceil_div(layer.outputs * (layer.gated ? 2 : 1), kPanel); }
 
+// What adapters are made of next to rows of this type.
+template <class Out>
+using AdapterOp = std::conditional_t<sizeof(Out) == 2, BFloat16Pairs, Float32>;
+
+template <class Op, int kPass>
+inline void add_step(Floats* sums, const char* const* down, const char* up) {
+  for (int v = 0; v < kVectors; v++) {
+    typename Op::Operand activation;
+    if constexpr (Op::kPasses == 1)
+      activation = (typename Op::Operand)splat_word(down[v]);
+    else
+      activation = Op::template widened_half<kPass>((Words)splat_word(down[v]));
+    Op::add(sums[v], activation, Op::template weight<kPass>(up + v * kVectorBytes));
+  }
+}
+
 // The row's adapter, if it has one, to a panel of its outputs.
 template <class Out>
 inline void add_adapter(const Layer& layer, const Batch& batch, int64_t row, int64_t column, Floats* values) {
-  const auto [number, begin] = batch.adapters[row];
+  using Op = AdapterOp<Out>;
+  const int32_t number = batch.adapters.numbers[row];
   if (!number || !layer.adapters[number - 1].down) return;
   const LayerAdapter& adapter = layer.adapters[number - 1];
-  const int64_t width = panels_of(layer) * kPanel, rank = adapter.rank;
-  const Out* up = (const Out*)adapter.up + column;
-  const float *down = batch.down + begin * layer.down_width + (row - begin) * adapter.down->outputs, *parts[kVectors];
+  const int64_t steps = adapter.rank / Op::kInputs;
+  const char *up = (const char*)adapter.up + column / kPanel * steps * kStepBytes, *down[kVectors];
   for (int v = 0; v < kVectors; v++) {
     const int64_t first = column + v * kLanes;
     const int part = layer.gated ? v >= kVectors / 2 : (first >= layer.second) + (first >= layer.third);
-    parts[v] = down + part * rank;
+    down[v] = (const char*)((const Out*)batch.adapters.down + row * layer.down_width + part * adapter.rank);
   }
   Floats sums[2][kVectors] = {};  // two chains of additions do not wait for each other
-  for (int64_t i = 0; i < rank; i += 2)
-    for (int64_t j = 0; j < 2; j++)
-      for (int v = 0; v < kVectors; v++)
-        sums[j][v] += splat_word(parts[v] + i + j) * widened(up + (i + j) * width + v * kLanes);
+  for (int64_t i = 0; i < steps; i += 2)
+    for (int64_t j = 0; j < 2; j++, up += kStepBytes) {
+      add_step<Op, 0>(sums[j], down, up);
+      if constexpr (Op::kPasses == 2) add_step<Op, 1>(sums[j], down, up);
+      for (int v = 0; v < kVectors; v++) down[v] += 4;
+    }
   for (int v = 0; v < kVectors; v++) values[v] += sums[0][v] + sums[1][v];
+}
+
+// Asks for what adapters add to a panel, while its weights are multiplied.
+template <class Out>
+inline void fetch_adapters(const Layer& layer, const Batch& batch, int64_t panel) {
+  for (int64_t run = 0; run < batch.adapters.num_runs; run++) {
+    const LayerAdapter& adapter = layer.adapters[batch.adapters.runs[run].adapter - 1];
+    if (!adapter.down) continue;
+    const int64_t bytes = adapter.rank / AdapterOp<Out>::kInputs * kStepBytes;
+    const char* up = (const char*)adapter.up + panel * bytes;
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(up + line, 0, 2);
+  }
 }
 
 // One row of a tile. `column` counts packed outputs. Not inlined: the compiler would fuse its roundings differently in each
@@ -70,7 +101,7 @@ __attribute__((noinline)) void finish(const Layer& layer, const Batch& batch, in
     values[v] = dequantised(layer, batch, row, column + v * kLanes, sums[v]);
     if (layer.bias) values[v] += load<Floats>(layer.bias + column + v * kLanes);
   }
-  if (batch.adapters) add_adapter<Out>(layer, batch, row, column, values);
+  if (batch.adapters.numbers) add_adapter<Out>(layer, batch, row, column, values);
   Out* out = y + row * layer.outputs;
   if (!layer.gated) {
     for (int v = 0; v < kVectors; v++) {
@@ -146,6 +177,7 @@ void panels_times_rows(const Layer& layer, const Batch& batch, int64_t panel, in
     Operands operands = operands_of<Op>(batch, begin, rows, chunk);
     const char* x = operands.x;
     for (int64_t p = 0; p < panels; p++) {
+      if (c + 1 == chunks) fetch_adapters<Out>(layer, batch, panel + p);
       operands.weights = layer.packed + ((panel + p) * all + chunk.begin) * kStepBytes;
       const int64_t ahead = p + 1 < panels   ? all * kStepBytes
                             : c + 1 < chunks ? (chunk.steps() - p * all) * kStepBytes
