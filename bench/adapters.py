@@ -69,9 +69,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     if args.layers:  # the head keeps its share of a step
         shape = replace(shape, layers=args.layers, vocab=shape.vocab * args.layers // shape.layers)
     checkpoint = write_checkpoint(shape, folder / "model", torch.device("cpu"), dtype)
-    plain = LanguageModel.load(
-        checkpoint, dtype=dtype, block_size=BLOCK_SIZE, weight_dtype=args.weight_dtype
-    )
+    plain = LanguageModel.load(checkpoint, dtype=dtype, block_size=BLOCK_SIZE, weight_dtype=args.weight_dtype)
     print(f"model without adapters: {plain.weight_bytes / 1e6:.0f} MB")
     del plain
     from transformers import AutoModelForCausalLM
@@ -137,8 +135,8 @@ def main() -> None:
     parser.add_argument("--room-rank", type=int, default=64, help="the largest rank that there is room for")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    args = parser.parse_args()
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8"))
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measure(args, Path(folder))
 

@@ -33,6 +33,7 @@ class PackedAdapters(nn.Module):
         self._num_slots, self._largest = adapted[0].step.num_slots, _padded(adapted[0].step.rank)
         self._outputs = [cast(int, part.out_features) for part in parts]
         self._inputs, self._dtype = adapted[0].in_features, adapted[0].added.down.dtype
+        self._arena = kernels.adapters
         self._gated, self._panel = gated, kernels.panel_outputs
         self._kept: list[object] = [None] * self._num_slots  # what the entries point to
         self._entries = (LayerAdapter * self._num_slots)()
@@ -71,7 +72,8 @@ class PackedAdapters(nn.Module):
             if update is not None:
                 down[part, : len(update.a)], up[part][: len(update.a)] = update.a, update.b.T
         rows = in_panels(up if self._gated else [torch.cat(up, 1)], self._panel)
-        return _in_groups(down.flatten(0, 1).to(self._dtype)), _in_steps(rows.to(self._dtype), self._panel)
+        packed = _in_groups(down.flatten(0, 1).to(self._dtype)), _in_steps(rows.to(self._dtype), self._panel)
+        return self._arena.copy(packed[0]), self._arena.copy(packed[1])
 
 
 def _padded(rank: int) -> int:
@@ -82,13 +84,13 @@ def _in_groups(a: Tensor) -> Tensor:
     """[rows, inputs] → [groups, chunks of inputs, rows of a group, inputs of a chunk], with zeros."""
     inputs = _CHUNK_BYTES // a.element_size()
     whole = nn.functional.pad(a, (0, -a.shape[1] % inputs, 0, -a.shape[0] % _GROUP_ROWS))
-    return whole.unflatten(1, (-1, inputs)).unflatten(0, (-1, _GROUP_ROWS)).transpose(1, 2).contiguous()
+    return whole.unflatten(1, (-1, inputs)).unflatten(0, (-1, _GROUP_ROWS)).transpose(1, 2)
 
 
 def _in_steps(b: Tensor, panel: int) -> Tensor:
     """[rank, packed outputs] → [panels, steps of rank, outputs of a panel, rank of a step]."""
     rank = _STEP_BYTES // b.element_size()
-    return b.unflatten(1, (-1, panel)).unflatten(0, (-1, rank)).permute(2, 0, 3, 1).contiguous()
+    return b.unflatten(1, (-1, panel)).unflatten(0, (-1, rank)).permute(2, 0, 3, 1)
 
 
 def attach_adapters(

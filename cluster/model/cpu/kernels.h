@@ -63,17 +63,10 @@ namespace kernels __attribute__((visibility("hidden"))) {
 
 // ---------------------------------------------------------------------------------------------------------- linear.cpp
 
-// Rows with one adapter: [begin, end) of a list of rows that is sorted by adapter.
-struct AdapterRun {
-  int64_t begin, end, adapter;
-};
-
 // The adapters of some rows.
 struct RowAdapters {
   const int32_t* numbers;  // [rows] 0: none
   const void* down;        // [rows, down_width] A x
-  const AdapterRun* runs;  // one for each adapter
-  int64_t num_runs;
 };
 
 struct Batch {

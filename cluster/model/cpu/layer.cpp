@@ -40,6 +40,9 @@ struct LayerRows {
   void *key, *key_scales, *value, *value_scales;
 };
 
+// Tokens with one adapter: [begin, end) of a list that is sorted by adapter.
+struct AdapterRun { int64_t begin, end, adapter; };
+
 struct DecoderStep {
   const int64_t* slots;                 // [tokens]
   const void *cos, *sin;                // [tokens, rotary_width]; channels behind rotary_width are not turned
@@ -54,7 +57,7 @@ struct DecoderStep {
   int (*on_layer)(int64_t layer);       // or null; called by the calling thread when a layer has run. Not 0: stop there
   const int32_t* adapters;              // [tokens] numbers, or 0
   const int64_t* adapted;               // tokens with an adapter, sorted by it
-  const kernels::AdapterRun* runs;      // [num_runs] of `adapted`
+  const AdapterRun* runs;               // [num_runs] of `adapted`
   int64_t num_runs;                     // 0: no token has an adapter
   int64_t busy;                         // set by the call: nanoseconds of each thread in kernels, on average
 };
@@ -176,22 +179,22 @@ struct LayerCall {
 
   Product product(const Layer* weights, const Rows& rows, const void* residual, void* y) const {
     kernels::Batch batch = rows.batch(step.tokens, residual);
-    if (step.num_runs && weights->adapters) batch.adapters = {step.adapters, buffers.down, step.runs, step.num_runs};
+    if (step.num_runs && weights->adapters) batch.adapters = {step.adapters, buffers.down};
     return {weights, batch, y, layer.is_bf16 != 0};
   }
 
   // Pieces of the longest run, of kRunRows rows each.
   int64_t pieces() const {
-    int64_t longest = 0;
-    for (int64_t run = 0; run < step.num_runs; run++) longest = std::max(longest, step.runs[run].end - step.runs[run].begin);
-    return (longest + kernels::kRunRows - 1) / kernels::kRunRows;
+    int64_t most = 0;
+    for (int64_t run = 0; run < step.num_runs; run++) most = std::max(most, step.runs[run].end - step.runs[run].begin);
+    return (most + kernels::kRunRows - 1) / kernels::kRunRows;
   }
 
   // A x of one piece of a run, by one group of A.
   void add_down(const Product& product, const Rows& rows, int64_t pieces, int64_t item) const {
     const Layer& weights = *product.layer;
     const int64_t groups = weights.down_width / kernels::kDownRows, group = item % groups, piece = item / groups % pieces;
-    const kernels::AdapterRun& run = step.runs[item / groups / pieces];
+    const AdapterRun& run = step.runs[item / groups / pieces];
     const int64_t begin = run.begin + piece * kernels::kRunRows, count = std::min(run.end - begin, kernels::kRunRows);
     if (count > 0)
       kernels::adapter_down(layer.is_bf16, weights, weights.adapters[run.adapter - 1], rows.data, step.adapted + begin, count,

@@ -43,16 +43,43 @@ int64_t panels_of(const Layer& layer) { return ceil_div(layer.outputs * (layer.g
 template <class Out>
 using AdapterOp = std::conditional_t<sizeof(Out) == 2, BFloat16Pairs, Float32>;
 
-template <class Op, int kPass>
-inline void add_step(Floats* sums, const char* const* down, const char* up) {
-  for (int v = 0; v < kVectors; v++) {
-    typename Op::Operand activation;
+template <class Op, int kParts, int kPass>
+__attribute__((always_inline)) inline void add_step(Floats* sums, const char* const* down, const char* up) {
+  typename Op::Operand activations[kParts];
+#pragma GCC unroll 4
+  for (int part = 0; part < kParts; part++) {
+    const Floats word = splat_word(down[part]);
     if constexpr (Op::kPasses == 1)
-      activation = (typename Op::Operand)splat_word(down[v]);
+      activations[part] = (typename Op::Operand)word;
     else
-      activation = Op::template widened_half<kPass>((Words)splat_word(down[v]));
-    Op::add(sums[v], activation, Op::template weight<kPass>(up + v * kVectorBytes));
+      activations[part] = Op::template widened_half<kPass>((Words)word);
   }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; v++)
+    Op::add(sums[v], activations[v * kParts / kVectors], Op::template weight<kPass>(up + v * kVectorBytes));
+}
+
+// A panel of B times what A has made of kParts parts: each has as many of the panel's vectors. Asks for the next panel, which
+// arrives while that panel's weights are multiplied.
+template <class Op, int kParts>
+__attribute__((always_inline)) inline void add_panel(const char* const* parts, const char* up, int64_t steps, Floats* values) {
+  Floats even[kVectors], odd[kVectors];  // two chains of additions do not wait for each other
+  const char* down[kParts];
+  std::copy(parts, parts + kParts, down);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; v++) even[v] = odd[v] = Floats{};
+  for (int64_t step = 0; step < steps; step += 2, up += kStepBytes) {
+    for (int64_t line = 0; line < 2 * kStepBytes; line += 64) __builtin_prefetch(up + steps * kStepBytes + line, 0, 2);
+    add_step<Op, kParts, 0>(even, down, up);
+    if constexpr (Op::kPasses == 2) add_step<Op, kParts, 1>(even, down, up);
+    for (int part = 0; part < kParts; part++) down[part] += 4;
+    up += kStepBytes;
+    add_step<Op, kParts, 0>(odd, down, up);
+    if constexpr (Op::kPasses == 2) add_step<Op, kParts, 1>(odd, down, up);
+    for (int part = 0; part < kParts; part++) down[part] += 4;
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; v++) values[v] += even[v] + odd[v];
 }
 
 // The row's adapter, if it has one, to a panel of its outputs.
@@ -64,31 +91,17 @@ inline void add_adapter(const Layer& layer, const Batch& batch, int64_t row, int
   const LayerAdapter& adapter = layer.adapters[number - 1];
   const int64_t steps = adapter.rank / Op::kInputs;
   const char *up = (const char*)adapter.up + column / kPanel * steps * kStepBytes, *down[kVectors];
+  const Out* first = (const Out*)batch.adapters.down + row * layer.down_width;
+  if (layer.gated) {
+    down[0] = (const char*)first, down[1] = (const char*)(first + adapter.rank);
+    return add_panel<Op, 2>(down, up, steps, values);
+  }
   for (int v = 0; v < kVectors; v++) {
-    const int64_t first = column + v * kLanes;
-    const int part = layer.gated ? v >= kVectors / 2 : (first >= layer.second) + (first >= layer.third);
-    down[v] = (const char*)((const Out*)batch.adapters.down + row * layer.down_width + part * adapter.rank);
+    const int64_t output = column + v * kLanes;
+    down[v] = (const char*)(first + ((output >= layer.second) + (output >= layer.third)) * adapter.rank);
   }
-  Floats sums[2][kVectors] = {};  // two chains of additions do not wait for each other
-  for (int64_t i = 0; i < steps; i += 2)
-    for (int64_t j = 0; j < 2; j++, up += kStepBytes) {
-      add_step<Op, 0>(sums[j], down, up);
-      if constexpr (Op::kPasses == 2) add_step<Op, 1>(sums[j], down, up);
-      for (int v = 0; v < kVectors; v++) down[v] += 4;
-    }
-  for (int v = 0; v < kVectors; v++) values[v] += sums[0][v] + sums[1][v];
-}
-
-// Asks for what adapters add to a panel, while its weights are multiplied.
-template <class Out>
-inline void fetch_adapters(const Layer& layer, const Batch& batch, int64_t panel) {
-  for (int64_t run = 0; run < batch.adapters.num_runs; run++) {
-    const LayerAdapter& adapter = layer.adapters[batch.adapters.runs[run].adapter - 1];
-    if (!adapter.down) continue;
-    const int64_t bytes = adapter.rank / AdapterOp<Out>::kInputs * kStepBytes;
-    const char* up = (const char*)adapter.up + panel * bytes;
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(up + line, 0, 2);
-  }
+  if (down[0] == down[kVectors - 1]) return add_panel<Op, 1>(down, up, steps, values);
+  add_panel<Op, kVectors>(down, up, steps, values);
 }
 
 // One row of a tile. `column` counts packed outputs. Not inlined: the compiler would fuse its roundings differently in each
@@ -177,7 +190,6 @@ void panels_times_rows(const Layer& layer, const Batch& batch, int64_t panel, in
     Operands operands = operands_of<Op>(batch, begin, rows, chunk);
     const char* x = operands.x;
     for (int64_t p = 0; p < panels; p++) {
-      if (c + 1 == chunks) fetch_adapters<Out>(layer, batch, panel + p);
       operands.weights = layer.packed + ((panel + p) * all + chunk.begin) * kStepBytes;
       const int64_t ahead = p + 1 < panels   ? all * kStepBytes
                             : c + 1 < chunks ? (chunk.steps() - p * all) * kStepBytes
