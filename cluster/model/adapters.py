@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
@@ -52,8 +52,8 @@ Updates = Mapping[str, Update]  # of one adapter, by the path of the module in t
 
 
 class StepAdapters:
-    """The adapters of one step. slots: [T] int64, of each token its adapter's slot from 1 on, or 0; None: no
-    token has one."""
+    """The adapters of one step. slots: int64, of each token its adapter's slot from 1 on, or 0; [T], or as a
+    mixer of a hybrid model has its rows, [sequences, tokens of each]. None: no token has one."""
 
     def __init__(self, num_slots: int = 0, rank: int = 0):
         self.num_slots, self.rank = num_slots, rank
@@ -62,11 +62,16 @@ class StepAdapters:
     @contextmanager
     def of_step(self, slots: Tensor | None) -> Iterator[None]:
         """The work inside is a step of tokens with these adapters."""
-        self.slots = slots
+        before, self.slots = self.slots, slots
         try:
             yield
         finally:
-            self.slots = None
+            self.slots = before
+
+    def of_tokens(self, tokens: slice | Tensor, shape: Sequence[int]) -> AbstractContextManager[None]:
+        """The work inside is that of these of the step's tokens. shape: of their rows, [B, N]."""
+        slots = self.slots
+        return self.of_step(None if slots is None else slots[tokens].view(*shape))
 
 
 @runtime_checkable
@@ -201,7 +206,7 @@ class AdaptedLinear(nn.Module):
         else:
             low = x @ added.down
         up = added.up if y.shape[-1] == self.out_features else self._share.of(added.up, 1)
-        return y + (low * added.mask[slots]) @ up
+        return y + (low * added.mask[slots.view(x.shape[:-1])]) @ up
 
 
 def merged_updates(linears: Sequence[nn.Module]) -> SlotMatrices | None:
@@ -366,7 +371,7 @@ def unused_in(text_model: nn.Module, run: Callable[[], object]) -> list[AdaptedL
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         linear = cast(AdaptedLinear, module)
-        if linear.step.slots is not None and args[0].shape[-2] == len(linear.step.slots):
+        if linear.step.slots is not None and args[0].shape[:-1].numel() == linear.step.slots.numel():
             unused.pop(linear, None)
 
     hooks = [module.register_forward_pre_hook(note) for module in unused]

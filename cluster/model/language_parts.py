@@ -101,11 +101,6 @@ def load_parts(
         if parts.embed.weight.device.type == "cuda":
             optimise_experts(parts.text)
         making.notes["probed"] = parts.probed.to_json()
-        if parts.states is not None and adapters.num_slots:
-            name = half.config.model_type
-            raise ConfigError(
-                f"model type '{name}' keeps states beside its KV: adapters are not served with it"
-            )
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
         if adapters.num_slots:
             parts = _adapted(parts, adapters, num_ranks)
@@ -180,6 +175,8 @@ def _adapted(parts: LanguageParts, room: AdapterRoom, num_ranks: int) -> Languag
                 param="adapters",
             )
         slots.leave_out(odd)
+    if parts.states is not None:
+        parts.states.adapters = slots.step
     return replace(parts, adapters=slots, weight_bytes=parts.weight_bytes + slots.num_bytes)
 
 

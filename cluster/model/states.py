@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.adapters import StepAdapters
 
 # by which names a mixer takes the cache
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value", "cache")
@@ -156,6 +157,7 @@ class StepStates:
     def __init__(self, layout: StateLayout):
         self.layout = layout
         self.forwards: list[StatefulForward] = []
+        self.adapters = StepAdapters()  # of the linears in mixers
         self.kv: BlockMemory | None = None
         self.batches: Sequence[_MixerRows] = ()
 
@@ -222,11 +224,14 @@ class StatefulForward:
             return self._forward(hidden_states, **keywords)
         out = torch.empty_like(hidden_states)
         for batch in self._step.batches:
-            rows = hidden_states[:, batch.tokens]
-            if isinstance(batch.tokens, slice):
-                out[:, batch.tokens] = self._run(rows, batch, self._step.kv, keywords)
+            rows, tokens = hidden_states[:, batch.tokens], batch.tokens
+            rows = rows if isinstance(tokens, slice) else rows.transpose(0, 1)
+            with self._step.adapters.of_tokens(tokens, rows.shape[:-1]):
+                mixed = self._run(rows, batch, self._step.kv, keywords)
+            if isinstance(tokens, slice):
+                out[:, tokens] = mixed
             else:
-                out[0, batch.tokens] = self._run(rows.transpose(0, 1), batch, self._step.kv, keywords)[:, 0]
+                out[0, tokens] = mixed[:, 0]
         return out
 
     def _run(self, rows: Tensor, batch: _MixerRows, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:

@@ -47,7 +47,11 @@ def draw_prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
 
 def generated(folder: Path, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[list[int]]:
     """What transformers answers, greedily."""
-    model: Any = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return generated_by(model, prompts, num_tokens)
+
+
+def generated_by(model: Any, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[list[int]]:
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -66,8 +70,9 @@ async def answers(
     sampling: SamplingParams = GREEDY,
     num_choices: int = 1,
     on_event: Callable[[], None] = lambda: None,
+    adapter: str = "",
 ) -> list[list[int]]:
-    """Of all choices. Who is cancelled leaves nothing open."""
+    """Of all choices. adapter: its digest. Who is cancelled leaves nothing open."""
 
     async def read(stream: TokenStream) -> list[int]:
         token_ids: list[int] = []
@@ -77,7 +82,9 @@ async def answers(
         return token_ids
 
     stop = StopParams(num_tokens)
-    request = GenerateRequest(new_request_id(), Prompt(prompt), (sampling,) * num_choices, stop)
+    request = GenerateRequest(
+        new_request_id(), Prompt(prompt, adapter=adapter), (sampling,) * num_choices, stop
+    )
     streams = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
     try:
         return [await read(stream) for stream in streams]
