@@ -114,9 +114,10 @@ WHOLE = Share()
 
 
 class SlotMatrices(nn.Module):
-    """A and B of all slots, for linears with one input. R columns of `down` and rows of `up` for each linear
-    and slot, linear after linear. down [inputs, linears * slots * R], up [linears * slots * R, outputs] with
-    zeros outside of each linear's own outputs, mask [1 + slots, linears * slots * R]."""
+    """A and B of all slots, for linears with one input. R rows of `down` and of `up` for each linear and slot,
+    linear after linear. down [linears * slots * R, inputs], up [linears * slots * R, outputs] with zeros
+    outside of each linear's own outputs, mask [1 + slots, linears * slots * R]; ranks [1 + slots] int32, of
+    R how many a slot's adapter has; ends [1 + linears] int32, of the linears' outputs, in order."""
 
     def __init__(
         self, linears: Sequence[tuple[str, int, int]], inputs: int, outputs: int, step: StepAdapters,
@@ -125,21 +126,29 @@ class SlotMatrices(nn.Module):
         """linears: path, first output and output after the last."""
         super().__init__()
         self._linears, self.step = linears, step
-        columns = len(linears) * step.num_slots * step.rank
+        rows = len(linears) * step.num_slots * step.rank
         own = torch.block_diag(torch.zeros(1, 0), *[torch.ones(1, step.rank)] * step.num_slots)
-        self.register_buffer("down", torch.zeros(inputs, columns, device=device, dtype=dtype), False)
-        self.register_buffer("up", torch.zeros(columns, outputs, device=device, dtype=dtype), False)
+        self.register_buffer("down", torch.zeros(rows, inputs, device=device, dtype=dtype), False)
+        self.register_buffer("up", torch.zeros(rows, outputs, device=device, dtype=dtype), False)
         self.register_buffer("mask", own.repeat(1, len(linears)).to(device, dtype), False)
+        ranks = torch.zeros(1 + step.num_slots, device=device, dtype=torch.int32)
+        self.register_buffer("ranks", ranks, False)
+        ends = torch.tensor([linears[0][1], *(end for _, _, end in linears)], dtype=torch.int32)
+        self.register_buffer("ends", ends.to(device), False)
 
-    def columns(self, linear: int, slot: int, rank: int | None = None) -> slice:
-        """Returns the first `rank` columns of a slot; None: all."""
+    @property
+    def num_linears(self) -> int:
+        return len(self._linears)
+
+    def rows(self, linear: int, slot: int, rank: int | None = None) -> slice:
+        """Returns the first `rank` rows of a slot; None: all."""
         first = (linear * self.step.num_slots + slot - 1) * self.step.rank
         return slice(first, first + (self.step.rank if rank is None else rank))
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
         """x [T, inputs]; y [T, outputs] is changed in place. Enqueued."""
         if (slots := self.step.slots) is not None:
-            y += ((x @ self.down) * self.mask[slots]) @ self.up
+            y += ((x @ self.down.T) * self.mask[slots]) @ self.up
 
     def prepare(self, updates: Updates) -> Callable[[int], None]:
         """See `UpdateStore`."""
@@ -147,20 +156,23 @@ class SlotMatrices(nn.Module):
         converted = [
             None
             if (own := updates.get(path)) is None
-            else [each.to(device, dtype).T for each in (own.a, own.b)]
+            else (own.a.to(device, dtype), own.b.to(device, dtype).T)
             for path, _, _ in self._linears
         ]
 
+        rank = max((len(own[0]) for own in converted if own is not None), default=0)
+
         def write(slot: int) -> None:
+            self.ranks[slot] = rank
             for i, ((_, begin, end), own) in enumerate(zip(self._linears, converted, strict=True)):
-                every = self.columns(i, slot)
-                self.down[:, every] = 0
+                every = self.rows(i, slot)
+                self.down[every] = 0
                 self.up[every, begin:end] = 0
                 if own is not None:
                     a, b = own
-                    columns = self.columns(i, slot, a.shape[1])
-                    self.down[:, columns].copy_(a)
-                    self.up[columns, begin:end].copy_(b)
+                    rows = self.rows(i, slot, len(a))
+                    self.down[rows].copy_(a)
+                    self.up[rows, begin:end].copy_(b)
 
         return write
 
@@ -183,8 +195,8 @@ class AdaptedLinear(nn.Module):
 
     def update(self, slot: int) -> Update | None:
         """Returns what the slot's adapter adds, with zeros up to the largest rank; None: nothing."""
-        own = self.added.columns(0, slot)
-        update = Update(self.added.down[:, own].T, self.added.up[own].T)
+        own = self.added.rows(0, slot)
+        update = Update(self.added.down[own], self.added.up[own].T)
         return update if update.a.any() else None
 
     @property
@@ -201,10 +213,10 @@ class AdaptedLinear(nn.Module):
         if slots is None:
             return y
         if x.shape[-1] < self.in_features:
-            low = x @ self._share.of(added.down, 0)
+            low = x @ self._share.of(added.down, 1).T
             dist.all_reduce(low)
         else:
-            low = x @ added.down
+            low = x @ added.down.T
         up = added.up if y.shape[-1] == self.out_features else self._share.of(added.up, 1)
         return y + (low * added.mask[slots.view(x.shape[:-1])]) @ up
 
