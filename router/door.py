@@ -125,8 +125,9 @@ class Door:
         self.adapters.attach(self._members)
         classes = [each.name for each in args.door.admission.classes]
         self._metrics = DoorMetrics(
-            args.model_id, self._members.all_peers, self._flow, self._admission.totals, classes
-        )
+            args.model_id, self._members.all_peers, self._flow, self._admission.totals, classes,
+            adapters=lambda: self.models.adapters,
+        )  # fmt: skip
         self._tracing = _tracing(args, self._clock)
         self._structures = StructureChecker(
             lambda: VocabularySource.load(args.model, self._text.vocab_size, self.defaults.eos_token_ids)
