@@ -5,8 +5,9 @@
 A checkpoint of random weights and adapters of all its linears are written to a temporary folder and loaded as
 a worker loads them. Each step is run without adapters and with them, sequences having the adapters in turn.
 Rounds alternate. The price is the quotient of both medians, less 1; beside it that of the fastest rounds,
-which other work on the machine disturbs less, and that of the bytes that a step reads: no step of few tokens
-can do better where memory is what it waits for.
+and that of the bytes that a step reads: no step of few tokens can do better where memory is what it waits
+for. With --processor-time one thread runs, and its own time is measured: other programs cannot take a part of
+it, though they take a part of the memory's.
 """
 
 from __future__ import annotations
@@ -96,8 +97,11 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
     kv = random_kv(model, STEPS)
     num_bytes = shape.num_weights * (1 if args.weight_dtype == "int8" else dtype.itemsize)
     print(f"{'step':20}{'without ms':>12}{'with ms':>12}{'price':>9}{'fastest':>9}{'bytes':>9}")
+    clock = time.process_time if args.processor_time else time.perf_counter
     for step in STEPS:
-        times = in_turns([work_of(model, kv, step, number) for number in (0, args.adapters)], args.seconds)
+        times = in_turns(
+            [work_of(model, kv, step, number) for number in (0, args.adapters)], args.seconds, clock
+        )
         (without_s, with_s), (least_s, least_with_s) = map(statistics.median, times), map(min, times)
         read = min(step.batch, args.adapters) * of_adapter * dtype.itemsize / num_bytes
         print(
@@ -136,7 +140,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--weight-dtype", default="auto", choices=("auto", "int8"))
+    parser.add_argument("--processor-time", action="store_true", help="of one thread")
     args = parser.parse_args()
+    if args.processor_time:
+        torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         measure(args, Path(folder))
 

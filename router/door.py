@@ -114,11 +114,8 @@ class Door:
         self._admission = AdmissionController(
             AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0))
         )
-        self._flow = RequestFlow(
-            self._placer,
-            self._admission,
-            Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s),
-        )
+        timeouts = Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s)
+        self._flow = RequestFlow(self._placer, self._admission, timeouts)
         secret, told = environment.cluster_secret, self.adapters.on_told
         self.dispatcher = Dispatcher(self._flow, call_decode, secret, self._clock, on_adapters=told)
         self._members = self.dispatcher.members

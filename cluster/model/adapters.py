@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from cluster.config.adapters import AdaptedModule, Adapter, AdapterRoom, content_digest, tensor_names
 from cluster.errors import ConfigError
 from cluster.model.layers.codes import CodedLinear
+from cluster.model.step_adapters import StepAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -49,29 +50,6 @@ class Update:
 
 
 Updates = Mapping[str, Update]  # of one adapter, by the path of the module in the text model
-
-
-class StepAdapters:
-    """The adapters of one step. slots: int64, of each token its adapter's slot from 1 on, or 0; [T], or as a
-    mixer of a hybrid model has its rows, [sequences, tokens of each]. None: no token has one."""
-
-    def __init__(self, num_slots: int = 0, rank: int = 0):
-        self.num_slots, self.rank = num_slots, rank
-        self.slots: Tensor | None = None
-
-    @contextmanager
-    def of_step(self, slots: Tensor | None) -> Iterator[None]:
-        """The work inside is a step of tokens with these adapters."""
-        before, self.slots = self.slots, slots
-        try:
-            yield
-        finally:
-            self.slots = before
-
-    def of_tokens(self, tokens: slice | Tensor, shape: Sequence[int]) -> AbstractContextManager[None]:
-        """The work inside is that of these of the step's tokens. shape: of their rows, [B, N]."""
-        slots = self.slots
-        return self.of_step(None if slots is None else slots[tokens].view(*shape))
 
 
 @runtime_checkable
@@ -114,8 +92,8 @@ WHOLE = Share()
 
 
 class SlotMatrices(nn.Module):
-    """A and B of all slots, for linears with one input. R rows of `down` and of `up` for each linear and slot,
-    linear after linear. down [linears * slots * R, inputs], up [linears * slots * R, outputs] with zeros
+    """A and B of all slots, for linears with one input. R rows of `down` and of `up` for each linear and
+    slot, linear after linear. down [linears * slots * R, inputs], up [linears * slots * R, outputs] with zeros
     outside of each linear's own outputs, mask [1 + slots, linears * slots * R]; ranks [1 + slots] int32, of
     R how many a slot's adapter has; ends [1 + linears] int32, of the linears' outputs, in order."""
 

@@ -27,7 +27,7 @@ from cluster.config.families import ModelFamily
 from cluster.config.machine import has_triton
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
-from cluster.model.adapters import WHOLE, AdaptedLinear, AdapterSlots, Share, StepAdapters
+from cluster.model.adapters import WHOLE, AdaptedLinear, AdapterSlots, Share
 from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
 from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_cuda import CudaAttention
@@ -50,6 +50,7 @@ from cluster.model.positions import RULES
 from cluster.model.probe import LayerShape, Probed, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.sharding import Sharding, distributing, divided_oddly
 from cluster.model.states import StepStates, install
+from cluster.model.step_adapters import StepAdapters
 from cluster.model.support import check_class, family_of, leave_out_query_scales, post_head, text_of
 from cluster.model.token_inputs import TokenInputs
 

@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.adapters import StepAdapters
+from cluster.model.step_adapters import StepAdapters
 
 # by which names a mixer takes the cache
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value", "cache")

@@ -58,7 +58,8 @@ class DoorMetrics:
         registry: CollectorRegistry | None = None,
         adapters: Callable[[], Mapping[str, str]] = dict,
     ):
-        """`adapters`: digests of those that are served now, by name. `admission`: what it has counted; `classes`: the names of its classes."""
+        """`admission`: what it has counted; `classes`: the names of its classes. `adapters`: digests of those
+        that are served now, by name."""
         self._registry = registry or CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self._registry}
         name = model_id

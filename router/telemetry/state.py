@@ -3,6 +3,7 @@ Read when Prometheus scrapes; nothing is counted here. Runs on the door's event 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -98,8 +99,11 @@ class StateCollector(Collector):
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
 
     def __init__(
-        self, peers: Callable[[], Iterable[Peer]], flow: RequestFlow, adapters: Callable[[], Mapping[str, str]]
-    ):  # fmt: skip
+        self,
+        peers: Callable[[], Iterable[Peer]],
+        flow: RequestFlow,
+        adapters: Callable[[], Mapping[str, str]],
+    ):
         """adapters: digests of those that are served now, by name."""
         self._peers = peers
         self._flow = flow
@@ -272,12 +276,11 @@ class StateCollector(Collector):
         yield epochs
 
     def _adapters(self) -> Iterator[Metric]:
-        """Of the adapters that are served now, so that series are as many as these, and one that has no
-        requests is there with 0."""
+        """Counts requests of the adapters that are served now: so many are the series, also with 0."""
         served = self._served_adapters()
-        counts = self._flow.num_by_adapter() if served else ()
+        counts = self._flow.num_by_adapter() if served else (Counter[str](), Counter[str]())
         for kind, text, found in zip(
-            ("running", "waiting"), ("in work", "that wait for a worker"), counts, strict=bool(served)
+            ("running", "waiting"), ("in work", "that wait for a worker"), counts, strict=True
         ):
             name = f"epdg_lora_requests_{kind}"
             family = GaugeMetricFamily(name, f"Requests of an adapter {text}", labels=("adapter",))

@@ -1,5 +1,5 @@
-"""What adapters add to a product on a GPU: our two launches give what products with all slots give, recorded as
-well, with the slots of the replay; and a row has the same bits in any company."""
+"""What adapters add to a product on a GPU: our two launches give what products with all slots give, recorded
+as well, with the slots of the replay; and a row has the same bits in any company."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from cluster.config.machine import has_triton
-from cluster.model.adapters import SlotMatrices, StepAdapters, Update
+from cluster.model.adapters import SlotMatrices, Update
 from cluster.model.cuda.adapter_products import add_to_few
 from cluster.model.layers.trial import agree
+from cluster.model.step_adapters import StepAdapters
 
 if not torch.cuda.is_available():
     pytest.skip("there is no GPU here", allow_module_level=True)

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster.model.adapters import AdaptedLinear, StepAdapters, Update, Updates, updates_of
+from cluster.model.adapters import AdaptedLinear, Update, Updates, updates_of
 from cluster.model.cpu.library import Kernels, Layer, LayerAdapter
 from cluster.model.cpu.modules import PackedWeights, in_panels
+from cluster.model.step_adapters import StepAdapters
 
 PART_OUTPUTS = 16  # a part of a product, behind which another one follows, is a multiple of the widest vector
 _RANK_STEP = 4  # a part's rank in memory is a multiple of it

@@ -13,7 +13,7 @@ import torch
 
 from cluster.config.adapters import read_adapters, room_for
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import AdapterSlots, SlotMatrices, StepAdapters, Update
+from cluster.model.adapters import AdapterSlots, SlotMatrices, Update
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.adapter_products import add_adapters
@@ -21,6 +21,7 @@ from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs
 from cluster.model.language import LanguageModel
 from cluster.model.language_parts import on_kernels, probed_parts
+from cluster.model.step_adapters import StepAdapters
 from tests.flow.adapter_folders import adapters_of
 from tests.flow.tiny_models import TinyRequest
 from tests.unit.model.test_cuda_whole_layer import (
