@@ -93,7 +93,7 @@ WHOLE = Share()
 
 class SlotMatrices(nn.Module):
     """A and B of all slots, for linears with one input. R rows of `down` and of `up` for each linear and
-    slot, linear after linear. down [linears * slots * R, inputs], up [linears * slots * R, outputs] with zeros
+    slot, linear after linear. down [linears * slots * R, inputs], up [linears * slots * R, outputs], 0
     outside of each linear's own outputs, mask [1 + slots, linears * slots * R]; ranks [1 + slots] int32, of
     R how many a slot's adapter has; ends [1 + linears] int32, of the linears' outputs, in order."""
 
