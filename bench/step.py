@@ -267,8 +267,10 @@ def bandwidth_work(num_bytes: int) -> Work:
     return on_huge_pages(num_bytes).view(torch.float32).fill_(1).sum
 
 
-def in_turns(works: Sequence[Work], seconds: float) -> list[list[float]]:
-    """Seconds of every call of each work.
+def in_turns(
+    works: Sequence[Work], seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
+    """Seconds of every call of each work, by `clock`.
 
     Every round runs all works once. There are at least MIN_ROUNDS rounds, after one that is not timed.
     """
@@ -278,9 +280,9 @@ def in_turns(works: Sequence[Work], seconds: float) -> list[list[float]]:
     end = time.perf_counter() + seconds
     while len(times[0]) < MIN_ROUNDS or time.perf_counter() < end:
         for work, taken in zip(works, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             work()
-            taken.append(time.perf_counter() - start)
+            taken.append(clock() - start)
     return times
 
 

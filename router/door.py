@@ -114,19 +114,17 @@ class Door:
         self._admission = AdmissionController(
             AdmissionQueue(args.door.admission, args.scheduling.text_share, Capacity(0, 0, 0))
         )
-        self._flow = RequestFlow(
-            self._placer,
-            self._admission,
-            Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s),
-        )
+        timeouts = Timeouts(args.door.first_token_timeout_s, args.door.request_timeout_s)
+        self._flow = RequestFlow(self._placer, self._admission, timeouts)
         secret, told = environment.cluster_secret, self.adapters.on_told
         self.dispatcher = Dispatcher(self._flow, call_decode, secret, self._clock, on_adapters=told)
         self._members = self.dispatcher.members
         self.adapters.attach(self._members)
         classes = [each.name for each in args.door.admission.classes]
         self._metrics = DoorMetrics(
-            args.model_id, self._members.all_peers, self._flow, self._admission.totals, classes
-        )
+            args.model_id, self._members.all_peers, self._flow, self._admission.totals, classes,
+            adapters=lambda: self.models.adapters,
+        )  # fmt: skip
         self._tracing = _tracing(args, self._clock)
         self._structures = StructureChecker(
             lambda: VocabularySource.load(args.model, self._text.vocab_size, self.defaults.eos_token_ids)

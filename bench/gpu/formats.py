@@ -5,7 +5,7 @@ recorded steps."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from bench.gpu.machine import DeviceSpeed, release
 from bench.gpu.models import SHAPES, ModelShape, config_of
 from bench.gpu.steps import BLOCK_SIZE, WorkerSteps, blocks_of
+from cluster.config.adapters import NO_ADAPTERS, AdapterRoom
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.adapters import AdapterSlots
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda.coded_choice import keep_right_codes
 from cluster.model.cuda.coded_products import whole_product
@@ -66,13 +68,13 @@ def measure(speed: DeviceSpeed, rehearse: bool) -> Iterator[dict[str, object]]:
     shape = SHAPES["tiny" if rehearse else "7b"]
     context, answers, prompts = (32, (1, 2), (24,)) if rehearse else (CONTEXT, ANSWERS, PROMPTS)
     for name, form in FORMS.items():
-        model = _model(form, shape, speed, by_torch if rehearse else whole_product)
+        model = model_of(form, shape, speed, by_torch if rehearse else whole_product)
         if form is not None:
             before = _num_coded(model)
             keep_right_codes(model, speed.dtype)
             yield {"what": f"{name}, right", "right": _num_coded(model) / before}
         num_blocks = max(answers) * blocks_of(context + 1) + blocks_of(max(prompts))
-        language = _language(model, max(answers), max(prompts), num_blocks)
+        language = language_of(model, max(answers), max(prompts), num_blocks)
         steps = WorkerSteps(language, shape, speed)
         for batch in answers:
             work = steps.decode(batch, context)
@@ -98,7 +100,7 @@ def _record(
     return {"what": what, "how": how, **times, "weights_gib": gib}
 
 
-def _model(
+def model_of(
     form: Form | None, shape: ModelShape, speed: DeviceSpeed, product: CodedProduct
 ) -> hf.PreTrainedModel:
     with torch.device(speed.device):
@@ -118,10 +120,15 @@ def _model(
     return model
 
 
-def _language(
-    model: hf.PreTrainedModel, max_answers: int, max_prompt_tokens: int, num_blocks: int
-) -> Language:
+def language_of(
+    model: hf.PreTrainedModel, max_answers: int, max_prompt_tokens: int, num_blocks: int,
+    adapters: AdapterRoom = NO_ADAPTERS,
+) -> Language:  # fmt: skip
+    """The model as a worker runs it."""
     parts = probed_parts(model, BLOCK_SIZE, "auto")
+    if adapters.num_slots:
+        weight = parts.embed.weight
+        parts = replace(parts, adapters=AdapterSlots(parts.text, adapters, weight.device, weight.dtype))
     if isinstance(parts.attention, CudaAttention):
         parts = on_kernels(parts, CudaLayerKernels(parts.embed.weight.dtype, parts.attention))
     language = LanguageModel(parts)

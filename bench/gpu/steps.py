@@ -117,9 +117,11 @@ class WorkerSteps:
     shape: ModelShape
     machine: DeviceSpeed
 
-    def decode(self, batch: int, context: int) -> Callable[[], Tensor]:
+    def decode(self, batch: int, context: int, num_adapters: int = 0) -> Callable[[], Tensor]:
+        """num_adapters: which the sequences have in turn."""
         tables = self._tables([context + 1] * batch)
-        arguments = ([1] * batch, [context] * batch, [0] * batch, tables, self.language.kv)
+        slots = [1 + seq % num_adapters for seq in range(batch)] if num_adapters else []
+        arguments = ([1] * batch, [context] * batch, [0] * batch, tables, self.language.kv, slots)
         return lambda: self.language.steps.decode(*arguments)
 
     def mixed(self, num_answers: int, context: int, chunk: int) -> Callable[[], Tensor]:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from cluster.config.adapters import AdaptedModule, Adapter, AdapterRoom, content_digest, tensor_names
 from cluster.errors import ConfigError
 from cluster.model.layers.codes import CodedLinear
+from cluster.model.step_adapters import StepAdapters
 
 logger = logging.getLogger(__name__)
 
@@ -49,24 +50,6 @@ class Update:
 
 
 Updates = Mapping[str, Update]  # of one adapter, by the path of the module in the text model
-
-
-class StepAdapters:
-    """The adapters of one step. slots: [T] int64, of each token its adapter's slot from 1 on, or 0; None: no
-    token has one."""
-
-    def __init__(self, num_slots: int = 0, rank: int = 0):
-        self.num_slots, self.rank = num_slots, rank
-        self.slots: Tensor | None = None
-
-    @contextmanager
-    def of_step(self, slots: Tensor | None) -> Iterator[None]:
-        """The work inside is a step of tokens with these adapters."""
-        self.slots = slots
-        try:
-            yield
-        finally:
-            self.slots = None
 
 
 @runtime_checkable
@@ -109,9 +92,10 @@ WHOLE = Share()
 
 
 class SlotMatrices(nn.Module):
-    """A and B of all slots, for linears with one input. R columns of `down` and rows of `up` for each linear
-    and slot, linear after linear. down [inputs, linears * slots * R], up [linears * slots * R, outputs] with
-    zeros outside of each linear's own outputs, mask [1 + slots, linears * slots * R]."""
+    """A and B of all slots, for linears with one input. R rows of `down` and of `up` for each linear and
+    slot, linear after linear. down [linears * slots * R, inputs], up [linears * slots * R, outputs], 0
+    outside of each linear's own outputs, mask [1 + slots, linears * slots * R]; ranks [1 + slots] int32, of
+    R how many a slot's adapter has; ends [1 + linears] int32, of the linears' outputs, in order."""
 
     def __init__(
         self, linears: Sequence[tuple[str, int, int]], inputs: int, outputs: int, step: StepAdapters,
@@ -120,21 +104,29 @@ class SlotMatrices(nn.Module):
         """linears: path, first output and output after the last."""
         super().__init__()
         self._linears, self.step = linears, step
-        columns = len(linears) * step.num_slots * step.rank
+        rows = len(linears) * step.num_slots * step.rank
         own = torch.block_diag(torch.zeros(1, 0), *[torch.ones(1, step.rank)] * step.num_slots)
-        self.register_buffer("down", torch.zeros(inputs, columns, device=device, dtype=dtype), False)
-        self.register_buffer("up", torch.zeros(columns, outputs, device=device, dtype=dtype), False)
+        self.register_buffer("down", torch.zeros(rows, inputs, device=device, dtype=dtype), False)
+        self.register_buffer("up", torch.zeros(rows, outputs, device=device, dtype=dtype), False)
         self.register_buffer("mask", own.repeat(1, len(linears)).to(device, dtype), False)
+        ranks = torch.zeros(1 + step.num_slots, device=device, dtype=torch.int32)
+        self.register_buffer("ranks", ranks, False)
+        ends = torch.tensor([linears[0][1], *(end for _, _, end in linears)], dtype=torch.int32)
+        self.register_buffer("ends", ends.to(device), False)
 
-    def columns(self, linear: int, slot: int, rank: int | None = None) -> slice:
-        """Returns the first `rank` columns of a slot; None: all."""
+    @property
+    def num_linears(self) -> int:
+        return len(self._linears)
+
+    def rows(self, linear: int, slot: int, rank: int | None = None) -> slice:
+        """Returns the first `rank` rows of a slot; None: all."""
         first = (linear * self.step.num_slots + slot - 1) * self.step.rank
         return slice(first, first + (self.step.rank if rank is None else rank))
 
     def add_to(self, y: Tensor, x: Tensor) -> None:
         """x [T, inputs]; y [T, outputs] is changed in place. Enqueued."""
         if (slots := self.step.slots) is not None:
-            y += ((x @ self.down) * self.mask[slots]) @ self.up
+            y += ((x @ self.down.T) * self.mask[slots]) @ self.up
 
     def prepare(self, updates: Updates) -> Callable[[int], None]:
         """See `UpdateStore`."""
@@ -142,20 +134,23 @@ class SlotMatrices(nn.Module):
         converted = [
             None
             if (own := updates.get(path)) is None
-            else [each.to(device, dtype).T for each in (own.a, own.b)]
+            else (own.a.to(device, dtype), own.b.to(device, dtype).T)
             for path, _, _ in self._linears
         ]
 
+        rank = max((len(own[0]) for own in converted if own is not None), default=0)
+
         def write(slot: int) -> None:
+            self.ranks[slot] = rank
             for i, ((_, begin, end), own) in enumerate(zip(self._linears, converted, strict=True)):
-                every = self.columns(i, slot)
-                self.down[:, every] = 0
+                every = self.rows(i, slot)
+                self.down[every] = 0
                 self.up[every, begin:end] = 0
                 if own is not None:
                     a, b = own
-                    columns = self.columns(i, slot, a.shape[1])
-                    self.down[:, columns].copy_(a)
-                    self.up[columns, begin:end].copy_(b)
+                    rows = self.rows(i, slot, len(a))
+                    self.down[rows].copy_(a)
+                    self.up[rows, begin:end].copy_(b)
 
         return write
 
@@ -178,8 +173,8 @@ class AdaptedLinear(nn.Module):
 
     def update(self, slot: int) -> Update | None:
         """Returns what the slot's adapter adds, with zeros up to the largest rank; None: nothing."""
-        own = self.added.columns(0, slot)
-        update = Update(self.added.down[:, own].T, self.added.up[own].T)
+        own = self.added.rows(0, slot)
+        update = Update(self.added.down[own], self.added.up[own].T)
         return update if update.a.any() else None
 
     @property
@@ -196,12 +191,12 @@ class AdaptedLinear(nn.Module):
         if slots is None:
             return y
         if x.shape[-1] < self.in_features:
-            low = x @ self._share.of(added.down, 0)
+            low = x @ self._share.of(added.down, 1).T
             dist.all_reduce(low)
         else:
-            low = x @ added.down
+            low = x @ added.down.T
         up = added.up if y.shape[-1] == self.out_features else self._share.of(added.up, 1)
-        return y + (low * added.mask[slots]) @ up
+        return y + (low * added.mask[slots.view(x.shape[:-1])]) @ up
 
 
 def merged_updates(linears: Sequence[nn.Module]) -> SlotMatrices | None:
@@ -366,7 +361,7 @@ def unused_in(text_model: nn.Module, run: Callable[[], object]) -> list[AdaptedL
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         linear = cast(AdaptedLinear, module)
-        if linear.step.slots is not None and args[0].shape[-2] == len(linear.step.slots):
+        if linear.step.slots is not None and args[0].shape[:-1].numel() == linear.step.slots.numel():
             unused.pop(linear, None)
 
     hooks = [module.register_forward_pre_hook(note) for module in unused]

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from cluster.config.adapters import NO_ADAPTERS, Adapter, AdapterRoom
 from cluster.config.checkpoint import length_limit
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import PreparedAdapter, StepAdapters, Updates, unused_in
+from cluster.model.adapters import PreparedAdapter, Updates, unused_in
 from cluster.model.attention import PagedBatch, UnknownSizes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.modules import WeightDtype
@@ -37,6 +37,7 @@ from cluster.model.probe import LayerShape, window_of_all
 from cluster.model.sharding import UNDIVIDED, Sharding
 from cluster.model.state_probe import check_states
 from cluster.model.states import StateSpan
+from cluster.model.step_adapters import StepAdapters
 from cluster.model.support import backbone_of, has_windowed_spans, num_deepstack_layers
 from cluster.types.request import Prompt
 

@@ -27,7 +27,7 @@ from cluster.config.families import ModelFamily
 from cluster.config.machine import has_triton
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import MemoryLayout
-from cluster.model.adapters import WHOLE, AdaptedLinear, AdapterSlots, Share, StepAdapters
+from cluster.model.adapters import WHOLE, AdaptedLinear, AdapterSlots, Share
 from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttention, ModelAttention
 from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_cuda import CudaAttention
@@ -50,6 +50,7 @@ from cluster.model.positions import RULES
 from cluster.model.probe import Probed, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.sharding import Sharding, distributing, divided_oddly
 from cluster.model.states import StepStates, install
+from cluster.model.step_adapters import StepAdapters
 from cluster.model.support import check_class, family_of, leave_out_query_scales, post_head, text_of
 from cluster.model.token_inputs import TokenInputs
 
@@ -101,11 +102,6 @@ def load_parts(
         if parts.embed.weight.device.type == "cuda":
             optimise_experts(parts.text)
         making.notes["probed"] = parts.probed.to_json()
-        if parts.states is not None and adapters.num_slots:
-            name = half.config.model_type
-            raise ConfigError(
-                f"model type '{name}' keeps states beside its KV: adapters are not served with it"
-            )
         ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
         if adapters.num_slots:
             parts = _adapted(parts, adapters, num_ranks)
@@ -180,6 +176,8 @@ def _adapted(parts: LanguageParts, room: AdapterRoom, num_ranks: int) -> Languag
                 param="adapters",
             )
         slots.leave_out(odd)
+    if parts.states is not None:
+        parts.states.adapters = slots.step
     return replace(parts, adapters=slots, weight_bytes=parts.weight_bytes + slots.num_bytes)
 
 

@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.step_adapters import StepAdapters
 
 # by which names a mixer takes the cache
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value", "cache")
@@ -156,6 +157,7 @@ class StepStates:
     def __init__(self, layout: StateLayout):
         self.layout = layout
         self.forwards: list[StatefulForward] = []
+        self.adapters = StepAdapters()  # of the linears in mixers
         self.kv: BlockMemory | None = None
         self.batches: Sequence[_MixerRows] = ()
 
@@ -221,7 +223,9 @@ class StatefulForward:
             return self._forward(hidden_states, **keywords)
         out = torch.empty_like(hidden_states)
         for batch in self._step.batches:
-            out[0, batch.tokens] = self._run(hidden_states[0, batch.tokens], batch, self._step.kv, keywords)
+            rows = hidden_states[0, batch.tokens]
+            with self._step.adapters.of_tokens(batch.tokens, rows.shape[:-1]):
+                out[0, batch.tokens] = self._run(rows, batch, self._step.kv, keywords)
         return out
 
     def _run(self, rows: Tensor, batch: _MixerRows, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:

@@ -19,6 +19,7 @@ An error in here concerns one request: that request ends with an internal error,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -82,6 +83,14 @@ class RequestFlow:
     def num_waiting(self) -> int:
         """Requests that have not been admitted yet."""
         return self._admission.num_waiting
+
+    def num_by_adapter(self) -> tuple[Counter[str], Counter[str]]:
+        """Requests of which an attempt has started, and those that wait for their first one, by the digest of
+        their adapter; "": none. Looks at every request."""
+        running, waiting = Counter[str](), Counter[str]()
+        for client in self._clients.values():
+            (running if client.num_attempts else waiting)[client.request.prompt.adapter] += 1
+        return running, waiting
 
     @property
     def num_crashed(self) -> int:

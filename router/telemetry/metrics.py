@@ -9,7 +9,7 @@ Gauges and the workers' totals: `state`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -56,8 +56,10 @@ class DoorMetrics:
         admission: AdmissionTotals | None = None,
         classes: Sequence[str] = (),
         registry: CollectorRegistry | None = None,
+        adapters: Callable[[], Mapping[str, str]] = dict,
     ):
-        """`admission`: what it has counted; `classes`: the names of its classes."""
+        """`admission`: what it has counted; `classes`: the names of its classes. `adapters`: digests of those
+        that are served now, by name."""
         self._registry = registry or CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self._registry}
         name = model_id
@@ -101,7 +103,7 @@ class DoorMetrics:
         }
         self.tokens = TokenMetrics(model_id)
         self._registry.register(self.tokens)
-        self._registry.register(StateCollector(peers, flow))
+        self._registry.register(StateCollector(peers, flow, adapters))
         self._registry.register(_Admission(admission or AdmissionTotals(), classes))
 
     def finished(self, reason: str) -> None:

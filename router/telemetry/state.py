@@ -3,7 +3,8 @@ Read when Prometheus scrapes; nothing is counted here. Runs on the door's event 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -97,9 +98,16 @@ class StateCollector(Collector):
 
     _ERRORS: ClassVar = {"key": "key_error", "value": "value_error"}
 
-    def __init__(self, peers: Callable[[], Iterable[Peer]], flow: RequestFlow):
+    def __init__(
+        self,
+        peers: Callable[[], Iterable[Peer]],
+        flow: RequestFlow,
+        adapters: Callable[[], Mapping[str, str]],
+    ):
+        """adapters: digests of those that are served now, by name."""
         self._peers = peers
         self._flow = flow
+        self._served_adapters = adapters
 
     def collect(self) -> Iterable[Metric]:
         flow = self._flow
@@ -111,6 +119,7 @@ class StateCollector(Collector):
         ):
             yield GaugeMetricFamily(name, text, value=value)
         yield from self._predictions()
+        yield from self._adapters()
         peers = list(self._peers())
         parts = [(role, peer.member.replica_id, load) for peer in peers for role, load in peer.loads.items()]
         yield from self._troubles()
@@ -265,6 +274,19 @@ class StateCollector(Collector):
                 assigned.add_metric([role.value, replica_id, phase.value], is_assigned)
         yield assigned
         yield epochs
+
+    def _adapters(self) -> Iterator[Metric]:
+        """Counts requests of the adapters that are served now: so many are the series, also with 0."""
+        served = self._served_adapters()
+        counts = self._flow.num_by_adapter() if served else (Counter[str](), Counter[str]())
+        for kind, text, found in zip(
+            ("running", "waiting"), ("in work", "that wait for a worker"), counts, strict=True
+        ):
+            name = f"epdg_lora_requests_{kind}"
+            family = GaugeMetricFamily(name, f"Requests of an adapter {text}", labels=("adapter",))
+            for adapter, digest in served.items():
+                family.add_metric([adapter], found[digest])
+            yield family
 
     def _predictions(self) -> Iterable[Metric]:
         known = self._flow.calibration

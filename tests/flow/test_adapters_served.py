@@ -107,6 +107,34 @@ async def test_choices_drafts_and_guidance_keep_the_adapter(adapted: Adapted) ->
             assert guided["choices"][0]["message"]["content"] == text
 
 
+async def test_requests_are_counted_by_adapter(adapted: Adapted) -> None:
+    async with serving(adapted) as (cluster, client):
+
+        async def counts() -> dict[str, float]:
+            text = (await client.get("/metrics")).text
+            pairs = (
+                line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("epdg_lora_requests")
+            )
+            return {name.removeprefix("epdg_lora_requests_"): float(number) for name, number in pairs}
+
+        body = {"messages": [{"role": "user", "content": "a b"}], "max_tokens": 400, "ignore_eos": True}
+        names = ("plain", "demo:plain", "attention", "demo")
+        requests = [
+            asyncio.create_task(client.post("/v1/chat/completions", json={**body, "model": name}))
+            for name in names
+        ]
+        async with asyncio.timeout(60):
+            while cluster.door.num_running < len(names):
+                await asyncio.sleep(0)
+        idle = {
+            f'{kind}{{adapter="{name}"}}': 0.0 for kind in ("running", "waiting") for name in adapted.folders
+        }
+        assert await counts() == idle | {'running{adapter="plain"}': 2.0, 'running{adapter="attention"}': 1.0}
+        for request in requests:
+            assert (await request).status_code == 200
+        assert await counts() == idle
+
+
 async def test_kv_is_shared_under_one_adapter_alone(adapted: Adapted) -> None:
     messages = [{"role": "user", "content": "a red square and a blue circle " * 12}]
 

@@ -48,7 +48,11 @@ def draw_prompts(lengths: Sequence[int]) -> list[tuple[int, ...]]:
 
 def generated(folder: Path, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[list[int]]:
     """What transformers answers, greedily."""
-    model: Any = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return generated_by(model, prompts, num_tokens)
+
+
+def generated_by(model: Any, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[list[int]]:
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -67,8 +71,9 @@ async def answers(
     sampling: SamplingParams = GREEDY,
     num_choices: int = 1,
     on_event: Callable[[], None] = lambda: None,
+    adapter: str = "",
 ) -> list[list[int]]:
-    """Of all choices. Who is cancelled leaves nothing open."""
+    """Of all choices. adapter: its digest. Who is cancelled leaves nothing open."""
 
     async def read(stream: TokenStream) -> list[int]:
         token_ids: list[int] = []
@@ -78,8 +83,9 @@ async def answers(
         return token_ids
 
     stop = StopParams(num_tokens)
-    request = GenerateRequest(new_request_id(), Prompt(prompt), (sampling,) * num_choices, stop)
-    hashes = block_hashes(request.prompt, BLOCK_SIZE)
+    prompted = Prompt(prompt, adapter=adapter)
+    request = GenerateRequest(new_request_id(), prompted, (sampling,) * num_choices, stop)
+    hashes = block_hashes(prompted, BLOCK_SIZE)
     streams = cluster.door.dispatcher.generate(request, (), hashes, RequestTimeline(0.0))
     try:
         return [await read(stream) for stream in streams]

@@ -8,15 +8,15 @@
 #include <vector>
 
 extern "C" {
-// The next two are mirrored by library.py. Pointers are owned by the caller; bias, scales, sums and B are in the order of
-// the packed outputs.
+// The next two are mirrored by library.py. Pointers are owned by the caller; bias, scales and sums are in the order of the
+// packed outputs.
 struct Layer;
 
 // What a LoRA adapter adds to a layer: y += B A x. The layer's outputs may be several parts, each with an A and a B.
 struct LayerAdapter {
-  const Layer* down;  // the parts' A, one behind the other: [parts * rank] outputs. Null: nothing is added
-  const void* up;     // the parts' B: [rank, packed outputs]
-  int64_t rank;       // of each part's A, even, with zeros where it is smaller
+  const void* down;  // the parts' A, one after the other, parts * rank rows in groups (adapters.cpp). Null: nothing is added
+  const void* up;    // the parts' B, packed as weights with `rank` inputs are
+  int64_t rank;      // of each part's A, a multiple of 4, with zeros where it is smaller
 };
 
 struct Layer {
@@ -28,7 +28,7 @@ struct Layer {
   int64_t outputs;        // of y; a gated layer has twice as many rows of weights
   int64_t gated;          // y = silu(gate) * up; gate and up are two parts
   const LayerAdapter* adapters;  // by number, from 1 on; null: none
-  int64_t down_width;            // of all parts: what A makes of a row has at most so many numbers
+  int64_t parts, down_width;     // what A makes of a row has at most `down_width` numbers, whole groups
   int64_t second, third;         // of a layer that is not gated: where these parts begin, multiples of kLanes
 };
 
@@ -63,9 +63,10 @@ namespace kernels __attribute__((visibility("hidden"))) {
 
 // ---------------------------------------------------------------------------------------------------------- linear.cpp
 
-// Of a row: its adapter's number, or 0, and the first row of its run. Rows of a run have one adapter.
-struct RowAdapter {
-  int32_t number, begin;
+// The adapters of some rows.
+struct RowAdapters {
+  const int32_t* numbers;  // [rows] 0: none
+  const void* down;        // [rows, down_width] A x
 };
 
 struct Batch {
@@ -74,8 +75,7 @@ struct Batch {
   const float* x_scales;           // int8 only: one a row
   int64_t rows;
   const void* residual = nullptr;  // [rows, outputs], added to the result; may be the result's memory
-  const RowAdapter* adapters = nullptr;  // [rows]; null: no row has one
-  const float* down = nullptr;           // [rows, down_width] A x; the rows of a run stand close together
+  RowAdapters adapters = {};       // no numbers: no row has one
 };
 
 // y [rows, outputs] of x. Rows of bfloat16 are even in width.
@@ -92,6 +92,14 @@ struct Product {
   const char* weights(int64_t item, int64_t* bytes) const;
 };
 constexpr int64_t kSerialWork = 1 << 23;  // less is faster on one thread: 70 us with AVX-512, to wake a second takes 15 to 25
+
+// -------------------------------------------------------------------------------------------------------- adapters.cpp
+
+constexpr int64_t kDownRows = 8, kRunRows = 32;  // of a group of A; the most of x in a call
+
+// y [., down_width]: what one group of A makes of rows `rows[0..count)` of x, in their rows of y.
+void adapter_down(bool is_bf16, const Layer& layer, const LayerAdapter& adapter, const void* x, const int64_t* rows,
+                  int64_t count, int64_t group, void* y);
 
 // ------------------------------------------------------------------------------------------------------------ rows.cpp
 

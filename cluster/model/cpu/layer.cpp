@@ -40,10 +40,8 @@ struct LayerRows {
   void *key, *key_scales, *value, *value_scales;
 };
 
-// Successive tokens with one adapter.
-struct AdapterRun {
-  int64_t begin, end, adapter;
-};
+// Tokens with one adapter: [begin, end) of a list that is sorted by adapter.
+struct AdapterRun { int64_t begin, end, adapter; };
 
 struct DecoderStep {
   const int64_t* slots;                 // [tokens]
@@ -57,8 +55,9 @@ struct DecoderStep {
   float* logits;                        // the same in float32; null where `outputs` are
   int64_t tokens, rotary_width, num_views, num_wanted, threads;
   int (*on_layer)(int64_t layer);       // or null; called by the calling thread when a layer has run. Not 0: stop there
-  const kernels::RowAdapter* adapters;  // [tokens]
-  const AdapterRun* runs;               // [num_runs], short: a thread computes A x of a whole run
+  const int32_t* adapters;              // [tokens] numbers, or 0
+  const int64_t* adapted;               // tokens with an adapter, sorted by it
+  const AdapterRun* runs;               // [num_runs] of `adapted`
   int64_t num_runs;                     // 0: no token has an adapter
   int64_t busy;                         // set by the call: nanoseconds of each thread in kernels, on average
 };
@@ -135,8 +134,7 @@ int64_t down_width(const Decoder& decoder) {
 struct Buffers {
   Rows normed, attended, gated, last;
   char* qkv;
-  char* rounded = nullptr;  // A x of one product, of which `down` has the numbers in float32
-  float* down = nullptr;
+  char* down = nullptr;  // A x of one product
 
   Buffers(const Decoder& decoder, const DecoderStep& step, Workspace& workspace) {
     const DecoderLayer& layer = *decoder.layers[0];
@@ -144,11 +142,7 @@ struct Buffers {
     attended = rows_of(workspace, *layer.out, step.tokens, layer.is_bf16);
     gated = rows_of(workspace, *layer.down, step.tokens, layer.is_bf16);
     qkv = workspace.take(step.tokens * layer.qkv->outputs * (layer.is_bf16 ? 2 : 4));
-    if (step.num_runs) {
-      const int64_t count = step.tokens * down_width(decoder);
-      down = (float*)workspace.take(count * 4);
-      rounded = layer.is_bf16 ? workspace.take(count * 2) : (char*)down;
-    }
+    if (step.num_runs) down = workspace.take(step.tokens * down_width(decoder) * (layer.is_bf16 ? 2 : 4));
     if (step.num_wanted) last = rows_of(workspace, *decoder.head, step.num_wanted, layer.is_bf16);
   }
 };
@@ -185,24 +179,26 @@ struct LayerCall {
 
   Product product(const Layer* weights, const Rows& rows, const void* residual, void* y) const {
     kernels::Batch batch = rows.batch(step.tokens, residual);
-    if (step.num_runs && weights->adapters) {
-      batch.adapters = step.adapters;
-      batch.down = buffers.down;
-    }
+    if (step.num_runs && weights->adapters) batch.adapters = {step.adapters, buffers.down};
     return {weights, batch, y, layer.is_bf16 != 0};
   }
 
-  // A x of the rows of one run.
-  void add_down(const Product& product, const Rows& rows, const AdapterRun& run) const {
-    const Layer* down = product.layer->adapters[run.adapter - 1].down;
-    if (!down) return;
-    const kernels::Batch batch{rows.data + run.begin * rows.row_bytes(), rows.row_bytes(), nullptr, run.end - run.begin};
-    const int64_t first = run.begin * product.layer->down_width, count = batch.rows * down->outputs;
-    const Product a{down, batch, buffers.rounded + first * element_bytes, layer.is_bf16 != 0};
-    for (int64_t item = 0; item < a.items(); item++) a.run(item, 1);
-    const BFloat16* rounded = (const BFloat16*)buffers.rounded + first;
-    for (int64_t i = 0; layer.is_bf16 && i < count; i += kLanes)
-      store_some(buffers.down + first + i, count - i, load_some(rounded + i, count - i));
+  // Pieces of the longest run, of kRunRows rows each.
+  int64_t pieces() const {
+    int64_t most = 0;
+    for (int64_t run = 0; run < step.num_runs; run++) most = std::max(most, step.runs[run].end - step.runs[run].begin);
+    return (most + kernels::kRunRows - 1) / kernels::kRunRows;
+  }
+
+  // A x of one piece of a run, by one group of A.
+  void add_down(const Product& product, const Rows& rows, int64_t pieces, int64_t item) const {
+    const Layer& weights = *product.layer;
+    const int64_t groups = weights.down_width / kernels::kDownRows, group = item % groups, piece = item / groups % pieces;
+    const AdapterRun& run = step.runs[item / groups / pieces];
+    const int64_t begin = run.begin + piece * kernels::kRunRows, count = std::min(run.end - begin, kernels::kRunRows);
+    if (count > 0)
+      kernels::adapter_down(layer.is_bf16, weights, weights.adapters[run.adapter - 1], rows.data, step.adapted + begin, count,
+                            group, buffers.down);
   }
 
   WriteCall write_call(int64_t column, void* target, void* scales) const {
@@ -268,8 +264,9 @@ struct Runner {
   }
   // Before `product` is multiplied: what adapters make of its rows.
   void add_down(const LayerCall& call, const Product& product, const Rows& rows, Fetch& next) {
-    if (!product.batch.adapters) return;
-    member.share(step.num_runs, next, [&](int64_t run) { call.add_down(product, rows, step.runs[run]); });
+    if (!product.batch.adapters.numbers) return;
+    const int64_t pieces = call.pieces(), groups = product.layer->down_width / kernels::kDownRows;
+    member.share(step.num_runs * pieces * groups, next, [&](int64_t item) { call.add_down(product, rows, pieces, item); });
   }
   void quantise(const Rows& rows, Fetch& next) {
     if (!rows.bytes) return;

@@ -25,7 +25,7 @@ from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import AttentionBackend, PagedBatch
 from cluster.model.attention_cpu import row_pointers, step_view
-from cluster.model.cpu.adapters import attach_adapters, runs_of, step_of
+from cluster.model.cpu.adapters import NO_RUNS, AdapterRuns, attach_adapters, step_of
 from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import PackedLinear, PackedWeights, pointer
 from cluster.model.kv_format import layer_cache
@@ -66,8 +66,8 @@ class _DecoderStep(ctypes.Structure):
         ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
         ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
         ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64),
-        ("threads", c_int64), ("on_layer", _OnLayer), ("adapters", c_void_p), ("runs", c_void_p),
-        ("num_runs", c_int64), ("busy", c_int64),
+        ("threads", c_int64), ("on_layer", _OnLayer), ("adapters", c_void_p), ("adapted", c_void_p),
+        ("runs", c_void_p), ("num_runs", c_int64), ("busy", c_int64),
     )  # fmt: skip
 
 
@@ -184,13 +184,13 @@ class NativeDecoder:
             outputs = logits if x.dtype is torch.float32 else torch.empty_like(logits, dtype=x.dtype)
         on_layer, errors = self._listener(batch)
         adapted = None if self._adapters is None else self._adapters.slots
-        numbers, runs = (None, ()) if adapted is None else runs_of(adapted)
+        runs = NO_RUNS if adapted is None else AdapterRuns.of(adapted)
         step = _DecoderStep(
             slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._rows_of(batch.kv),
             ctypes.addressof(view_addresses), x.data_ptr(), y.data_ptr(),
             pointer(wanted), pointer(outputs), None if outputs is logits else pointer(logits),
             len(slots), cos.shape[-1], len(views), num_wanted, torch.get_num_threads(), on_layer,
-            *((None, None) if numbers is None else (numbers.ctypes.data, runs.ctypes.data)), len(runs),
+            *runs.arguments,
         )  # fmt: skip
         self._run(self._address, ctypes.addressof(step))
         self.kernels_s = step.busy / 1e9

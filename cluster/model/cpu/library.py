@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from cluster.model.cpu.weight_source import FreshWeights, WeightSource
+from cluster.model.cpu.weight_source import Arena, FreshWeights, WeightSource
 from cluster.native import library as native
 from cluster.native.variants import Variant, selected_variants
 
@@ -32,6 +32,7 @@ class Layer(ctypes.Structure):
         ("outputs", c_int64),
         ("gated", c_int64),
         ("adapters", c_void_p),
+        ("parts", c_int64),
         ("down_width", c_int64),
         ("second", c_int64),
         ("third", c_int64),
@@ -72,6 +73,8 @@ class Kernels:
     capabilities: frozenset[str]  # CPU features that it uses, as /proc/cpuinfo spells them
     panel_outputs: int  # packed weights are padded to a multiple of it
     weights: WeightSource = field(default_factory=FreshWeights)  # where packed weights lie
+    # where adapters lie: those of one adapter are made one after the other, so pieces are given back together
+    adapters: Arena = field(default_factory=lambda: Arena(8 << 20))
 
 
 def load() -> Kernels | None:

@@ -9,6 +9,7 @@
 //
 // The same source is compiled for AMX, for AVX-512 with BF16 and VNNI, for AVX-512, and for AVX2. Callers pass contiguous rows.
 
+#include <type_traits>
 #include <vector>
 
 #include "common.h"
@@ -38,26 +39,69 @@ int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / diviso
 
 int64_t panels_of(const Layer& layer) { return ceil_div(layer.outputs * (layer.gated ? 2 : 1), kPanel); }
 
+// What adapters are made of next to rows of this type.
+template <class Out>
+using AdapterOp = std::conditional_t<sizeof(Out) == 2, BFloat16Pairs, Float32>;
+
+template <class Op, int kParts, int kPass>
+__attribute__((always_inline)) inline void add_step(Floats* sums, const char* const* down, const char* up) {
+  typename Op::Operand activations[kParts];
+#pragma GCC unroll 4
+  for (int part = 0; part < kParts; part++) {
+    const Floats word = splat_word(down[part]);
+    if constexpr (Op::kPasses == 1)
+      activations[part] = (typename Op::Operand)word;
+    else
+      activations[part] = Op::template widened_half<kPass>((Words)word);
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; v++)
+    Op::add(sums[v], activations[v * kParts / kVectors], Op::template weight<kPass>(up + v * kVectorBytes));
+}
+
+// A panel of B times what A has made of kParts parts: each has as many of the panel's vectors. Asks for the next panel, which
+// arrives while that panel's weights are multiplied.
+template <class Op, int kParts>
+__attribute__((always_inline)) inline void add_panel(const char* const* parts, const char* up, int64_t steps, Floats* values) {
+  Floats even[kVectors], odd[kVectors];  // two chains of additions do not wait for each other
+  const char* down[kParts];
+  std::copy(parts, parts + kParts, down);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; v++) even[v] = odd[v] = Floats{};
+  for (int64_t step = 0; step < steps; step += 2, up += kStepBytes) {
+    for (int64_t line = 0; line < 2 * kStepBytes; line += 64) __builtin_prefetch(up + steps * kStepBytes + line, 0, 2);
+    add_step<Op, kParts, 0>(even, down, up);
+    if constexpr (Op::kPasses == 2) add_step<Op, kParts, 1>(even, down, up);
+    for (int part = 0; part < kParts; part++) down[part] += 4;
+    up += kStepBytes;
+    add_step<Op, kParts, 0>(odd, down, up);
+    if constexpr (Op::kPasses == 2) add_step<Op, kParts, 1>(odd, down, up);
+    for (int part = 0; part < kParts; part++) down[part] += 4;
+  }
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; v++) values[v] += even[v] + odd[v];
+}
+
 // The row's adapter, if it has one, to a panel of its outputs.
 template <class Out>
 inline void add_adapter(const Layer& layer, const Batch& batch, int64_t row, int64_t column, Floats* values) {
-  const auto [number, begin] = batch.adapters[row];
+  using Op = AdapterOp<Out>;
+  const int32_t number = batch.adapters.numbers[row];
   if (!number || !layer.adapters[number - 1].down) return;
   const LayerAdapter& adapter = layer.adapters[number - 1];
-  const int64_t width = panels_of(layer) * kPanel, rank = adapter.rank;
-  const Out* up = (const Out*)adapter.up + column;
-  const float *down = batch.down + begin * layer.down_width + (row - begin) * adapter.down->outputs, *parts[kVectors];
-  for (int v = 0; v < kVectors; v++) {
-    const int64_t first = column + v * kLanes;
-    const int part = layer.gated ? v >= kVectors / 2 : (first >= layer.second) + (first >= layer.third);
-    parts[v] = down + part * rank;
+  const int64_t steps = adapter.rank / Op::kInputs;
+  const char *up = (const char*)adapter.up + column / kPanel * steps * kStepBytes, *down[kVectors];
+  const Out* first = (const Out*)batch.adapters.down + row * layer.down_width;
+  if (layer.gated) {
+    down[0] = (const char*)first, down[1] = (const char*)(first + adapter.rank);
+    return add_panel<Op, 2>(down, up, steps, values);
   }
-  Floats sums[2][kVectors] = {};  // two chains of additions do not wait for each other
-  for (int64_t i = 0; i < rank; i += 2)
-    for (int64_t j = 0; j < 2; j++)
-      for (int v = 0; v < kVectors; v++)
-        sums[j][v] += splat_word(parts[v] + i + j) * widened(up + (i + j) * width + v * kLanes);
-  for (int v = 0; v < kVectors; v++) values[v] += sums[0][v] + sums[1][v];
+  for (int v = 0; v < kVectors; v++) {
+    const int64_t output = column + v * kLanes;
+    down[v] = (const char*)(first + ((output >= layer.second) + (output >= layer.third)) * adapter.rank);
+  }
+  if (down[0] == down[kVectors - 1]) return add_panel<Op, 1>(down, up, steps, values);
+  add_panel<Op, kVectors>(down, up, steps, values);
 }
 
 // One row of a tile. `column` counts packed outputs. Not inlined: the compiler would fuse its roundings differently in each
@@ -70,7 +114,7 @@ __attribute__((noinline)) void finish(const Layer& layer, const Batch& batch, in
     values[v] = dequantised(layer, batch, row, column + v * kLanes, sums[v]);
     if (layer.bias) values[v] += load<Floats>(layer.bias + column + v * kLanes);
   }
-  if (batch.adapters) add_adapter<Out>(layer, batch, row, column, values);
+  if (batch.adapters.numbers) add_adapter<Out>(layer, batch, row, column, values);
   Out* out = y + row * layer.outputs;
   if (!layer.gated) {
     for (int v = 0; v < kVectors; v++) {

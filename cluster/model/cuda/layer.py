@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from cluster.model.adapters import SlotMatrices, merged_updates, without_adapters
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cuda import CudaAttention
+from cluster.model.cuda.adapter_products import add_adapters
 from cluster.model.cuda.coded_products import coded_product
 from cluster.model.cuda.forms import activation_of, norm_of
 from cluster.model.cuda.layer_calls import (
@@ -94,7 +95,7 @@ class Product:
         else:
             shares = product(x, self.weight, self.bias)
         if self.updates is not None:
-            self.updates.add_to(shares[0], x)
+            add_adapters(shares[0], x, self.updates)
         return shares
 
 

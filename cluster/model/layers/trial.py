@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.adapters import StepAdapters
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.kv_format import LayerCache, layer_cache
 from cluster.model.layers.parts import dtype_of
+from cluster.model.step_adapters import StepAdapters
 
 _SIZES = ((20, 1), (3, 6), (0, 9))  # per sequence: tokens in the cache, new tokens
 NUM_TOKENS = sum(new for _, new in _SIZES)

@@ -13,13 +13,15 @@ import torch
 
 from cluster.config.adapters import read_adapters, room_for
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import AdapterSlots
+from cluster.model.adapters import AdapterSlots, SlotMatrices, Update
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
+from cluster.model.cuda.adapter_products import add_adapters
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs
 from cluster.model.language import LanguageModel
 from cluster.model.language_parts import on_kernels, probed_parts
+from cluster.model.step_adapters import StepAdapters
 from tests.flow.adapter_folders import adapters_of
 from tests.flow.tiny_models import TinyRequest
 from tests.unit.model.test_cuda_whole_layer import (
@@ -67,3 +69,33 @@ def test_a_fused_model_with_adapters_gives_the_tokens_of_peft(name: str, tmp_pat
     for pair in ((1, 2), (3, 1)):
         expected = [answers[adapters[slot - 1].name][i][:NUM_TOKENS] for i, slot in enumerate(pair)]
         assert greedy(model, BlockMemory(model.kv_layout, 4), pair) == expected
+
+
+@torch.inference_mode()
+def test_each_row_has_what_its_own_slot_adds() -> None:
+    """Three slots of different ranks, one of them empty, in two of three linears of one product; rows without
+    an adapter keep their bits, and so does a row in other company."""
+    step = StepAdapters(3, 6)
+    places = [("q", 0, 40), ("v", 300, 333)]
+    updates = SlotMatrices(places, 70, 333, step, torch.device("cpu"), torch.float32)
+    for slot, rank in ((1, 6), (3, 2)):
+        pieces = {
+            path: Update(torch.randn(rank, 70), torch.randn(end - begin, rank)) for path, begin, end in places
+        }
+        updates.prepare(pieces)(slot)
+    x, y = torch.randn(7, 70), torch.randn(7, 333)
+    slots = torch.tensor([0, 3, 1, 2, 0, 1, 3])
+    with step.of_step(slots):
+        expected, together = y.clone(), y.clone()
+        updates.add_to(expected, x)
+        add_adapters(together, x, updates)
+    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(together[[0, 3, 4]], y[[0, 3, 4]])
+    with step.of_step(slots[5:6]):
+        alone = y[5:6].clone()
+        add_adapters(alone, x[5:6], updates)
+    assert torch.equal(alone[0], together[5]) and not torch.equal(alone[0], y[5])
+    updates.prepare({})(3)
+    with step.of_step(slots):
+        add_adapters(now := y.clone(), x, updates)
+    assert torch.equal(now[1], y[1]) and torch.equal(now[2], together[2])

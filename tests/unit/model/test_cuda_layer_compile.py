@@ -18,6 +18,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
 from cluster.model.cuda import (  # noqa: E402
+    adapter_kernels,
     attention_kernels,
     coded_kernels,
     draw_kernels,
@@ -245,3 +246,14 @@ def test_attention_compiles(
         attention_kernels, "attend", constants, kinds, capability, num_warps=warps,
         num_stages=tiles.stages,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
+    kinds: dict[str, str] = dict.fromkeys(("x", "down", "up", "low", "y"), dtype)
+    kinds |= {"slots": "*i64", "num_slots": "i32"}
+    constants = {"RANK": 64, "RANKS": 4, "LINEARS": 3, "STEP": 512}
+    check_compiles(adapter_kernels, "shrink", constants, kinds, capability, num_warps=4)
+    del constants["RANKS"], constants["STEP"]
+    check_compiles(adapter_kernels, "expand", constants | {"TILE": 256}, kinds, capability, num_warps=4)

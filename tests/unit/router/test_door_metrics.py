@@ -48,6 +48,7 @@ def test_busy_time_and_capacity_of_a_worker_and_of_its_encoder():
     assert 'epdg_worker_blocks{pool="encode",replica="w1"}' not in found
     written = {name: value for name, value in found.items() if name.startswith("epdg_transfer_link")}
     assert written == {'epdg_transfer_link_bytes_per_second{reader="w2",replica="w1"}': 1.34e11}
+    assert not any("lora" in name for name in found)  # no adapter is served
     assert (found["epdg_num_requests_running"], found["epdg_num_requests_waiting"]) == (2, 3)
 
 
