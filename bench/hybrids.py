@@ -25,7 +25,8 @@ from transformers import Qwen3_5TextConfig
 from bench.tables import table
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel, SequenceChunk
-from cluster.model.states import StatefulForward, StateSpan
+from cluster.model.state_step import StatefulForward
+from cluster.model.states import StateSpan
 
 CONTEXT = 256  # tokens before an answer's
 NUM_BLOCKS = 48  # of KV, for a sequence

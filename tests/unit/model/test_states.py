@@ -10,7 +10,8 @@ import torch
 import cluster.model  # noqa: F401  (prepares torchvision)
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import KvCacheDtype, kv_segments
-from cluster.model.states import LayerStates, StateLayout, StateSpan, StateTensor, StepStates
+from cluster.model.state_step import StepState
+from cluster.model.states import LayerStates, StateLayout, StateSpan, StateTensor
 
 _TENSORS = (
     StateTensor(False, 0, (6, 4), "torch.bfloat16"),
@@ -32,7 +33,7 @@ def test_states_fill_their_own_blocks_and_no_byte_twice(kv_cache_dtype: KvCacheD
     kv = BlockMemory(kv_layout, 3 * layout.num_blocks)
     kv.buffer.fill_(7)
     tables = [list(range(2 * layout.num_blocks))[::2], list(range(2 * layout.num_blocks))[1::2]]
-    pages = layout.page_ids(tables, kv)
+    pages = layout.page_ids(torch.tensor(tables), kv)
     stored = []
     for number in range(len(LAYERS)):
         rows = torch.randint(0, 255, (2, layout.layer_bytes(number)), dtype=torch.uint8)
@@ -49,17 +50,16 @@ def test_a_block_that_moves_takes_its_part_of_the_state_along() -> None:
     kv = BlockMemory(kv_layout, 2 * layout.num_blocks)
     sources = list(range(layout.num_blocks))
     targets = [layout.num_blocks + block for block in reversed(sources)]
-    here = layout.page_ids([sources], kv)
+    here = layout.page_ids(torch.tensor([sources]), kv)
     rows = torch.randint(0, 255, (1, layout.layer_bytes(0)), dtype=torch.uint8)
     layout.store(0, here, rows, kv)
     kv.copy_blocks(sources, targets)
-    assert torch.equal(layout.load(0, layout.page_ids([targets], kv), kv), rows)
+    assert torch.equal(layout.load(0, layout.page_ids(torch.tensor([targets]), kv), kv), rows)
 
 
 def test_single_tokens_run_together_and_spans_of_a_sequence_in_order() -> None:
     layout, kv_layout = layouts("auto")
     kv = BlockMemory(kv_layout, 9 * layout.num_blocks)
-    step = StepStates(layout)
     places = [list(range(i * layout.num_blocks, (i + 1) * layout.num_blocks)) for i in range(9)]
     sequences = [
         [StateSpan(1, places[0], places[1])],
@@ -67,10 +67,16 @@ def test_single_tokens_run_together_and_spans_of_a_sequence_in_order() -> None:
         [StateSpan(1, places[4], places[5])],
         [StateSpan(1)],
     ]
-    with step.of_step(sequences, kv):
-        tokens = [batch.tokens for batch in step.batches]
-        kept = [(batch.source is not None, batch.target is not None) for batch in step.batches]
+    step = StepState(layout, kv, sequences)
+    tokens = [batch.tokens for batch in step.batches]
     assert tokens[:2] == [slice(1, 6), slice(6, 7)]
     assert [each.tolist() for each in tokens[2:] if isinstance(each, torch.Tensor)] == [[0, 7], [8]]
-    assert kept == [(False, True), (True, True), (True, True), (False, False)]
-    assert step.kv is None
+    read, written = ([2], [0, 4]), ([2], [3], [1, 5])
+    for numbers, kept in ((read, "source"), (written, "target")):
+        found = [pages for batch in step.batches if (pages := getattr(batch, kept)) is not None]
+        expected = [layout.page_ids(torch.tensor([places[i] for i in own]), kv) for own in numbers]
+        assert [each.tolist() for each in found] == [each.tolist() for each in expected]
+    tensors = step.tensors
+    assert tensors.starts.tolist() == [0, 1, 6, 7, 8, 9] and tensors.spans.tolist() == [0, *[1] * 5, 2, 3, 4]
+    assert tensors.firsts.tolist() == [0, 1, 1, 3, 4] and not tensors.is_decode
+    assert (step.source_pages[1] == -1).all() and (step.target_pages[4] == -1).all()
