@@ -260,8 +260,8 @@ class Recording:
 
 
 def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None:
-    """Records the largest step of each kind, over a KV of scratch blocks, and frees it again: the others share
-    its memory. None: steps cannot be recorded; the log says why. Call it before other threads use the
+    """Records the largest step of each kind, over a KV of scratch blocks, and frees it again: the others
+    share its memory. None: steps cannot be recorded; the log says why. Call it before other threads use the
     device."""
     if model.device.type != "cuda":
         return None

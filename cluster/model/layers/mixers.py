@@ -19,9 +19,9 @@ logger = logging.getLogger(__name__)
 # Of successive steps: the new tokens of each sequence, cut where its state is kept. Prompts, answers alone,
 # answers next to the rest of a prompt; cuts at and next to 16 tokens, which kernels may take at once.
 _STEPS: Sequence[Sequence[Sequence[int]]] = (
-    ((9,), (16, 37), (1,)),
+    ((5,), (16, 3), (1,)),
     ((1,), (1,), (1,)),
-    ((4,), (1,), (17, 2, 3)),
+    ((2,), (1,), (15, 2, 1)),
 )
 _PLACES = 4  # of states, for each sequence
 _SCALE = 0.5

@@ -11,12 +11,15 @@ import torch
 import transformers as hf
 
 from cluster.model.cuda.graphs import RecordedSizes
+from cluster.model.cuda.mixers import kernel_of
 from cluster.model.cuda.step_inputs import StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.language_parts import probed_parts
+from cluster.model.state_step import StatefulForward
 from cluster.model.states import StateSpan
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.recorded_attention import RecordedAttention
+from tests.fakes.strict_triton import strict_triton
 from tests.flow.hybrid_models import CONFIGS
 from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
 
@@ -64,6 +67,48 @@ def language(device: SimulatedCuda, config: hf.PretrainedConfig) -> LanguageMode
     whole = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parts = probed_parts(device.put(whole.eval()), 16, "auto")
     return LanguageModel(replace(parts, attention=RecordedAttention()))
+
+
+def on_kernels(model: LanguageModel) -> list[StatefulForward]:
+    """Every mixer by its kernel, uncompared: launches compute nothing here."""
+    assert model.states is not None
+    for forward in model.states.forwards:
+        forward.kernel = kernel_of(forward)
+        assert forward.kernel is not None
+    return model.states.forwards
+
+
+DELTA = ("few_tokens", "gated_norm"), ("few_tokens", "convolve", "many_tokens", "gated_norm")
+CONVOLUTION = ("short_convolution",), ("short_convolution",)
+
+
+@pytest.mark.parametrize(("name", "names"), [("qwen3_5_text", DELTA), ("lfm2", CONVOLUTION)])
+def test_kernels_of_mixers_are_launched_once_for_all_sequences(name, names, device) -> None:
+    """Of answers, and of a step with prompts, which is recorded, too. What they compute:
+    test_cuda_mixers.py."""
+    model = language(device, CONFIGS[name])
+    with strict_triton() as launches:
+        num_mixers = len(on_kernels(model))
+        size, first = model.state_blocks, 1 + max(map(max, TABLES))
+        places = [range(first + i * size, first + (i + 1) * size) for i in range(8)]
+        compared = Compared(model, SIZES, first + 8 * size)
+        assert compared.graphed.records_mixed
+        spans = [StateSpan(1, places[2 * i], places[2 * i + 1]) for i in range(2)]
+        chunks = [SequenceChunk([7], 3 + i, 3 + i, TABLES[i], states=(span,)) for i, span in enumerate(spans)]
+        cut = (StateSpan(16, (), places[5]), StateSpan(4, places[5], places[6]))
+        prompts = [SequenceChunk(list(range(20)), 0, 0, TABLES[2], states=cut)]
+        prompts.append(SequenceChunk(list(range(5)), 0, 0, TABLES[3], states=(StateSpan(5, (), places[7]),)))
+        grids = []
+        for step, expected in ((chunks, names[0]), ([*chunks, *prompts], names[1])):
+            launches.clear()
+            model.forward(step, compared.kvs[0])
+            assert [each.kernel for each in launches] == [*expected] * num_mixers
+            grids.append(launches[0].grid)
+        assert grids[1][0] == (5 if name == "qwen3_5_text" else 27)  # spans; tokens
+        tables = [TABLES[i] for i in range(2)]
+        launches.clear()
+        compared.graphed.decode([7, 7], [3, 4], [0, 0], tables, compared.kvs[0], states=spans)
+        assert launches == []  # a replay
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
