@@ -1,5 +1,7 @@
 """Where a state lies in blocks of KV, and in which order a step computes states."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("torch")
@@ -10,8 +12,12 @@ import torch
 import cluster.model  # noqa: F401  (prepares torchvision)
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import KvCacheDtype, kv_segments
+from cluster.model.language import LanguageModel
 from cluster.model.state_step import StepState
 from cluster.model.states import LayerStates, StateLayout, StateSpan, StateTensor
+from tests.flow.hybrid_models import save_hybrid
+from tests.flow.text_models import draw_prompts, generated
+from tests.gpu.cases import HYBRID_PLACES, hybrid_answers
 
 _TENSORS = (
     StateTensor(False, 0, (6, 4), "torch.bfloat16"),
@@ -55,6 +61,13 @@ def test_a_block_that_moves_takes_its_part_of_the_state_along() -> None:
     layout.store(0, here, rows, kv)
     kv.copy_blocks(sources, targets)
     assert torch.equal(layout.load(0, layout.page_ids(torch.tensor([targets]), kv), kv), rows)
+
+
+def test_what_is_tried_on_a_gpu_gives_the_tokens_of_generate_on_the_cpu(tmp_path: Path) -> None:
+    prompts, folder = draw_prompts((40, 5, 33)), save_hybrid(tmp_path, "qwen3_5_text")
+    model = LanguageModel.load(folder, dtype=torch.float32)
+    kv = BlockMemory(model.kv_layout, len(prompts) * (8 + HYBRID_PLACES * model.state_blocks))
+    assert hybrid_answers(model, model, kv, prompts, 8, 8) == generated(folder, prompts, 8)
 
 
 def test_single_tokens_run_together_and_spans_of_a_sequence_in_order() -> None:
