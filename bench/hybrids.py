@@ -46,7 +46,9 @@ def make(
         linear_num_key_heads=hidden // 64, linear_num_value_heads=hidden // 64,
     )  # fmt: skip
     torch.manual_seed(0)
-    torch.nn.Module.to(Qwen3_5ForCausalLM(config), dtype).save_pretrained(folder)
+    model = Qwen3_5ForCausalLM(config)
+    torch.nn.Module.to(model, dtype)
+    model.save_pretrained(folder)
     return LanguageModel.load(folder, dtype=dtype, device=device)
 
 

@@ -7,13 +7,14 @@ from types import TracebackType
 
 
 class Isolated:
-    """`with Isolated(take):` hands an exception of its block to `take(error)`; what follows the block runs.
-    An exception of `take` goes on, and so does what is no `Exception`, as the cancellation of a task."""
+    """`with Isolated(take, *given):` hands an exception of its block to `take(*given, error)`; what follows
+    the block runs. An exception of `take` goes on, and so does what is no `Exception`, as the cancellation of
+    a task."""
 
-    __slots__ = ("_take",)
+    __slots__ = ("_given", "_take")
 
-    def __init__(self, take: Callable[[Exception], None]):
-        self._take = take
+    def __init__(self, take: Callable[..., None], *given: object):
+        self._take, self._given = take, given
 
     def __enter__(self) -> None:
         pass
@@ -23,5 +24,5 @@ class Isolated:
     ) -> bool:
         if not isinstance(error, Exception):
             return False
-        self._take(error)
+        self._take(*self._given, error)
         return True

@@ -15,7 +15,13 @@ from operator import attrgetter
 from cluster.clock import Clock
 from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.state import LanguagePhase, LanguageRequest, WorkResult
-from cluster.engine.tables import free_blocks_behind_window, register_computed, share_prompts, try_grow
+from cluster.engine.tables import (
+    blocks_missing,
+    free_blocks_behind_window,
+    register_computed,
+    share_prompts,
+    try_grow,
+)
 from cluster.scheduling.running import choose_victim, select_batch
 from cluster.types.messages import TokenEvent
 from cluster.worker.blame import Blame
@@ -61,11 +67,15 @@ class Answers:
     def with_blocks(self, batch: Sequence[LanguageRequest]) -> list[LanguageRequest]:
         """Those that have blocks for this step's tokens and drafts. Newer requests may be preempted for
         them."""
-        self._blame.together(batch, self._propose, _id_of, self._probe)
-        for request in batch:
+        proposed = self._blame.together(batch, self._propose, _id_of, self._probe)
+        batch, size = [request for request, _ in proposed], self._state.blocks.block_size
+        needy = [request for request in batch if blocks_missing(request, size)]
+        for request in needy:
             with self._blame.of(request.request_id):
                 self._make_room(request)
-        return [request for request in batch if request.request_id in self._state.requests]
+        return (
+            [request for request in batch if request.request_id in self._state.requests] if needy else batch
+        )
 
     def begin(self, request: LanguageRequest) -> None:
         """The KV of the prompts is complete, and the door knows the first tokens. A choice that ends with its
@@ -94,7 +104,7 @@ class Answers:
         `ConstraintMasks`."""
         if not any(result.tokens):
             return
-        step_s = request.take_first_step_s(self._clock.now())
+        step_s = request.take_first_step_s(self._clock.now)
         choices = request.live_choices
         for choice, drawn, logprobs in zip(
             choices, result.tokens, result.logprobs or [()] * len(choices), strict=True

@@ -86,8 +86,12 @@ class Drawer:
         sequence if there is one. May change them. `on_drawn`: see `sample`. Synchronises the device."""
         if not choices:
             return Drawn([])
-        params = [choice.sampling for _, choice in choices for _ in range(len(choice.drafts) + 1)]
-        positions = [position for _, choice in choices for position in _positions(choice)]
+        if any(choice.drafts for _, choice in choices):
+            params = [choice.sampling for _, choice in choices for _ in range(len(choice.drafts) + 1)]
+            positions = [position for _, choice in choices for position in _positions(choice)]
+        else:
+            params = [choice.sampling for _, choice in choices]
+            positions = [len(choice.token_ids) for _, choice in choices]
         if all(request.is_plain for request, _ in choices):
             return Drawn(sample(logits, params, positions, on_drawn))
         changed, first, raw = [], 0, 0

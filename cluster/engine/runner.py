@@ -144,7 +144,7 @@ class LanguageRunner:
         answered = list(self._accept(drawn, choices))
         self._take_rows(choices, lens, [tokens for tokens, _ in answered], prompts)
         accepted = iter(answered)
-        last = iter(logits[num_rows:].clone().split(1))  # these outlive the step
+        last = iter(logits[num_rows:].clone().split(1) if prompts else ())  # these outlive the step
         scored = iter([() if chunk.scores is None else chunk.scores.found for chunk in computed])
         return [
             _answer_result([next(accepted) for _ in work.request.live_choices])
@@ -263,13 +263,15 @@ class LanguageRunner:
         start = 0
         for _, choice in choices:
             drafts, end = choice.drafts, start + len(choice.drafts) + 1
-            tokens = [] if start in drawn.late else accept(drafts, drawn.tokens[start:end])
-            if tokens and drafts and self._speculator is not None:
-                self.num_drafted += len(drafts)
-                self.num_accepted += len(tokens) - 1
-                self._speculator.observe(choice.request_id, len(drafts), len(tokens) - 1)
-            choice.drop_drafts()
-            yield tokens, drawn.logprobs_of(start, start + len(tokens))
+            tokens = [] if start in drawn.late else drawn.tokens[start:end]
+            if drafts:
+                tokens = accept(drafts, tokens)
+                if tokens and self._speculator is not None:
+                    self.num_drafted += len(drafts)
+                    self.num_accepted += len(tokens) - 1
+                    self._speculator.observe(choice.request_id, len(drafts), len(tokens) - 1)
+                choice.drop_drafts()
+            yield tokens, drawn.logprobs_of(start, start + len(tokens)) if drawn.logprobs else ()
             start = end
 
     def _answer_chunk(self, choice: AnswerChoice, sequence: TokenSequence) -> SequenceChunk:

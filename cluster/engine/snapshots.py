@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from cluster.engine.sequence import TokenSequence
 from cluster.kvcache.blocks import BlockPool
-from cluster.kvcache.hashing import snapshot_names
+from cluster.kvcache.hashing import snapshot_key, snapshot_names
 from cluster.scheduling.chunks import Span, usable_prefix
 
 
@@ -25,7 +25,7 @@ def last_known(hashes: Sequence[bytes], blocks: BlockPool, state_blocks: int) ->
     """How many of these blocks end at the last snapshot that is known; 0: there is none. Changes nothing."""
     for num_blocks in range(len(hashes), 0, -1):
         block_hash = hashes[num_blocks - 1]
-        if not blocks.num_known(snapshot_names(block_hash, 1)):  # a state has many blocks
+        if not blocks.num_known([snapshot_key(block_hash)]):  # a state has many blocks
             continue
         if blocks.num_known(snapshot_names(block_hash, state_blocks)) == state_blocks:
             return num_blocks

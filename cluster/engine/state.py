@@ -26,11 +26,12 @@ The records change through their methods only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+import msgspec
 from torch import Tensor
 
 from cluster.engine.sequence import TokenSequence
@@ -92,7 +93,10 @@ class AnswerChoice:
     @property
     def num_context_tokens(self) -> int:
         """Tokens whose KV is here, of all sequences."""
-        return sum(sequence.num_computed_tokens for sequence in self.sequences)
+        num_tokens = 0
+        for sequence in self.sequences:
+            num_tokens += sequence.num_computed_tokens
+        return num_tokens
 
     def propose(self, drafts: list[int]) -> None:
         """Sets the guesses that this step verifies."""
@@ -151,7 +155,10 @@ class LanguageRequest:
     stopwatch: Stopwatch  # runs since the request's message arrived
     computes: bool  # the prompts are computed here; otherwise their KV is received
     sends: bool  # the KV is sent to another worker; otherwise the answer is generated here
-    is_plain: bool = field(init=False)  # as of `GenerateRequest`
+    # As of `GenerateRequest`: every step asks for them
+    request_id: str = field(init=False)
+    is_plain: bool = field(init=False)
+    num_prompts: int = field(init=False)
     codec: str = "raw"  # in which KV is received, where possible
     phase: LanguagePhase = LanguagePhase.WAITING
     # One per prompt, until the choices take them over.
@@ -171,7 +178,8 @@ class LanguageRequest:
     num_counted_tokens: int = 0  # tokens of this request in `Lifecycle.num_missing_tokens`
 
     def __post_init__(self) -> None:
-        self.is_plain = self.request.is_plain
+        self.request_id, self.is_plain = self.request.request_id, self.request.is_plain
+        self.num_prompts = len(self.request.prompts)
         if self.sends:
             return
         request, prompt = self.request, self.request.prompt.token_ids
@@ -182,10 +190,6 @@ class LanguageRequest:
             for idx, sampling in enumerate(request.sampling)
         ]
         self.live_choices = self.choices
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def is_closing(self) -> bool:
@@ -229,7 +233,7 @@ class LanguageRequest:
     @property
     def num_sequences(self) -> int:
         """Rows of a step while the request runs."""
-        return len(self.live_choices) * len(self.request.prompts)
+        return len(self.live_choices) * self.num_prompts
 
     @property
     def held_blocks(self) -> set[int]:
@@ -311,11 +315,11 @@ class LanguageRequest:
     def begin_answer(self, now: float) -> None:
         self.began_at = now
 
-    def take_first_step_s(self, now: float) -> float:
+    def take_first_step_s(self, now: Callable[[], float]) -> float:
         """Returns the seconds since the answer began, at the first call; 0 afterwards."""
         if self.began_at is None:
             return 0.0
-        step_s, self.began_at = now - self.began_at, None
+        step_s, self.began_at = now() - self.began_at, None
         return step_s
 
 
@@ -328,8 +332,7 @@ class PromptWork:
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class AnswerWork:
+class AnswerWork(msgspec.Struct, frozen=True):
     """The next token of every live choice, computed in a step with the drafts behind it."""
 
     request: LanguageRequest
@@ -338,8 +341,7 @@ class AnswerWork:
 Work = PromptWork | AnswerWork
 
 
-@dataclass(frozen=True)
-class WorkResult:
+class WorkResult(msgspec.Struct, frozen=True):
     """What a step gives for one piece of work."""
 
     tokens: Sequence[Sequence[int]] = ()  # of an answer: the new tokens of each live choice, at least one

@@ -96,10 +96,12 @@ def register_computed(sequence: TokenSequence, blocks: BlockPool) -> None:
     """Makes blocks findable that have become full."""
     if sequence.hashes is None:
         return
-    num_full = min(len(sequence.hashes.hashes), sequence.num_computed_tokens // blocks.block_size)
-    for i in range(max(sequence.num_registered, sequence.num_dropped), num_full):
-        blocks.register(sequence.block_table[i], sequence.hashes.hashes[i])
-    sequence.registered(num_full)
+    num_full = sequence.num_computed_tokens // blocks.block_size
+    if num_full > sequence.num_registered:
+        num_full = min(num_full, len(sequence.hashes.hashes))
+        for i in range(max(sequence.num_registered, sequence.num_dropped), num_full):
+            blocks.register(sequence.block_table[i], sequence.hashes.hashes[i])
+        sequence.registered(num_full)
     if sequence.state:
         register_snapshots(sequence, blocks)
 
@@ -151,20 +153,24 @@ def try_grow(request: LanguageRequest, blocks: BlockPool) -> bool:
 
 
 def _try_cover(request: LanguageRequest, blocks: BlockPool) -> bool:
-    missing = [
-        (sequence, sequence.num_blocks_missing(1 + len(choice.drafts), blocks.block_size))
-        for choice in request.live_choices
-        for sequence in choice.sequences
-    ]
-    num_missing = sum(count for _, count in missing)
-    if num_missing == 0:
-        return True
-    fresh = blocks.try_allocate(num_missing)
+    missing = blocks_missing(request, blocks.block_size)
+    fresh = blocks.try_allocate(sum(count for _, count in missing))
     if fresh is None:
         return False
     for sequence, count in missing:
         sequence.hold(fresh.pop() for _ in range(count))
     return True
+
+
+def blocks_missing(request: LanguageRequest, block_size: int) -> list[tuple[TokenSequence, int]]:
+    """The sequences that lack blocks for their next token and drafts, and how many; in most steps none."""
+    missing = []
+    for choice in request.live_choices:
+        num_new = 1 + len(choice.drafts)
+        for sequence in choice.sequences:
+            if count := sequence.num_blocks_missing(num_new, block_size):
+                missing.append((sequence, count))
+    return missing
 
 
 @bookkeeping

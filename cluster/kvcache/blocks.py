@@ -23,6 +23,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import compress
 
 from cluster.errors import BookkeepingError, OverloadedError
+from cluster.kvcache.hashing import is_announced
 from cluster.types.messages import BlocksChanged
 
 
@@ -168,14 +169,14 @@ class BlockPool:
         self._changed = {}
 
     def content(self) -> tuple[bytes, ...]:
-        """All hashes that `lookup` finds."""
-        return tuple(self._block_of)
+        """All announced hashes that `lookup` finds."""
+        return tuple(name for name in self._block_of if is_announced(name))
 
     def take_changes(
         self, others: Iterable[bytes] = (), elsewhere: Container[bytes] = ()
     ) -> BlocksChanged | None:
-        """Hashes that `lookup` finds since the last call, and hashes that it does not find any more. None: no
-        change. Only for a pool that is watched. `others`: hashes that have changed in a second tier;
+        """Announced hashes that `lookup` finds since the last call, and those that it does not find any more.
+        None: no change. Only for a pool that is watched. `others`: hashes that have changed in a second tier;
         `elsewhere`: what it has, which counts as found."""
         changed = {**(self._changed or {}), **dict.fromkeys(others)}
         if not changed:
@@ -227,7 +228,7 @@ class BlockPool:
         return block_id
 
     def _note(self, block_hash: bytes) -> None:
-        if self._changed is not None:
+        if self._changed is not None and is_announced(block_hash):
             self._changed[block_hash] = None
 
 

@@ -75,8 +75,19 @@ def block_hashes(prompt: Prompt, block_size: int) -> list[bytes]:
 
 
 def snapshot_names(block_hash: bytes, num_blocks: int) -> list[bytes]:
-    """The names of the blocks that hold the state after the block of this hash, in order."""
-    return [block_hash + struct.pack("<i", i) for i in range(num_blocks)]
+    """The names of the blocks that hold the state after the block of this hash, in order. They count down:
+    the pool evicts the last one first, so all are there if that one is."""
+    return [block_hash + struct.pack("<i", i) for i in range(num_blocks - 1, -1, -1)]
+
+
+def snapshot_key(block_hash: bytes) -> bytes:
+    """The last of `snapshot_names`, however many they are."""
+    return snapshot_names(block_hash, 1)[0]
+
+
+def is_announced(name: bytes) -> bool:
+    """Whether doors are told of it: of a snapshot they know its key alone."""
+    return len(name) <= _DIGEST_BYTES or name == snapshot_key(name[:_DIGEST_BYTES])
 
 
 def _media_parts(media: Sequence[PlacedMedia], block_size: int, num_tokens: int) -> dict[int, bytes]:

@@ -15,6 +15,8 @@ followed by doubling.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cluster.types.curves import Curve
 
 # On simulated devices with 10% noise and hiccups of 20 times a step in 3% of the steps, a device that becomes
@@ -71,7 +73,9 @@ class StepFit:
 
     def predicted_s(self, units: float, context: float) -> float:
         """How long such a step should last. Zero before the first observation."""
-        return sum(part * x for part, x in zip(self._parts, self._features(units, context), strict=True))
+        fixed, per_unit, per_pair = self._parts
+        _, share, pairs = self._features(units, context)
+        return fixed + per_unit * share + per_pair * pairs
 
     def curve(self) -> Curve | None:
         """What has been learnt. None before the first observation."""
@@ -99,11 +103,11 @@ class StepFit:
     def _forget(self, features: tuple[float, float, float], share: float) -> None:
         """Forgets this share of what is known about such a step, and nothing of what is known about other
         steps."""
-        known = [sum(m * x for m, x in zip(row, features, strict=True)) for row in self._moments]
-        weight = sum(x * k for x, k in zip(features, known, strict=True))
+        known = [_dot(row, features) for row in self._moments]
+        weight = _dot(known, features)
         if weight <= 0:
             return
-        sum_s = sum(x * target for x, target in zip(features, self._targets, strict=True))
+        sum_s = _dot(self._targets, features)
         for i, row in enumerate(self._moments):
             lost = share * known[i] / weight
             self._targets[i] -= lost * sum_s
@@ -115,5 +119,10 @@ class StepFit:
             for i in FIT_ORDER:
                 row = self._moments[i]
                 if row[i] > FAINT:
-                    rest = sum(row[j] * self._parts[j] for j in range(3) if j != i)
+                    rest = _dot(row, self._parts) - row[i] * self._parts[i]
                     self._parts[i] = max(0.0, (self._targets[i] - rest) / row[i])
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    """Returns the dot product of three numbers each."""
+    return left[0] * right[0] + left[1] * right[1] + left[2] * right[2]

@@ -275,7 +275,7 @@ class Pong(ChannelMessage, frozen=True):
     """The worker's event loop runs."""
 
 
-class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one choice. Exactly one event with a finish reason ends a choice. If prefill has a part
     in the request, its event carries the first token, and a finish reason only if that token already ends the
     choice. The finish reason "cancelled" holds for the whole request."""

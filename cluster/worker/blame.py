@@ -44,7 +44,7 @@ class Blame:
 
     def of(self, name: str) -> Isolated:
         """The block acts for this request, whose code may raise anything: an exception fails it."""
-        return Isolated(functools.partial(self.take, name))
+        return Isolated(self.take, name)
 
     def take(self, name: str, error: Exception) -> None:
         """The request has failed with this error. Raises it again if it ends the engine."""

@@ -189,11 +189,12 @@ def _make_wire(
 
 def _codec(args: ClusterArgs, model: LanguageModel) -> CodecName | None:
     codec = args.transfer.codecs[-1]
-    if codec == "raw" or (model.state_blocks and "raw" in args.transfer.codecs):
+    if codec == "raw":
         return None
-    if model.state_blocks:
+    if codec == "int4" and model.state_blocks:
         raise ConfigError(
-            f"transfer.codec {codec}: model type '{model.family}' keeps states, which travel raw",
+            f"transfer.codec int4 has to pass a probe of the whole model, which knows no states; "
+            f"model type '{model.family}' keeps some",
             param="transfer.codec",
         )
     if codec == "int4" and args.tensor_parallel_size > 1:

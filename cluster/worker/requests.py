@@ -40,6 +40,9 @@ class RequestTable(Mapping[str, R]):
     def __getitem__(self, request_id: str) -> R:
         return self._requests[request_id]
 
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._requests
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._requests)
 

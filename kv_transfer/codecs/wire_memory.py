@@ -71,10 +71,13 @@ class Wire:
         with self._lock:
             return self._pool.num_referenced
 
-    def first_blocks(self, run_lengths: Sequence[int], skipped: Sequence[int] = ()) -> list[int]:
+    def first_blocks(
+        self, run_lengths: Sequence[int], skipped: Sequence[int] = (), num_behind: int = 0
+    ) -> list[int]:
         """Place of the first block of every whole group. Runs of so many tokens follow each other; each
-        begins with a new block. skipped: of each run, how many blocks at its start have no place. Groups are
-        counted from the run's start all the same; one that lacks a block is not whole."""
+        begins with a new block, and `num_behind` blocks of something else are behind it. skipped: of each
+        run, how many blocks at its start have no place. Groups are counted from the run's start all the same;
+        one that lacks a block is not whole."""
         firsts: list[int] = []
         start, size = 0, self.blocks_per_group
         for length, missing in zip(run_lengths, skipped or [0] * len(run_lengths), strict=True):
@@ -82,8 +85,12 @@ class Wire:
             firsts += range(
                 start + first_group - missing, start + length // GROUP_TOKENS * size - missing, size
             )
-            start += -(-length // self.codec.block_size) - missing
+            start += self.num_blocks(length) - missing + num_behind
         return firsts
+
+    def num_blocks(self, run_length: int) -> int:
+        """Counts the KV blocks of a run of so many tokens."""
+        return -(-run_length // self.codec.block_size)
 
     def try_allocate(self, num_blocks: int) -> list[int] | None:
         with self._lock:

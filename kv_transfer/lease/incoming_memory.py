@@ -29,12 +29,17 @@ class IncomingMemory:
         if wire is not None:
             agent.register(wire.memory)
 
-    def coded_part(self, run_lengths: Sequence[int], skipped: Sequence[int]) -> CodedPart | None:
+    def coded_part(
+        self, run_lengths: Sequence[int], skipped: Sequence[int], num_places: int
+    ) -> CodedPart | None:
         """Allocates wire blocks. None: no group is to travel coded, or there is no room. `run_lengths`: none
-        if all travels raw."""
+        if all travels raw. `num_places`: blocks that travel; those that are of no run belong to the runs'
+        states, and each has as many."""
         if self.wire is None or not run_lengths:
             return None
-        first_blocks = self.wire.first_blocks(run_lengths, skipped)
+        num_kv = sum(map(self.wire.num_blocks, run_lengths)) - sum(skipped)
+        num_behind = (num_places - num_kv) // len(run_lengths)
+        first_blocks = self.wire.first_blocks(run_lengths, skipped, num_behind)
         if not first_blocks:
             return None
         wire_ids = self.wire.try_allocate(len(first_blocks))

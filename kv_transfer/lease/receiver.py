@@ -175,8 +175,8 @@ class Receiver:
 
         `run_lengths`: tokens of each prompt whose KV goes there, each prompt from a block of its own; empty:
         all travels raw. `first_blocks`: of each prompt, how many blocks at its start the caller has already;
-        empty: none. `block_ids` are the other blocks, prompt after prompt; with `first_blocks` there may be
-        none.
+        empty: none. `block_ids` are the other blocks, prompt after prompt, each prompt's followed by those of
+        its state; with `first_blocks` there may be none.
         """
         self._check(lease_id, block_ids, generations, first_blocks)
         expires_at = self._clock.now() + ttl_s + self._margin_s
@@ -193,7 +193,7 @@ class Receiver:
                 generations=tuple(generations),
                 ttl_s=ttl_s,
                 first_blocks=tuple(first_blocks),
-                coded=self._incoming.coded_part(run_lengths, first_blocks),
+                coded=self._incoming.coded_part(run_lengths, first_blocks, len(block_ids)),
             )
             self._leases[lease_id] = _Lease(grant, digest_grant(grant), expires_at)
             heapq.heappush(self._expiries, (expires_at, lease_id))

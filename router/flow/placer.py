@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from cluster.kvcache.hashing import snapshot_key
 from cluster.types.media import MediaItem
 from cluster.types.members import Member
 from cluster.types.messages import (
@@ -52,6 +53,7 @@ class Placer:
             self.cluster.num_layers = member.num_layers
         if member.role.decodes or member.role.prefills:
             self._state_blocks = member.state_blocks
+            self.cluster.state_bytes = float(member.state_blocks * member.block_bytes)
         self.cluster.add(
             Worker(
                 member.replica_id,
@@ -182,11 +184,13 @@ class Placer:
     ) -> RequestView:
         """A prompt that is scored uses no cached prefix."""
         prompt, guidance = request.prompt, request.guidance
+        hashes = hashes if request.num_prompt_logprobs is None else ()
         return RequestView(
             request_id=request.request_id,
             num_prompt_tokens=len(prompt.token_ids),
             block_size=self.block_size,
-            block_hashes=hashes if request.num_prompt_logprobs is None else (),
+            block_hashes=hashes,
+            snapshots=tuple(map(snapshot_key, hashes)) if self._state_blocks else (),
             media=tuple(_item_view(request, items, idx, self._row_bytes) for idx in range(len(items))),
             num_negative_tokens=0 if guidance is None else len(guidance.negative_prompt.token_ids),
             num_sequences=len(request.sampling) * len(request.prompts),

@@ -10,7 +10,8 @@ latest of
 
 Blocks that decode has in its prefix cache do not travel; those that only prefill has do. So it ends at
 max(first token + after_s, before_s) for each decode worker, which is never earlier if the first token comes
-later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has arrived.
+later. With a codec, KV is coded layer by layer as it is sent, and decoded when all of it has arrived. A
+hybrid model's states travel raw, behind it.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class DecodeEstimate:
         self._request = request
         self._cluster = cluster
         self._kv_transfers: dict[int, list[KvTransferEstimate]] = {}  # by the worker that computes the prompt
+        self._state_bytes = cluster.state_bytes * (1 + (request.num_negative_tokens > 0))
         self.is_able = able_to_hold(request, pool, pool.is_listed, request.num_decode_blocks)
         self.num_sequences = pool.reported_units + pool.sent_units
         curve = pool.curve("decode")
@@ -110,14 +112,14 @@ class DecodeEstimate:
 
     def _to_others(self, prefill: int, own: int, prefills: PrefillEstimate) -> list[KvTransferEstimate]:
         links = self._cluster.kv_links.speeds
-        cached = self._cluster.shared.at_decodes(prefills.num_cached)
+        cached = self._cluster.shared.at_decodes(prefills.num_kv_cached)
         last, new, total = self._bytes(prefills.num_uncached[prefill], prefills.max_tokens[prefill], cached)
         latency_s, s_per_byte = links.latency_s[:, prefill], links.s_per_byte[:, prefill]
         kv_transfers = []
         for name, ratio in self._cluster.codecs.items():
             encode_s, decode_s = self._codec_s(name)
             byte_s = encode_s[prefill] + ratio * s_per_byte
-            end_s = latency_s + total * decode_s
+            end_s = latency_s + total * decode_s + self._state_bytes * s_per_byte
             after_s = end_s + np.maximum(last * byte_s, new * byte_s - prefills.work_s[prefill])
             if own >= 0:
                 after_s[own] = np.inf
@@ -138,7 +140,7 @@ class DecodeEstimate:
     def least_cost_s(self, ttft_s: Floats, prefills: PrefillEstimate) -> Floats:
         """[prefills]: until the end of decode's first step, and the delay of others there, at best."""
         links = self._cluster.kv_links.speeds
-        most_cached = float(self._cluster.shared.at_decodes(prefills.num_cached).max())
+        most_cached = float(self._cluster.shared.at_decodes(prefills.num_kv_cached).max())
         last, new, total = self._bytes(prefills.num_uncached, prefills.max_tokens, most_cached)
         least_s = np.full(len(ttft_s), np.inf)
         for name, ratio in self._cluster.codecs.items():
@@ -146,6 +148,7 @@ class DecodeEstimate:
             byte_s = encode_s + ratio * links.least_s_per_byte
             after_s = np.maximum(last * byte_s, new * byte_s - prefills.work_s)
             end_s = np.maximum(ttft_s + after_s, total * byte_s) + total * decode_s.min()
+            end_s = end_s + self._state_bytes * links.least_s_per_byte
             least_s = np.minimum(least_s, end_s)
         least_s = least_s + links.least_latency_s + float((self.first_s + self.cost_s).min())
         itself_s = ttft_s + self._cluster.shared.at_prefills(self.step_s + self.cost_s, np.inf)

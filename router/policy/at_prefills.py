@@ -42,6 +42,7 @@ class PrefillEstimate:
     """[prefills] arrays, in seconds unless they say otherwise.
 
     num_cached, num_uncached   tokens
+    num_kv_cached   tokens whose KV is there, also where no state is
     max_tokens  tokens in a step
     queue_s     until the first of the prompt's own tokens can run, with the messages to the worker and back
     text_s      until the first token, if all embeddings had arrived
@@ -73,9 +74,13 @@ class PrefillEstimate:
         self._fixed_s = steps.fixed_s + steps.answers_s
         self._decode_wait_s = 0.5 * steps.decode_step_s  # a step of the answers runs, on average
         self._blocks_s = blocks_s
-        depths = cluster.prefixes.depths(request.block_hashes, len(pool))
+        depths = cluster.prefixes.depths(request.block_hashes, len(pool), ends=request.snapshots)
         self.is_able = able_to_compute(request, pool, _num_cached(request, depths), can_decode)
         self.num_cached = _num_cached(request, self._expected(request, depths, cluster))
+        self.num_kv_cached = self.num_cached
+        if request.snapshots:
+            kv_depths = cluster.prefixes.depths(request.block_hashes, len(pool))
+            self.num_kv_cached = np.maximum(self.num_cached, _num_cached(request, kv_depths))
         self.num_uncached = request.num_prompt_tokens - self.num_cached + request.num_negative_tokens
         self._add_media(request)
         media_s = np.where(self.is_needed, earliest_s[:, None], 0.0).max(0, initial=0.0)
@@ -139,7 +144,7 @@ class PrefillEstimate:
         trusted = self._computing(hashes, depths, cluster)
         if not trusted:
             return depths
-        expected = cluster.prefixes.depths(hashes, len(depths), trusted)
+        expected = cluster.prefixes.depths(hashes, len(depths), trusted, request.snapshots)
         return np.minimum(expected, depths + self.max_tokens // request.block_size)
 
     def _computing(self, hashes: Sequence[bytes], depths: Floats, cluster: ClusterView) -> int:

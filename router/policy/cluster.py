@@ -54,6 +54,7 @@ class ClusterView:
         self.scheduling = scheduling
         self.kv_bytes_per_token = kv_bytes_per_token
         self.num_layers = num_layers
+        self.state_bytes = 0.0  # of a hybrid model's state of a prompt, which travels with its KV
         self.codecs = dict.fromkeys(codecs, 1.0)  # codec → bytes that travel, as a ratio to raw KV
         self.encoders = WorkerPool(Phase.ENCODE)
         # Of prompts: all workers that can compute some. Those that decode can, so they are in both of these
@@ -183,7 +184,7 @@ class ClusterView:
                 placement.decode, request.num_sequences, -(-request.num_prompt_tokens // request.block_size)
             ),
             items=[],
-            expected=request.block_hashes[num_cached:] if pool.keeps_blocks[slot] else (),
+            expected=self._expected(request, slot, num_cached),
         )
         self.in_flight[request.request_id] = in_flight
         self._queue_prompt(in_flight, num_tokens, num_cached, now)
@@ -355,12 +356,28 @@ class ClusterView:
         self.kv_links.changed()
 
     def _num_cached_blocks(self, request: RequestView, slot: int) -> int:
-        depth = self.prefixes.depth(request.block_hashes, slot)
-        return min(depth, (request.num_prompt_tokens - 1) // request.block_size)
+        depth = self.prefixes.depth(request.block_hashes, slot, request.snapshots)
+        return min(depth, _num_usable_blocks(request))
+
+    def _expected(self, request: RequestView, slot: int, num_cached: int) -> Sequence[bytes]:
+        """What the worker will have of the prompt that it lacks: blocks, and the snapshots that it takes
+        (`cluster.engine.snapshots`)."""
+        if not self.prefills.keeps_blocks[slot]:
+            return ()
+        expected = request.block_hashes[num_cached:]
+        if not request.snapshots:
+            return expected
+        at = {_num_usable_blocks(request), self.prefixes.depth(request.block_hashes, slot)}
+        return [*expected, *(request.snapshots[depth - 1] for depth in at if depth > num_cached)]
 
     def _end_prefill(self, in_flight: InFlightRequest) -> None:
         self.prefills.discharge(in_flight.work)
         self.pending.remove(in_flight.request.request_id)
+
+
+def _num_usable_blocks(request: RequestView) -> int:
+    """Counts the full blocks in front of the prompt's last token, which is computed anyway."""
+    return (request.num_prompt_tokens - 1) // request.block_size
 
 
 def _of_prompts(load: LoadReport) -> LoadReport:

@@ -79,14 +79,20 @@ class HolderIndex(Generic[K]):
             del self._expectations[expectation]
             self._clear(self._expected, expectation[1], slot)
 
-    def depth(self, keys: Sequence[K], slot: int) -> int:
-        """How many of the first keys, without a gap, the slot is known to have."""
+    def depth(self, keys: Sequence[K], slot: int, ends: Sequence[K] = ()) -> int:
+        """How many of the first keys, without a gap, the slot is known to have. With `ends`, one per key:
+        up to the last one whose end it has, too."""
+        found = 0
         for depth, key in enumerate(keys):
             if not self._known.get(key, 0) >> slot & 1:
-                return depth
-        return len(keys)
+                break
+            if not ends or self._known.get(ends[depth], 0) >> slot & 1:
+                found = depth + 1
+        return found
 
-    def depths(self, keys: Sequence[K], num_slots: int, trusted: int = 0) -> NDArray[np.float64]:
+    def depths(
+        self, keys: Sequence[K], num_slots: int, trusted: int = 0, ends: Sequence[K] = ()
+    ) -> NDArray[np.float64]:
         """[num_slots]: `depth` of each slot. At slots with their bit in `trusted`, expected keys count,
         too."""
         depths = np.zeros(num_slots)
@@ -94,8 +100,9 @@ class HolderIndex(Generic[K]):
         depth = 1
         while mask:
             left = mask & self._holders(keys[depth], trusted) if depth < len(keys) else 0
-            if left != mask:
-                depths[slots_of(mask & ~left)] = depth
+            reached = mask & self._holders(ends[depth - 1], trusted) if ends else mask & ~left
+            if reached:
+                depths[slots_of(reached)] = depth
             mask, depth = left, depth + 1
         return depths
 

@@ -53,6 +53,8 @@ class RequestView:
     waited_s: float = 0.0  # since the client asked
     adapter: str = ""  # digest of the LoRA adapter that workers must hold
     avoided: frozenset[str] = frozenset()  # replica ids of workers that are chosen only if there is no other
+    # One per block, or none: a prompt goes on behind a block only where this is known, too (hybrid models)
+    snapshots: Sequence[bytes] = ()
 
     @property
     def media_end(self) -> int:

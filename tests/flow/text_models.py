@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 
 from cluster.ids import new_request_id
+from cluster.kvcache.hashing import block_hashes
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
@@ -78,7 +79,8 @@ async def answers(
 
     stop = StopParams(num_tokens)
     request = GenerateRequest(new_request_id(), Prompt(prompt), (sampling,) * num_choices, stop)
-    streams = cluster.door.dispatcher.generate(request, (), (), RequestTimeline(0.0))
+    hashes = block_hashes(request.prompt, BLOCK_SIZE)
+    streams = cluster.door.dispatcher.generate(request, (), hashes, RequestTimeline(0.0))
     try:
         return [await read(stream) for stream in streams]
     finally:

@@ -184,8 +184,8 @@ def hybrid_answers(
     model: LanguageModel, steps: StepModel, kv: BlockMemory, prompts: Sequence[Sequence[int]],
     num_tokens: int, blocks_of_kv: int,
 ) -> list[list[int]]:  # fmt: skip
-    """Greedy answers of a hybrid model. Each prompt is computed in two chunks next to the answers before it; a
-    state is kept within the second. blocks_of_kv: of a sequence, before its states."""
+    """Greedy answers of a hybrid model. Each prompt is computed in two chunks next to the answers before it;
+    a state is kept within the second. blocks_of_kv: of a sequence, before its states."""
     size, done = model.state_blocks, [0] * len(prompts)
     own = blocks_of_kv + HYBRID_PLACES * size
     lasts: list[Sequence[int]] = [()] * len(prompts)  # where each state is

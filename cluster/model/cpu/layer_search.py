@@ -33,8 +33,8 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _INT8_TOLERANCE = 1e-1
 # With adapters that add as much as the layer itself: modules round three times more than the native layer.
 _ADAPTED_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
-# Of mixers: five times what was seen. In float32 it is the module that errs, where states fade fast: it sums the
-# logarithms of the decays of 64 tokens.
+# Of mixers: five times what was seen. In float32 it is the module that errs, where states fade fast: it sums
+# the logarithms of the decays of 64 tokens.
 _MIXER_TOLERANCES = {torch.float32: 5e-5, torch.bfloat16: 2e-3}
 
 

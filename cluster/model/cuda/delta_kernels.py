@@ -6,16 +6,16 @@ compute them. Importing them needs triton; `mixers` launches them.
     S = S * decay;  S += k outer ((v - kT S) * beta);  out = qT S
 
 Columns of S do not depend on each other: a program takes TILE columns of one head of one sequence through all
-its new tokens. Sequences of fewer than LONG tokens, so all answers, are computed token by token (`few_tokens`,
-which convolves on its way); longer ones in chunks of LONG tokens by products (`convolve`, `many_tokens`). So an
-answer's numbers do not depend on prompts in its step.
+its new tokens. Sequences of fewer than LONG tokens, so all answers, are computed token by token
+(`few_tokens`, which convolves on its way); longer ones in chunks of LONG tokens by products (`convolve`,
+`many_tokens`). So an answer's numbers do not depend on prompts in its step.
 
 Within a chunk, with G the running sum of the decays' logarithms, each token's correction of the state depends
 on those before it: (I + A) d = beta * (v - exp(G) k S), A[i, j] = beta[i] (k[i] · k[j]) exp(G[i] - G[j]) for
 j < i. The triangular system is solved row by row, in float32, as transformers does.
 
-Columns of rows: head h of the keys has q at Q0 + h * KEY_STEP, and k at K0; value head g of key head h has v at
-V0 + h * VALUE_STEP + g * V, z at Z0, and beta and decay at B0 + h * GATE_STEP + g, A0. Channels of the
+Columns of rows: head h of the keys has q at Q0 + h * KEY_STEP, and k at K0; value head g of key head h has v
+at V0 + h * VALUE_STEP + g * V, z at Z0, and beta and decay at B0 + h * GATE_STEP + g, A0. Channels of the
 convolution are those of q, then k, then v.
 """
 
@@ -66,6 +66,30 @@ def _state_offsets(
     return offsets, (keys < K)[:, None] & mask[None, :]
 
 
+@triton.jit
+def _mixed(
+    rows, weight, memory, pages, token, begin, channels, columns, mask, row_stride, TAPS: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Channels of one token's q, k or v."""
+    y = convolved(
+        rows, weight, None, memory, pages, token, begin, channels, columns, columns, mask, row_stride, TAPS,
+        PAGE, False,
+    )  # fmt: skip
+    return silu(y, rows.dtype.element_ty)
+
+
+@triton.jit
+def _keep(
+    rows, memory, read, written, end, begin, channels, columns, mask, row_stride, TAPS: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    keep_inputs(
+        rows, memory, read, written, end, begin, channels, columns, columns, mask, row_stride, TAPS, PAGE,
+        False,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans"])
 def few_tokens(
     rows, weight, rates, shifts, conv_memory, delta_memory, source, target, starts, firsts, out,
@@ -76,8 +100,9 @@ def few_tokens(
     A0: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, GATE_STEP: tl.constexpr,
     BETA: tl.constexpr, HAS_LONG: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). out [T, KEY_HEADS * GROUP, V]. HAS_LONG: there may be sequences
-    of LONG tokens and more, which are left out."""
+    """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). out [T, KEY_HEADS * GROUP, V]. HAS_LONG: there may be
+    sequences of LONG tokens and more, which are left out."""
+    # size: one launch, whose registers no other function may hold
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     last = sequence_end(firsts, sequence, num_spans)
     begin = tl.load(starts + sequence).to(tl.int64)
@@ -101,18 +126,18 @@ def few_tokens(
             start, end = tl.load(starts + span).to(tl.int64), tl.load(starts + span + 1).to(tl.int64)
             for index in range(end - start):
                 token = start + index
-                q = silu(convolved(
-                    rows, weight, None, conv_memory, read, token, begin, q_channels, q_columns, q_columns,
-                    key_mask, row_stride, TAPS, CONV_PAGE, False,
-                ), rows.dtype.element_ty)  # fmt: skip
-                k = silu(convolved(
-                    rows, weight, None, conv_memory, read, token, begin, k_channels, k_columns, k_columns,
-                    key_mask, row_stride, TAPS, CONV_PAGE, False,
-                ), rows.dtype.element_ty)  # fmt: skip
-                v = silu(convolved(
-                    rows, weight, None, conv_memory, read, token, begin, v_channels, v_columns, v_columns,
-                    mask, row_stride, TAPS, CONV_PAGE, False,
-                ), rows.dtype.element_ty)  # fmt: skip
+                q = _mixed(
+                    rows, weight, conv_memory, read, token, begin, q_channels, q_columns, key_mask,
+                    row_stride, TAPS, CONV_PAGE,
+                )  # fmt: skip
+                k = _mixed(
+                    rows, weight, conv_memory, read, token, begin, k_channels, k_columns, key_mask,
+                    row_stride, TAPS, CONV_PAGE,
+                )  # fmt: skip
+                v = _mixed(
+                    rows, weight, conv_memory, read, token, begin, v_channels, v_columns, mask, row_stride,
+                    TAPS, CONV_PAGE,
+                )  # fmt: skip
                 q = q * (1.0 / tl.sqrt(tl.sum(q * q, 0) + EPSILON)) * (1.0 / K**0.5)
                 k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + EPSILON))
                 place = token * row_stride + key_head * GATE_STEP + member
@@ -125,18 +150,18 @@ def few_tokens(
                 tl.store(out + target_row + columns, answer.to(out.dtype.element_ty), mask=mask)
             written = target + span * page_stride + first_page
             store_state(delta_memory, written, offsets, state, inside, DELTA_PAGE)
-            keep_inputs(
-                rows, conv_memory, read, written, end, begin, v_channels, v_columns, v_columns, mask,
-                row_stride, TAPS, CONV_PAGE, False,
+            _keep(
+                rows, conv_memory, read, written, end, begin, v_channels, v_columns, mask, row_stride, TAPS,
+                CONV_PAGE,
             )  # fmt: skip
             if (member == 0) & (tile == 0):
-                keep_inputs(
-                    rows, conv_memory, read, written, end, begin, q_channels, q_columns, q_columns, key_mask,
-                    row_stride, TAPS, CONV_PAGE, False,
+                _keep(
+                    rows, conv_memory, read, written, end, begin, q_channels, q_columns, key_mask, row_stride,
+                    TAPS, CONV_PAGE,
                 )  # fmt: skip
-                keep_inputs(
-                    rows, conv_memory, read, written, end, begin, k_channels, k_columns, k_columns, key_mask,
-                    row_stride, TAPS, CONV_PAGE, False,
+                _keep(
+                    rows, conv_memory, read, written, end, begin, k_channels, k_columns, key_mask, row_stride,
+                    TAPS, CONV_PAGE,
                 )  # fmt: skip
 
 
@@ -148,8 +173,8 @@ def convolve(
     TAPS: tl.constexpr, PAGE: tl.constexpr, Q0: tl.constexpr, K0: tl.constexpr, V0: tl.constexpr,
     KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, cdiv(channels, TILE)). Tokens of sequences of LONG tokens and more: out [T, channels] is silu of
-    the convolution."""
+    """Grid (T, cdiv(channels, TILE)). Tokens of sequences of LONG tokens and more: out [T, channels] is silu
+    of the convolution."""
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * TILE + tl.arange(0, TILE)
     key_width: tl.constexpr = KEY_HEADS * K
@@ -166,18 +191,13 @@ def convolve(
         columns = tl.where(channels < key_width, Q0 + key_columns, K0 + key_columns)
         columns = tl.where(channels < 2 * key_width, columns, value_columns)
         read = source + first * page_stride + first_page
-        y = convolved(
-            rows, weight, None, memory, read, token, begin, channels, columns, columns, mask, row_stride,
-            TAPS, PAGE, False,
-        )  # fmt: skip
-        y = silu(y, rows.dtype.element_ty)
+        y = _mixed(rows, weight, memory, read, token, begin, channels, columns, mask, row_stride, TAPS, PAGE)
         tl.store(out + token * width + channels, y.to(out.dtype.element_ty), mask=mask)
         if token + 1 == tl.load(starts + span + 1):
             written = target + span * page_stride + first_page
-            keep_inputs(
-                rows, memory, read, written, token + 1, begin, channels, columns, columns, mask, row_stride,
-                TAPS, PAGE, False,
-            )  # fmt: skip
+            _keep(
+                rows, memory, read, written, token + 1, begin, channels, columns, mask, row_stride, TAPS, PAGE
+            )
 
 
 @triton.jit

@@ -1,10 +1,11 @@
 """Mixers that keep states, by Triton kernels over the pages where the states lie (`mixer_kernels`,
 `delta_kernels`): the gated delta rule, and short convolutions. One or two launches beside the products serve
-all answers of a step, two more all its longer sequences, whatever their number; the sizes that a launch needs
-are those of the step's tensors, so every step can be recorded. A mixer is recognised by the names and sizes of
-its parts; `replace_mixers` compares it with what transformers computes before it is used.
+all answers of a step, two more all its longer sequences, whatever their number. The sizes that a launch needs
+are those of the step's tensors, so every step can be recorded. A mixer is recognised by the names and sizes
+of its parts; `replace_mixers` compares it with what transformers computes before it is used.
 
-Runs on the engine's thread; enqueues on the current stream and reads nothing on the host. Untried on hardware.
+Runs on the engine's thread; enqueues on the current stream and reads nothing on the host. Untried on
+hardware.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class ShortConvolution:
         return self._out(out)
 
 
-class GatedDelta:
+class PagedDelta:
     """Implements `MixerKernel`: Qwen3-Next's, Qwen3.5's and OLMo-Hybrid's."""
 
     def __init__(self, forward: StatefulForward, inputs: MixerInputs):
@@ -195,7 +196,7 @@ def kernel_of(forward: StatefulForward) -> MixerKernel | None:
         return None
     inputs = mixer_inputs(forward.mixer)
     if inputs is not None:
-        return GatedDelta(forward, inputs) if _is_gated_delta(forward) else None
+        return PagedDelta(forward, inputs) if _is_gated_delta(forward) else None
     return ShortConvolution(forward) if _is_short_convolution(forward) else None
 
 

@@ -1,5 +1,5 @@
-"""The parts of a mixer with the gated delta rule, found by the names of its modules. The tables hold the names
-that families use; what the parts compute is left to a comparison (`mixers`)."""
+"""The parts of a mixer with the gated delta rule, found by the names of its modules. The tables hold the
+names that families use; what the parts compute is left to a comparison (`mixers`)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _APART = (
 
 @dataclass(frozen=True)
 class Columns:
-    """Where the parts of a token begin in a row of the products of all inputs, and from one key head to the
-    next: of q and k; of values and of what gates them, whose value heads are neighbours; of two numbers a value
-    head."""
+    """Where the parts of a token begin in a row of the products of all inputs, and the steps from one key
+    head to the next: of q and k; of values and of what gates them, whose value heads are neighbours; of two
+    numbers a value head."""
 
     query: int
     key: int

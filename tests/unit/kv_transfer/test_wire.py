@@ -36,8 +36,8 @@ class Pair(LeasePair):
         for segment in source.segments:
             segment.normal_(generator=torch.Generator().manual_seed(segment.numel()))
 
-    def grant(self, lease_id="lease", run_lengths=(RUN,)):
-        num_blocks = sum(-(-length // BLOCK_SIZE) for length in run_lengths)
+    def grant(self, lease_id="lease", run_lengths=(RUN,), num_behind=0):
+        num_blocks = sum(-(-length // BLOCK_SIZE) + num_behind for length in run_lengths)
         return self.owner.grant(lease_id, *self.take(lease_id, num_blocks), TTL_S, run_lengths)
 
     def sent_numbers(self):
@@ -115,6 +115,15 @@ def test_a_companions_groups_begin_behind_the_prompts_last_block(pair):
     outgoing = pair.open(grant)
     outgoing.write(source_blocks(grant), list(range(10)))
     outgoing.finish(b"")
+    pair.step(2)
+    found = errors(pair, grant)
+    assert [error > 0 for error in found] == [True] * 4 + [False] + [True] * 4 + [False]
+
+
+def test_states_behind_each_prompt_travel_as_they_are(pair):
+    grant = pair.grant(run_lengths=(64, 64), num_behind=1)
+    assert grant.coded.first_blocks == (0, 5)
+    send(pair, grant)
     pair.step(2)
     found = errors(pair, grant)
     assert [error > 0 for error in found] == [True] * 4 + [False] + [True] * 4 + [False]

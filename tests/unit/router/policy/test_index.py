@@ -37,6 +37,22 @@ def test_depths_are_those_of_a_plain_set_per_worker(seed):
         assert slots_of(index.holders(key)).tolist() == [s for s, held in enumerate(sets) if key in held]
 
 
+@settings(max_examples=50)
+@given(st.integers(0, 2**32))
+def test_depths_reach_to_the_last_end_that_a_worker_has(seed):
+    rng, ends = random.Random(seed), [f"end {key}".encode() for key in KEYS]
+    index, sets = HolderIndex[bytes](), [set[bytes]() for _ in range(40)]
+    for slot, held in enumerate(sets):
+        held.update(rng.sample(KEYS + ends, rng.randrange(1, 12)), KEYS[: rng.randrange(7)])
+        index.add(slot, held)
+    expected = []
+    for held in sets:
+        depth = next((d for d, key in enumerate(KEYS) if key not in held), len(KEYS))
+        expected.append(max((d + 1 for d in range(depth) if ends[d] in held), default=0))
+    assert index.depths(KEYS, 40, ends=ends).tolist() == expected
+    assert [index.depth(KEYS, slot, ends) for slot in range(40)] == expected
+
+
 def test_nothing_matches_a_prompt_without_full_blocks():
     index = HolderIndex[bytes]()
     index.add(0, KEYS)

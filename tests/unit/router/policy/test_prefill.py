@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -190,6 +191,27 @@ def test_what_the_running_step_computes_of_a_prompt_is_there_when_its_turn_comes
     assert prediction.ttft_s == pytest.approx(PREFILL.seconds(640) - 0.05 + PREFILL.seconds(16))
     other = predict(cluster, text(656, "other"), now=0.05)
     assert other.ttft_s == pytest.approx(PREFILL.seconds(640) - 0.05 + PREFILL.seconds(656))
+
+
+def test_a_hybrids_prompt_goes_on_from_the_last_state_that_is_known_or_about_to_be():
+    cluster = cluster_of(num_prefills=1)
+    first, second = (text(640, "shared", snapshots=hashes("states", 40), **more) for more in ({}, {}))
+    cluster.blocks_changed("p0", first.block_hashes[:30], [])
+    assert predict(cluster, first).ttft_s == pytest.approx(PREFILL.seconds(640))
+    cluster.blocks_changed("p0", first.snapshots[9:10], [])
+    assert predict(cluster, first).ttft_s == pytest.approx(PREFILL.seconds(640 - 160))
+    send(cluster, first, now=0.0)  # it leaves states at tokens 480 and 624
+    prediction = predict(cluster, replace(second, request_id="second"), now=0.02)
+    assert prediction.ttft_s == pytest.approx(PREFILL.seconds(480) - 0.02 + PREFILL.seconds(16))
+
+
+def test_a_hybrids_states_travel_behind_its_kv():
+    cluster = cluster_of(1, 1, 1)
+    request = replace(text(1600), snapshots=hashes("states", 100))
+    cluster.blocks_changed("d0", request.block_hashes, [])  # decode has all of the KV
+    before = predict(cluster, request)
+    cluster.state_bytes = 2e9
+    assert predict(cluster, request).transfer_s == pytest.approx(before.transfer_s + 2e9 / LINK.bytes_per_s)
 
 
 def test_who_has_most_of_it_cached_goes_before_longer_ones():
