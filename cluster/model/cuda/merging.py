@@ -1,7 +1,8 @@
 """Matrices with one input become one matrix while they move to a GPU: [q; k; v] and [gate; up] of every
-decoder layer, and the inputs of mixers with the gated delta rule, which one product then multiplies. The weights of the modules become views of it, so that
-modules and kernels share one copy, and no second one exists at any time. What was merged is seen by the
-addresses alone (`merged`). Runs on the thread that loads the model."""
+decoder layer, and the inputs of mixers with the gated delta rule, which one product then multiplies. The
+weights of the modules become views of it, so that modules and kernels share one copy, and no second one
+exists at any time. What was merged is seen by the addresses alone (`merged`). Runs on the thread that
+loads the model."""
 
 from __future__ import annotations
 
