@@ -95,7 +95,7 @@ def medians(steps: Steps, heads: Heads, num_right: int, num_drafts: int, rounds:
     """Seconds of a step without drafts, of one with drafts, and of the head's drafts."""
     works = (
         steps.answers,
-        partial(steps.answers, num_right, num_drafts),
+        partial(steps.drafted, num_right, num_drafts),
         partial(heads.draft, num_right, num_drafts),
     )
     times = [[seconds(work)[0] for work in works] for _ in range(rounds + 1)]

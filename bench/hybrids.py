@@ -24,14 +24,20 @@ from transformers import Qwen3_5TextConfig
 
 from bench.tables import table
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.cuda.graphs import Recording
 from cluster.model.language import LanguageModel, SequenceChunk
-from cluster.model.states import StatefulForward, StateSpan
+from cluster.model.state_step import StatefulForward
+from cluster.model.states import StateSpan
 
 CONTEXT = 256  # tokens before an answer's
 NUM_BLOCKS = 48  # of KV, for a sequence
+CPU = torch.device("cpu")
 
 
-def make(hidden: int, layers: int, folder: Path) -> LanguageModel:
+def make(
+    hidden: int, layers: int, folder: Path, dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = CPU,
+) -> LanguageModel:  # fmt: skip
     from transformers import Qwen3_5ForCausalLM
 
     config = Qwen3_5TextConfig(
@@ -40,8 +46,10 @@ def make(hidden: int, layers: int, folder: Path) -> LanguageModel:
         linear_num_key_heads=hidden // 64, linear_num_value_heads=hidden // 64,
     )  # fmt: skip
     torch.manual_seed(0)
-    Qwen3_5ForCausalLM(config).bfloat16().save_pretrained(folder)
-    return LanguageModel.load(folder, dtype=torch.bfloat16)
+    model = Qwen3_5ForCausalLM(config)
+    torch.nn.Module.to(model, dtype)
+    model.save_pretrained(folder)
+    return LanguageModel.load(folder, dtype=dtype, device=device)
 
 
 @contextmanager
@@ -62,18 +70,26 @@ def mixers_of(model: LanguageModel) -> list[StatefulForward]:
 
 
 class Steps:
-    """Memory for `num_sequences` sequences and their states."""
+    """Memory for `num_sequences` sequences and their states.
 
-    def __init__(self, model: LanguageModel, num_sequences: int):
+    recording: of the model's steps; None: they are computed unrecorded. num_blocks: of KV, for a sequence."""
+
+    def __init__(
+        self, model: LanguageModel, num_sequences: int, recording: Recording | None = None,
+        num_blocks: int = NUM_BLOCKS,
+    ):  # fmt: skip
         self._model, size = model, model.state_blocks
-        first = num_sequences * NUM_BLOCKS
-        self._kv = BlockMemory(model.kv_layout, first + 2 * num_sequences * size)
-        self._tables = [[*range(i * NUM_BLOCKS, (i + 1) * NUM_BLOCKS)] for i in range(num_sequences)]
+        first = num_sequences * num_blocks
+        num_padding = 0 if recording is None else recording.num_blocks
+        total = first + 2 * num_sequences * size + num_padding
+        self._kv = BlockMemory(model.kv_layout, total, model.device)
+        self._recorded = None if recording is None else recording.over(model, self._kv)
+        self._tables = [[*range(i * num_blocks, (i + 1) * num_blocks)] for i in range(num_sequences)]
         places = [[*range(first + i * size, first + (i + 1) * size)] for i in range(2 * num_sequences)]
         self._places = list(zip(places[::2], places[1::2], strict=True))
 
-    def answers(self, num_right: int = 0, num_drafts: int = 0) -> Tensor:
-        """One step of all. num_right: drafts of the step before it, which it computes again."""
+    def drafted(self, num_right: int = 0, num_drafts: int = 0) -> Tensor:
+        """One step of all, with drafts. num_right: drafts of the step before it, which it computes again."""
         chunks = []
         for blocks, (before, after) in zip(self._tables, self._places, strict=True):
             spans = [StateSpan(1 + num_right, before, after), StateSpan(num_drafts, after)]
@@ -83,6 +99,13 @@ class Steps:
             )  # fmt: skip
             chunks.append(chunk)
         return self._model.forward(chunks, self._kv)
+
+    def answers(self, count: int | None = None, *, is_recorded: bool = False) -> Tensor:
+        """One token for each sequence, or for the first `count`."""
+        spans = [StateSpan(1, before, after) for before, after in self._places][:count]
+        model = self._recorded if is_recorded and self._recorded is not None else self._model
+        contexts, tables = [CONTEXT] * len(spans), self._tables[:count]
+        return model.decode([5] * len(spans), contexts, [0] * len(spans), tables, self._kv, states=spans)
 
     def prompt(self, num_tokens: int) -> Tensor:
         span = StateSpan(num_tokens, (), self._places[0][0])

@@ -133,7 +133,8 @@ def language_of(
         parts = on_kernels(parts, CudaLayerKernels(parts.embed.weight.dtype, parts.attention))
     language = LanguageModel(parts)
     recording = recording_of(language, RecordedSizes.up_to(max_answers, max_prompt_tokens))
-    kv = BlockMemory(language.kv_layout, num_blocks + 1, language.device)  # the last one is for padding
+    num_padding = 0 if recording is None else recording.num_blocks
+    kv = BlockMemory(language.kv_layout, num_blocks + num_padding, language.device)
     steps = language if recording is None else recording.over(language, kv)
     return Language(language, steps, kv, num_blocks, None)
 

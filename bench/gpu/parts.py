@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import reading
-from bench.gpu import adapters, encoders, experts, formats, served
+from bench.gpu import adapters, encoders, experts, formats, hybrids, served
 from bench.gpu.kernels import kernels_of
 from bench.gpu.machine import DeviceSpeed, measure_machine, median_s, nominal_bytes_per_s, release, replayed_s
 from bench.gpu.models import SHAPES, write_checkpoint
@@ -183,6 +183,11 @@ def steps_with_adapters(rehearse: bool) -> Measurements:
     yield from adapters.measure(_speed(rehearse), rehearse)
 
 
+def hybrid_steps(rehearse: bool) -> Measurements:
+    """Steps of a hybrid model, by kernels and by transformers' code for its mixers."""
+    yield from hybrids.measure(_speed(rehearse), rehearse)
+
+
 def draws(rehearse: bool) -> Measurements:
     """Draws of whole vocabularies. us: until the tokens are on the host; device_us: what the device's kernels
     need of it."""
@@ -295,6 +300,7 @@ MORE: dict[str, Part] = {
     "products": Part(60, products),
     "experts": Part(60, experts_of_a_layer),
     "adapters": Part(120, steps_with_adapters),
+    "hybrids": Part(180, hybrid_steps),
     "loading": Part(180, loading),
     "preparing": Part(90, preparing),
 }

@@ -28,6 +28,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.states import StateSpan
 from cluster.model.step_model import StepModel
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
@@ -102,11 +103,12 @@ class _Steps:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
         adapters: Sequence[int] = (),
+        states: Sequence[StateSpan] = (),
     ) -> Tensor:
         curve = self._device.curves and self._device.curves.decode
         if curve is None:
             with self._device.throttled():
-                return self._steps.decode(token_ids, context_lens, deltas, block_tables, kv)
+                return self._steps.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
         num_sequences = len(token_ids)
         self._device.take(curve.seconds(num_sequences, sum(context_lens) / num_sequences))
         return torch.zeros(num_sequences, self._vocab_size)

@@ -121,7 +121,7 @@ class LanguageRunner:
         choices = [(request, choice) for request in answers for choice in request.live_choices]
         self._drawer.begin(choices)
         computed: list[SequenceChunk] = []
-        if prompts or self._model.state_blocks or any(choice.drafts for _, choice in choices):
+        if prompts or any(choice.drafts for _, choice in choices):
             chunks = [
                 self._answer_chunk(choice, sequence) for _, choice in choices for sequence in choice.sequences
             ]
@@ -198,11 +198,7 @@ class LanguageRunner:
         The sequences may share the blocks: their content does not matter."""
         contexts, tables = [num_context_tokens] * num_sequences, [block_table] * num_sequences
         zeros = [0] * num_sequences
-        if self._model.state_blocks:
-            chunks = [SequenceChunk([0], num_context_tokens, num_context_tokens, block_table)] * num_sequences
-            logits = self._steps.forward(chunks, self._kv)
-        else:
-            logits = self._steps.decode(zeros, contexts, zeros, tables, self._kv)
+        logits = self._steps.decode(zeros, contexts, zeros, tables, self._kv)
         sample(logits, [SamplingParams()] * num_sequences, contexts)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -223,6 +219,7 @@ class LanguageRunner:
             [sequence.block_table for _, sequence in rows],
             self._kv,
             self._adapters_of(sequence for _, sequence in rows),
+            [span for _, sequence in rows for span in sequence.state_spans(1)],
         )
 
     def _adapters_of(self, sequences: Iterable[TokenSequence]) -> list[int]:

@@ -5,6 +5,7 @@ is here. It changes through its methods only, on the engine's thread.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,9 +38,9 @@ class TokenSequence:
     hashes: BlockHashes | None = None
     block_table: list[int] = field(default_factory=list)
     # Of a hybrid model: blocks of the state after the settled tokens, and of the state that the next step
-    # leaves
-    state: list[int] = field(default_factory=list)
-    next_state: list[int] = field(default_factory=list)
+    # leaves. Arrays: every step copies them into its inputs
+    state: Sequence[int] = ()
+    next_state: Sequence[int] = ()
     # The state lies here instead, in blocks that the prefix cache shares; empty: in its own
     shared_state: list[int] = field(default_factory=list)
     # By number of tokens: blocks for the state after them, which the prefix cache is to know
@@ -125,7 +126,7 @@ class TokenSequence:
     def hold_states(self, block_ids: Sequence[int]) -> None:
         """Takes these blocks for the state before and after a step."""
         half = len(block_ids) // 2
-        self.state, self.next_state = [*block_ids[:half]], [*block_ids[half:]]
+        self.state, self.next_state = array("q", block_ids[:half]), array("q", block_ids[half:])
 
     def plan_snapshot(self, num_tokens: int, block_ids: list[int]) -> None:
         """The state after so many tokens of the prompt is to be kept in these blocks."""

@@ -283,8 +283,8 @@ class DraftModelProposer:
                 f"({target.fingerprint}, {target.vocab_size} tokens) must have the same vocabulary"
             )
         self._model = draft
-        # the last block is for the padding of recorded steps
-        self._kv = BlockMemory(draft.kv_layout, num_blocks + (recording is not None), draft.device)
+        num_padding = 0 if recording is None else recording.num_blocks
+        self._kv = BlockMemory(draft.kv_layout, num_blocks + num_padding, draft.device)
         self._steps: StepModel = draft if recording is None else recording.over(draft, self._kv)
         self.blocks = BlockPool(num_blocks, draft.block_size)
         self._placeholders = frozenset(placeholders)

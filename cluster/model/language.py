@@ -8,7 +8,7 @@ synchronise the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -36,6 +36,7 @@ from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, window_of_all
 from cluster.model.sharding import UNDIVIDED, Sharding
 from cluster.model.state_probe import check_states
+from cluster.model.state_step import in_step
 from cluster.model.states import StateSpan
 from cluster.model.step_adapters import StepAdapters
 from cluster.model.support import backbone_of, has_windowed_spans, num_deepstack_layers
@@ -175,7 +176,8 @@ class LanguageModel:
             for place in places:
                 mask[0, place] = True
             extra = {**extra, "visual_pos_masks": mask, "deepstack_visual_embeds": deep}
-        with self._adapted(step.adapters), self._stateful(chunks, kv):
+        spans = [chunk.states or (StateSpan(len(chunk.token_ids)),) for chunk in chunks]
+        with self._adapted(step.adapters), in_step(self.states, kv, spans):
             return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks).float()
 
     @torch.inference_mode()
@@ -187,17 +189,20 @@ class LanguageModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
         adapters: Sequence[int] = (),
+        states: Sequence[StateSpan] = (),
     ) -> Tensor:
-        """Computes one token for each of B sequences, not of a model that keeps states. token_ids: if a
-        tensor, [B] int64 on the model's device, where it is read. context_lens[i]: KV length before this
-        token, which is its index. block_tables[i] covers context_lens[i] + 1 tokens. adapters: their slots,
-        or 0; empty: no sequence has one. Returns [B, vocab_size] float32 logits."""
+        """Computes one token for each of B sequences. token_ids: if a tensor, [B] int64 on the model's
+        device, where it is read. context_lens[i]: KV length before this token, which is its index.
+        block_tables[i] covers context_lens[i] + 1 tokens. adapters: their slots, or 0; empty: no sequence
+        has one. states: of a hybrid model; empty: of new sequences, and nothing is kept. Returns
+        [B, vocab_size] float32 logits."""
         batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
         batch.kv_owners = self._kv_owners
         position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
         known, wanted = self._inputs.on_device(token_ids), torch.arange(len(token_ids))
         embeds, extra = self._inputs.rows(known), self._inputs.of_layers(known)
-        with self._adapted(np.array(adapters, dtype=np.int64)):
+        spans = [(span,) for span in states] or [(StateSpan(1),)] * len(context_lens)
+        with self._adapted(np.array(adapters, dtype=np.int64)), in_step(self.states, kv, spans):
             return self._run(embeds, position_ids, batch, wanted, extra).float()
 
     def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
@@ -221,7 +226,8 @@ class LanguageModel:
             device=inputs.step,
         )
         extra = self._inputs.of_layers(inputs.token_ids)
-        with self._adapters.of_step(inputs.adapters.long() if self.num_adapter_slots else None):
+        adapters = inputs.adapters.long() if self.num_adapter_slots else None
+        with self._adapters.of_step(adapters), in_step(self.states, kv, recorded=inputs.states):
             return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted, extra)
 
     def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None:
@@ -254,9 +260,7 @@ class LanguageModel:
 
     def can_capture(self, kv: BlockMemory) -> bool:
         """Whether a `step` may be recorded in a CUDA graph."""
-        return self.states is None and all(
-            self._backend.can_capture(layer_cache(kv, i)) for i in range(self.num_layers)
-        )
+        return all(self._backend.can_capture(layer_cache(kv, i)) for i in range(self.num_layers))
 
     @torch.inference_mode()
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
@@ -333,13 +337,6 @@ class LanguageModel:
         """The work inside is that of tokens with these adapters."""
         slots = torch.from_numpy(adapters).to(self.device) if adapters.any() else None
         return self._adapters.of_step(slots)
-
-    def _stateful(self, chunks: Sequence[SequenceChunk], kv: BlockMemory) -> AbstractContextManager[None]:
-        """The work inside is that of these chunks."""
-        if self.states is None:
-            return nullcontext()
-        spans = [chunk.states or (StateSpan(len(chunk.token_ids)),) for chunk in chunks]
-        return self.states.of_step(spans, kv)
 
     def _score(self, chunks: Sequence[SequenceChunk], hidden: Callable[[Tensor], Tensor]) -> None:
         """`hidden(rows)`: of some of the T tokens, as the head takes it."""

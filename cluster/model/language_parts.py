@@ -49,7 +49,7 @@ from cluster.model.loading import Half, load_half
 from cluster.model.positions import RULES
 from cluster.model.probe import Probed, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.sharding import Sharding, distributing, divided_oddly
-from cluster.model.states import StepStates, install
+from cluster.model.state_step import StepStates, install
 from cluster.model.step_adapters import StepAdapters
 from cluster.model.support import check_class, family_of, leave_out_query_scales, post_head, text_of
 from cluster.model.token_inputs import TokenInputs

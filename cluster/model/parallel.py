@@ -169,8 +169,10 @@ class LeadingModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
         adapters: Sequence[int] = (),
+        states: Sequence[StateSpan] = (),
     ) -> Tensor:
-        """Tokens on the device are read: the other ranks are sent numbers."""
+        """Tokens on the device are read: the other ranks are sent numbers. No model of several ranks keeps
+        states."""
         if isinstance(token_ids, Tensor):
             token_ids = token_ids.tolist()
         with _in_step():

@@ -15,7 +15,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cluster.errors import ConfigError
 from cluster.model.state_probe import StateSpy
-from cluster.model.states import LayerStates, cache_argument
+from cluster.model.state_step import cache_argument
+from cluster.model.states import LayerStates
 from cluster.model.support import head_owner, may_keep_states
 from cluster.model.token_inputs import layer_inputs
 

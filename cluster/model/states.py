@@ -6,34 +6,22 @@ both. Its bytes ignore what the blocks are made for: a segment of a block is one
 size (the greatest common divisor of the segments' sizes), and each layer's states fill pages of their own.
 
 A step reads a sequence's state in one place and writes the new one in another (`StateSpan`), so a step that
-fails can be computed again.
-
-The mixers are transformers' own. A `StatefulForward` stands in front of each: it calls its mixer once for all
-spans of one length, with the cache object that transformers knows.
-Runs on the engine's thread. Owns no memory.
+fails can be computed again. How mixers use them: `state_step`. Runs on the engine's thread. Owns no memory.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache, LinearAttentionLayer
+from torch import Tensor
 
-from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.step_adapters import StepAdapters
 
-# by which names a mixer takes the cache
-_CACHE_ARGUMENTS = ("cache_params", "past_key_values", "past_key_value", "cache")
 _ALIGNMENT = 16  # bytes: of each state in its pages
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
@@ -44,6 +32,46 @@ class StateSpan(msgspec.Struct, frozen=True):
     num_tokens: int
     source: Sequence[int] = ()  # empty: these are the sequence's first tokens
     target: Sequence[int] = ()  # empty: nothing is kept
+
+
+@dataclass(frozen=True)
+class SpanTensors:
+    """The S spans of a packed step and the places of their states, as kernels on a GPU take them: int32. The
+    spans of a sequence are neighbours, in order; each begins with the state that the one before it leaves."""
+
+    starts: Tensor  # [S + 1]: first token of each span; the last: number of tokens that are no padding
+    firsts: Tensor  # [S]: the first span of the same sequence
+    spans: Tensor  # [T]: which span each token belongs to; -1: padding
+    source: Tensor  # [S, blocks]: of the state before a sequence's first span; -1: there is none
+    target: Tensor  # [S, blocks]: of the state after each span; -1: it is not kept
+    is_decode: bool  # every span is a sequence of one new token, or padding
+
+
+@dataclass(frozen=True)
+class PackedSpans:
+    """The same on the CPU."""
+
+    starts: np.ndarray
+    firsts: np.ndarray
+    spans: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[StateSpan]], num_blocks: int) -> PackedSpans:
+        """num_blocks: of one state."""
+        spans = [span for own in sequences for span in own]
+        counts = np.array([span.num_tokens for span in spans])
+        numbers = np.array([len(own) for own in sequences])
+        firsts = np.repeat(numbers.cumsum() - numbers, numbers)
+        source, target = (np.full((len(spans), num_blocks), -1, dtype=np.int32) for _ in range(2))
+        for row, span in enumerate(spans):
+            if span.source:
+                source[row] = span.source
+            if span.target:
+                target[row] = span.target
+        starts = np.concatenate([[0], counts.cumsum()])
+        return cls(starts, firsts, np.repeat(np.arange(len(spans)), counts), source, target)
 
 
 class StateTensor(msgspec.Struct, frozen=True):
@@ -89,29 +117,39 @@ class StateLayout:
 
     def __init__(self, layers: Sequence[LayerStates], kv_layout: MemoryLayout):
         sizes = [segment.block_bytes for segment in kv_layout.segments]
-        self._page_bytes = math.gcd(*sizes)
+        self.kv_layout = kv_layout
+        self.page_bytes = math.gcd(*sizes)
         words = (torch.int64, torch.int32, torch.int16, torch.uint8)  # torch copies large ones faster
-        self._word = next(word for word in words if self._page_bytes % word.itemsize == 0)
-        per_segment = torch.tensor([size // self._page_bytes for size in sizes])
+        self._word = next(word for word in words if self.page_bytes % word.itemsize == 0)
+        per_segment = torch.tensor([size // self.page_bytes for size in sizes])
         segments = torch.arange(len(sizes)).repeat_interleave(per_segment)
         # of each page of a block: pages of a block in front of its segment, in the segment, before it there
-        self._in_front = (per_segment.cumsum(0) - per_segment)[segments]
-        self._per_segment = per_segment[segments]
-        self._index = torch.arange(len(segments)) - self._in_front
+        in_front = (per_segment.cumsum(0) - per_segment)[segments]
+        index = torch.arange(len(segments)) - in_front
+        self._rules = {torch.device("cpu"): torch.stack([in_front, per_segment[segments], index])}
         self.layers = layers
         self._pages: list[range] = []  # of each layer
         num_pages = 0
         for layer in layers:
-            own = -(-layer.num_bytes // self._page_bytes)
+            own = -(-layer.num_bytes // self.page_bytes)
             self._pages.append(range(num_pages, num_pages + own))
             num_pages += own
         self.num_blocks = -(-num_pages // len(segments))  # of one state
 
-    def page_ids(self, tables: Sequence[Sequence[int]], kv: BlockMemory) -> Tensor:
-        """Blocks of B states → [B, pages] int64 on the memory's device."""
-        blocks = torch.tensor(tables, dtype=torch.int64)[:, :, None]
-        ids = self._in_front * kv.num_blocks + blocks * self._per_segment + self._index
-        return ids.flatten(1).to(kv.buffer.device)
+    def first_page(self, layer_number: int) -> int:
+        """The layer's first page among those of a state."""
+        return self._pages[layer_number].start
+
+    def page_ids(self, blocks: Tensor, kv: BlockMemory) -> Tensor:
+        """Blocks [B, blocks of a state] of B states, on the device → [B, pages] int64 there; -1 where
+        a block is negative. Enqueues; the first call on a device copies to it."""
+        device = kv.buffer.device
+        if device not in self._rules:
+            self._rules[device] = next(iter(self._rules.values())).to(device)
+        in_front, per_segment, index = self._rules[device]
+        own = blocks.long()[:, :, None]
+        ids = own * per_segment + (in_front * kv.num_blocks + index)
+        return torch.where(own < 0, -1, ids).flatten(1)
 
     def load(self, layer_number: int, pages: Tensor, kv: BlockMemory) -> Tensor:
         """pages [B, pages of a state] → [B, bytes] uint8 of one layer, a copy. layer_number: among the layers
@@ -129,186 +167,14 @@ class StateLayout:
 
     def _pages_of(self, kv: BlockMemory) -> Tensor:
         """[all pages, words]."""
-        return kv.buffer.view(self._word).view(-1, self._page_bytes // self._word.itemsize)
+        return kv.buffer.view(self._word).view(-1, self.page_bytes // self._word.itemsize)
 
     def step_bytes(self, num_tokens: int, num_sequences: int) -> int:
         """The most memory that a mixer takes in a step: for copies of a layer's states, and for rows of its
         convolution in float32. An upper estimate, not a measurement."""
         widths = [each.shape[0] for layer in self.layers for each in layer.tensors if not each.is_recurrent]
-        states = 4 * self._page_bytes * max(map(len, self._pages))
+        states = 4 * self.page_bytes * max(map(len, self._pages))
         return num_sequences * states + 4 * num_tokens * max(widths, default=0) * torch.float32.itemsize
 
     def layer_bytes(self, layer_number: int) -> int:
-        return len(self._pages[layer_number]) * self._page_bytes
-
-
-@dataclass(frozen=True)
-class _MixerRows:
-    """The rows of one call of a mixer: those of B sequences with N new tokens each."""
-
-    tokens: Tensor  # [B, N]: which of the T packed ones
-    source: Tensor | None  # [B, pages]; None: there is no state before
-    target: Tensor | None  # [B, pages]; None: none is kept
-
-
-class StepStates:
-    """The states of the step that runs now. Mixers ask it."""
-
-    def __init__(self, layout: StateLayout):
-        self.layout = layout
-        self.forwards: list[StatefulForward] = []
-        self.adapters = StepAdapters()  # of the linears in mixers
-        self.kv: BlockMemory | None = None
-        self.batches: Sequence[_MixerRows] = ()
-
-    @contextmanager
-    def of_step(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> Iterator[None]:
-        """The work inside is a step of these sequences, each of which consists of its spans."""
-        self.kv, self.batches = kv, self._batches_of(sequences, kv)
-        try:
-            yield
-        finally:
-            self.kv, self.batches = None, ()
-
-    def _batches_of(self, sequences: Sequence[Sequence[StateSpan]], kv: BlockMemory) -> list[_MixerRows]:
-        """One call for all first spans of a length, then one for all second ones, and so on: a span may begin
-        with the state that the one before it leaves."""
-        alike: dict[tuple[int, int, bool, bool], list[tuple[int, StateSpan]]] = {}
-        start = 0
-        for spans in sequences:
-            for place, span in enumerate(spans):
-                kind = (place, span.num_tokens, bool(span.source), bool(span.target))
-                alike.setdefault(kind, []).append((start, span))
-                start += span.num_tokens
-        return [self._rows(alike[kind], kv) for kind in sorted(alike)]
-
-    def _rows(self, found: Sequence[tuple[int, StateSpan]], kv: BlockMemory) -> _MixerRows:
-        """found: spans of one kind, and where each begins among the packed tokens."""
-        spans = [span for _, span in found]
-        tokens = torch.tensor([[first] for first, _ in found]) + torch.arange(spans[0].num_tokens)
-        tokens = tokens.to(kv.buffer.device)
-        source = self.layout.page_ids([s.source for s in spans], kv) if spans[0].source else None
-        target = self.layout.page_ids([s.target for s in spans], kv) if spans[0].target else None
-        return _MixerRows(tokens, source, target)
-
-
-class MixerKernel(Protocol):
-    """Computes what a mixer computes."""
-
-    def __call__(self, rows: Tensor, states: Tensor) -> Tensor:
-        """rows [B, N, hidden_size]: N new tokens of B sequences. states [B, bytes] uint8: of this layer, as
-        `LayerStates.places` says; all 0 in front of a sequence's first token; they become those after the
-        tokens. Returns the same as rows."""
-        ...
-
-
-class StatefulForward:
-    """The forward of a mixer, for the sequences of a packed step. Outside of a step with states it passes the
-    call on: the tokens are then those of one new sequence."""
-
-    def __init__(self, mixer: nn.Module, step: StepStates, number: int):
-        """number: of its layer among those with states. Raises ConfigError."""
-        self.mixer = mixer
-        self._forward, self._cache_argument = mixer.forward, cache_argument(mixer)
-        self._step, self._number = step, number
-        self.states = step.layout.layers[number]
-        self._places = self.states.places
-        self._num_states = 1 + max(tensor.number for tensor in self.states.tensors)
-        self.kernel: MixerKernel | None = None  # None: the mixer's own code
-
-    def __call__(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
-        """hidden_states [1, T, hidden_size] → the same."""
-        keywords = {name: given for name, given in keywords.items() if name != "paged"}
-        if self._step.kv is None:
-            return self._forward(hidden_states, **keywords)
-        out = torch.empty_like(hidden_states)
-        for batch in self._step.batches:
-            rows = hidden_states[0, batch.tokens]
-            with self._step.adapters.of_tokens(batch.tokens, rows.shape[:-1]):
-                out[0, batch.tokens] = self._run(rows, batch, self._step.kv, keywords)
-        return out
-
-    def _run(self, rows: Tensor, batch: _MixerRows, kv: BlockMemory, keywords: dict[str, Any]) -> Tensor:
-        """rows [B, N, hidden_size] → the same."""
-        layout, number = self._step.layout, self._number
-        if batch.source is not None:
-            stored = layout.load(number, batch.source, kv)
-        else:
-            stored = rows.new_zeros(len(rows), layout.layer_bytes(number), dtype=torch.uint8)
-        if self.kernel is not None:
-            out = self.kernel(rows, stored)
-        else:
-            out = self.run_module(rows, stored, is_first=batch.source is None, keywords=keywords)
-        if batch.target is not None:
-            layout.store(number, batch.target, stored, kv)
-        return out
-
-    def run_module(
-        self,
-        rows: Tensor,
-        stored: Tensor,
-        *,
-        is_first: bool,
-        keywords: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Tensor:
-        """What a `MixerKernel` computes, by the mixer's own code. is_first: no token is in front of these."""
-        states = LinearAttentionLayer(self._num_states)
-        if not is_first:
-            self._put(states, stored)
-        # the mixer finds its layer by number
-        cache = Cache(layers=[states] * (self.states.layer_idx + 1))
-        out = self._forward(rows, **{**keywords, self._cache_argument: cache})
-        self._take(states, stored)
-        return out
-
-    def _put(self, states: LinearAttentionLayer, stored: Tensor) -> None:
-        states.device, states.dtype = stored.device, None
-        for tensor, view in self._views(stored):
-            if tensor.is_recurrent:
-                states.recurrent_states[tensor.number] = view
-                states.is_recurrent_states_initialized[tensor.number] = True
-            else:
-                states.conv_states[tensor.number] = view
-                states.is_conv_states_initialized[tensor.number] = True
-                states.conv_kernel_size[tensor.number] = view.shape[-1]
-            states.has_previous_state[tensor.number] = True
-
-    def _take(self, states: LinearAttentionLayer, stored: Tensor) -> None:
-        for tensor, view in self._views(stored):
-            kept = states.recurrent_states if tensor.is_recurrent else states.conv_states
-            new = kept[tensor.number]
-            if new is None or new.shape != view.shape or new.dtype != view.dtype:
-                raise RuntimeError(
-                    f"{self.states.module} keeps a state of another form than when it was loaded"
-                )
-            if new.data_ptr() != view.data_ptr():  # some mixers write to the state that they are given
-                view.copy_(new)
-
-    def _views(self, stored: Tensor) -> Iterator[tuple[StateTensor, Tensor]]:
-        """stored [B, bytes] → [B, *shape] of each state."""
-        for tensor, place in self._places:
-            yield tensor, stored[:, place].view(tensor.dtype).unflatten(1, tensor.shape)
-
-
-def cache_argument(mixer: nn.Module) -> str:
-    """The name by which it takes the cache. Raises ConfigError."""
-    names = inspect.signature(mixer.forward).parameters
-    found = next((name for name in _CACHE_ARGUMENTS if name in names), None)
-    if found is None:
-        raise ConfigError(f"{type(mixer).__name__} takes no cache of states by a known name")
-    return found
-
-
-def install(
-    text_model: nn.Module, layers: Sequence[LayerStates], attention: Sequence[str], kv_layout: MemoryLayout
-) -> StepStates:
-    """Gives every mixer of the text model a `StatefulForward`. attention: names of the modules that call
-    attention; block memory has their KV one after the other, so they are renumbered. Raises ConfigError."""
-    for place, name in enumerate(attention):
-        text_model.get_submodule(name).layer_idx = place
-    step = StepStates(StateLayout(layers, kv_layout))
-    for number, layer in enumerate(layers):
-        mixer = text_model.get_submodule(layer.module)
-        mixer.forward = StatefulForward(mixer, step, number)
-        step.forwards.append(mixer.forward)
-    return step
+        return len(self._pages[layer_number]) * self.page_bytes

@@ -10,6 +10,7 @@ from torch import Tensor
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter
 from cluster.model.language import SequenceChunk
+from cluster.model.states import StateSpan
 
 
 class StepModel(Protocol):
@@ -37,6 +38,7 @@ class StepModel(Protocol):
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
         adapters: Sequence[int] = (),
+        states: Sequence[StateSpan] = (),
     ) -> Tensor: ...
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:

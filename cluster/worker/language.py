@@ -85,7 +85,7 @@ def load_language(
         graphs=0 if recording is None else recording.num_bytes,
         step=_step_bytes(model, sizes),
     )
-    num_padding = int(recording is not None)  # blocks for the padding of recorded steps: the last one
+    num_padding = 0 if recording is None else recording.num_blocks
     with setup.late_memory.granting() as promised:
         available = available_bytes(setup.device, model.evictable_bytes) - promised
         num_kv_blocks = sizes.num_kv_blocks

@@ -26,6 +26,8 @@ KERNELS = (
     "cluster.model.cuda.layer_kernels",
     "cluster.model.cuda.packed_kernels",
     "cluster.model.cuda.expert_kernels",
+    "cluster.model.cuda.mixer_kernels",
+    "cluster.model.cuda.delta_kernels",
     "kv_transfer.codecs.triton_codec",
     "kv_transfer.codecs.triton_checksum",
 )

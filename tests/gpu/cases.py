@@ -15,6 +15,8 @@ from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda
 from cluster.model.cuda.step_inputs import StepBuffers, answers_of
 from cluster.model.kv_format import KvCacheDtype, LayerCache, kv_segments, layer_cache
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.states import StateSpan
+from cluster.model.step_model import StepModel
 
 
 @dataclass(frozen=True)
@@ -173,3 +175,60 @@ def check_recorded_steps(
         model.place_embeds(inputs.token_ids, chunks, embeds)
         same = model.step(inputs, unrecorded, embeds)
         check(logits, same, model.forward(chunks, plain), f"mixed, step {step}")
+
+
+HYBRID_PLACES = 3  # of states, for a sequence of `hybrid_answers`: before and after a step, and within it
+
+
+def hybrid_answers(
+    model: LanguageModel, steps: StepModel, kv: BlockMemory, prompts: Sequence[Sequence[int]],
+    num_tokens: int, blocks_of_kv: int,
+) -> list[list[int]]:  # fmt: skip
+    """Greedy answers of a hybrid model. Each prompt is computed in two chunks next to the answers before it;
+    a state is kept within the second. blocks_of_kv: of a sequence, before its states."""
+    size, done = model.state_blocks, [0] * len(prompts)
+    own = blocks_of_kv + HYBRID_PLACES * size
+    lasts: list[Sequence[int]] = [()] * len(prompts)  # where each state is
+    answers: list[list[int]] = [[] for _ in prompts]
+
+    def place(i: int, number: int) -> range:
+        start = i * own + blocks_of_kv + number * size
+        return range(start, start + size)
+
+    def spans(i: int, *counts: int) -> tuple[StateSpan, ...]:
+        found, free = (
+            [],
+            [place(i, number) for number in range(HYBRID_PLACES) if place(i, number) != lasts[i]],
+        )
+        for count in counts:
+            found.append(StateSpan(count, lasts[i], free.pop()))
+            lasts[i] = found[-1].target
+        return tuple(found)
+
+    def chunk(i: int, ids: Sequence[int], *counts: int, num_logits: int = 1) -> SequenceChunk:
+        made = SequenceChunk(
+            ids, done[i], done[i], range(i * own, i * own + blocks_of_kv), num_logits=num_logits,
+            states=spans(i, *(counts or (len(ids),))),
+        )  # fmt: skip
+        done[i] += len(ids)
+        return made
+
+    for i, prompt in enumerate(prompts):
+        half = len(prompt) // 2
+        for part in (0, 1):
+            chunks = [chunk(j, answers[j][-1:]) for j in range(i)]
+            rest = prompt[half:]
+            last = chunk(i, rest, 1, len(rest) - 1) if part else chunk(i, prompt[:half], num_logits=0)
+            tokens = steps.forward([*chunks, last], kv).argmax(-1).tolist()
+            for j, token in enumerate(tokens):
+                answers[j].append(token)
+    while min(map(len, answers)) < num_tokens:
+        count = len(prompts)
+        tables = [range(i * own, i * own + blocks_of_kv) for i in range(count)]
+        contexts, states = [*done], [spans(i, 1)[0] for i in range(count)]
+        given = [answer[-1] for answer in answers]
+        tokens = steps.decode(given, contexts, [0] * count, tables, kv, states=states).argmax(-1).tolist()
+        for i, token in enumerate(tokens):
+            answers[i].append(token)
+            done[i] += 1
+    return [answer[:num_tokens] for answer in answers]

@@ -12,11 +12,11 @@ from ctypes import c_int64, c_void_p
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.model.cpu.library import Kernels
-from cluster.model.states import LayerStates
+from cluster.model.state_step import StatefulForward, StepState, over_copies
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _PARTS = (
@@ -51,14 +51,15 @@ class _Projected(Protocol):
 class GatedDelta:
     """Implements `MixerKernel`."""
 
-    def __init__(self, mixer: nn.Module, states: LayerStates, kernels: Kernels):
-        own = cast(Any, mixer)
+    def __init__(self, forward: StatefulForward, kernels: Kernels):
+        own = cast(Any, forward.mixer)
         self._own = own
         weight: Tensor = own.conv1d.weight
         self._project: _Projected = self._separate if hasattr(own, "in_proj_qkv") else self._interleaved
         # [taps, channels]
         self._weight = weight.detach()[:, 0].float().T.contiguous()
-        places = {tensor.is_recurrent: place.start for tensor, place in states.places}
+        self._number = forward.number
+        places = {tensor.is_recurrent: place.start for tensor, place in forward.states.places}
         self._shape = (own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim, len(self._weight))
         self._offsets = places[False], places[True]
         self._dtype = weight.dtype
@@ -67,7 +68,10 @@ class GatedDelta:
         self._run.argtypes = (*[c_void_p] * 8, ctypes.c_int)
         self._run.restype = None
 
-    def __call__(self, rows: Tensor, states: Tensor) -> Tensor:
+    def __call__(self, rows: Tensor, step: StepState) -> Tensor:
+        return over_copies(rows, step, self._number, self.compute)
+
+    def compute(self, rows: Tensor, states: Tensor, is_first: bool = False) -> Tensor:
         """rows [B, N, hidden_size], states [B, bytes] uint8, which become those after the tokens. Returns the
         same as rows. Blocks."""
         (num_sequences, num_tokens, _), own = rows.shape, self._own
@@ -109,8 +113,9 @@ class GatedDelta:
         return beta.sigmoid().float().contiguous(), log.exp().contiguous()
 
 
-def gated_delta(mixer: nn.Module, states: LayerStates, kernels: Kernels) -> GatedDelta | None:
+def gated_delta(forward: StatefulForward, kernels: Kernels) -> GatedDelta | None:
     """None: it is no such mixer, or of a form that the kernel does not know."""
+    mixer, states = forward.mixer, forward.states
     if not all(hasattr(mixer, name) for name in _PARTS):
         return None
     own, lanes = cast(Any, mixer), kernels.cdll.gated_delta_lanes()
@@ -128,4 +133,4 @@ def gated_delta(mixer: nn.Module, states: LayerStates, kernels: Kernels) -> Gate
             (True, torch.float32, (own.num_v_heads, own.head_k_dim, own.head_v_dim)),
         ]
     )  # fmt: skip
-    return GatedDelta(mixer, states, kernels) if is_known else None
+    return GatedDelta(forward, kernels) if is_known else None

@@ -3,7 +3,7 @@ in `cluster.model.layers` knows them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ from cluster.model.cpu.modules import (
 from cluster.model.layers.parts import AttentionParts, DecoderParts
 from cluster.model.layers.search import Settings, TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
-from cluster.model.states import LayerStates
+from cluster.model.state_step import StatefulForward
 
 # Largest relative error (2-norm) of what a replacement adds to its input: at least three times the error seen
 # on random weights.
@@ -33,6 +33,9 @@ _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _INT8_TOLERANCE = 1e-1
 # With adapters that add as much as the layer itself: modules round three times more than the native layer.
 _ADAPTED_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
+# Of mixers: five times what was seen. In float32 it is the module that errs, where states fade fast: it sums
+# the logarithms of the decays of 64 tokens.
+_MIXER_TOLERANCES = {torch.float32: 5e-5, torch.bfloat16: 2e-3}
 
 
 class CpuLayerKernels:
@@ -40,6 +43,7 @@ class CpuLayerKernels:
 
     is_timed = False
     whole_tolerance = 0.0
+    mixer_tolerances: Mapping[torch.dtype, float] = _MIXER_TOLERANCES
 
     def __init__(self, kernels: Kernels, weight_dtype: WeightDtype = "auto"):
         self.name = f"native CPU kernels ({kernels.variant})"
@@ -84,8 +88,8 @@ class CpuLayerKernels:
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> nn.Module | None:
         return optimise(text_model, head, self._weight_dtype, self._kernels)
 
-    def mixer(self, mixer: nn.Module, states: LayerStates) -> GatedDelta | None:
-        return gated_delta(mixer, states, self._kernels)
+    def mixer(self, forward: StatefulForward) -> GatedDelta | None:
+        return gated_delta(forward, self._kernels)
 
     def whole(self, parts: TextParts) -> NativeTextModel | None:
         native = [layer for layer in parts.layers if isinstance(layer, NativeDecoderLayer)]

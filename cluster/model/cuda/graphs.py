@@ -8,9 +8,10 @@ afterwards.
 A replay repeats the recorded launches at the recorded addresses. Therefore:
 
 * a step's inputs always use the same buffers (`StepBuffers`),
-* a step is padded to a recorded size with tokens that write into a scratch block,
+* a step is padded to a recorded size with tokens that write into a scratch block, and a scratch state,
 * the logits are always in the same tensor, which all sizes share,
-* attention must not read the sizes of a step on the host (`ModelAttention.can_capture`).
+* attention must not read the sizes of a step on the host (`ModelAttention.can_capture`), nor may mixers with
+  states: transformers' own code takes steps of answers only (`state_step`).
 
 All graphs share one pool of memory, so only one of them may run at a time. Mixed steps above
 `MIXED_TOKENS` are not recorded: the engine cuts prompts so that few steps are larger
@@ -33,6 +34,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter
 from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.states import StateSpan
 from cluster.model.step_model import StepModel
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class CapturableModel(StepModel, Protocol):
     hidden_size: int
     feature_width: int
     vocab_size: int
+    state_blocks: int
     position_axes: int
     dtype: torch.dtype
 
@@ -114,7 +117,8 @@ class RecordedSizes:
 class GraphedModel:
     """A `LanguageModel` whose steps over `kv` are replayed if they have a recorded size. One thread.
 
-    The last block of `kv` is the scratch block: it must not belong to the pool that requests draw from.
+    The last blocks of `kv` are scratch (`num_scratch_blocks`): they must not belong to the pool that requests
+    draw from.
     """
 
     def __init__(self, model: CapturableModel, kv: BlockMemory, sizes: RecordedSizes, capture: Capture):
@@ -125,8 +129,9 @@ class GraphedModel:
         self._kv = kv
         self._sizes = sizes
         self._capture = capture
+        scratch = range(kv.num_blocks - num_scratch_blocks(model), kv.num_blocks)
         self._buffers = StepBuffers(
-            largest, max_blocks, model.position_axes, model.block_size, kv.num_blocks - 1, device
+            largest, max_blocks, model.position_axes, model.block_size, scratch[-1], device, scratch[:-1]
         )
         self._embeds = torch.zeros(most_tokens, model.hidden_size, dtype=model.dtype, device=device)
         self._logits = torch.zeros(largest.num_wanted, model.vocab_size, device=device)
@@ -178,6 +183,7 @@ class GraphedModel:
         block_tables: Sequence[Sequence[int]],
         kv: BlockMemory,
         adapters: Sequence[int] = (),
+        states: Sequence[StateSpan] = (),
     ) -> Tensor:
         """The logits are valid until the next call. A request with more choices than a step of answers has
         sequences runs alone, and unrecorded."""
@@ -185,10 +191,12 @@ class GraphedModel:
         count = len(token_ids)
         sizes = next((sizes for sizes in self._sizes.answers if sizes.num_rows >= count), None)
         if sizes is None:
-            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters)
+            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
         is_on_device = isinstance(token_ids, Tensor)
         known = 0 if is_on_device else self._model.known_ids(token_ids)
-        inputs = self._buffers.fill_answers(sizes, known, context_lens, deltas, block_tables, adapters)
+        inputs = self._buffers.fill_answers(
+            sizes, known, context_lens, deltas, block_tables, adapters, states
+        )
         if is_on_device:
             inputs.token_ids[:count].copy_(self._model.known_on_device(token_ids))
         return self._replays[sizes]()[:count]
@@ -206,12 +214,14 @@ class GraphedModel:
             return None
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         num_wanted = sum(chunk.num_logits for chunk in chunks)
+        num_spans = sum(max(1, len(chunk.states)) for chunk in chunks)
         fitting = (
             sizes
             for sizes in self._sizes.mixed
             if sizes.num_tokens >= num_tokens
             and sizes.num_rows >= len(chunks)
             and sizes.num_wanted >= num_wanted
+            and sizes.num_spans >= num_spans
         )
         return next(fitting, None)
 
@@ -242,6 +252,7 @@ class Recording:
 
     sizes: RecordedSizes
     num_bytes: int  # that all graphs and their buffers take
+    num_blocks: int  # of KV, that padding takes: the last ones
 
     def over(self, model: LanguageModel, kv: BlockMemory) -> StepModel:
         """The model with recorded steps over `kv`. Takes seconds."""
@@ -249,12 +260,13 @@ class Recording:
 
 
 def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None:
-    """Records the largest step of each kind, over a KV of one block, and frees it again: the others share
-    its memory. None: steps cannot be recorded; the log says why. Call it before other threads use the
+    """Records the largest step of each kind, over a KV of scratch blocks, and frees it again: the others
+    share its memory. None: steps cannot be recorded; the log says why. Call it before other threads use the
     device."""
     if model.device.type != "cuda":
         return None
-    kv = BlockMemory(model.kv_layout, 1, model.device)
+    num_blocks = num_scratch_blocks(model)
+    kv = BlockMemory(model.kv_layout, num_blocks, model.device)
     if not model.can_capture(kv):
         logger.info("steps are not recorded: their attention needs the host")
         return None
@@ -269,7 +281,12 @@ def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None
     del graphed
     torch.cuda.empty_cache()
     num_graphs = len(sizes.answers) + len(sizes.mixed)
-    return Recording(sizes, shared + num_graphs * GRAPH_BYTES)
+    return Recording(sizes, shared + num_graphs * GRAPH_BYTES, num_blocks)
+
+
+def num_scratch_blocks(model: CapturableModel | LanguageModel) -> int:
+    """One for the K and V of padding tokens, after those of a state."""
+    return 1 + model.state_blocks
 
 
 def _recorded(model: LanguageModel, kv: BlockMemory, sizes: RecordedSizes) -> GraphedModel | None:

@@ -39,19 +39,22 @@ from cluster.model.cuda.layer_calls import (
     rope_write,
 )
 from cluster.model.cuda.merging import merged, merged_codes
+from cluster.model.cuda.mixers import kernel_of
 from cluster.model.cuda.paged_attention import MAX_WIDTH
 from cluster.model.kv_format import layer_cache
 from cluster.model.layers.codes import CodedLinear, Codes
 from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, Linear, MlpParts, is_rms_norm
 from cluster.model.layers.search import Compared, Replacement, Settings, TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
-from cluster.model.states import LayerStates
+from cluster.model.state_step import MixerKernel, StatefulForward
 
 logger = logging.getLogger(__name__)
 
 # Largest relative error (2-norm) of what a replacement adds to its input. Another form of a norm or a
 # rotation is off by a tenth and more. INT8 codes may differ by one where a product rounds otherwise.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+# Of mixers. Products round otherwise than torch's where the model's dtype has 16 bits.
+_MIXER_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 _NO_ROTATION = (0, Rotation.HALVES, Table.FULL)
 Rotary = tuple[Tensor, Tensor] | None  # cos and sin, [1, T, W]
 
@@ -268,6 +271,7 @@ class CudaLayerKernels:
     """Implements `LayerKernels`."""
 
     name = "Triton kernels"
+    mixer_tolerances: Mapping[torch.dtype, float] = _MIXER_TOLERANCES
 
     def __init__(self, dtype: torch.dtype, attention: CudaAttention, *, is_timed: bool = True):
         self.source = Tried()
@@ -301,8 +305,8 @@ class CudaLayerKernels:
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> None:
         """Replaces none."""
 
-    def mixer(self, mixer: nn.Module, states: LayerStates) -> None:
-        """Replaces none."""
+    def mixer(self, forward: StatefulForward) -> MixerKernel | None:
+        return kernel_of(forward)
 
     def whole(self, parts: TextParts) -> FusedTextModel | None:
         layers = [layer for layer in parts.layers if isinstance(layer, FusedLayer)]

@@ -28,6 +28,7 @@ from torch import Tensor
 from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
 from cluster.model.batches import visible_ends
 from cluster.model.cuda.tiles import power_of_two, tensors_of
+from cluster.model.cuda.uploads import upload
 from cluster.model.kv_format import GROUP_WIDTH, LayerCache
 
 MAX_WIDTH = 256  # channels of a head that fit a program's registers
@@ -129,12 +130,7 @@ def step_tensors(batch: PagedBatch) -> StepTensors:
     indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
     ends = visible_ends(indices, starts, batch.bidirectional_spans)
     numbers = seqs, indices, ends, starts, contexts
-    sizes = [_aligned(len(each)) for each in numbers]
-    packed = np.zeros(sum(sizes), dtype=np.int32)
-    for first, each in zip(np.cumsum([0, *sizes]), numbers, strict=False):
-        packed[first : first + len(each)] = each
-    parts = torch.from_numpy(packed).to(batch.slots.device, non_blocking=True).split(sizes)
-    on_device = (part[: len(each)] for part, each in zip(parts, numbers, strict=True))
+    on_device = upload(numbers, batch.slots.device)
     return StepTensors(*on_device, batch.block_tables.int(), batch.block_size, batch.is_decode)
 
 

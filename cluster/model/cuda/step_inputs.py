@@ -11,7 +11,8 @@ or the scratch block: they are always valid. A row is written only if its table 
 begins at a multiple of 16 bytes, as `StepTensors` asks.
 
 Padding: tokens of no sequence (-1), whose K and V go into the scratch block and which see nothing, and
-sequences without new tokens. They have a context of 1, as a kernel with one query for each row needs.
+sequences without new tokens. They have a context of 1, as a kernel with one query for each row needs. Their
+states are read and written in scratch blocks, too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from torch import Tensor
 
 from cluster.model.attention import StepTensors
 from cluster.model.batches import SequenceChunk, packed_tokens, visible_ends, visible_spans
+from cluster.model.states import PackedSpans, SpanTensors, StateSpan
 
 _ALIGNED = 4  # numbers of 16 bytes
+_MORE_SPANS = 16  # than sequences, in a step with prompts: of prompts whose states are kept within the step
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class StepSizes:
     num_rows: int  # B, sequences
     num_wanted: int  # W, tokens whose logits are wanted
     is_decode: bool = False  # T = B = W: every sequence has one new token
+
+    @property
+    def num_spans(self) -> int:
+        """Spans are successive tokens of a sequence; each ends where a state is kept."""
+        return self.num_rows + (0 if self.is_decode else _MORE_SPANS)
 
 
 def answers_of(batch_size: int) -> StepSizes:
@@ -54,6 +62,7 @@ class StepInputs:
     adapters: Tensor  # [T]: numbers, or 0
     wanted: Tensor  # [W]: which of the T tokens want logits
     step: StepTensors
+    states: SpanTensors | None  # None: the model keeps none
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,12 @@ class _Fields:
     starts: np.ndarray
     contexts: np.ndarray
     wanted: np.ndarray
+    # of a model that keeps states
+    span_starts: np.ndarray
+    span_firsts: np.ndarray
+    spans: np.ndarray
+    sources: np.ndarray
+    targets: np.ndarray
 
 
 class StepBuffers:
@@ -79,12 +94,14 @@ class StepBuffers:
 
     largest: no step has more tokens, sequences or wanted tokens. max_blocks: the longest block table. axes:
     of a position. scratch_block: a block that belongs to no request, for the K and V of padding tokens.
+    scratch_state: blocks of a state that belongs to no request; empty: the model keeps none.
     """
 
     def __init__(
         self, largest: StepSizes, max_blocks: int, axes: int, block_size: int, scratch_block: int,
-        device: torch.device,
+        device: torch.device, scratch_state: Sequence[int] = (),
     ):  # fmt: skip
+        self._scratch_state = np.array(scratch_state, dtype=np.int32)
         self._max_blocks, self._axes, self._block_size = max_blocks, axes, block_size
         self._scratch_slot = scratch_block * block_size
         self._first_table = sum(_aligned(count) for count in self._counts(largest))
@@ -109,9 +126,10 @@ class StepBuffers:
         deltas: Sequence[int],
         block_tables: Sequence[Sequence[int]],
         adapters: Sequence[int] = (),
+        states: Sequence[StateSpan] = (),
     ) -> StepInputs:
         """One token for each sequence. Arguments as in `LanguageModel.decode`; one number stands for every
-        token."""
+        token. A sequence without a state gets the scratch state."""
         fields, count = self._begin(sizes), len(context_lens)
         fields.token_ids[:count] = token_ids
         fields.indices[:count] = context_lens
@@ -124,6 +142,8 @@ class StepBuffers:
         numbers = np.arange(count)
         fields.seqs[:count] = fields.starts[:count] = fields.wanted[:count] = numbers
         self._take_tables(block_tables)
+        if len(self._scratch_state):
+            self._fill_states_of_answers(fields, count, states)
         return self._end(sizes, fields, count, count, count)
 
     def fill_chunks(
@@ -145,16 +165,22 @@ class StepBuffers:
         fields.ends[:num_tokens] = visible_ends(tokens.indices, fields.starts, spans)
         fields.wanted[: len(tokens.wanted)] = tokens.wanted
         self._take_tables([chunk.block_table for chunk in chunks])
+        if len(self._scratch_state):
+            spans = [chunk.states or (StateSpan(len(chunk.token_ids)),) for chunk in chunks]
+            self._fill_states(fields, PackedSpans.of(spans, len(self._scratch_state)))
         return self._end(sizes, fields, num_tokens, num_rows, len(tokens.wanted))
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Always the same views."""
         if sizes not in self._inputs:
-            token_ids, position_ids, slots, adapters, *of_step, wanted = self._views(sizes, self._device)
+            views = self._views(sizes, self._device)
+            token_ids, position_ids, slots, adapters, *of_step = views[:9]
+            wanted, of_states = views[9], views[10:]
             tables = self._device[self._first_table :][: sizes.num_rows * self._max_blocks]
             tables = tables.view(sizes.num_rows, self._max_blocks)
             step = StepTensors(*of_step, tables, self._block_size, sizes.is_decode)
-            self._inputs[sizes] = StepInputs(token_ids, position_ids, slots, adapters, wanted, step)
+            spans = SpanTensors(*of_states, sizes.is_decode) if len(self._scratch_state) else None
+            self._inputs[sizes] = StepInputs(token_ids, position_ids, slots, adapters, wanted, step, spans)
         return self._inputs[sizes]
 
     def _begin(self, sizes: StepSizes) -> _Fields:
@@ -174,6 +200,26 @@ class StepBuffers:
                 used = min(len(table), self._max_blocks)  # a table may reserve blocks for later
                 self._tables[row, :used] = table[:used]
                 self._held[row] = table[:]
+
+    def _fill_states_of_answers(self, fields: _Fields, count: int, states: Sequence[StateSpan]) -> None:
+        fields.span_starts[: count + 1] = np.arange(count + 1)
+        fields.span_starts[count + 1 :] = count
+        fields.span_firsts[:] = np.arange(len(fields.span_firsts))
+        fields.spans[:count], fields.spans[count:] = fields.span_firsts[:count], -1
+        for row, span in enumerate(states):
+            fields.sources[row], fields.targets[row] = span.source, span.target
+        for field in (fields.sources, fields.targets):
+            field[len(states) :] = self._scratch_state
+
+    def _fill_states(self, fields: _Fields, spans: PackedSpans) -> None:
+        num_spans, num_tokens = len(spans.firsts), len(spans.spans)
+        fields.span_starts[: num_spans + 1], fields.span_starts[num_spans + 1 :] = spans.starts, num_tokens
+        fields.span_firsts[:] = np.arange(len(fields.span_firsts))
+        fields.span_firsts[:num_spans] = spans.firsts
+        fields.spans[:num_tokens], fields.spans[num_tokens:] = spans.spans, -1
+        fields.sources[:num_spans], fields.targets[:num_spans] = spans.source, spans.target
+        for field in (fields.sources, fields.targets):
+            field[num_spans:] = self._scratch_state
 
     def _end(
         self, sizes: StepSizes, fields: _Fields, num_tokens: int, num_rows: int, num_wanted: int
@@ -204,7 +250,9 @@ class StepBuffers:
         """Returns how many numbers each field has, in the order of `_Fields`."""
         tokens, rows = sizes.num_tokens, sizes.num_rows
         of_tokens = [tokens, self._axes * tokens, tokens, tokens, tokens, tokens, tokens]
-        return [*of_tokens, rows + 1, rows, sizes.num_wanted]
+        blocks, spans = len(self._scratch_state), sizes.num_spans
+        of_states = [spans + 1, spans, tokens, spans * blocks, spans * blocks] if blocks else [0] * 5
+        return [*of_tokens, rows + 1, rows, sizes.num_wanted, *of_states]
 
     def _views(self, sizes: StepSizes, buffer: Any) -> list[Any]:
         """Returns the fields as views of a tensor or an array."""
@@ -214,6 +262,8 @@ class StepBuffers:
             first += _aligned(count)
         if self._axes > 1:
             views[1] = views[1].reshape(self._axes, sizes.num_tokens)
+        if len(self._scratch_state):
+            views[-2:] = [view.reshape(sizes.num_spans, -1) for view in views[-2:]]
         return views
 
 

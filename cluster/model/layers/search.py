@@ -15,7 +15,7 @@ from torch import nn
 
 from cluster.model.layers.parts import DecoderParts, decoder_parts
 from cluster.model.layers.trial import Observed, Trial, WholeDecoder
-from cluster.model.states import LayerStates, MixerKernel
+from cluster.model.state_step import MixerKernel, StatefulForward
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,13 @@ class LayerKernels(Protocol):
     source: where replacements come from.
     is_timed: a replacement must also be faster than its layer.
     whole_tolerance: largest relative error (2-norm) of the logits of a whole decoder.
+    mixer_tolerances: largest relative error (2-norm) of what a mixer gives, and of each of its states.
     """
 
     name: str
     is_timed: bool
     whole_tolerance: float
+    mixer_tolerances: Mapping[torch.dtype, float]
 
     @property
     def source(self) -> ReplacementSource: ...
@@ -97,8 +99,8 @@ class LayerKernels(Protocol):
         it stays. Blocks."""
         ...
 
-    def mixer(self, mixer: nn.Module, states: LayerStates) -> MixerKernel | None:
-        """What may compute a mixer that keeps these states (`cluster.model.layers.mixers`); None: there is
+    def mixer(self, forward: StatefulForward) -> MixerKernel | None:
+        """What may compute a mixer that keeps states (`cluster.model.layers.mixers`); None: there is
         nothing."""
         ...
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda
+from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda, num_scratch_blocks
 from cluster.model.cuda.step_inputs import StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.states import StateSpan
 
 SIZES = RecordedSizes([answers_of(4)], [StepSizes(8, 8, 8), StepSizes(32, 8, 12)])
 PROMPTS = [list(range(5, 25)), list(range(50, 53)), list(range(60, 71))]
@@ -22,9 +23,12 @@ NUM_BLOCKS = 24  # for requests
 class Compared:
     """The model recorded and unrecorded, over KV of their own."""
 
-    def __init__(self, model: LanguageModel, sizes: RecordedSizes = SIZES):
+    def __init__(self, model: LanguageModel, sizes: RecordedSizes = SIZES, num_blocks: int = NUM_BLOCKS):
+        """num_blocks: of KV for requests."""
         self.model = model
-        self.kvs = [BlockMemory(model.kv_layout, NUM_BLOCKS + 1, "cuda") for _ in range(2)]
+        self._num_scratch = num_scratch_blocks(model)
+        total = num_blocks + self._num_scratch
+        self.kvs = [BlockMemory(model.kv_layout, total, "cuda") for _ in range(2)]
         capture, self.replays = capture_cuda(), []
         self.graphed = GraphedModel(
             model, self.kvs[0], sizes, lambda work: self.replays.append(capture(work)) or self.replays[-1]
@@ -44,17 +48,21 @@ class Compared:
 
     def decode(
         self, token_ids: list[int], context_lens: list[int], deltas: list[int], tables: list[list[int]],
-        adapters: Sequence[int] = (),
+        adapters: Sequence[int] = (), states: Sequence[StateSpan] = (),
     ) -> Tensor:  # fmt: skip
+        """Replayed; equal to the other."""
         ours, plain = self.kvs[:2]
-        found = self.graphed.decode(token_ids, context_lens, deltas, tables, ours, adapters).cpu().clone()
-        expected = self.model.decode(token_ids, context_lens, deltas, tables, plain, adapters).cpu()
+        found = (
+            self.graphed.decode(token_ids, context_lens, deltas, tables, ours, adapters, states).cpu().clone()
+        )
+        expected = self.model.decode(token_ids, context_lens, deltas, tables, plain, adapters, states).cpu()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         return found
 
     def check_kv(self) -> None:
-        """All but the scratch block."""
+        """All but the scratch blocks."""
+        end = -self._num_scratch
         for recorded, plain in zip(*(kv.segments for kv in self.kvs), strict=True):
             torch.testing.assert_close(
-                recorded[:-1].cpu().float(), plain[:-1].cpu().float(), rtol=1e-3, atol=1e-3
+                recorded[:end].cpu().float(), plain[:end].cpu().float(), rtol=1e-3, atol=1e-3
             )

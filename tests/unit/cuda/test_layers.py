@@ -4,6 +4,7 @@ take halves of layers, try forms of the norm, and must be faster."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import pytest
@@ -26,7 +27,7 @@ from cluster.model.layers.search import (
     whole_decoder,
 )
 from cluster.model.layers.trial import Observed, Trial
-from cluster.model.states import LayerStates
+from cluster.model.state_step import StatefulForward
 from tests.fakes.cuda_device import SimulatedCuda
 
 _TINY: dict[str, Any] = {
@@ -106,6 +107,7 @@ class FusedKernels:
     name = "fused"
     is_timed = True
     whole_tolerance = 1e-4
+    mixer_tolerances: Mapping[torch.dtype, float] = MappingProxyType({})
 
     def __init__(self, device: SimulatedCuda, num_wasted: int = 0):
         self.source = Compared()
@@ -131,7 +133,7 @@ class FusedKernels:
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> None:
         return None
 
-    def mixer(self, mixer: nn.Module, states: LayerStates) -> None:
+    def mixer(self, forward: StatefulForward) -> None:
         """Replaces none."""
 
     def whole(self, parts: TextParts) -> FusedTextModel | None:

@@ -365,7 +365,7 @@ def test_a_draft_models_steps_are_recorded(device: SimulatedCuda) -> None:
     model = text_model(device)
     requests = [DraftedRequest(str(i), list(prompt)) for i, prompt in enumerate(PROMPTS)]
     plain = DraftModelProposer(model, model, NUM_BLOCKS).propose(requests, [2, 3, 1])
-    recorded = DraftModelProposer(model, model, NUM_BLOCKS, recording=Recording(SIZES, 0))
+    recorded = DraftModelProposer(model, model, NUM_BLOCKS, recording=Recording(SIZES, 0, 1))
     model.forward = model.decode = None  # type: ignore[assignment, method-assign]
     assert recorded.propose(requests[:2], [2, 3]) == plain[:2]  # 23 tokens, then two at once
     assert recorded.propose(requests, [2, 3, 1]) == plain

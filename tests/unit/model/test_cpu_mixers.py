@@ -1,5 +1,6 @@
 """The native gated delta rule computes what transformers' mixers compute, for every variant of the kernels."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from torch import Tensor
 
 import cluster.model  # noqa: F401  (prepares torchvision)
 from cluster.kvcache.memory import MemoryLayout
+from cluster.model.cpu.gated_delta import GatedDelta
 from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.kv_format import kv_segments
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
-from cluster.model.states import StatefulForward, StepStates, install
+from cluster.model.state_step import StatefulForward, StepStates, install, over_copies
 from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 
 HIDDEN = 64
@@ -43,9 +45,10 @@ def stateful(name: str, dtype: torch.dtype, **changes: Any) -> StepStates:
 
 
 def run(forward: StatefulForward, rows: Tensor, states: Tensor) -> Tensor:
-    assert forward.kernel is not None
+    """rows [B, N, hidden_size], as the kernel takes them over copies of the states."""
+    assert isinstance(forward.kernel, GatedDelta)
     with torch.inference_mode():
-        return forward.kernel(rows, states)
+        return forward.kernel.compute(rows, states)
 
 
 @needs_kernels
@@ -95,12 +98,14 @@ def test_what_the_kernel_does_not_know_stays_as_it_is(changes) -> None:
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     step = stateful("Qwen3_5Text", torch.float32)
     ours = CpuLayerKernels(best_kernels, "auto")
-    kernel: Any = ours.mixer(step.forwards[0].mixer, step.forwards[0].states)
+    kernel = ours.mixer(step.forwards[0])
+    assert kernel is not None
+    size = step.forwards[0].states.num_bytes
 
-    def wrong(rows: Tensor, states: Tensor) -> Tensor:
-        out = kernel(rows, states)
-        states[:, -4:] = 0
+    def wrong(rows: Tensor, states: Tensor, is_first: bool) -> Tensor:
+        out = kernel.compute(rows, states)
+        states[:, size - 4 : size] = 0
         return out
 
-    monkeypatch.setattr(ours, "mixer", lambda *_: wrong)
+    monkeypatch.setattr(ours, "mixer", lambda _: partial(over_copies, number=0, compute=wrong))
     assert replace_mixers(step, ours, HIDDEN) == 0

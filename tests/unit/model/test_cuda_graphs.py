@@ -172,7 +172,7 @@ class EchoModel:
     max_model_len = BLOCK_SIZE * MAX_BLOCKS - 1
     hidden_size = feature_width = 2
     vocab_size = position_axes = 1
-    recorded_tokens = 0
+    recorded_tokens = state_blocks = 0
     dtype = torch.float32
 
     def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
@@ -196,7 +196,7 @@ class EchoModel:
 
     def set_adapter(self, slot, prepared) -> None: ...
 
-    def decode(self, token_ids, context_lens, deltas, block_tables, kv, adapters=()) -> Tensor:
+    def decode(self, token_ids, context_lens, deltas, block_tables, kv, adapters=(), states=()) -> Tensor:
         return torch.tensor([[-1.0]])
 
 

@@ -21,10 +21,12 @@ from cluster.model.cuda import (  # noqa: E402
     adapter_kernels,
     attention_kernels,
     coded_kernels,
+    delta_kernels,
     draw_kernels,
     expert_kernels,
     expert_products,
     layer_kernels,
+    mixer_kernels,
     packed_attention,
     packed_kernels,
 )
@@ -52,6 +54,17 @@ ROPE = {
 
 SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
+
+
+# Of Qwen3.5-9B over KV in blocks of 16
+DELTA = {"KEY_HEADS": 16, "GROUP": 2, "K": 128, "V": 128}
+KEYS = {"Q0": 0, "K0": 2048, "V0": 4096, "KEY_STEP": 128, "VALUE_STEP": 256}
+GATES = {"B0": 12288, "A0": 12320, "GATE_STEP": 2, "BETA": 1.0}
+MIXER_KINDS = {
+    "rows": "*bf16", "mixed": "*bf16", "rates": "*fp32", "shifts": "*fp32", "memory": "*fp32",
+    "conv_memory": "*bf16", "delta_memory": "*fp32", "source": "*i64", "target": "*i64", "row_stride": "i32",
+    "page_stride": "i32", "first_page": "i32", "num_spans": "i32", "epsilon": "fp32",
+}  # fmt: skip
 
 
 def check_compiles(
@@ -257,3 +270,39 @@ def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
     check_compiles(adapter_kernels, "shrink", constants, kinds, capability, num_warps=4)
     del constants["RANKS"], constants["STEP"]
     check_compiles(adapter_kernels, "expand", constants | {"TILE": 256}, kinds, capability, num_warps=4)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("module", "name", "constants", "kinds"),
+    [
+        (
+            delta_kernels, "few_tokens",
+            {
+                **DELTA, **KEYS, **GATES, "K_PAD": 128, "TILE": 32, "TAPS": 4, "CONV_PAGE": 16384,
+                "DELTA_PAGE": 8192, "DELTA_OFFSET": 16384, "HAS_LONG": True,
+            },
+            {},
+        ),
+        (
+            delta_kernels, "convolve", {**DELTA, **KEYS, "TILE": 256, "TAPS": 4, "PAGE": 16384},
+            {"memory": "*bf16"},
+        ),
+        (
+            delta_kernels, "many_tokens",
+            {**DELTA, **GATES, "K_PAD": 128, "TILE": 32, "PAGE": 8192, "OFFSET": 16384}, {},
+        ),
+        (
+            delta_kernels, "gated_norm",
+            {"GROUP": 2, "HEADS": 32, "V": 128, "PAD": 128, "Z0": 8192, "VALUE_STEP": 256}, {},
+        ),
+        (
+            mixer_kernels, "short_convolution",
+            {"WIDTH": 2048, "TILE": 256, "TAPS": 3, "PAGE": 8192, "bias": None}, {"memory": "*bf16"},
+        ),
+    ],
+    ids=["few_tokens", "convolve", "many_tokens", "gated_norm", "short_convolution"],
+)  # fmt: skip
+def test_a_kernel_of_a_mixer_compiles(module, name: str, constants, kinds, capability: int) -> None:
+    given = {"x": "*bf16", **MIXER_KINDS, **kinds}
+    check_compiles(module, name, constants, given, capability, num_warps=1 if name == "gated_norm" else 4)
