@@ -121,7 +121,7 @@ class LanguageRunner:
         choices = [(request, choice) for request in answers for choice in request.live_choices]
         self._drawer.begin(choices)
         computed: list[SequenceChunk] = []
-        if prompts or any(choice.drafts for _, choice in choices):
+        if prompts or any(choice.drafts for _, choice in choices) or self._are_unsettled(choices):
             chunks = [
                 self._answer_chunk(choice, sequence) for _, choice in choices for sequence in choice.sequences
             ]
@@ -208,6 +208,12 @@ class LanguageRunner:
         """The choice has ended, for whatever reason."""
         if self._speculator is not None:
             self._speculator.forget(choice.request_id)
+
+    def _are_unsettled(self, choices: Choices) -> bool:
+        """Whether a state lacks tokens that were drafts: the step computes them, too."""
+        if not self._model.state_blocks:
+            return False
+        return any(sequence.num_unsettled_tokens for _, choice in choices for sequence in choice.sequences)
 
     def _decode(self, choices: Sequence[AnswerChoice]) -> Tensor:
         """[rows, vocab_size]: one row for each sequence of each choice."""
