@@ -166,8 +166,8 @@ def probed_parts(
 def _adapted(parts: LanguageParts, room: AdapterRoom, num_ranks: int) -> LanguageParts:
     if parts.states is not None and num_ranks > 1:
         raise ConfigError(  # mixers are divided by heads and groups, not by pieces of their outputs
-            f"model type '{parts.model.config.model_type}' keeps states beside its KV: with adapters it needs "
-            "tensor_parallel_size 1",
+            f"model type '{parts.model.config.model_type}' keeps states beside its KV: with adapters it "
+            "needs tensor_parallel_size 1",
             param="adapters",
         )
     share = Share(dist.get_rank(), num_ranks) if num_ranks > 1 else WHOLE

@@ -17,8 +17,8 @@ from cluster.model.states import StateSpan
 logger = logging.getLogger(__name__)
 
 # Of successive steps: the new tokens of each sequence, cut where its state is kept. Prompts, answers alone,
-# answers next to the rest of a prompt; cuts at and next to 16 tokens, which kernels may take at once. Negative
-# numbers are drafts, which no state takes in.
+# answers next to the rest of a prompt; cuts at and next to 16 tokens, which kernels may take at once; drafts
+# (negative numbers), which no state takes in.
 _STEPS: Sequence[Sequence[Sequence[int]]] = (
     ((5,), (16, 3), (1,)),
     ((1,), (1,), (1,)),

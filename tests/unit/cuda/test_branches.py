@@ -26,9 +26,7 @@ REHEARSED = {  # test file: places
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
-    "test_layer_launches.py": """
-        cluster/model/cuda/paged_attention.py:step_tensors
-    """,
+    "test_layer_launches.py": "cluster/model/cuda/uploads.py:upload",
     "test_recorded_steps.py": """
         cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded
     """,
@@ -99,6 +97,9 @@ NOT_REHEARSED = {
     "cluster/model/cuda/packed_kernels.py:module": "Triton: test_cuda_packed_attention.py, likewise",
     "cluster/model/cuda/draw_kernels.py:module": "Triton: test_cuda_draw.py, likewise",
     "cluster/model/cuda/expert_kernels.py:module": "Triton: test_cuda_experts.py, likewise",
+    "cluster/model/cuda/adapter_kernels.py:module": "Triton: test_cuda_adapters.py, likewise",
+    "cluster/model/cuda/delta_kernels.py:module": "Triton: test_cuda_mixers.py, likewise",
+    "cluster/model/cuda/mixer_kernels.py:module": "Triton: test_cuda_mixers.py, likewise",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
     "kv_transfer/codecs/triton_checksum.py:module": "Triton: test_triton_checksum.py, likewise",
     "kv_transfer/agents/collective_agent.py:built_backends": "asks this build of torch",
