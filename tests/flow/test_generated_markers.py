@@ -194,6 +194,7 @@ def preempt_often(monkeypatch: pytest.MonkeyPatch) -> None:
         return try_grow(request, blocks)
 
     monkeypatch.setattr(answers, "try_grow", grow)
+    monkeypatch.setattr(answers, "blocks_missing", lambda request, size: [request])  # in every step
     monkeypatch.setattr(answers, "choose_victim", lambda running: victims.pop())
 
 
