@@ -16,6 +16,7 @@ class EventLoop:
         self.now = 0.0
         self.num_run = 0
         self._num_planned = 0
+        self._is_stopped = False
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
     def at(self, when: float, call: Callable[..., object], *args: Any) -> None:
@@ -26,10 +27,14 @@ class EventLoop:
     def after(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
         self.at(self.now + delay_s, call, *args)
 
+    def stop(self) -> None:
+        """Nothing that is planned runs any more."""
+        self._is_stopped = True
+
     def run(self, until: float = float("inf")) -> None:
         """Runs until nothing is planned any more, or nothing before `until`."""
         heap = self._heap
-        while heap and heap[0][0] <= until:
+        while heap and heap[0][0] <= until and not self._is_stopped:
             self.now, _, call, args = heappop(heap)
             self.num_run += 1
             call(*args)

@@ -17,7 +17,7 @@ from deploy.simulator.demand import capacity, demand
 from deploy.simulator.hardware import ACCELERATORS, Model
 from deploy.simulator.layouts import Layout, workers
 from deploy.simulator.results import Slo, Summary, keeps
-from deploy.simulator.search import highest_rate, run_once
+from deploy.simulator.search import highest_rate, run_unless_missed
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.workload import Workload
 from router.policy import make_policy
@@ -74,8 +74,9 @@ def plan(
         specs, estimate = specs_of(division, model), estimates[division]
 
         @cache
-        def run(rate: float) -> Summary:
-            return run_once(specs, lambda _: make_policy("joint"), model, workload, rate, number, seed, slo)
+        def run(rate: float) -> Summary | None:
+            policy = make_policy("joint")
+            return run_unless_missed(specs, lambda _: policy, model, workload, rate, number, seed, slo)
 
         close = (1 - TIE) * _best(found).rate if found else 0.0
         if close and not keeps(run(close), slo):

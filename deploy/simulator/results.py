@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from deploy.simulator.outcome import Outcome
+from deploy.simulator.workload import SimRequest
 
 WARM_UP_SHARE = 0.1  # of the requests, in order of arrival, do not count
 # Two-sided 95 % quantiles of Student's t with n - 1 degrees of freedom, for n values.
@@ -93,10 +94,38 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
     )
 
 
-def keeps(summary: Summary, slo: Slo) -> bool:
-    """Whether enough requests are within the limits, every request finished, and the queue does not grow: a
-    run is short against a loose limit, and a queue that grows all the time would be within it until the
-    end."""
+class Misses:
+    """Counts the requests of a run that miss a limit, while it runs."""
+
+    def __init__(self, requests: Sequence[SimRequest], slo: Slo):
+        arrivals = sorted(request.arrived_at for request in requests)
+        num_warm = int(WARM_UP_SHARE * len(arrivals))
+        count = len(arrivals) - num_warm
+        self._slo, self._since = slo, arrivals[num_warm]
+        # A percentile is above its limit if all values from it on are
+        if slo.share is None:
+            self._limit = count - int((count - 1) * 0.99) - 1
+        else:
+            self._limit = count - math.ceil(slo.share * count - 1e-9)
+        self._late = self._slow = self._bad = 0
+
+    def are_too_many(self, outcome: Outcome) -> bool:
+        """Whether the run fails with this outcome, whatever the others will be: then `keeps` says no."""
+        if outcome.request.arrived_at < self._since:
+            return False
+        is_late, is_slow = outcome.ttft_s > self._slo.ttft_s, outcome.tpot_s > self._slo.tpot_s
+        self._late, self._slow = self._late + is_late, self._slow + is_slow
+        self._bad += is_late or is_slow
+        worst = max(self._late, self._slow) if self._slo.share is None else self._bad
+        return outcome.status != "finished" or worst > self._limit
+
+
+def keeps(summary: Summary | None, slo: Slo) -> bool:
+    """None: the run was given up (`Misses`). Whether enough requests are within the limits, every request
+    finished, and the queue does not grow: a run is short against a loose limit, and a queue that grows all
+    the time would be within it until the end."""
+    if summary is None:
+        return False
     # With a part e more load than the cluster can serve, waits grow by e * arrivals_s. But the number of
     # Poisson arrivals varies by sqrt(n), so by chance n of them are 1 / sqrt(n) more load than their rate
     # says. Growth below that is no evidence of overload; above it, more requests make the evidence stronger.

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from cluster.scheduling.keys import SchedulingPolicy
 from deploy.simulator.hardware import Model
-from deploy.simulator.results import Slo, Summary, keeps, summarise
+from deploy.simulator.outcome import Outcome
+from deploy.simulator.results import Misses, Slo, Summary, keeps, summarise
 from deploy.simulator.simulation import SCHEDULING, MakePolicy, Simulation
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.workload import Workload
@@ -33,13 +34,34 @@ def run_once(
     return summarise(simulation.run(workload.requests(rate, num_requests, seed)), slo)
 
 
+def run_unless_missed(
+    specs: Sequence[WorkerSpec], policy: MakePolicy, model: Model, workload: Workload, rate: float,
+    num_requests: int, seed: int, slo: Slo,
+) -> Summary | None:  # fmt: skip
+    """Like `run_once`. None: the limits cannot be kept; the run ended when that was sure."""
+    requests = list(workload.requests(rate, num_requests, seed))
+    outcomes, misses, is_kept = [], Misses(requests, slo), True
+
+    def note(outcome: Outcome) -> None:
+        nonlocal is_kept
+        outcomes.append(outcome)
+        if misses.are_too_many(outcome):
+            is_kept = False
+            simulation.loop.stop()
+
+    simulation = Simulation(specs, [policy], model, seed, on_outcome=note)
+    simulation.run(requests)
+    return summarise(outcomes, slo) if is_kept else None
+
+
 def highest_rate(
-    run: Callable[[float], Summary], slo: Slo, guess: float, precision: float = PRECISION
+    run: Callable[[float], Summary | None], slo: Slo, guess: float, precision: float = PRECISION
 ) -> tuple[float, Summary | None]:
     """The rate at which the limits are just kept, and what came out there. (0, None): nowhere. Raises
     ValueError if they are kept at any rate, because too few requests are simulated.
 
-    `run` simulates a rate. The guess is bracketed by factors first, then halved in logarithms.
+    `run` simulates a rate; None: they are not kept there. The guess is bracketed by factors first, then
+    halved in logarithms.
     """
     low, high, best, rate = 0.0, math.inf, None, guess
     while high > low * (1 + precision):

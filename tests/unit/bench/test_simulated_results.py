@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from deploy.simulator.outcome import Outcome
-from deploy.simulator.results import Slo, interval, keeps, summarise
+from deploy.simulator.results import Misses, Slo, interval, keeps, summarise
 from deploy.simulator.search import highest_rate
 from deploy.simulator.workload import SimRequest
 
@@ -72,6 +73,24 @@ def test_the_search_finds_the_highest_rate_from_any_guess(guess: float) -> None:
 
     rate, summary = highest_rate(run, SLO, guess)
     assert 42 / 1.04 <= rate <= 42 and summary is not None
+
+
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_a_run_is_given_up_where_its_summary_would_fail_and_not_before(share: float | None) -> None:
+    rng, slo = Random(5), replace(SLO, share=share)
+    given_up = set()
+    for num_late in range(16):
+        outcomes = [outcome(i, 0.1) for i in range(100)]
+        for i in rng.sample(range(100), num_late):
+            outcomes[i] = outcome(i, 9.0)
+        misses = Misses([each.request for each in outcomes], slo)
+        ended = rng.sample(outcomes, len(outcomes))
+        is_given_up = any(misses.are_too_many(each) for each in ended)
+        assert is_given_up != keeps(summarise(outcomes, slo), slo)
+        given_up.add(is_given_up)
+    assert given_up == {False, True}
+    failed = Misses([each.request for each in outcomes], slo)
+    assert failed.are_too_many(replace(outcomes[99], status="failed"))
 
 
 def test_the_search_says_so_where_no_rate_is_good() -> None:
