@@ -18,11 +18,12 @@ from cluster.config.settings import ClusterArgs, KvCacheArgs, PrefillArgs, Trans
 from cluster.engine import worker
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.speculation import DraftedSequence
-from cluster.engine.state import PromptWork
+from cluster.engine.state import AnswerChoice, PromptWork
 from cluster.errors import ConfigError
 from cluster.kvcache.tier import KvTier
 from cluster.model.language import LanguageModel
 from cluster.types.request import SamplingParams
+from cluster.types.structure import Structure, StructureKind
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
 from router.policy import ClusterView, Placement, RequestView
@@ -31,7 +32,7 @@ from tests.flow.draft_heads import save_eagle3
 from tests.flow.hybrid_models import CONFIGS, save_hybrid
 from tests.flow.local_cluster import let_all_in, local_cluster
 from tests.flow.test_windows import window_args
-from tests.flow.text_models import BLOCK_SIZE, answers, draw_prompts, generated, save_mistral
+from tests.flow.text_models import BLOCK_SIZE, GREEDY, answers, draw_prompts, generated, save_mistral
 
 NUM_TOKENS = 24
 PROMPT_LENGTHS = (1, 5, 24, 37, 90, 33)
@@ -101,8 +102,10 @@ async def test_a_worker_of_both_phases_computes_prompts_beside_answers(folder, p
             assert got == [[answer] for answer in expected]
 
 
-@pytest.mark.parametrize("roles", [(0, 1, 1), (0, 0, 0, 1)])
-@pytest.mark.parametrize("num_chunk", [8, 512])
+SNAPSHOTS = list(itertools.product(((0, 1, 1), (0, 0, 0, 1)), (8, 512)))
+
+
+@pytest.mark.parametrize(("roles", "num_chunk"), often(SNAPSHOTS, (SNAPSHOTS[0], SNAPSHOTS[3])))
 async def test_prompts_go_on_from_snapshots(folder, prompts, roles, num_chunk):
     """The second of three prompts with one beginning finds that its KV is known further than any state; the
     third goes on from there, and a repetition from its last full block. A chunk may end at a snapshot. The
@@ -235,6 +238,28 @@ async def test_wrong_drafts_leave_no_trace_in_states(
     assert got == wanted
     assert totals.num_drafted > totals.num_accepted > 60
     assert (totals.num_preempted > 0) == (case == "preempted")
+
+
+async def test_text_that_a_grammar_forces_leaves_no_trace_in_states(folder, prompts, monkeypatch):
+    """Answers of which most is forced are those of steps of one token."""
+    text = "[a-c]{3} and nothing but the truth of [0-9]{2}, then the rest of it [x-z]{4}"
+    structure, forced, propose = Structure(StructureKind.REGEX, text), [], AnswerChoice.propose
+
+    def note(choice: AnswerChoice, drafts: list[int]) -> None:
+        forced.append(len(drafts))
+        propose(choice, drafts)
+
+    async def ask() -> list[list[list[int]]]:
+        async with local_cluster(window_args(folder, kv_blocks=4000), (0, 1, 1)) as cluster:
+            cluster.let_prefill_locally(lambda _: False)
+            asked = (answers(cluster, prompt, 60, GREEDY, 2, structure=structure) for prompt in prompts[1:5])
+            return await asyncio.gather(*asked)
+
+    monkeypatch.setattr(AnswerChoice, "propose", note)
+    got = await ask()
+    assert sum(forced) > 60
+    monkeypatch.setattr(LanguageRunner, "propose", lambda runner, requests: None)
+    assert got == await ask()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import transformers as hf
 from cluster.ids import new_request_id
 from cluster.kvcache.hashing import block_hashes
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.types.structure import Structure
 from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster
@@ -72,6 +73,7 @@ async def answers(
     num_choices: int = 1,
     on_event: Callable[[], None] = lambda: None,
     adapter: str = "",
+    structure: Structure | None = None,
 ) -> list[list[int]]:
     """Of all choices. adapter: its digest. Who is cancelled leaves nothing open."""
 
@@ -84,7 +86,9 @@ async def answers(
 
     stop = StopParams(num_tokens)
     prompted = Prompt(prompt, adapter=adapter)
-    request = GenerateRequest(new_request_id(), prompted, (sampling,) * num_choices, stop)
+    request = GenerateRequest(
+        new_request_id(), prompted, (sampling,) * num_choices, stop, structure=structure
+    )
     hashes = block_hashes(prompted, BLOCK_SIZE)
     streams = cluster.door.dispatcher.generate(request, (), hashes, RequestTimeline(0.0))
     try:
