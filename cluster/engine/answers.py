@@ -73,9 +73,9 @@ class Answers:
         for request in needy:
             with self._blame.of(request.request_id):
                 self._make_room(request)
-        return (
-            [request for request in batch if request.request_id in self._state.requests] if needy else batch
-        )
+        if not needy:
+            return batch
+        return [request for request in batch if request.request_id in self._state.requests]
 
     def begin(self, request: LanguageRequest) -> None:
         """The KV of the prompts is complete, and the door knows the first tokens. A choice that ends with its

@@ -6,17 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.config.machine import has_triton
 from cluster.model.adapters import SlotMatrices, Update
 from cluster.model.cuda.adapter_products import add_to_few
 from cluster.model.layers.trial import agree
 from cluster.model.step_adapters import StepAdapters
+from tests.gpu.device import triton_device
 
-if not torch.cuda.is_available():
-    pytest.skip("there is no GPU here", allow_module_level=True)
-if not has_triton():
-    pytest.skip("triton or its C compiler is not installed", allow_module_level=True)
-DEVICE = torch.device("cuda")
+DEVICE = triton_device()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 LINEARS = [("q", 0, 3584), ("k", 3584, 4096), ("v", 4096, 4608)]
 

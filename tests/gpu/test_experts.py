@@ -8,16 +8,12 @@ import torch
 from torch import nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from cluster.config.machine import has_triton
 from cluster.model.cuda.expert_products import experts_forward
 from cluster.model.layers.trial import agree
+from tests.gpu.device import triton_device
 from tests.unit.model.test_cuda_experts import choices, experts_of
 
-if not torch.cuda.is_available():
-    pytest.skip("there is no GPU here", allow_module_level=True)
-if not has_triton():
-    pytest.skip("triton or its C compiler is not installed", allow_module_level=True)
-DEVICE = torch.device("cuda")
+DEVICE = triton_device()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 

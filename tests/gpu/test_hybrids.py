@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config.machine import has_triton
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cuda.graphs import RecordedSizes, recording_of
 from cluster.model.language import LanguageModel
 from tests.flow.hybrid_models import CONFIGS, save_hybrid
 from tests.flow.text_models import draw_prompts, generated
 from tests.gpu.cases import HYBRID_PLACES, hybrid_answers
+from tests.gpu.device import triton_device
 
-if not torch.cuda.is_available():
-    pytest.skip("there is no GPU here", allow_module_level=True)
-if not has_triton():
-    pytest.skip("triton or its C compiler is not installed", allow_module_level=True)
-DEVICE, NUM_TOKENS, BLOCK_SIZE, NUM_KV = torch.device("cuda"), 12, 16, 8
+DEVICE, NUM_TOKENS, BLOCK_SIZE, NUM_KV = triton_device(), 12, 16, 8
 WITH_KERNELS = {"qwen3_5_text", "lfm2"}
 
 

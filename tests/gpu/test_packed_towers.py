@@ -7,20 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.config.machine import has_triton
 from cluster.model.cuda.packed_attention import PackedAttention
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.encoder import EncoderModel
 from cluster.model.layers.trial import agree
 from cluster.types.media import Modality
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.gpu.device import triton_device
 from tests.unit.model.test_cuda_packed_attention import LENGTHS, PACKED, WIDTHS, by_torch, random_rows
 
-if not torch.cuda.is_available():
-    pytest.skip("there is no GPU here", allow_module_level=True)
-if not has_triton():
-    pytest.skip("triton or its C compiler is not installed", allow_module_level=True)
-DEVICE = torch.device("cuda")
+DEVICE = triton_device()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 

@@ -7,20 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from cluster.config.machine import has_triton
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs
 from cluster.model.language import LanguageModel
 from cluster.model.language_parts import on_kernels, probed_parts
+from tests.gpu.device import triton_device
 from tests.unit.model.test_cuda_whole_layer import EXPECTED, MODELS, generated, greedy, what_is_fused
 
-if not torch.cuda.is_available():
-    pytest.skip("there is no GPU here", allow_module_level=True)
-if not has_triton():
-    pytest.skip("triton or its C compiler is not installed", allow_module_level=True)
-DEVICE = torch.device("cuda")
+DEVICE = triton_device()
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))

@@ -30,7 +30,7 @@ from cluster.model.batches import SequenceChunk, packed_tokens, visible_ends, vi
 from cluster.model.states import PackedSpans, SpanTensors, StateSpan
 
 _ALIGNED = 4  # numbers of 16 bytes
-_MORE_SPANS = 16  # than sequences, in a step with prompts: of prompts whose states are kept within the step
+_MORE_SPANS = 16  # of prompts whose states are kept within the step
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class StepSizes:
 
     @property
     def num_spans(self) -> int:
-        """Spans are successive tokens of a sequence; each ends where a state is kept."""
-        return self.num_rows + (0 if self.is_decode else _MORE_SPANS)
+        """Spans are successive tokens of a sequence; each ends where a state is kept. An answer's drafts are
+        a span of their own."""
+        return self.num_rows if self.is_decode else 2 * self.num_rows + _MORE_SPANS
 
 
 def answers_of(batch_size: int) -> StepSizes:
