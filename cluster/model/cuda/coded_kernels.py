@@ -118,7 +118,6 @@ def coded_row(
     step have one scale. A program sums share_width columns, a multiple of STEP. Its first weights are read
     while the kernel before ends."""
     let_next_begin(EARLY)
-    groups: tl.constexpr = STEP // GROUP
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.program_id(1)
     is_output = outputs < num_outputs
