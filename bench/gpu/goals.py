@@ -108,6 +108,14 @@ GOALS = (
     _faster("decode at 1", NIBBLES, 2.0),
     _faster("prompt of 2048", FP8, 1.3),
     Goal("draw of 64 rows at T = 0.8, us", of("draws", "64 rows, T = 0.8", "device_us"), 60, is_most=True),
+    Goal(
+        "draw of 64 rows with top-k 20 and top-p 0.8, us",
+        of("draws", "64 rows, T = 0.8, top-k 20, top-p 0.8", "device_us"), 150, is_most=True,
+    ),
+    Goal(
+        "draw of 64 rows of all kinds, us",
+        of("draws", "64 rows, all kinds by turns", "device_us"), 150, is_most=True,
+    ),
     *(
         Goal(f"{what}, us", of("encoder", what, "us"), limit, is_most=True)
         for what, limit in ((ONE, 6_000), (SIXTEEN, 20_000), (CLIP, 50_000), (SIGLIP, 5_000))

@@ -193,12 +193,20 @@ def draws(rehearse: bool) -> Measurements:
     need of it."""
     device = torch.device("cpu" if rehearse else "cuda")
     vocab_size = 999 if rehearse else 151_936
-    kinds = {"greedy": SamplingParams(), "T = 0.8": SamplingParams(temperature=0.8, seed=1)}
-    kinds["T = 0.8, top-k 20, top-p 0.8"] = SamplingParams(temperature=0.8, top_k=20, top_p=0.8, seed=1)
+    plain = SamplingParams(temperature=0.8, seed=1)
+    both = SamplingParams(temperature=0.8, top_k=20, top_p=0.8, seed=1)
+    most, floor = (
+        SamplingParams(temperature=0.8, top_p=p, min_p=m, seed=1) for p, m in ((0.95, 0.0), (1.0, 0.05))
+    )
+    kinds = {
+        "greedy": [SamplingParams()], "T = 0.8": [plain], "T = 0.8, top-k 20, top-p 0.8": [both],
+        "T = 0.8, top-p 0.95": [most], "all kinds by turns": [SamplingParams(), plain, both, most, floor],
+    }  # fmt: skip
     for num_rows in (1, 2) if rehearse else (1, 64):
         logits = 3 * torch.randn(num_rows, vocab_size, device=device)
         for kind, params in kinds.items():
-            work = partial(sample, logits, [params] * num_rows, range(num_rows))
+            asked = [params[row % len(params)] for row in range(num_rows)]
+            work = partial(sample, logits, asked, range(num_rows))
             record = {"what": f"{num_rows} rows, {kind}", "us": 1e6 * median_s(work, device, 20)}
             yield record if rehearse else {**record, "device_us": kernels_of(work, device).busy_us}
 

@@ -200,7 +200,9 @@ class LanguageRunner:
         contexts, tables = [num_context_tokens] * num_sequences, [block_table] * num_sequences
         zeros = [0] * num_sequences
         logits = self._steps.decode(zeros, contexts, zeros, tables, self._kv)
-        sample(logits, [SamplingParams()] * num_sequences, contexts)
+        # with filters too, so that no request waits for a compiler
+        for params in (SamplingParams(), SamplingParams(temperature=1.0, top_k=20, top_p=0.8)):
+            sample(logits, [params] * num_sequences, contexts)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._steps.copy_blocks(sources, targets, self._kv)

@@ -13,7 +13,9 @@ splittable pseudorandom number generators", 2014):
 The filters have transformers' order: temperature, top-k, top-p, min-p.
 
 On the CPU a native kernel draws (`cpu/sampling.cpp`), on a GPU Triton's (`cuda/draw.py`); both compute
-logarithms in double only for tokens that can win. Without a compiler torch draws.
+logarithms in double only for tokens that can win. Without a compiler torch draws. Triton's kernels also
+filter: they keep what `keep_likely` keeps unless a sum of probabilities is within about 1e-5 of a filter's
+boundary.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.config.machine import has_triton
 from cluster.model.cpu import library
-from cluster.model.cuda.draw import GREEDY, draw_tokens, reading, to_device
+from cluster.model.cuda.draw import GREEDY, RECORD, draw_tokens, reading
 from cluster.model.failures import is_device_lost
 from cluster.types.request import SamplingParams
 
@@ -55,8 +58,10 @@ def sample(
     """One token id per row. logits: [B, V] float32, any device. `positions[i]`: index of the drawn token in
     row i's sequence (prompt + generated). `on_drawn(tokens [B] int64)` is called when the tokens are there
     or, on a GPU, enqueued. Waits for the tokens, and not for what `on_drawn` enqueues."""
-    by_kernels = logits.device.type == "cuda" and _kernels_draw(logits.device)
-    tokens = (_sample_by_kernels if by_kernels else _sample_by_torch)(logits, params, positions)
+    if logits.device.type == "cuda" and _kernels_draw(logits.device):
+        tokens = draw_tokens(logits, draw_records(params, positions, logits.shape[-1]))
+    else:
+        tokens = _sample_by_torch(logits, params, positions)
     read = reading(tokens)
     on_drawn(tokens)
     return read()
@@ -91,40 +96,38 @@ def _likely(
         yield some, keep_likely(logits[some] / temperature, [params[row] for row in some])
 
 
-def _sample_by_kernels(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """All rows without a filter at once, then the others."""
-    plain: list[int] = []
-    filtered: list[int] = []
-    for row, p in enumerate(params):
-        (filtered if p.temperature > 0 and _has_filter(p) else plain).append(row)
-    keys = [
-        _row_key(p.seed, position) if p.temperature > 0 else 0
-        for p, position in zip(params, positions, strict=True)
-    ]
-    order, found = list(plain), []
-    if plain:
-        temperatures = [params[row].temperature or GREEDY for row in plain]
-        found.append(draw_tokens(logits, plain, temperatures, [keys[row] for row in plain]))
-    for some, scores in _likely(logits, params, filtered):
-        found.append(draw_tokens(scores, range(len(some)), [1.0] * len(some), [keys[row] for row in some]))
-        order += some
-    if not filtered:
-        return found[0]
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(found)[to_device(places, logits.device)]
+def draw_records(params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int) -> np.ndarray:
+    """[B] of `cuda.draw.RECORD`: how the kernels draw a token of each row."""
+    records = np.zeros(len(params), dtype=RECORD)
+    temperatures = np.array([p.temperature for p in params])
+    seeds = np.array([p.seed & _MASK for p in params], dtype=np.uint64)
+    records["key"] = _row_keys(seeds, np.array(positions, dtype=np.uint64)).view(np.int64)
+    with np.errstate(over="ignore"):  # infinite in float32
+        records["temperature"] = np.where(temperatures > 0, temperatures, GREEDY)
+        records["top_k"] = [p.top_k if 0 < p.top_k < vocab_size else 0 for p in params]
+        records["limit"] = [1.0 - p.top_p if p.top_p < 1 else 0.0 for p in params]
+        records["min_p"] = [p.min_p if p.min_p > 0 else 0.0 for p in params]
+    return records
 
 
 @cache
 def _kernels_draw(device: torch.device) -> bool:
-    """Whether Triton's kernels run on this GPU, and draw what torch draws there. The first call tries it,
-    when a worker warms up."""
+    """Whether Triton's kernels run on this GPU, and draw what torch draws there, with filters and without.
+    The first call tries it, when a worker warms up."""
     if not has_triton():
         return False
-    rows, keys = range(8), [_row_key(seed, 1) for seed in range(8)]
-    logits = torch.linspace(-3, 3, 9001, device=device).expand(len(rows), -1)
+    plain, both = (
+        SamplingParams(temperature=1.0, top_k=k, top_p=p, seed=3) for k, p in ((0, 1.0), (50, 0.9))
+    )
+    logits, positions = torch.linspace(-3, 3, 9001, device=device).expand(8, -1), range(8)
     try:
-        ours = draw_tokens(logits, rows, [1.0] * len(rows), keys)
-        is_equal = torch.equal(ours, draw(logits, keys))
+        is_equal = all(
+            torch.equal(
+                draw_tokens(logits, draw_records(params, positions, logits.shape[-1])),
+                _sample_by_torch(logits, params, positions),
+            )
+            for params in ([plain] * 8, [plain, both] * 4)
+        )
     except Exception as error:
         if is_device_lost(error):
             raise
@@ -249,6 +252,17 @@ def gumbel_noise(row_keys: Tensor, vocab_size: int) -> Tensor:
 
 def _row_key(seed: int, position: int) -> int:
     return _signed(_mix(_mix(seed & _MASK) + (position + 1) * GAMMA))
+
+
+def _row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`_row_key` of uint64 arrays, whose products wrap modulo 2^64; uint64."""
+    return _mix_array(_mix_array(seeds) + (positions + np.uint64(1)) * np.uint64(GAMMA))
+
+
+def _mix_array(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_1)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX_2)
+    return x ^ (x >> np.uint64(31))
 
 
 def _mix(x: int) -> int:

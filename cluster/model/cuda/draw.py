@@ -1,48 +1,102 @@
-"""Draws on a GPU: two launches and one copy to the device for all rows that have no filter, whatever their
-number; with filters, torch has dropped tokens before. The kernels are those of `draw_kernels`, which the
-first call imports.
+"""Draws on a GPU: one copy to the device and two launches for all rows, whatever their number; two more if
+some have filters, and one less if all have. The kernels are those of `draw_kernels` and `filter_kernels`,
+which the first call imports.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.model.cuda.tiles import power_of_two
 
 GREEDY = -1.0  # as a temperature
-_TILE = 4096  # tokens
+# How a row is drawn; see `draw_kernels`. Its size is 4 int64.
+RECORD = np.dtype(
+    [
+        ("key", "<i8"),
+        ("top_k", "<i8"),
+        ("temperature", "<f4"),
+        ("limit", "<f4"),
+        ("min_p", "<f4"),
+        ("", "<f4"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class DrawTiles:
+    """How the kernels cut a row: tokens of a tile; parts of a tile whose largest scores bound top-k;
+    candidates of each tile that are looked at together, to find a boundary and to draw; warps of a tile,
+    and of a row, without filters and with."""
+
+    tile: int = 4096
+    peaks: int = 64
+    slots: int = 64
+    draw_slots: int = 16
+    warps: int = 8
+    row_warps: int = 8
+    filtered_warps: int = 16
+
+
+TILES = DrawTiles()
 
 
 def draw_tokens(
-    logits: Tensor, rows: Sequence[int], temperatures: Sequence[float], keys: Sequence[int]
+    logits: Tensor, records: np.ndarray, boundaries: Tensor | None = None, tiles: DrawTiles = TILES
 ) -> Tensor:
-    """[len(rows)] int64 token ids, on the device of logits [B, V] float32, whose last dimension is dense.
-    `temperatures`: of the rows; `GREEDY`: the most probable token, whatever the key. `keys`: of the rows'
-    noise. Enqueues, and does not wait."""
+    """[B] int64 token ids, on the device of logits [B, V] float32, whose last dimension is dense. records:
+    [B] of `RECORD`. boundaries [B] int64, on the device: takes the place from which on each row with
+    filters keeps tokens (see `filter_kernels`). Enqueues, and does not wait."""
     kernels = import_module("cluster.model.cuda.draw_kernels")
-    vocab_size = logits.shape[-1]
-    num_tiles = -(-vocab_size // _TILE)
-    records = [
-        (row, key, struct.unpack("<i", struct.pack("<f", temperature))[0])
-        for row, key, temperature in zip(rows, keys, temperatures, strict=True)
-    ]
-    sent = to_device(records, logits.device)
-    scores = torch.empty(len(records), num_tiles, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(len(records), dtype=torch.int64, device=logits.device)
-    stride = logits.stride(0)
-    kernels.tile_scores[(len(records), num_tiles)](
-        logits, sent, scores, stride, vocab_size, TILE=_TILE, num_warps=8
-    )
-    kernels.draw_rows[(len(records),)](
-        logits, sent, scores, tokens, stride, vocab_size, num_tiles,
-        TILE=_TILE, TILES_PAD=power_of_two(num_tiles), num_warps=8,
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    num_tiles, stride = -(-vocab_size // tiles.tile), logits.stride(0)
+    pad, grid = power_of_two(num_tiles), (num_rows, num_tiles)
+    filtered = has_filter(records)
+    has_filters = bool(filtered.any())
+    sent = _sent(records, device)
+    scores = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+    masses = peaks = scores
+    if has_filters:
+        masses = torch.empty_like(scores)
+        peaks = torch.empty(num_rows, num_tiles * tiles.peaks, dtype=torch.float32, device=device)
+    kernels.tile_scores[grid](
+        logits, sent, scores, masses, peaks, stride, vocab_size,
+        TILE=tiles.tile, PEAKS=tiles.peaks, FILTERS=has_filters, num_warps=tiles.warps,
     )  # fmt: skip
+    if not filtered.all():
+        kernels.draw_rows[(num_rows,)](
+            logits, sent, scores, tokens, stride, vocab_size, num_tiles,
+            TILE=tiles.tile, TILES_PAD=pad, num_warps=tiles.row_warps,
+        )  # fmt: skip
+    if has_filters:
+        filters = import_module("cluster.model.cuda.filter_kernels")
+        listed = torch.empty(num_rows, num_tiles * tiles.tile, dtype=torch.int64, device=device)
+        counts = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
+        boundaries = torch.empty_like(tokens) if boundaries is None else boundaries
+        filters.list_candidates[grid](
+            logits, sent, scores, masses, peaks, listed, counts, boundaries, stride, vocab_size, num_tiles,
+            TILE=tiles.tile, TILES_PAD=pad, PEAKS=tiles.peaks, PEAKS_PAD=pad * tiles.peaks,
+            num_warps=tiles.warps,
+        )  # fmt: skip
+        filters.draw_filtered[(num_rows,)](
+            sent, scores, masses, listed, counts, tokens, boundaries, num_tiles, vocab_size,
+            TILE=tiles.tile, TILES_PAD=pad, SLOTS=tiles.slots, DRAW_SLOTS=tiles.draw_slots,
+            num_warps=tiles.filtered_warps,
+        )  # fmt: skip
     return tokens
+
+
+def has_filter(records: np.ndarray) -> np.ndarray:
+    """[B] bool."""
+    filters = (records["top_k"] > 0) | (records["limit"] > 0) | (records["min_p"] > 0)
+    return (records["temperature"] >= 0) & filters
 
 
 def to_device(numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -66,3 +120,13 @@ def reading(tokens: Tensor) -> Callable[[], list[int]]:
         return found.tolist()
 
     return read
+
+
+def _sent(records: np.ndarray, device: torch.device) -> Tensor:
+    """[B, 4] int64, on the device. Enqueues, and does not wait. torch uses pinned memory again that is
+    free."""
+    words = torch.from_numpy(records.view(np.int64))
+    if device.type != "cuda":
+        return words
+    pinned = torch.empty(words.shape, dtype=torch.int64, pin_memory=True)
+    return pinned.copy_(words).to(device, non_blocking=True)

@@ -37,6 +37,7 @@ REHEARSED = {  # test file: places
     """,
     "test_ahead.py": """
         cluster/model/cuda/draw.py:to_device cluster/model/cuda/draw.py:reading
+        cluster/model/cuda/draw.py:_sent
         cluster/engine/ahead.py:may_run_ahead """,
     "test_packed_attention.py": "cluster/model/cuda/packed_towers.py:_replace",
     "test_experts.py": "cluster/model/cuda/experts.py:_replace",
@@ -102,6 +103,7 @@ NOT_REHEARSED = {
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "cluster/model/cuda/packed_kernels.py:module": "Triton: test_cuda_packed_attention.py, likewise",
     "cluster/model/cuda/draw_kernels.py:module": "Triton: test_cuda_draw.py, likewise",
+    "cluster/model/cuda/filter_kernels.py:module": "Triton: test_cuda_draw.py, likewise",
     "cluster/model/cuda/expert_kernels.py:module": "Triton: test_cuda_experts.py, likewise",
     "cluster/model/cuda/adapter_kernels.py:module": "Triton: test_cuda_adapters.py, likewise",
     "cluster/model/cuda/delta_kernels.py:module": "Triton: test_cuda_mixers.py, likewise",

@@ -28,10 +28,12 @@ from cluster.model.sampling import (
     MIX_2,
     _ascending,
     _mix,
+    _row_key,
     _signed,
     declared,
     draw,
     draw_native,
+    draw_records,
     gumbel_noise,
     keep_likely,
     sample,
@@ -41,6 +43,7 @@ from cluster.types.request import SamplingParams
 
 VOCAB = 7
 LOGITS = torch.tensor([1.5, 0.2, -1.0, 0.9, -0.3, 2.0, 0.0])
+# 99.9 % quantile by degrees of freedom
 CHI_SQUARE_999 = {
     1: 10.83,
     2: 13.82,
@@ -48,7 +51,7 @@ CHI_SQUARE_999 = {
     4: 18.47,
     5: 20.52,
     6: 22.46,
-}  # 99.9 % quantile by degrees of freedom
+}
 
 LOADED = {v.name: declared(kernels.cdll) for v in runnable_variants() if (kernels := load_variant(v))}
 each_variant = pytest.mark.parametrize(
@@ -363,3 +366,19 @@ def test_no_parameter_that_a_request_can_carry_makes_sampling_raise(
     odd, other = sample(logits, [params, plain], [position, 9])
     assert 0 <= odd < VOCAB
     assert other == sample(LOGITS[None], [plain], [9])[0]
+
+
+def test_records_of_a_gpus_draws_hold_any_parameter() -> None:
+    asked = [
+        SamplingParams(),
+        SamplingParams(1e300, 0.9, 2**80, 0.1, -(2**80)),
+        SamplingParams(1.0, float("nan"), 3, 0.0, 5),
+        SamplingParams(0.5, 1.0, -(2**63), float("nan"), 2**64 - 1),
+    ]
+    records = draw_records(asked, [0, 7, 2**31, 2**62], VOCAB)
+    positions = (0, 7, 2**31, 2**62)
+    assert records["key"].tolist() == [_row_key(p.seed, at) for p, at in zip(asked, positions, strict=True)]
+    assert records["temperature"].tolist() == [-1.0, INFINITY, 1.0, 0.5]
+    assert records["top_k"].tolist() == [0, 0, 3, 0]
+    assert records["limit"].tolist() == pytest.approx([0.0, 0.1, 0.0, 0.0])
+    assert records["min_p"].tolist() == pytest.approx([0.0, 0.1, 0.0, 0.0])
