@@ -9,13 +9,18 @@ Not proven on hardware: tiles and `MAX_ROWS` are guesses (`bench.gpu`, part adap
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 from cluster.model.adapters import SlotMatrices
 from cluster.model.cuda.tiles import power_of_two
 
 MAX_ROWS = 64  # more rows are multiplied with all slots, on tensor cores
-_RANKS, _STEP, _TILE = 4, 512, 256  # of a program
+# Of a program: ranks, columns of x that it sums, outputs.
+_RANKS, _STEP, _TILE = 16, 512, 256
+_WARPS = 4
 
 
 def add_adapters(y: Tensor, x: Tensor, updates: SlotMatrices) -> None:
@@ -34,13 +39,24 @@ def add_to_few(y: Tensor, x: Tensor, slots: Tensor, updates: SlotMatrices) -> No
 
     (num_rows, width), num_outputs = x.shape, y.shape[1]
     linears, num_slots, rank = updates.num_linears, updates.step.num_slots, updates.step.rank
-    low = x.new_empty(num_rows, linears, rank)
-    ranks = min(_RANKS, power_of_two(rank))
-    adapter_kernels.shrink[(num_rows, linears, -(-rank // ranks))](
-        x, updates.down, slots, updates.ranks, low, width, num_slots, RANK=rank, RANKS=ranks,
-        LINEARS=linears, STEP=_STEP, num_warps=4,
-    )  # fmt: skip
+    ranks, shares = min(_RANKS, power_of_two(rank)), -(-width // _STEP)
+    low = x.new_empty(num_rows, linears, shares, rank, dtype=torch.float32)
+    overlaps = _can_overlap(x.device)
+    launch = {"num_warps": _WARPS, **({"launch_pdl": True} if overlaps else {})}
+    sizes = {
+        "RANK": rank, "RANKS": ranks, "LINEARS": linears, "SLOTS": power_of_two(1 + num_slots),
+        "OVERLAPS": overlaps,
+    }  # fmt: skip
+    adapter_kernels.shrink[(num_rows, linears * -(-rank // ranks), shares)](
+        x, updates.down, slots, updates.ranks, low, width, num_slots, shares, STEP=_STEP, **sizes, **launch
+    )
     adapter_kernels.expand[(num_rows, -(-num_outputs // _TILE))](
-        low, updates.up, slots, updates.ranks, updates.ends, y, num_outputs, num_slots, RANK=rank,
-        LINEARS=linears, TILE=_TILE, num_warps=4,
+        low, updates.up, slots, updates.ranks, updates.ends, y, num_outputs, num_slots, shares,
+        ENDS=power_of_two(1 + linears), SHARES=power_of_two(shares), TILE=_TILE, **sizes, **launch,
     )  # fmt: skip
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    """Whether a launch may begin before the one before it has ended (programmatic dependent launch)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

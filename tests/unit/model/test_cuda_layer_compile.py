@@ -264,12 +264,18 @@ def test_attention_compiles(
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
-    kinds: dict[str, str] = dict.fromkeys(("x", "down", "up", "low", "y"), dtype)
-    kinds |= {"slots": "*i64", "num_slots": "i32"}
-    constants = {"RANK": 64, "RANKS": 4, "LINEARS": 3, "STEP": 512}
-    check_compiles(adapter_kernels, "shrink", constants, kinds, capability, num_warps=4)
-    del constants["RANKS"], constants["STEP"]
-    check_compiles(adapter_kernels, "expand", constants | {"TILE": 256}, kinds, capability, num_warps=4)
+    kinds: dict[str, str] = dict.fromkeys(("x", "down", "up", "y"), dtype)
+    kinds |= {"slots": "*i64", "low": "*fp32", "num_slots": "i32", "num_shares": "i32"}
+    constants: dict[str, Any] = {
+        "RANK": 64,
+        "RANKS": 16,
+        "LINEARS": 3,
+        "SLOTS": 16,
+        "OVERLAPS": capability >= 90,
+    }
+    check_compiles(adapter_kernels, "shrink", constants | {"STEP": 512}, kinds, capability, num_warps=4)
+    constants |= {"ENDS": 4, "SHARES": 64, "TILE": 256}
+    check_compiles(adapter_kernels, "expand", constants, kinds, capability, num_warps=4)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
