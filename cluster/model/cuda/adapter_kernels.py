@@ -3,13 +3,14 @@ Importing them needs triton; `adapter_products` launches them.
 
 Which adapter a row has is read on the device, so a recorded step may have any. One answer's adapters are few
 bytes, so what takes time is loads that wait for each other: a program has one tile of weights, and loads it
-at once. Hence A x comes in shares of the width, which `expand` adds up in their order. Nothing is read of a
-row without an adapter, nor behind its adapter's rank. Sums are float32; A x is rounded to the model's dtype.
-A row's result depends on that row alone.
+at once. Hence A x comes in shares of the width, which `expand` adds up in their order. Where there are many
+rows a program has several, in the order of their slots, and loads the weights of each adapter once. Nothing
+is read of a row without an adapter, nor behind its adapter's rank. Sums are float32; A x is rounded to the
+model's dtype. A row's result depends on that row alone.
 
-OVERLAPS: the launch before may still run (programmatic dependent launch, from sm_90 on), so slots and weights,
-which it does not write, are loaded before it is waited for. Every program waits, so that whoever waits for
-these has waited for all before.
+OVERLAPS: a launch may begin before the one before it has ended (programmatic dependent launch, from sm_90 on).
+`shrink` waits for it first, so `expand` finds all that was written before `shrink`, and loads weights while
+`shrink` runs. Every program waits, so whatever waits for these launches waits for all before them.
 """
 
 from __future__ import annotations
@@ -19,56 +20,70 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit
-def _slot_and_rank(slots, ranks, row, num_slots, SLOTS: tl.constexpr):
-    """Rank 0: the row has no adapter, or its adapter changes none of these linears. Neither load waits for
-    the other."""
-    numbers = tl.arange(0, SLOTS)
-    every = tl.load(ranks + numbers, mask=numbers <= num_slots, other=0)
-    slot = tl.load(slots + row).to(tl.int32)
-    return slot, tl.sum(tl.where((numbers == slot) & (slot > 0), every, 0), 0)
+def _wait(OVERLAPS: tl.constexpr):
+    """For the end of the launch before; only then may the next one begin."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def _wait(OVERLAPS: tl.constexpr):
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+def _row_at(place, order, slots, end, every, numbers):
+    """Returns row, slot and rank at a place of the order; every [SLOTS]: the slots' ranks; numbers: 0, 1, ...
+    No load waits for another. order, slots [T]: the rows by their slots, and these; without an order rows are
+    at their own places. Rank 0: the row has no adapter, or its adapter changes none of these linears, or the
+    place is behind the last."""
+    row = place.to(tl.int64)
+    if order is not None:
+        row = tl.load(order + place, mask=place < end, other=0)
+    slot = tl.load(slots + place, mask=place < end, other=0).to(tl.int32)
+    return row, slot, tl.sum(tl.where((numbers == slot) & (slot > 0), every, 0), 0)
+
+
+@triton.jit
+def _matrix(
+    weights, slot, rank, linear, first, columns, num_columns, num_slots,
+    RANK: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of RANKS rows of one linear's A or B, from the rank `first` on, as `SlotMatrices` has them;
+    0 from `rank` on."""
+    own = first + tl.arange(0, RANKS)
+    rows = ((linear * num_slots + slot - 1) * RANK + own).to(tl.int64)
+    mask = (own < rank)[:, None] & (columns < num_columns)[None, :]
+    return tl.load(weights + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def shrink(
-    x, down, slots, ranks, low, width, num_slots, num_shares,
-    RANK: tl.constexpr, RANKS: tl.constexpr, LINEARS: tl.constexpr, SLOTS: tl.constexpr, STEP: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    x, down, order, slots, ranks, low, num_rows, width, num_slots, num_shares,
+    RANK: tl.constexpr, RANKS: tl.constexpr, LINEARS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, LINEARS * runs of RANKS, shares): what some columns of x add to some of what one linear's A
-    makes of one row. x [T, width], down [LINEARS * num_slots * RANK, width], low float32 [T, LINEARS, shares,
-    RANK], where nothing is written from the rank of the row's adapter on; SLOTS > num_slots."""
+    """Grid (runs of ROWS rows, LINEARS * runs of RANKS, shares): what some columns of x add to some of what one
+    linear's A makes of these rows. x [T, width], down [LINEARS * num_slots * RANK, width], low float32 [T,
+    LINEARS, shares, RANK], where nothing is written from the rank of the row's adapter on. SLOTS > num_slots
+    is a power of two."""
     runs: tl.constexpr = (RANK + RANKS - 1) // RANKS
-    row, linear = tl.program_id(0).to(tl.int64), tl.program_id(1) // runs
-    first, share = tl.program_id(1) % runs * RANKS, tl.program_id(2)
-    own, columns = first + tl.arange(0, RANKS), share * STEP + tl.arange(0, STEP)
-    slot, rank = _slot_and_rank(slots, ranks, row, num_slots, SLOTS)
-    rows = ((linear * num_slots + slot - 1) * RANK + own).to(tl.int64)
-    mask = (own < rank)[:, None] & (columns < width)[None, :]
-    weights = tl.load(down + rows[:, None] * width + columns[None, :], mask=mask, other=0.0)
+    linear, first = tl.program_id(1) // runs, tl.program_id(1) % runs * RANKS
+    own, columns = first + tl.arange(0, RANKS), tl.program_id(2) * STEP + tl.arange(0, STEP)
+    numbers = tl.arange(0, SLOTS)
     _wait(OVERLAPS)
-    if first < rank:
-        values = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-        sums = tl.sum(weights.to(tl.float32) * values[None, :], 1)
-        place = ((row * LINEARS + linear) * num_shares + share) * RANK
-        tl.store(low + place + own, sums, mask=own < rank)
-
-
-@triton.jit
-def _rows_of_up(
-    up, slot, rank, linear, first, columns, num_outputs, num_slots, RANK: tl.constexpr, RANKS: tl.constexpr
-):
-    """RANKS rows of one linear's B from `first` on, 0 from `rank` on. [RANKS, len(columns)]."""
-    own = first + tl.arange(0, RANKS)
-    rows = ((linear * num_slots + slot - 1) * RANK + own).to(tl.int64)
-    mask = (own < rank)[:, None] & (columns < num_outputs)[None, :]
-    return tl.load(up + rows[:, None] * num_outputs + columns[None, :], mask=mask, other=0.0)
+    every = tl.load(ranks + numbers, mask=numbers <= num_slots, other=0)
+    place = tl.program_id(0) * ROWS
+    end = tl.minimum(place + ROWS, num_rows)
+    row, slot, rank = _row_at(place, order, slots, end, every, numbers)
+    weights = _matrix(down, slot, rank, linear, first, columns, width, num_slots, RANK, RANKS)
+    for i in range(ROWS):
+        if first < rank:
+            values = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+            sums = tl.sum(weights.to(tl.float32) * values[None, :], 1)
+            target = ((row * LINEARS + linear) * num_shares + tl.program_id(2)) * RANK
+            tl.store(low + target + own, sums, mask=own < rank)
+        if ROWS > 1:
+            loaded = slot
+            row, slot, rank = _row_at(place + i + 1, order, slots, end, every, numbers)
+            if slot != loaded:
+                weights = _matrix(down, slot, rank, linear, first, columns, width, num_slots, RANK, RANKS)
 
 
 @triton.jit
@@ -87,37 +102,47 @@ def _added(
 
 @triton.jit
 def expand(
-    low, up, slots, ranks, ends, y, num_outputs, num_slots, num_shares,
+    low, up, order, slots, ranks, ends, y, num_rows, num_outputs, num_slots, num_shares,
     RANK: tl.constexpr, RANKS: tl.constexpr, LINEARS: tl.constexpr, ENDS: tl.constexpr, SLOTS: tl.constexpr,
-    SHARES: tl.constexpr, TILE: tl.constexpr, OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, tiles of y): adds to some outputs of one row. low as `shrink` writes it, up
-    [LINEARS * num_slots * RANK, num_outputs], y [T, num_outputs], ends [1 + LINEARS]; ENDS > LINEARS, SHARES
-    >= num_shares, powers of two."""
-    row, begin = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE
-    columns, numbers = begin + tl.arange(0, TILE), tl.arange(0, ENDS)
-    every = tl.load(ends + numbers, mask=numbers <= LINEARS, other=0)
-    slot, rank = _slot_and_rank(slots, ranks, row, num_slots, SLOTS)
-    # of the linears with outputs in this tile, and of the first one's first ranks, whose weights are loaded
-    # before the wait
-    linear = tl.sum(((numbers > 0) & (numbers <= LINEARS) & (every <= begin)).to(tl.int32), 0)
-    stop = tl.sum(((numbers < LINEARS) & (every < begin + TILE)).to(tl.int32), 0)
-    rank = tl.where(linear < stop, rank, 0)
-    weights = _rows_of_up(up, slot, rank, linear, 0, columns, num_outputs, num_slots, RANK, RANKS)
+    """Grid (runs of ROWS rows, tiles of y): adds to some outputs of these rows. low as `shrink` writes it, up
+    [LINEARS * num_slots * RANK, num_outputs], y [T, num_outputs], ends [1 + LINEARS]. ENDS > LINEARS and
+    SHARES >= num_shares are powers of two."""
+    begin = tl.program_id(1) * TILE
+    columns, numbers = begin + tl.arange(0, TILE), tl.arange(0, SLOTS)
+    every = tl.load(ranks + numbers, mask=numbers <= num_slots, other=0)
+    places = tl.arange(0, ENDS)
+    limits = tl.load(ends + places, mask=places <= LINEARS, other=0)
+    # linears with outputs in this tile: from `head` to before `stop`
+    head = tl.sum(((places > 0) & (places <= LINEARS) & (limits <= begin)).to(tl.int32), 0)
+    stop = tl.sum(((places < LINEARS) & (limits < begin + TILE)).to(tl.int32), 0)
+    every = tl.where(head < stop, every, 0)
+    place = tl.program_id(0) * ROWS
+    end = tl.minimum(place + ROWS, num_rows)
+    row, slot, rank = _row_at(place, order, slots, end, every, numbers)
+    weights = _matrix(up, slot, rank, head, 0, columns, num_outputs, num_slots, RANK, RANKS)
     _wait(OVERLAPS)
-    if rank > 0:
-        target, inside = y + row * num_outputs + columns, columns < num_outputs
-        total = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-        total += _added(weights, low, rank, row * LINEARS + linear, 0, num_shares, RANK, RANKS, SHARES)
-        first = RANKS
-        while linear < stop:
-            while first < rank:
-                weights = _rows_of_up(
-                    up, slot, rank, linear, first, columns, num_outputs, num_slots, RANK, RANKS
-                )
-                total += _added(
-                    weights, low, rank, row * LINEARS + linear, first, num_shares, RANK, RANKS, SHARES
-                )
-                first += RANKS
-            linear, first = linear + 1, 0
-        tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+    for i in range(ROWS):
+        if rank > 0:
+            target, inside = y + row * num_outputs + columns, columns < num_outputs
+            total = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+            total += _added(weights, low, rank, row * LINEARS + head, 0, num_shares, RANK, RANKS, SHARES)
+            linear, first = head, RANKS  # and what else there is of B, which is rare
+            while linear < stop:
+                while first < rank:
+                    more = _matrix(
+                        up, slot, rank, linear, first, columns, num_outputs, num_slots, RANK, RANKS
+                    )
+                    total += _added(
+                        more, low, rank, row * LINEARS + linear, first, num_shares, RANK, RANKS, SHARES
+                    )
+                    first += RANKS
+                linear, first = linear + 1, 0
+            tl.store(target, total.to(y.dtype.element_ty), mask=inside)
+        if ROWS > 1:
+            loaded = slot
+            row, slot, rank = _row_at(place + i + 1, order, slots, end, every, numbers)
+            if slot != loaded:
+                weights = _matrix(up, slot, rank, head, 0, columns, num_outputs, num_slots, RANK, RANKS)

@@ -10,6 +10,7 @@ Not proven on hardware: tiles and `MAX_ROWS` are guesses (`bench.gpu`, part adap
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +19,23 @@ from cluster.model.adapters import SlotMatrices
 from cluster.model.cuda.tiles import power_of_two
 
 MAX_ROWS = 64  # more rows are multiplied with all slots, on tensor cores
-# Of a program: ranks, columns of x that it sums, outputs.
-_RANKS, _STEP, _TILE = 16, 512, 256
-_WARPS = 4
+# Of a program: ranks, columns of x that it sums, outputs; and rows, where there are more than _FEW. One warp
+# has all ranks of an output in one thread, so its sums need no barriers.
+_RANKS, _STEP, _TILE = 16, 512, 128
+_FEW, _ROWS = 16, 4
+_SHRINK_WARPS, _EXPAND_WARPS = 4, 1
 
 
 def add_adapters(y: Tensor, x: Tensor, updates: SlotMatrices) -> None:
     """x [T, inputs], y [T, outputs], both contiguous; y is changed in place. Enqueued."""
-    slots = updates.step.slots
-    if slots is None:
+    if updates.step.slots is None:
         return
     if not 0 < len(x) <= MAX_ROWS:
         return updates.add_to(y, x)
-    add_to_few(y, x, slots, updates)
+    add_to_few(y, x, updates)
 
 
-def add_to_few(y: Tensor, x: Tensor, slots: Tensor, updates: SlotMatrices) -> None:
+def add_to_few(y: Tensor, x: Tensor, updates: SlotMatrices) -> None:
     """`add_adapters` by our kernels, for any number of rows."""
     from cluster.model.cuda import adapter_kernels
 
@@ -42,17 +44,23 @@ def add_to_few(y: Tensor, x: Tensor, slots: Tensor, updates: SlotMatrices) -> No
     ranks, shares = min(_RANKS, power_of_two(rank)), -(-width // _STEP)
     low = x.new_empty(num_rows, linears, shares, rank, dtype=torch.float32)
     overlaps = _can_overlap(x.device)
-    launch = {"num_warps": _WARPS, **({"launch_pdl": True} if overlaps else {})}
-    sizes = {
-        "RANK": rank, "RANKS": ranks, "LINEARS": linears, "SLOTS": power_of_two(1 + num_slots),
-        "OVERLAPS": overlaps,
+    rows = 1 if num_rows <= _FEW else _ROWS
+    order, slots = (None, updates.step.slots) if rows == 1 else updates.step.in_order()
+    runs = -(-num_rows // rows)
+    sizes: dict[str, Any] = {
+        "RANK": rank, "RANKS": ranks, "LINEARS": linears, "SLOTS": power_of_two(1 + num_slots), "ROWS": rows,
+        "OVERLAPS": overlaps, "num_stages": 1,
     }  # fmt: skip
-    adapter_kernels.shrink[(num_rows, linears * -(-rank // ranks), shares)](
-        x, updates.down, slots, updates.ranks, low, width, num_slots, shares, STEP=_STEP, **sizes, **launch
-    )
-    adapter_kernels.expand[(num_rows, -(-num_outputs // _TILE))](
-        low, updates.up, slots, updates.ranks, updates.ends, y, num_outputs, num_slots, shares,
-        ENDS=power_of_two(1 + linears), SHARES=power_of_two(shares), TILE=_TILE, **sizes, **launch,
+    if overlaps:
+        sizes["launch_pdl"] = True
+    adapter_kernels.shrink[(runs, linears * -(-rank // ranks), shares)](
+        x, updates.down, order, slots, updates.ranks, low, num_rows, width, num_slots, shares, STEP=_STEP,
+        num_warps=_SHRINK_WARPS, **sizes,
+    )  # fmt: skip
+    adapter_kernels.expand[(runs, -(-num_outputs // _TILE))](
+        low, updates.up, order, slots, updates.ranks, updates.ends, y, num_rows, num_outputs, num_slots, shares,
+        ENDS=power_of_two(1 + linears), SHARES=power_of_two(shares), TILE=_TILE, num_warps=_EXPAND_WARPS,
+        **sizes,
     )  # fmt: skip
 
 

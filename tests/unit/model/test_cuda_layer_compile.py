@@ -265,17 +265,22 @@ def test_attention_compiles(
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
     kinds: dict[str, str] = dict.fromkeys(("x", "down", "up", "y"), dtype)
-    kinds |= {"slots": "*i64", "low": "*fp32", "num_slots": "i32", "num_shares": "i32"}
-    constants: dict[str, Any] = {
-        "RANK": 64,
-        "RANKS": 16,
-        "LINEARS": 3,
-        "SLOTS": 16,
-        "OVERLAPS": capability >= 90,
+    kinds |= {
+        "slots": "*i64",
+        "low": "*fp32",
+        **dict.fromkeys(("num_rows", "num_slots", "num_shares"), "i32"),
     }
-    check_compiles(adapter_kernels, "shrink", constants | {"STEP": 512}, kinds, capability, num_warps=4)
-    constants |= {"ENDS": 4, "SHARES": 64, "TILE": 256}
-    check_compiles(adapter_kernels, "expand", constants, kinds, capability, num_warps=4)
+    for rows in (1, 4):
+        constants: dict[str, Any] = {
+            "RANK": 64, "RANKS": 16, "LINEARS": 3, "SLOTS": 16, "ROWS": rows,
+            "OVERLAPS": capability >= 90, **({"order": None} if rows == 1 else {}),
+        }  # fmt: skip
+        options = {"num_stages": 1, "launch_pdl": capability >= 90}
+        check_compiles(
+            adapter_kernels, "shrink", constants | {"STEP": 512}, kinds, capability, num_warps=4, **options
+        )
+        constants |= {"ENDS": 4, "SHARES": 64, "TILE": 128}
+        check_compiles(adapter_kernels, "expand", constants, kinds, capability, num_warps=1, **options)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
