@@ -8,9 +8,9 @@ rows a program has several, in the order of their slots, and loads the weights o
 is read of a row without an adapter, nor behind its adapter's rank. Sums are float32; A x is rounded to the
 model's dtype. A row's result depends on that row alone.
 
-OVERLAPS: a launch may begin before the one before it has ended (programmatic dependent launch, from sm_90 on).
-`shrink` waits for it first, so `expand` finds all that was written before `shrink`, and loads weights while
-`shrink` runs. Every program waits, so whatever waits for these launches waits for all before them.
+Adapters, and the slots of a step's rows, are written before a launch that is not early (`early`), so `expand`
+always reads them, and weights, before it waits for `shrink`; so does `shrink` itself, unless rows have an
+order, which may be as new as the launch before it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-
-@triton.jit
-def _wait(OVERLAPS: tl.constexpr):
-    """For the end of the launch before; only then may the next one begin."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+from cluster.model.cuda.early_kernels import let_next_begin, wait_for_last
 
 
 @triton.jit
@@ -45,8 +39,8 @@ def _matrix(
     weights, slot, rank, linear, first, columns, num_columns, num_slots,
     RANK: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of RANKS rows of one linear's A or B, from the rank `first` on, as `SlotMatrices` has them;
-    0 from `rank` on."""
+    """Some columns of RANKS rows of one linear's A or B, from the rank `first` on, as `SlotMatrices` has
+    them; 0 from `rank` on."""
     own = first + tl.arange(0, RANKS)
     rows = ((linear * num_slots + slot - 1) * RANK + own).to(tl.int64)
     mask = (own < rank)[:, None] & (columns < num_columns)[None, :]
@@ -57,22 +51,24 @@ def _matrix(
 def shrink(
     x, down, order, slots, ranks, low, num_rows, width, num_slots, num_shares,
     RANK: tl.constexpr, RANKS: tl.constexpr, LINEARS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, OVERLAPS: tl.constexpr,
+    STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (runs of ROWS rows, LINEARS * runs of RANKS, shares): what some columns of x add to some of what one
-    linear's A makes of these rows. x [T, width], down [LINEARS * num_slots * RANK, width], low float32 [T,
-    LINEARS, shares, RANK], where nothing is written from the rank of the row's adapter on. SLOTS > num_slots
-    is a power of two."""
+    """Grid (runs of ROWS rows, LINEARS * runs of RANKS, shares): what some columns of x add to some of what
+    one linear's A makes of these rows. x [T, width], down [LINEARS * num_slots * RANK, width], low float32
+    [T, LINEARS, shares, RANK], where nothing is written from the rank of the row's adapter on. SLOTS >
+    num_slots is a power of two."""
     runs: tl.constexpr = (RANK + RANKS - 1) // RANKS
     linear, first = tl.program_id(1) // runs, tl.program_id(1) % runs * RANKS
     own, columns = first + tl.arange(0, RANKS), tl.program_id(2) * STEP + tl.arange(0, STEP)
     numbers = tl.arange(0, SLOTS)
-    _wait(OVERLAPS)
+    wait_for_last(EARLY and order is not None)
+    let_next_begin(EARLY)
     every = tl.load(ranks + numbers, mask=numbers <= num_slots, other=0)
     place = tl.program_id(0) * ROWS
     end = tl.minimum(place + ROWS, num_rows)
     row, slot, rank = _row_at(place, order, slots, end, every, numbers)
     weights = _matrix(down, slot, rank, linear, first, columns, width, num_slots, RANK, RANKS)
+    wait_for_last(EARLY and order is None)
     for i in range(ROWS):
         if first < rank:
             values = tl.load(x + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
@@ -105,11 +101,12 @@ def expand(
     low, up, order, slots, ranks, ends, y, num_rows, num_outputs, num_slots, num_shares,
     RANK: tl.constexpr, RANKS: tl.constexpr, LINEARS: tl.constexpr, ENDS: tl.constexpr, SLOTS: tl.constexpr,
     ROWS: tl.constexpr, SHARES: tl.constexpr, TILE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (runs of ROWS rows, tiles of y): adds to some outputs of these rows. low as `shrink` writes it, up
     [LINEARS * num_slots * RANK, num_outputs], y [T, num_outputs], ends [1 + LINEARS]. ENDS > LINEARS and
     SHARES >= num_shares are powers of two."""
+    let_next_begin(EARLY)
     begin = tl.program_id(1) * TILE
     columns, numbers = begin + tl.arange(0, TILE), tl.arange(0, SLOTS)
     every = tl.load(ranks + numbers, mask=numbers <= num_slots, other=0)
@@ -123,7 +120,7 @@ def expand(
     end = tl.minimum(place + ROWS, num_rows)
     row, slot, rank = _row_at(place, order, slots, end, every, numbers)
     weights = _matrix(up, slot, rank, head, 0, columns, num_outputs, num_slots, RANK, RANKS)
-    _wait(OVERLAPS)
+    wait_for_last(EARLY)
     for i in range(ROWS):
         if rank > 0:
             target, inside = y + row * num_outputs + columns, columns < num_outputs

@@ -9,13 +9,13 @@ Not proven on hardware: tiles and `MAX_ROWS` are guesses (`bench.gpu`, part adap
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cluster.model.adapters import SlotMatrices
+from cluster.model.cuda.early import early
 from cluster.model.cuda.tiles import power_of_two
 
 MAX_ROWS = 64  # more rows are multiplied with all slots, on tensor cores
@@ -43,28 +43,20 @@ def add_to_few(y: Tensor, x: Tensor, updates: SlotMatrices) -> None:
     linears, num_slots, rank = updates.num_linears, updates.step.num_slots, updates.step.rank
     ranks, shares = min(_RANKS, power_of_two(rank)), -(-width // _STEP)
     low = x.new_empty(num_rows, linears, shares, rank, dtype=torch.float32)
-    overlaps = _can_overlap(x.device)
     rows = 1 if num_rows <= _FEW else _ROWS
     order, slots = (None, updates.step.slots) if rows == 1 else updates.step.in_order()
     runs = -(-num_rows // rows)
     sizes: dict[str, Any] = {
         "RANK": rank, "RANKS": ranks, "LINEARS": linears, "SLOTS": power_of_two(1 + num_slots), "ROWS": rows,
-        "OVERLAPS": overlaps, "num_stages": 1,
+        "num_stages": 1, **early(x.device),
     }  # fmt: skip
-    if overlaps:
-        sizes["launch_pdl"] = True
     adapter_kernels.shrink[(runs, linears * -(-rank // ranks), shares)](
-        x, updates.down, order, slots, updates.ranks, low, num_rows, width, num_slots, shares, STEP=_STEP,
-        num_warps=_SHRINK_WARPS, **sizes,
+        x, updates.down, order, slots, updates.ranks, low, num_rows, width, num_slots, shares,
+        STEP=_STEP, num_warps=_SHRINK_WARPS, **sizes,
     )  # fmt: skip
     adapter_kernels.expand[(runs, -(-num_outputs // _TILE))](
-        low, updates.up, order, slots, updates.ranks, updates.ends, y, num_rows, num_outputs, num_slots, shares,
-        ENDS=power_of_two(1 + linears), SHARES=power_of_two(shares), TILE=_TILE, num_warps=_EXPAND_WARPS,
-        **sizes,
+        low, updates.up, order, slots, updates.ranks, updates.ends, y, num_rows, num_outputs, num_slots,
+        shares,
+        ENDS=power_of_two(1 + linears), SHARES=power_of_two(shares), TILE=_TILE,
+        num_warps=_EXPAND_WARPS, **sizes,
     )  # fmt: skip
-
-
-@cache
-def _can_overlap(device: torch.device) -> bool:
-    """Whether a launch may begin before the one before it has ended (programmatic dependent launch)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
