@@ -4,7 +4,7 @@ Nothing here reads the host's copy of anything or synchronises, so a call may be
 which adapter a row has, and of which rank, is read on the device. Needs triton, which the first call imports;
 enqueues on the current stream and owns no memory.
 
-Not proven on hardware: tiles and `MAX_ROWS` are guesses (`bench.gpu`, part adapters).
+Tiles are reasoned, not measured (`bench.gpu`, part adapters).
 """
 
 from __future__ import annotations

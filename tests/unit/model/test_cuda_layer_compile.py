@@ -54,7 +54,7 @@ ROPE = {
 
 
 # kernels that read weights before the kernel before has ended
-READ_BEFORE = {"product_row", "product_rows", "shrink", "expand"}
+READ_BEFORE = {"product_row", "product_rows", "coded_row", "shrink", "expand"}
 SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
 
