@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import cast
 
 from torch import Tensor
 
@@ -16,15 +17,25 @@ class StepAdapters:
     def __init__(self, num_slots: int = 0, rank: int = 0):
         self.num_slots, self.rank = num_slots, rank
         self.slots: Tensor | None = None
+        self._in_order: tuple[Tensor, Tensor] | None = None
 
     @contextmanager
     def of_step(self, slots: Tensor | None) -> Iterator[None]:
         """The work inside is a step of tokens with these adapters."""
-        before, self.slots = self.slots, slots
+        before = self.slots, self._in_order
+        self.slots, self._in_order = slots, None
         try:
             yield
         finally:
-            self.slots = before
+            self.slots, self._in_order = before
+
+    def in_order(self) -> tuple[Tensor, Tensor]:
+        """Returns the rows in the order of their slots, int64 [T], and these slots. Of a step that has slots,
+        [T]; on a GPU enqueued, by the first call in the step."""
+        if self._in_order is None:
+            slots, rows = cast(Tensor, self.slots).sort(stable=True)
+            self._in_order = rows, slots
+        return self._in_order
 
     def of_tokens(self, tokens: slice | Tensor, shape: Sequence[int]) -> AbstractContextManager[None]:
         """The work inside is that of these of the step's tokens. shape: of their rows, [B, N]."""

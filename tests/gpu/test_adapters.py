@@ -36,16 +36,17 @@ def test_launches_equal_products_with_all_slots(dtype: torch.dtype, monkeypatch)
     slots = torch.tensor([0, 1, 2, 8, 5] * 8, device=DEVICE)
     with step.of_step(slots):
         updates.add_to(expected := zeros.clone(), x)
-    add_to_few(together := zeros.clone(), x, slots, updates)
+        add_to_few(together := zeros.clone(), x, updates)
     assert agree(together, expected, TOLERANCES[dtype])
     assert not together[[0, 4]].any()
     for rows in (slice(1, 2), slice(7, 30)):
-        add_to_few(alone := zeros[rows].clone(), x[rows], slots[rows], updates)
+        with step.of_step(slots[rows]):
+            add_to_few(alone := zeros[rows].clone(), x[rows], updates)
         assert torch.equal(alone, together[rows])
     graph, recorded, given = torch.cuda.CUDAGraph(), zeros.clone(), torch.zeros_like(slots)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), step.of_step(given):
         recorded.zero_()
-        add_to_few(recorded, x, given, updates)
+        add_to_few(recorded, x, updates)
     given.copy_(slots)
     graph.replay()
     assert torch.equal(recorded, together)

@@ -4,43 +4,59 @@ Nothing here reads the host's copy of anything or synchronises, so a call may be
 which adapter a row has, and of which rank, is read on the device. Needs triton, which the first call imports;
 enqueues on the current stream and owns no memory.
 
-Not proven on hardware: tiles and `MAX_ROWS` are guesses (`bench.gpu`, part adapters).
+Tiles are reasoned, not measured (`bench.gpu`, part adapters).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from cluster.model.adapters import SlotMatrices
+from cluster.model.cuda.early import early
 from cluster.model.cuda.tiles import power_of_two
 
 MAX_ROWS = 64  # more rows are multiplied with all slots, on tensor cores
-_RANKS, _STEP, _TILE = 4, 512, 256  # of a program
+# Of a program: ranks, columns of x that it sums, outputs; and rows, where there are more than _FEW. One warp
+# has all ranks of an output in one thread, so its sums need no barriers.
+_RANKS, _STEP, _TILE = 16, 512, 128
+_FEW, _ROWS = 16, 4
+_SHRINK_WARPS, _EXPAND_WARPS = 4, 1
 
 
 def add_adapters(y: Tensor, x: Tensor, updates: SlotMatrices) -> None:
     """x [T, inputs], y [T, outputs], both contiguous; y is changed in place. Enqueued."""
-    slots = updates.step.slots
-    if slots is None:
+    if updates.step.slots is None:
         return
     if not 0 < len(x) <= MAX_ROWS:
         return updates.add_to(y, x)
-    add_to_few(y, x, slots, updates)
+    add_to_few(y, x, updates)
 
 
-def add_to_few(y: Tensor, x: Tensor, slots: Tensor, updates: SlotMatrices) -> None:
+def add_to_few(y: Tensor, x: Tensor, updates: SlotMatrices) -> None:
     """`add_adapters` by our kernels, for any number of rows."""
     from cluster.model.cuda import adapter_kernels
 
     (num_rows, width), num_outputs = x.shape, y.shape[1]
     linears, num_slots, rank = updates.num_linears, updates.step.num_slots, updates.step.rank
-    low = x.new_empty(num_rows, linears, rank)
-    ranks = min(_RANKS, power_of_two(rank))
-    adapter_kernels.shrink[(num_rows, linears, -(-rank // ranks))](
-        x, updates.down, slots, updates.ranks, low, width, num_slots, RANK=rank, RANKS=ranks,
-        LINEARS=linears, STEP=_STEP, num_warps=4,
+    ranks, shares = min(_RANKS, power_of_two(rank)), -(-width // _STEP)
+    low = x.new_empty(num_rows, linears, shares, rank, dtype=torch.float32)
+    rows = 1 if num_rows <= _FEW else _ROWS
+    order, slots = (None, updates.step.slots) if rows == 1 else updates.step.in_order()
+    runs = -(-num_rows // rows)
+    sizes: dict[str, Any] = {
+        "RANK": rank, "RANKS": ranks, "LINEARS": linears, "SLOTS": power_of_two(1 + num_slots), "ROWS": rows,
+        "num_stages": 1, **early(x.device),
+    }  # fmt: skip
+    adapter_kernels.shrink[(runs, linears * -(-rank // ranks), shares)](
+        x, updates.down, order, slots, updates.ranks, low, num_rows, width, num_slots, shares,
+        STEP=_STEP, num_warps=_SHRINK_WARPS, **sizes,
     )  # fmt: skip
-    adapter_kernels.expand[(num_rows, -(-num_outputs // _TILE))](
-        low, updates.up, slots, updates.ranks, updates.ends, y, num_outputs, num_slots, RANK=rank,
-        LINEARS=linears, TILE=_TILE, num_warps=4,
+    adapter_kernels.expand[(runs, -(-num_outputs // _TILE))](
+        low, updates.up, order, slots, updates.ranks, updates.ends, y, num_rows, num_outputs, num_slots,
+        shares,
+        ENDS=power_of_two(1 + linears), SHARES=power_of_two(shares), TILE=_TILE,
+        num_warps=_EXPAND_WARPS, **sizes,
     )  # fmt: skip

@@ -71,20 +71,21 @@ def test_a_fused_model_with_adapters_gives_the_tokens_of_peft(name: str, tmp_pat
         assert greedy(model, BlockMemory(model.kv_layout, 4), pair) == expected
 
 
+@pytest.mark.parametrize("times", [1, 3], ids=["few rows", "rows in the order of their slots"])
 @torch.inference_mode()
-def test_each_row_has_what_its_own_slot_adds() -> None:
+def test_each_row_has_what_its_own_slot_adds(times: int) -> None:
     """Three slots of different ranks, one of them empty, in two of three linears of one product; rows without
     an adapter keep their bits, and so does a row in other company."""
-    step = StepAdapters(3, 6)
-    places = [("q", 0, 40), ("v", 300, 333)]
+    step = StepAdapters(3, 20)
+    places = [("q", 0, 40), ("v", 100, 333)]  # a tile of outputs has both
     updates = SlotMatrices(places, 70, 333, step, torch.device("cpu"), torch.float32)
-    for slot, rank in ((1, 6), (3, 2)):
+    for slot, rank in ((1, 20), (3, 2)):
         pieces = {
             path: Update(torch.randn(rank, 70), torch.randn(end - begin, rank)) for path, begin, end in places
         }
         updates.prepare(pieces)(slot)
-    x, y = torch.randn(7, 70), torch.randn(7, 333)
-    slots = torch.tensor([0, 3, 1, 2, 0, 1, 3])
+    x, y = torch.randn(7 * times, 70), torch.randn(7 * times, 333)
+    slots = torch.tensor([0, 3, 1, 2, 0, 1, 3] * times)
     with step.of_step(slots):
         expected, together = y.clone(), y.clone()
         updates.add_to(expected, x)

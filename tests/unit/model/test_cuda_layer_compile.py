@@ -54,11 +54,8 @@ ROPE = {
 }  # fmt: skip
 
 
-READ_BEFORE = {
-    "product_row",
-    "product_rows",
-    "coded_row",
-}  # kernels that read weights before the kernel before has ended
+# kernels that read weights before the kernel before has ended
+READ_BEFORE = {"product_row", "product_rows", "coded_row", "shrink", "expand"}
 SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
 
@@ -91,11 +88,14 @@ def check_compiles(
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert made.metadata.shared <= SMALL_SHARED
     assert f".target sm_{capability}" in made.asm["ptx"]
-    waits = re.findall(r"griddepcontrol\.\w+", made.asm["ptx"])
-    assert waits == (["griddepcontrol.launch_dependents", "griddepcontrol.wait"] if is_early else [])
+    waits = re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"])
+    waits_first = name == "shrink" and "order" not in constants  # the order may be of the kernel before
+    steps = ["wait", "launch_dependents"] if waits_first else ["launch_dependents", "wait"]
+    assert waits == (steps if is_early else [])
     before, wait, after = made.asm["ptx"].partition("griddepcontrol.wait")
-    # weights alone are read before
-    assert not wait or (("ld.global" in before) == (name in READ_BEFORE) and "ld.global" in after)
+    # weights, and what a step has from its beginning on, are read before
+    reads_before = name in READ_BEFORE and not waits_first
+    assert not wait or (("ld.global" in before) == reads_before and "ld.global" in after)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -288,12 +288,21 @@ def test_attention_compiles(
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
-    kinds: dict[str, str] = dict.fromkeys(("x", "down", "up", "low", "y"), dtype)
-    kinds |= {"slots": "*i64", "num_slots": "i32"}
-    constants = {"RANK": 64, "RANKS": 4, "LINEARS": 3, "STEP": 512}
-    check_compiles(adapter_kernels, "shrink", constants, kinds, capability, num_warps=4)
-    del constants["RANKS"], constants["STEP"]
-    check_compiles(adapter_kernels, "expand", constants | {"TILE": 256}, kinds, capability, num_warps=4)
+    kinds: dict[str, str] = dict.fromkeys(("x", "down", "up", "y"), dtype)
+    kinds |= {
+        "slots": "*i64",
+        "low": "*fp32",
+        **dict.fromkeys(("num_rows", "num_slots", "num_shares"), "i32"),
+    }
+    for rows in (1, 4):
+        constants: dict[str, Any] = {"RANK": 64, "RANKS": 16, "LINEARS": 3, "SLOTS": 16, "ROWS": rows}
+        constants |= {"order": None} if rows == 1 else {}
+        shrink = {"num_warps": 4, "num_stages": 1}
+        check_compiles(adapter_kernels, "shrink", constants | {"STEP": 512}, kinds, capability, **shrink)
+        constants |= {"ENDS": 4, "SHARES": 64, "TILE": 128}
+        check_compiles(
+            adapter_kernels, "expand", constants, kinds, capability, num_warps=1, num_stages=1
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
