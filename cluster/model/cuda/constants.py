@@ -163,7 +163,8 @@ class _Watching(TorchDispatchMode):
         if is_constant:
             return self._constant(func, *args, **kwargs)
         if func in _INDEXING:
-            args = (args[0], self._indices(func, args[0], args[1]), *args[2:])
+            placed = [self._placed(value, args[0].device) for value in args[2:]]
+            args = (args[0], self._indices(func, args[0], args[1]), *placed)
         elif _READS & set(func.tags):
             raise NotRecordableError(f"{func} reads the device")
         out = func(*args, **kwargs)
@@ -190,6 +191,11 @@ class _Watching(TorchDispatchMode):
                 raise NotRecordableError(f"{func} reads the device")
         return found
 
+    def _placed(self, value: Any, device: torch.device) -> Any:
+        """A number of the host, on the device: the operator would copy it."""
+        is_elsewhere = isinstance(value, Tensor) and value.device != device
+        return self._constant(_moved, value, device) if is_elsewhere else value
+
 
 class _TakingOver(_Watching):
     def __init__(self, constants: Constants):
@@ -207,6 +213,10 @@ class _TakingOver(_Watching):
 def _numbers(index: Tensor, device: torch.device) -> list[Tensor]:
     numbers = index.nonzero().unbind(1) if _is_mask(index) else (index,)
     return [each.to(device) for each in numbers]
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    return value.to(device)
 
 
 def _is_mask(index: Tensor) -> bool:

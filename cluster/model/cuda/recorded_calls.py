@@ -143,6 +143,7 @@ class RecordedCalls:
         """`items`: on the device, in the dtypes that `run` takes. The rows of each item, equal to `run`'s."""
         form = InputForm.of(modality, items)
         if form is None:
+            self._say(modality, f"it has more than {MAX_INTEGERS} integers")
             return self._run(modality, items)
         if form not in self._recorded:
             self._count(form)
@@ -205,8 +206,11 @@ class RecordedCalls:
         if len(self._refused) >= MAX_KNOWN_FORMS:
             self._refused.clear()
         self._refused.add(form)
+        self._say(form.modality, reason)
+
+    def _say(self, modality: Modality, reason: str) -> None:
         if reason not in self._reasons:
-            logger.info("an encoder call of %s is not recorded: %s", form.modality.value, reason)
+            logger.info("an encoder call of %s is not recorded: %s", modality.value, reason)
             self._reasons.add(reason)
 
 
