@@ -3,14 +3,13 @@ made, `deliveries` the requests that want items, `cache` the rows.
 
 A step: one encoder call with the most urgent ready items; their rows go into the cache and to every request
 that has named a target; the doors get a message. Preparation runs in a thread pool and overlaps the work of
-the device. A long item takes several steps.
+the device. A long item takes several steps. With no item in work, a step may record a form of call.
 
 A call that fails:
 * It ran out of memory: the next step has a smaller budget and tries less at once.
 * Any other error: the items of the call run alone from then on, and an item that fails alone has failed.
 
-Outside the calls, an exception that one item or one delivery causes ends that item or that delivery only
-(`Blame`).
+Outside the calls, an exception that one item or delivery causes ends that one only (`Blame`).
 """
 
 from __future__ import annotations
@@ -118,7 +117,8 @@ class EncoderEngine:
         if batch:
             self._encode(batch)
             self._tell_doors()
-        return 0 if batch else self.deliveries.wait_s()
+        is_busy = batch or (not self.items and self.runner.record_next())
+        return 0 if is_busy else self.deliveries.wait_s()
 
     def start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
         """If an item of a request is asked for again, what was sent before did not arrive: the new delivery

@@ -108,6 +108,10 @@ class EncoderRunner:
             torch.cuda.current_stream(self._model.device).synchronize()
         return rows
 
+    def record_next(self) -> bool:
+        """Records one form of call that waits for it, if there is one. See `EncoderModel.record_next`."""
+        return self._model.record_next()
+
     def _tensors(self, modality: Modality, piece: Piece) -> Mapping[str, torch.Tensor]:
         cut = self._model.splitter(modality)
         if cut is None or piece.is_whole:

@@ -76,6 +76,7 @@ class Encoder:
             step=MAX_PIECE_ROWS * step_row_bytes,
             features=num_blocks * layout.block_bytes,
             inputs=args.encode.max_prepared_bytes,
+            graphs=self.model.recorded_bytes(step_row_bytes),
         )
         with setup.late_memory.granting() as promised:
             available = available_bytes(setup.device, self.model.evictable_bytes) - promised

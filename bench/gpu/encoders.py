@@ -1,11 +1,12 @@
 """Latencies of towers with random weights: one call, until its rows are computed.
 
 A tower of Qwen2.5-VL's form (12 blocks, every fourth over whole images) by the attention that workers use,
-and by transformers' own calls, one for each window or image; SigLIP-L as transformers has it."""
+and by transformers' own calls, one for each window or image; SigLIP-L in LLaVA, with its projector."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from bench.gpu.machine import DeviceSpeed, median_s
+from bench.gpu.machine import DeviceSpeed, median_s, wait
 from bench.gpu.served import Measurements
+from cluster.model.cuda.graphs import capture_cuda
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import Modality
 
+Call = tuple[Modality, Sequence[Mapping[str, Tensor]]]  # arguments of `encode`
 ONE, SIXTEEN, CLIP = "1 image of 224²", "16 images of 224²", "30 frames of 224²"
 SIGLIP = "SigLIP-L, 1 image of 448²"
 _NUM_ROUNDS = 10
@@ -39,29 +42,57 @@ _TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "depth": 1,
 
 
 def latencies(speed: DeviceSpeed, rehearse: bool) -> Measurements:
-    """us: as a worker serves it. own_us: with transformers' own attention."""
+    """us: as a worker serves a form that comes again, on a GPU from a recording. eager_us: as it serves a new
+    form. own_us: with transformers' own attention. record_us: how long a recording keeps the encoder.
+    equal: whether recorded rows are those of the unrecorded call, bit by bit."""
     tiny: dict[str, Any] = _TINY if rehearse else {}
-    num_rounds = 1 if rehearse else _NUM_ROUNDS
     config = hf.Qwen2_5_VLConfig(text_config=_TEXT, vision_config=_VISION | tiny)
     model = _random(hf.Qwen2_5_VLForConditionalGeneration, config, speed)
-    encoder = EncoderModel.from_model(model)
     image = _item("pixel_values", "image_grid_thw", 1, speed)
     # two frames in each patch
     clip = _item("pixel_values_videos", "video_grid_thw", 2 if rehearse else 15, speed)
-    calls: dict[str, Callable[[], object]] = {
-        ONE: partial(encoder.encode, Modality.IMAGE, [image]),
-        SIXTEEN: partial(encoder.encode, Modality.IMAGE, [image] * (2 if rehearse else 16)),
-        CLIP: partial(encoder.encode, Modality.VIDEO, [clip]),
+    calls: dict[str, Call] = {
+        ONE: (Modality.IMAGE, [image]),
+        SIXTEEN: (Modality.IMAGE, [image] * (2 if rehearse else 16)),
+        CLIP: (Modality.VIDEO, [clip]),
     }
-    own = {what: median_s(call, speed.device, num_rounds) for what, call in calls.items()}
-    optimise_packed_attention(model)
-    for what, call in calls.items():
-        us = 1e6 * median_s(call, speed.device, num_rounds)
-        yield {"what": what, "us": us, "own_us": 1e6 * own[what]}
-    siglip = _random(hf.SiglipVisionModel, hf.SiglipVisionConfig(**_SIGLIP | tiny), speed)
+    yield from _measured(model, calls, speed, rehearse)
+    vision = hf.SiglipVisionConfig(**_SIGLIP | tiny, vision_use_head=False)
+    config = hf.LlavaConfig(
+        text_config=hf.LlamaConfig(**_TEXT), vision_config=vision, image_token_index=1,
+        vision_feature_select_strategy="full", vision_feature_layer=-1,
+    )  # fmt: skip
     pixels = torch.randn(1, 3, 448, 448, device=speed.device, dtype=speed.dtype)
-    with torch.inference_mode():
-        yield {"what": SIGLIP, "us": 1e6 * median_s(partial(siglip, pixels), speed.device, num_rounds)}
+    model = _random(hf.LlavaForConditionalGeneration, config, speed)
+    yield from _measured(model, {SIGLIP: (Modality.IMAGE, [{"pixel_values": pixels}])}, speed, rehearse)
+
+
+def _measured(model: Any, calls: Mapping[str, Call], speed: DeviceSpeed, rehearse: bool) -> Measurements:
+    encoder = EncoderModel.from_model(model)
+    num_rounds = 1 if rehearse else _NUM_ROUNDS
+
+    def us(call: Call) -> float:
+        return 1e6 * median_s(partial(encoder.encode, *call), speed.device, num_rounds)
+
+    own = {what: us(call) for what, call in calls.items()}
+    optimise_packed_attention(model)
+    eager = {what: us(call) for what, call in calls.items()}
+    if speed.device.type != "cuda":
+        yield from ({"what": what, "us": eager[what], "own_us": own[what]} for what in calls)
+        return
+    encoder.record(capture_cuda(is_alone=False))
+    for what, call in calls.items():
+        expected = [encoder.encode(*call) for _ in range(2)][1]
+        wait(speed.device)
+        began_at = time.perf_counter()
+        is_recorded = encoder.record_next()
+        wait(speed.device)
+        record_us = 1e6 * (time.perf_counter() - began_at)
+        equal = all(map(torch.equal, encoder.encode(*call), expected))
+        yield {
+            "what": what, "us": us(call), "eager_us": eager[what], "own_us": own[what],
+            "record_us": record_us if is_recorded else None, "equal": equal,
+        }  # fmt: skip
 
 
 def _random(kind: type[nn.Module], config: hf.PreTrainedConfig, speed: DeviceSpeed) -> Any:

@@ -20,7 +20,9 @@ from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
+from cluster.model.cuda.graphs import Capture, capture_cuda
 from cluster.model.cuda.packed_towers import optimise_packed_attention
+from cluster.model.cuda.recorded_calls import RecordedCalls, max_bytes
 from cluster.model.cuda.uploads import Finish, Uploads
 from cluster.model.half_files import CheckRoom
 from cluster.model.loading import Half, fingerprint, load_half
@@ -52,6 +54,7 @@ class EncoderModel:
         self.fingerprint: str = fingerprint(config, self.dtype)
         self.evictable_bytes = 0  # of weights in a mapped file that are not locked in memory
         self._uploads = Uploads(self.device, self.dtype) if self.device.type == "cuda" else None
+        self._recorded: RecordedCalls | None = None
         self.weight_bytes: int = sum(p.numel() * p.element_size() for p in model.parameters())
 
     @classmethod
@@ -61,9 +64,9 @@ class EncoderModel:
     ) -> EncoderModel:  # fmt: skip
         """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears, gated
         MLPs and norms) and patch projections run on native kernels, if these can be built; on a GPU packed
-        attention makes one launch a block. `weight_cache`: where packed weights are kept and shared.
-        `check_room`: is asked before a weight is read, and may refuse. Raises ConfigError for models that are
-        not supported."""
+        attention makes one launch a block, and calls of forms that come again are recorded. `weight_cache`:
+        where packed weights are kept and shared. `check_room`: is asked before a weight is read, and may
+        refuse. Raises ConfigError for models that are not supported."""
 
         def make(making: Making) -> EncoderModel:
             half = load_half(
@@ -78,6 +81,7 @@ class EncoderModel:
                 optimise_modules(encoder._base, kernels)
             else:
                 optimise_packed_attention(encoder._base)
+                encoder.record(capture_cuda(is_alone=False))
             return encoder
 
         kernels = load_kernels() if torch.device(device).type == "cpu" else None
@@ -114,7 +118,25 @@ class EncoderModel:
         [patches, d] + `image_grid_thw` [1, 3], or `input_features` [1, mels, frames] +
         `feature_attention_mask`.
         """
-        outputs = self._calls[modality].run(self._base, [self._on_device(item) for item in items])
+        run = self._run if self._recorded is None else self._recorded.encode
+        return run(modality, [self._on_device(item) for item in items])
+
+    def record(self, capture: Capture) -> None:
+        """From now on, calls of forms that come again are recorded (`recorded_calls`), and replayed. Call it
+        when the modules are in their final form."""
+        self._recorded = RecordedCalls(self._run, self.device, capture)
+
+    def record_next(self) -> bool:
+        """Records one form that waits for it; False: none does. Blocks. On the engine's thread, between
+        calls."""
+        return self._recorded is not None and self._recorded.record_next()
+
+    def recorded_bytes(self, row_bytes: int) -> int:
+        """Returns the bytes that recorded calls take at most. `row_bytes`: of a call, for one row."""
+        return 0 if self._recorded is None else max_bytes(row_bytes)
+
+    def _run(self, modality: Modality, items: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        outputs = self._calls[modality].run(self._base, items)
         return [self._full_width(rows) for rows in outputs]
 
     def _on_device(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:

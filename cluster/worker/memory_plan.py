@@ -35,7 +35,7 @@ class MemoryPlan:
     wire: int = 0  # KV that travels coded
     tier: int = 0  # KV that the first tier of the cache has lost, if it lies in the same memory
     inputs: int = 0  # preprocessed media that wait for the next calls of an encoder
-    graphs: int = 0  # recorded steps (`cluster/model/cuda/graphs.py`)
+    graphs: int = 0  # recorded steps (`cluster/model/cuda/graphs.py`), or calls of encoders
     is_loaded: bool = True  # False: memory for the weights is wanted, too
 
     @property
@@ -79,7 +79,7 @@ class MemoryPlan:
             *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
             f"  one step           {_mib(self.step)}  (estimate)",
             *(
-                [f"  recorded steps     {_mib(self.graphs)}  (of the largest, measured)"]
+                [f"  recorded steps     {_mib(self.graphs)}  (measured; of encoders, at most)"]
                 if self.graphs
                 else []
             ),

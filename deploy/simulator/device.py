@@ -224,6 +224,9 @@ class SimEncoderRunner:
         num_units = item.num_call_rows if item.modality is Modality.VIDEO else 1
         return _Units({}, num_units, item.num_call_rows, item.geometry.num_tokens)
 
+    def record_next(self) -> bool:
+        return False
+
     def encode(self, modality: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         num_rows, rows = 0, []
         for piece in pieces:

@@ -29,8 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from tests.fakes.brackets import get_item, set_item
 from tests.fakes.cuda_streams import CurrentPlace, Event, Graph, Stream
 from tests.fakes.leaves import leaves, mapped
 
@@ -42,7 +43,7 @@ _NOT_THERE = (  # what torch says of a device: built without CUDA; built with it
     "CUDA driver version is insufficient",
     "no CUDA-capable device",
 )
-_BRACKETS = {Tensor.__getitem__, Tensor.__setitem__}
+_BRACKETS = {Tensor.__getitem__: get_item, Tensor.__setitem__: set_item}
 _WHOLE = {F.scaled_dot_product_attention, *_BRACKETS}
 _INDEXING = {
     _aten.index.Tensor,
@@ -104,6 +105,8 @@ class _Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in _BRACKETS:
             args = (args[0], _with_read_bounds(args[1]), *args[2:])
+            if _get_current_dispatch_mode() is not self._device:  # something looks at every operator
+                return _BRACKETS[func](*args)
         if func in _WHOLE and any(map(_is_on_cuda, leaves((args, kwargs)))):
             return self._device.kernel(func, *args, **(kwargs or {}))
         args, kwargs = mapped(self._placed, (args, kwargs or {}))

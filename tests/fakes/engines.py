@@ -156,7 +156,7 @@ class Rig:
     def _start_encoder(self) -> None:
         rows = BlockMemory(FEATURE_LAYOUT, self._sizes["encoder"])
         self.cache = EmbeddingCache(rows, self.pools["encoder"])
-        runner: Any = SimpleNamespace(prepare=self._prepare, encode=self._encode)
+        runner: Any = SimpleNamespace(prepare=self._prepare, encode=self._encode, record_next=lambda: False)
         self.runners["encoder"] = runner
         limits, policy = self._encoder_settings
         self._add_worker(

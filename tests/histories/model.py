@@ -290,6 +290,9 @@ class ChainEncoder:
         rows = [[row_value(item.media_hash, row)] for row in range(item.geometry.num_tokens)]
         return Prepared({"rows": torch.tensor(rows)}, 1 if grid is None else grid[0])
 
+    def record_next(self) -> bool:
+        return False
+
     def encode(self, modality: Any, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         self._compute(0.004)
         outputs = []

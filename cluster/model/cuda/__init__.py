@@ -10,6 +10,8 @@
   and which library computes long chunks of its prompts.
 * `graphs`: CUDA graphs of steps, by their sizes. `step_inputs`: a step's inputs in one pinned buffer, and
   one copy.
+* `recorded_calls`: CUDA graphs of encoder calls, by the form of their inputs. `constants`: what such a call
+  computes of its integers alone, which a recording takes over.
 * `uploads`: media tensors to the GPU on a stream of their own.
 
 Tried: all of it on a simulated device (tests/unit/cuda, tests/fakes/cuda_device.py), whose tensors are

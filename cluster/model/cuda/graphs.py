@@ -343,22 +343,25 @@ def batch_sizes(max_batch: int) -> list[int]:
     return [size for size in sizes if size < max_batch] + [max_batch]
 
 
-def capture_cuda() -> Capture:
-    """A capture whose graphs share one memory pool, so only one of them may run at a time."""
+def capture_cuda(*, is_alone: bool = True) -> Capture:
+    """A capture whose graphs share one memory pool, so only one of them may run at a time. `is_alone`: no
+    other thread uses the device while it records; otherwise the work must be known to read nothing on the
+    host."""
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def capture(work: Callable[[], Tensor]) -> Replay:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             work()  # compiles kernels and initialises libraries outside the recording
-            with refusing_reads():
-                work()
+            if is_alone:
+                with refusing_reads():
+                    work()
         before = torch.cuda.current_stream()
         before.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), None if is_alone else side
         try:
             # thread_local: other threads of a worker, NCCL's among them, may use the device meanwhile
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 out = work()
         finally:
             torch.cuda.set_stream(before)  # which a recording that failed may not have done

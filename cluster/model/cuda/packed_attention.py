@@ -11,12 +11,13 @@ Not proven on hardware: sizes of tiles are guesses.
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cluster.model.cuda.tiles import power_of_two
 
@@ -52,11 +53,11 @@ def tiles_for(width: int, is_exact: bool) -> SegmentTiles:
 
 
 class PackedAttention:
-    """The tables of the last segments, and the launches."""
+    """The tables of segments, which live as long as these do, and the launches."""
 
     def __init__(self) -> None:
-        # segments as they came, rows of a tile, table; held, so that no other tensor is taken for them
-        self._tables: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=2)
+        # by the segments as they came: rows of a tile, table
+        self._tables: MutableMapping[Tensor, dict[int, Tensor]] = WeakTensorKeyDictionary()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling: float) -> Tensor:
         """query [T, Hq, D], key and value [T, Hk, D], of one float dtype and any strides, channels side by
@@ -78,12 +79,10 @@ class PackedAttention:
         return out
 
     def _table(self, starts: Tensor, num_rows: int, tile_rows: int) -> Tensor:
-        for segments, rows, table in self._tables:
-            if segments is starts and rows == tile_rows:
-                return table
-        table = cut(starts, num_rows, tile_rows)
-        self._tables.append((starts, tile_rows, table))
-        return table
+        tables = self._tables.setdefault(starts, {})
+        if tile_rows not in tables:
+            tables[tile_rows] = cut(starts, num_rows, tile_rows)
+        return tables[tile_rows]
 
 
 def cut(starts: Tensor, num_rows: int, tile_rows: int) -> Tensor:

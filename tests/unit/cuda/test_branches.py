@@ -40,6 +40,7 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/draw.py:_sent
         cluster/engine/ahead.py:may_run_ahead """,
     "test_packed_attention.py": "cluster/model/cuda/packed_towers.py:_replace",
+    "test_recorded_calls.py": "cluster/model/cuda/recorded_calls.py:RecordedCalls._record",
     "test_experts.py": "cluster/model/cuda/experts.py:_replace",
     "test_codes.py": "cluster/model/cuda/coded_choice.py:keep_right_codes",
     "test_layers.py": "cluster/model/layers/trial.py:median_s",

@@ -280,3 +280,22 @@ def test_an_item_that_is_cancelled_while_a_thread_has_it_is_not_encoded(rig):
     rig.receive("encoder", Cancel("r"))
     rig.turn(3)
     assert rig.encoder_calls == [] and rig.encoder.engine.load().num_running == 0
+
+
+def test_calls_are_recorded_while_no_item_is_in_work(rig):
+    waiting, in_work = ["form", "other form"], []
+
+    def record_next() -> bool:
+        in_work.append(rig.encoder.engine.load().num_running)
+        return bool(waiting) and bool(waiting.pop())
+
+    rig.runners["encoder"].record_next = record_next
+    rig.start(ITEM)
+    rig.encoder.step()
+    assert in_work == []  # the item is being prepared
+    rig.turn(5)
+    assert "a" in rig.cache and not waiting and set(in_work) == {0}
+    waiting.append("form")
+    assert [rig.encoder.engine.step() == 0 for _ in range(2)] == [True, False]
+    rig.target(ITEM)
+    rig.turn(5)

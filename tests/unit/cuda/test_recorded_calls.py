@@ -1,0 +1,228 @@
+"""Recorded encoder calls: which forms are recorded, when, and what they give. On a simulated GPU, which
+refuses what a recording refuses; of every family, on the CPU, with a capture that runs its work again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.model.cuda import recorded_calls
+from cluster.model.cuda.constants import Constants, NotRecordableError
+from cluster.model.cuda.graphs import Replay, capture_cuda
+from cluster.model.cuda.packed_towers import optimise_packed_attention
+from cluster.model.cuda.recorded_calls import MAX_PLAIN_CALLS, RecordedCalls
+from cluster.model.encoder import EncoderModel
+from cluster.types.media import Modality
+from tests.fakes.cuda_device import CudaTensor, SimulatedCuda
+from tests.fakes.slow_params import often
+from tests.flow.tiny_media_models import MEDIA_FAMILIES
+from tests.unit.cuda.test_packed_attention import by_torch
+
+Item = Mapping[str, Tensor]
+DROPPING = ("idefics3", "smolvlm")  # drop tiles that are black
+MASKED = ("aria", "moss_transcribe_diarize")  # have more integers than a form may have
+# packed, with windows and with interpolated positions; tiles; sizes and masks of blocks; sound under a mask
+ON_DEVICE = ("qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "qwen2_audio", "idefics3")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedCuda]:
+    with SimulatedCuda() as simulated:
+        yield simulated
+
+
+def again(work: Callable[[], Tensor]) -> Replay:
+    """In place of a capture: runs the work at every replay, into the same tensor."""
+    out = work()
+    return lambda: out.copy_(work())
+
+
+def items_of(name: str) -> tuple[Any, dict[Modality, Item]]:
+    case = MEDIA_FAMILIES[name]()
+    items: dict[Modality, Item] = {}
+    for modality, item in [pair for request in case.requests for pair in request.items]:
+        items.setdefault(modality, item)
+    return case.model, items
+
+
+def with_others(item: Item) -> list[Item]:
+    """The item, and one of the same form."""
+    return [
+        item, {key: 1 - value if value.is_floating_point() else value for key, value in item.items()}
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_a_replay_launches_nothing_else_and_gives_the_rows(name, device, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    model, items = items_of(name)
+    encoder = EncoderModel.from_model(device.put(model))
+    optimise_packed_attention(model, lambda *each: device.kernel(by_torch, *each))
+    for modality, item in items.items():
+        pair = with_others({key: CudaTensor(value) for key, value in item.items()})
+        expected = [encoder.encode(modality, [each])[0].cpu() for each in pair]
+        encoder.record(capture_cuda(is_alone=False))
+        encoder.encode(modality, pair[:1])
+        assert not encoder.record_next()
+        encoder.encode(modality, pair[:1])
+        assert encoder.record_next() and not encoder.record_next()
+        device.operators.clear()
+        num_syncs = device.num_syncs
+        actual = [encoder.encode(modality, [each])[0] for each in pair]
+        if name not in DROPPING:
+            assert len(device.operators) < 20
+            assert device.num_syncs - num_syncs <= 2  # the integers of a form are read
+        for rows, own in zip(actual, expected, strict=True):
+            assert torch.equal(rows.cpu(), own)
+    assert ("is not recorded: aten.index.Tensor reads the device" in caplog.text) == (name in DROPPING)
+    assert "any more" not in caplog.text
+
+
+@pytest.mark.parametrize("name", often(MEDIA_FAMILIES, ("qwen3_omni", "llava_next", "gemma4_small")))
+def test_constants_of_every_family_serve_another_item(name: str, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(recorded_calls, "MAX_ROWS", 4096)
+    caplog.set_level(logging.INFO)
+    model, items = items_of(name)
+    encoder = EncoderModel.from_model(model)
+    for modality, item in items.items():
+        pair = with_others(item)
+        expected = [encoder.encode(modality, [each, each]) for each in pair]
+        encoder.record(again)
+        for _ in range(2):
+            encoder.encode(modality, [pair[0]] * 2)
+        assert encoder.record_next() == (name not in MASKED)
+        for each, own in zip(pair, expected, strict=True):
+            for rows, alone in zip(encoder.encode(modality, [each, each]), own, strict=True):
+                torch.testing.assert_close(rows, alone, rtol=1e-5, atol=1e-5)
+    assert ("not recorded" in caplog.text) == (name in (*DROPPING, *MASKED)), caplog.text
+
+
+class Calls:
+    """Counts calls of a tower that doubles what it is given."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, _modality: Modality, items: Sequence[Item]) -> list[Tensor]:
+        self.num_calls += 1
+        return [item["pixels"] * 2 + item["grid"].sum() for item in items]
+
+
+def item_of(num_rows: int, size: int = 1) -> Item:
+    return {"pixels": torch.rand(num_rows, 2), "grid": torch.tensor([[1, size]])}
+
+
+def encode(calls: RecordedCalls, *items: Item) -> None:
+    for rows, item in zip(calls.encode(Modality.IMAGE, items), items, strict=True):
+        torch.testing.assert_close(rows, item["pixels"] * 2 + item["grid"].sum())
+
+
+def test_a_form_is_shapes_and_numbers_and_the_oldest_goes(monkeypatch) -> None:
+    monkeypatch.setattr(recorded_calls, "MAX_FORMS", 2)
+    num_recorded = 0
+
+    def capture(work: Callable[[], Tensor]) -> Replay:
+        nonlocal num_recorded
+        num_recorded += 1
+        return again(work)
+
+    calls = RecordedCalls(Calls(), CPU, capture)
+    forms = [(item_of(3), item_of(4)), (item_of(3, 2), item_of(4)), (item_of(7),)]
+    for number, form in enumerate([*forms, forms[0]]):
+        for _ in range(2):
+            encode(calls, *form)
+        assert calls.record_next() and num_recorded == number + 1  # the first has gone when the last comes
+        encode(calls, *form)
+        assert not calls.record_next()
+
+
+def test_an_encoder_that_is_never_idle_records_after_some_calls() -> None:
+    run = Calls()
+    calls = RecordedCalls(run, CPU, lambda work: work().clone)
+    for _ in range(MAX_PLAIN_CALLS):
+        calls.encode(Modality.IMAGE, [item_of(3)])
+    assert run.num_calls == MAX_PLAIN_CALLS
+    for _ in range(5):
+        calls.encode(Modality.IMAGE, [item_of(3)])
+    assert run.num_calls == MAX_PLAIN_CALLS + 2  # watched, recorded
+    assert not calls.record_next()
+
+
+@pytest.mark.parametrize("name", ["MAX_ROWS", "MAX_BYTES", "MAX_INTEGERS"])
+def test_large_calls_stay_as_they_are(name: str, monkeypatch) -> None:
+    monkeypatch.setattr(recorded_calls, name, 1)
+    calls = RecordedCalls(Calls(), CPU, lambda work: pytest.fail("recorded"))
+    for _ in range(3):
+        encode(calls, item_of(3))
+        calls.record_next()
+
+
+def test_after_a_recording_that_fails_none_is_made(caplog) -> None:
+    def capture(work: Callable[[], Tensor]) -> Replay:
+        raise RuntimeError("operation not permitted")
+
+    calls = RecordedCalls(Calls(), CPU, capture)
+    for num_rows in (3, 3, 4, 4):
+        encode(calls, item_of(num_rows))
+    assert calls.record_next() and not calls.record_next()
+    encode(calls, item_of(3))
+    assert "encoder calls are not recorded any more: RuntimeError('operation not permitted')" in caplog.text
+
+
+def taken_over(run: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """What a run with constants gives of other numbers, and what it gives by itself."""
+    with torch.inference_mode():
+        grid, given, blank = torch.tensor([2, 3]), torch.rand(5, 2), torch.zeros(5, 2)
+        constants = Constants([grid], CPU)
+        constants.watch(lambda: run(grid, blank))
+        return constants.take_over(lambda: run(grid, given)), run(grid, given)
+
+
+def padded(grid: Tensor, rows: Tensor) -> Tensor:
+    out = torch.zeros(9, 2)
+    out[grid[0] : int(grid.sum()) + 2] += rows
+    return out
+
+
+def indexed(grid: Tensor, rows: Tensor) -> Tensor:
+    out = rows * 2
+    out[torch.arange(5) > grid[0]] = 7.0
+    return out
+
+
+def masked(grid: Tensor, rows: Tensor) -> Tensor:
+    kept = torch.arange(5) != grid[0]
+    parts = rows[kept].split([*(grid - 1).tolist(), 1])
+    return torch.cat([part.sum(0, keepdim=True) for part in parts])
+
+
+def changing(grid: Tensor, rows: Tensor) -> Tensor:
+    numbers = torch.full((5, 1), 2.0)
+    first = rows * numbers
+    numbers[1:] = 3.0
+    return first + rows * numbers + torch.repeat_interleave(rows, torch.tensor([1, 0, 2, 0, 2]), dim=0)
+
+
+@pytest.mark.parametrize("run", [padded, indexed, masked, changing])
+def test_memory_that_changes_is_no_constant(run) -> None:
+    actual, expected = taken_over(run)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda grid, rows: rows[: int(rows.sum())],
+        lambda grid, rows: rows[rows[:, 0] > 0],
+        lambda grid, rows: rows.nonzero(),
+    ],
+)
+def test_reads_of_what_is_computed_are_refused(run) -> None:
+    with pytest.raises(NotRecordableError, match="reads the device"):
+        taken_over(run)
