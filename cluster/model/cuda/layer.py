@@ -35,6 +35,7 @@ from cluster.model.cuda.layer_calls import (
     add,
     add_norm,
     gate,
+    gate_heads,
     product,
     rope_write,
 )
@@ -147,7 +148,23 @@ class FusedAttention:
         if batch.on_layer is not None:
             batch.on_layer(self._layer_idx)
         mixed = self._attention.attend_blocks(batch, self._layer, query, cache)
+        if self._rope.is_gated:
+            mixed = gate_heads(qkv, mixed)
         return Addition(self._out(mixed.flatten(1)), self._around.post, self._around.scale)
+
+
+class FusedMixer:
+    """The first half of a layer whose mixer keeps states: it computes itself what lies between the norms."""
+
+    products = ()
+
+    def __init__(self, around: Around, mixer: nn.Module):
+        self._around, self.mixer = around, mixer
+
+    def __call__(self, x: Tensor, pending: Addition | None) -> Addition:
+        """x [T, N], changed by what is pending alone."""
+        shares = self.mixer(normed(x, pending, self._around.pre)[None])
+        return Addition(shares, self._around.post, self._around.scale)
 
 
 class FusedMlp:
@@ -167,8 +184,8 @@ class FusedLayer(nn.Module):
     """A decoder layer of which one half at least is fused."""
 
     def __init__(
-        self, attention: FusedAttention | LayerHalf[AttentionParts], mlp: FusedMlp | LayerHalf[MlpParts],
-        parts: DecoderParts,
+        self, attention: FusedAttention | FusedMixer | LayerHalf[AttentionParts],
+        mlp: FusedMlp | LayerHalf[MlpParts], parts: DecoderParts,
     ):  # fmt: skip
         super().__init__()
         self._attention, self._mlp = attention, mlp
@@ -180,7 +197,8 @@ class FusedLayer(nn.Module):
 
     @property
     def has_fused_attention(self) -> bool:
-        return isinstance(self._attention, FusedAttention)
+        """Or a mixer in its place."""
+        return isinstance(self._attention, FusedAttention | FusedMixer)
 
     @property
     def has_fused_mlp(self) -> bool:
@@ -205,6 +223,8 @@ class FusedLayer(nn.Module):
         arguments of a module of attention."""
         if isinstance(self._attention, FusedAttention):
             pending = self._attention(x, pending, rotary, paged[0])
+        elif isinstance(self._attention, FusedMixer):
+            pending = self._attention(x, pending)
         else:
             more = {**keywords, "position_embeddings": rotary, "paged": paged}
             pending = _by_modules(self._attention, x, pending, more)
@@ -213,9 +233,11 @@ class FusedLayer(nn.Module):
         return _by_modules(self._mlp, x, pending, {})
 
 
-def _modules_of(half: FusedAttention | FusedMlp | LayerHalf) -> list[nn.Module]:
+def _modules_of(half: FusedAttention | FusedMixer | FusedMlp | LayerHalf) -> list[nn.Module]:
     if isinstance(half, LayerHalf):
         return [half.body]
+    if isinstance(half, FusedMixer):
+        return [half.mixer]
     return [product.updates for product in half.products if product.updates is not None]
 
 
@@ -287,6 +309,10 @@ class CudaLayerKernels:
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
         """Norms and activation are recognised by what they compute (`forms`). Each rotation is tried."""
         has_mlp = _activation(parts) is not None
+        if observed.heads is None:
+            if has_mlp and _is_mixer(parts):
+                yield {"mixer": True, "mlp": True}
+            return
         for rope in _ropes(parts, observed):
             settings = {"heads": observed.heads.to_json(), **rope}
             if has_mlp:
@@ -296,6 +322,9 @@ class CudaLayerKernels:
             yield {"heads": None, "mlp": True}
 
     def build(self, parts: DecoderParts, settings: Settings) -> FusedLayer:
+        if settings.get("mixer"):
+            half = parts.attention
+            return FusedLayer(FusedMixer(cast(Around, around(half)), half.body), _mlp(parts), parts)
         attention = parts.attention if settings["heads"] is None else self._attention(parts, settings)
         return FusedLayer(attention, _mlp(parts) if settings["mlp"] else parts.mlp, parts)
 
@@ -322,7 +351,7 @@ class CudaLayerKernels:
         query_norm, key_norm = map(norm_of, inner.head_norms) if inner.head_norms else (None, None)
         rope = Rope(
             settings["rotary_width"], Rotation(settings["rotation"]), Table(settings["table"]),
-            query_norm, key_norm, settings["norms_after"],
+            query_norm, key_norm, settings["norms_after"], settings["gated"],
         )  # fmt: skip
         sinks = getattr(parts.attention.body, "sinks", None)
         return FusedAttention(
@@ -341,11 +370,18 @@ def around(half: LayerHalf) -> Around | None:
     return Around(norms[0], norms[1], None if half.scale == 1 else half.scale)
 
 
+def _is_mixer(parts: DecoderParts) -> bool:
+    """Whether the first half has a mixer that keeps states, between norms that we know."""
+    own = vars(parts.attention.body).get("forward")
+    return isinstance(own, StatefulForward) and around(parts.attention) is not None
+
+
 def _ropes(parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
     """Forms of the rotation that the half may have; none: it cannot be fused."""
     inner, heads = parts.attention.inner, observed.heads
-    if inner is None or around(parts.attention) is None or not _fit(inner, heads):
+    if inner is None or heads is None or around(parts.attention) is None or not _fit(inner, heads):
         return
+    is_gated = _outputs(inner) > _rows(heads)
     head_norms = [norm_of(module) for module in inner.head_norms]
     if None in head_norms or len({norm.form for norm in head_norms if norm is not None}) > 1:
         return
@@ -353,7 +389,7 @@ def _ropes(parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
         for norms_after in (False, True) if head_norms and width else (False,):
             yield {
                 "rotary_width": width, "rotation": int(rotation), "table": int(table),
-                "norms_after": norms_after,
+                "norms_after": norms_after, "gated": is_gated,
             }  # fmt: skip
 
 
@@ -372,12 +408,23 @@ def _rotations(rotary: object, key_width: int) -> Iterator[tuple[int, Rotation, 
         yield 2 * width, Rotation.HALVES, Table.HALF
 
 
+def _outputs(inner: AttentionParts) -> int:
+    return sum(linear.out_features for linear in inner.projections)
+
+
+def _rows(heads: Heads) -> int:
+    """Numbers of q, k and v of a token."""
+    return heads.num_query * heads.key_width + heads.num_kv * (heads.key_width + heads.value_width)
+
+
 def _fit(inner: AttentionParts, heads: Heads) -> bool:
-    """Whether all parts have the sizes of this attention, and q, k and v are one product."""
-    rows = heads.num_query * heads.key_width + heads.num_kv * (heads.key_width + heads.value_width)
+    """Whether all parts have the sizes of this attention, or of one whose answers are gated by as many more
+    outputs of q's projection, and q, k and v are one product."""
+    gates = heads.num_query * heads.key_width
+    can_be_gated = len(inner.projections) == 3 and heads.key_width == heads.value_width
     return (
         max(heads.key_width, heads.value_width) <= MAX_WIDTH
-        and sum(linear.out_features for linear in inner.projections) == rows
+        and _outputs(inner) - _rows(heads) in ((0, gates) if can_be_gated else (0,))
         and product_of(inner.projections) is not None
         and all(norm.get_parameter("weight").numel() == heads.key_width for norm in inner.head_norms)
     )

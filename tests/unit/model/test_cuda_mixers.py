@@ -12,14 +12,16 @@ import pytest
 import torch
 import transformers as hf
 
-from cluster.kvcache.memory import MemoryLayout
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.layer import CudaLayerKernels
+from cluster.model.cuda.mixers import kernel_of
 from cluster.model.kv_format import kv_segments
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
-from cluster.model.state_step import StepStates, install
+from cluster.model.state_step import StepState, StepStates, install
+from cluster.model.states import StateSpan
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -62,3 +64,26 @@ def test_a_mixer_is_replaced_as_it_agrees(name: str, dtype: torch.dtype, caplog)
     step = stateful(name, dtype)
     attention = CudaAttention(TorchAttention(), num_processors=2)
     assert replace_mixers(step, CudaLayerKernels(dtype, attention, is_timed=False), HIDDEN) == 1, caplog.text
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "OlmoHybrid"])
+def test_prompts_of_several_chunks_are_those_of_the_module(name: str) -> None:
+    """Beside an answer; one prompt keeps states within it, and both go on with one. All tokens of the second
+    are the same: their keys are, too, which is the worst that its systems can be."""
+    (forward,) = stateful(name, torch.float32).forwards
+    kernel, layout = kernel_of(forward), forward.layout
+    assert kernel is not None
+    size = layout.num_blocks
+    a, b, c, d, e, f, g = (range(i * size, (i + 1) * size) for i in range(7))
+    steps = (
+        [[StateSpan(3, (), a)], [StateSpan(140, (), b)], [StateSpan(70, (), c), StateSpan(41, c, d)]],
+        [[StateSpan(1, a, e)], [StateSpan(65, b, f)], [StateSpan(17, d, c), StateSpan(64, c, g)]],
+    )
+    theirs, ours = (BlockMemory(layout.kv_layout, 7 * size, torch.device("cpu")) for _ in range(2))
+    for number, sequences in enumerate(steps):
+        counts = [sum(span.num_tokens for span in own) for own in sequences]
+        rows = 0.5 * torch.randn(sum(counts), HIDDEN)
+        rows[counts[0] : counts[0] + counts[1]] = rows[0]
+        expected = forward.run_module(rows, StepState(layout, theirs, sequences))
+        actual = kernel(rows, StepState(layout, ours, sequences))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, msg=f"step {number}")
