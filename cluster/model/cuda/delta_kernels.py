@@ -17,11 +17,10 @@ corrections, and factors of tokens (`chunk_systems`), then T = (I + A)^-1 beta (
 rows within blocks of BLOCK tokens as transformers does, and by products between these. Only d = T (v - exp(G)
 k S) and its two uses follow one chunk after the other.
 
-Products are exact in float32 models (EXACT); in models of 16 bits they are those of units for products, which
-round operands to 11 bits: q, k and v have no more.
+Units for products cut operands to 11 bits: q, k and v in bfloat16 have no more. For other models (EXACT) a
+product is three of them, which see 21 bits.
 
-Chunk n of span s is number starts[s] // CHUNK + s + n among all: so no two are the same, and T // CHUNK + S
-numbers are enough, which the host knows.
+Which chunks there are says `delta_chunks`, on the device; the host knows a bound of their number.
 
 Columns of rows: head h of the keys has q at Q0 + h * KEY_STEP, and k at K0; value head g of key head h has v
 at V0 + h * VALUE_STEP + g * V, z at Z0, and beta and decay at B0 + h * GATE_STEP + g, A0. Channels of the
@@ -47,7 +46,7 @@ _NUM_FACTORS = tl.constexpr(5)
 
 @triton.jit
 def _dot(x, y, EXACT: tl.constexpr):
-    return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee" if EXACT else "tf32")
+    return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="tf32x3" if EXACT else "tf32")
 
 
 @triton.jit
@@ -108,11 +107,14 @@ def convolve(
     begin = tl.load(starts + first, mask=is_token, other=0)
     end = tl.load(starts + span + 1, mask=is_token, other=0)
     mask = is_token[:, None] & (channels < width)
-    keys, values = channels % key_width, channels - 2 * key_width
-    key_columns = keys // K * KEY_STEP + keys % K
-    value_columns = V0 + values // (GROUP * V) * VALUE_STEP + values % (GROUP * V)
-    columns = tl.where(channels < key_width, Q0 + key_columns, K0 + key_columns)
-    columns = tl.where(channels < 2 * key_width, columns, value_columns)
+    if key_width == K0 - Q0 and key_width == V0 - K0 and KEY_STEP == K and VALUE_STEP == GROUP * V:
+        columns = Q0 + channels
+    else:
+        keys, values = channels % key_width, channels - 2 * key_width
+        key_columns = keys // K * KEY_STEP + keys % K
+        value_columns = V0 + values // (GROUP * V) * VALUE_STEP + values % (GROUP * V)
+        columns = tl.where(channels < key_width, Q0 + key_columns, K0 + key_columns)
+        columns = tl.where(channels < 2 * key_width, columns, value_columns)
     total = tl.zeros([TOKENS, TILE], tl.float32)
     for tap in tl.static_range(TAPS):
         at = tokens - (TAPS - 1 - tap)
@@ -151,12 +153,10 @@ def few_tokens(
     IS_DECODE: every span is a sequence of one token, or padding. Sequences of LONG tokens and more are left
     out."""
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    last = sequence + 1
-    if not IS_DECODE:
-        last = sequence_end(firsts, sequence, num_spans)
-    begin = tl.load(starts + sequence).to(tl.int64)
-    count = tl.load(starts + last) - begin
-    if (last > sequence) & (count > 0) & (count < LONG):
+    begin, last = tl.load(starts + sequence).to(tl.int64), sequence
+    if tl.load(starts + sequence + 1) > begin:  # else it is padding
+        last = sequence + 1 if IS_DECODE else sequence_end(firsts, sequence, num_spans)
+    if (last > sequence) & (tl.load(starts + last) - begin < LONG):
         key_head, member = head // GROUP, head % GROUP
         width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
         keys, columns = tl.arange(0, K_PAD), tile * TILE + tl.arange(0, TILE)
@@ -188,63 +188,53 @@ def few_tokens(
             tl.store(memory + places, state, mask=inside)
 
 
-@triton.jit
-def _span_of(starts, chunk, num_spans):
-    """The span that has this chunk, or that comes before an unused one."""
-    found = 0
-    members = tl.arange(0, CHUNK)
-    for first in range(0, num_spans, CHUNK):
-        own = first + members
-        begins = tl.load(starts + own, mask=own < num_spans, other=0)
-        found += tl.sum(((own < num_spans) & (begins // CHUNK + own <= chunk)).to(tl.int32), 0)
-    return found - 1
-
-
 @triton.jit(do_not_specialize=["num_spans"])
 def chunk_systems(
-    rows, mixed, rates, shifts, starts, firsts, systems, factors, row_stride, num_spans,
+    rows, mixed, rates, shifts, starts, chunk_spans, chunk_begins, systems, factors, row_stride, num_spans,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     B0: tl.constexpr, A0: tl.constexpr, GATE_STEP: tl.constexpr, BETA: tl.constexpr, EXACT: tl.constexpr,
+    HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, KEY_HEADS * GROUP). systems [chunks, heads, 2, CHUNK, CHUNK]: A, and what tokens see of
-    corrections. factors [chunks, heads, 5, CHUNK]."""
-    chunk, head = tl.program_id(0), tl.program_id(1)
-    span = _span_of(starts, chunk, num_spans)
-    sequence = tl.load(firsts + span)
-    last = sequence_end(firsts, sequence, num_spans)
-    start, end = tl.load(starts + span), tl.load(starts + span + 1)
-    first = start + (chunk - start // CHUNK - span) * CHUNK
-    if (first < end) & (tl.load(starts + last) - tl.load(starts + sequence) >= LONG):
-        key_head, member = head // GROUP, head % GROUP
+    """Grid (chunks, cdiv(KEY_HEADS * GROUP, HEADS)). systems [chunks, heads, 2, CHUNK, CHUNK]: A, and what
+    tokens see of corrections. factors [chunks, heads, 5, CHUNK]."""
+    chunk = tl.program_id(0).to(tl.int64)
+    span = tl.load(chunk_spans + chunk)
+    if span < num_spans:
+        end = tl.load(starts + span + 1)
+        first = tl.load(starts + span) + (chunk - tl.load(chunk_begins + span)) * CHUNK
+        heads: tl.constexpr = KEY_HEADS * GROUP
         width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
         members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
-        tokens = first.to(tl.int64) + members
+        tokens = first + members
         is_new = tokens < end
-        places = mixed + tokens[:, None] * width + key_head * K + keys[None, :]
-        key_mask = is_new[:, None] & (keys < K)[None, :]
-        q = tl.load(places, mask=key_mask, other=0.0).to(tl.float32)
-        k = tl.load(places + KEY_HEADS * K, mask=key_mask, other=0.0).to(tl.float32)
-        query_scale = (1.0 / tl.sqrt(tl.sum(q * q, 1) + EPSILON)) * (1.0 / K**0.5)
-        key_scale = 1.0 / tl.sqrt(tl.sum(k * k, 1) + EPSILON)
-        rate, shift = tl.load(rates + head), tl.load(shifts + head)
-        gates = tokens * row_stride + key_head * GATE_STEP + member
-        beta, decay = _gates(rows, gates, is_new, rate, shift, B0, A0, BETA)
-        sums, total = tl.cumsum(decay, 0), tl.sum(decay, 0)
-        number = chunk.to(tl.int64) * (KEY_HEADS * GROUP) + head
-        own = factors + number * (_NUM_FACTORS * CHUNK) + members
-        tl.store(own + _QUERY * CHUNK, query_scale * tl.exp(sums))
-        tl.store(own + _KEY * CHUNK, key_scale * tl.exp(sums))
-        tl.store(own + _LEFT * CHUNK, key_scale * tl.exp(total - sums))
-        tl.store(own + _BETA * CHUNK, beta)
-        tl.store(own + _KEPT * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
         sees = members[:, None] >= members[None, :]
-        fall = tl.exp(tl.where(sees, sums[:, None] - sums[None, :], 0.0)) * key_scale[None, :]
-        system = _dot(k, tl.trans(k), EXACT) * fall * (beta * key_scale)[:, None]
-        system = tl.where(members[:, None] > members[None, :], system, 0.0)
-        seen = tl.where(sees, _dot(q, tl.trans(k), EXACT) * fall * query_scale[:, None], 0.0)
-        places = systems + number * (2 * CHUNK * CHUNK) + members[:, None] * CHUNK + members[None, :]
-        tl.store(places, system)
-        tl.store(places + CHUNK * CHUNK, seen)
+        first_head = tl.program_id(1) * HEADS
+        for head in range(first_head, tl.minimum(first_head + HEADS, heads)):
+            key_head, member = head // GROUP, head % GROUP
+            places = mixed + tokens[:, None] * width + key_head * K + keys[None, :]
+            key_mask = is_new[:, None] & (keys < K)[None, :]
+            q = tl.load(places, mask=key_mask, other=0.0).to(tl.float32)
+            k = tl.load(places + KEY_HEADS * K, mask=key_mask, other=0.0).to(tl.float32)
+            query_scale = (1.0 / tl.sqrt(tl.sum(q * q, 1) + EPSILON)) * (1.0 / K**0.5)
+            key_scale = 1.0 / tl.sqrt(tl.sum(k * k, 1) + EPSILON)
+            rate, shift = tl.load(rates + head), tl.load(shifts + head)
+            gates = tokens * row_stride + key_head * GATE_STEP + member
+            beta, decay = _gates(rows, gates, is_new, rate, shift, B0, A0, BETA)
+            sums, total = tl.cumsum(decay, 0), tl.sum(decay, 0)
+            number = chunk * heads + head
+            own = factors + number * (_NUM_FACTORS * CHUNK) + members
+            tl.store(own + _QUERY * CHUNK, query_scale * tl.exp(sums))
+            tl.store(own + _KEY * CHUNK, key_scale * tl.exp(sums))
+            tl.store(own + _LEFT * CHUNK, key_scale * tl.exp(total - sums))
+            tl.store(own + _BETA * CHUNK, beta)
+            tl.store(own + _KEPT * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
+            fall = tl.exp(tl.where(sees, sums[:, None] - sums[None, :], 0.0)) * key_scale[None, :]
+            system = _dot(k, tl.trans(k), EXACT) * fall * (beta * key_scale)[:, None]
+            system = tl.where(members[:, None] > members[None, :], system, 0.0)
+            seen = tl.where(sees, _dot(q, tl.trans(k), EXACT) * fall * query_scale[:, None], 0.0)
+            squares = systems + number * (2 * CHUNK * CHUNK) + members[:, None] * CHUNK + members[None, :]
+            tl.store(squares, system)
+            tl.store(squares + CHUNK * CHUNK, seen)
 
 
 @triton.jit
@@ -260,10 +250,8 @@ def _part(blocks, number: tl.constexpr):
 
 
 @triton.jit
-def solve_systems(systems, factors):
-    """Grid (chunks * heads,). A becomes (I + A)^-1 beta. Unused chunks give numbers that nobody reads."""
-    number = tl.program_id(0).to(tl.int64)
-    matrix = systems + number * (2 * CHUNK * CHUNK)
+def _solve(matrix, beta):
+    """matrix [CHUNK, CHUNK], beta [CHUNK]."""
     parts, members = tl.arange(0, CHUNK // BLOCK), tl.arange(0, BLOCK)
     places = matrix + members[:, None] * CHUNK + members[None, :]
     diagonal = places[None, :, :] + (parts * (BLOCK * CHUNK + BLOCK))[:, None, None]
@@ -289,7 +277,7 @@ def solve_systems(systems, factors):
     t20 = -_product(t2, _product(a20, t0) + _product(a21, t10))
     t31 = -_product(t3, _product(a31, t1) + _product(a32, t21))
     t30 = -_product(t3, _product(a30, t0) + _product(a31, t10) + _product(a32, t20))
-    own = factors + number * (_NUM_FACTORS * CHUNK) + _BETA * CHUNK + members[None, :]
+    own = beta + members[None, :]
     b0, b1, b2, b3 = tl.load(own), tl.load(own + BLOCK), tl.load(own + 2 * BLOCK), tl.load(own + 3 * BLOCK)
     tl.store(places, t0 * b0)
     tl.store(places + down, t10 * b0)
@@ -303,59 +291,72 @@ def solve_systems(systems, factors):
     tl.store(places + 3 * down + 3 * BLOCK, t3 * b3)
 
 
-@triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans"])
+@triton.jit(do_not_specialize=["num_spans"])
+def solve_systems(systems, factors, chunk_spans, num_spans):
+    """Grid (chunks, heads). A becomes (I + A)^-1 beta."""
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(chunk_spans + chunk) < num_spans:
+        number = chunk * tl.num_programs(1) + head
+        _solve(
+            systems + number * (2 * CHUNK * CHUNK), factors + number * (_NUM_FACTORS * CHUNK) + _BETA * CHUNK
+        )
+
+
+@triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans", "num_sequences"])
 def many_tokens(
-    mixed, systems, factors, memory, source, target, starts, firsts, out, page_stride, first_page, num_spans,
+    mixed, systems, factors, memory, source, target, starts, firsts, chunk_begins, sequences, out,
+    page_stride, first_page, num_spans, num_sequences,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). mixed: what `convolve` gives; systems, factors: what
-    `solve_systems` leaves."""
-    sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    last = sequence_end(firsts, sequence, num_spans)
-    begin = tl.load(starts + sequence)
-    if (last > sequence) & (tl.load(starts + last) - begin >= LONG):
-        width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
-        heads: tl.constexpr = KEY_HEADS * GROUP
-        members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
-        columns = tile * TILE + tl.arange(0, TILE)
-        mask = columns < V
-        read = source + sequence * page_stride + first_page
-        places, inside = _state_places(read, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
-        state = tl.load(memory + places, mask=inside, other=0.0)
-        square = members[:, None] * CHUNK + members[None, :]
-        is_lower = members[:, None] >= members[None, :]
-        for span in range(sequence, last):
-            start, end = tl.load(starts + span), tl.load(starts + span + 1)
-            first_chunk = start // CHUNK + span
-            for index in range(tl.cdiv(end - start, CHUNK)):
-                tokens = (start + index * CHUNK).to(tl.int64) + members
-                is_new = tokens < end
-                own_rows = mixed + tokens[:, None] * width
-                key_places = own_rows + head // GROUP * K + keys[None, :]
-                key_mask = is_new[:, None] & (keys < K)[None, :]
-                q = tl.load(key_places, mask=key_mask, other=0.0)
-                k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
-                value_places = own_rows + 2 * KEY_HEADS * K + head * V + columns[None, :]
-                value_mask = is_new[:, None] & mask[None, :]
-                v = tl.load(value_places, mask=value_mask, other=0.0).to(tl.float32)
-                number = (first_chunk + index).to(tl.int64) * heads + head
-                matrix = systems + number * (2 * CHUNK * CHUNK) + square
-                solver = tl.load(matrix, mask=is_lower, other=0.0)
-                seen = tl.load(matrix + CHUNK * CHUNK)
-                own = factors + number * (_NUM_FACTORS * CHUNK)
-                of_query = tl.load(own + _QUERY * CHUNK + members)
-                of_key = tl.load(own + _KEY * CHUNK + members)
-                left = tl.load(own + _LEFT * CHUNK + members)
-                kept = tl.load(own + _KEPT * CHUNK)
-                delta = _dot(solver, v - of_key[:, None] * _dot(k, state, EXACT), EXACT)
-                answer = of_query[:, None] * _dot(q, state, EXACT) + _dot(seen, delta, EXACT)
-                answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
-                tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
-                state = state * kept + _dot(tl.trans(k), left[:, None] * delta, EXACT)
-            written = target + span * page_stride + first_page
-            places, inside = _state_places(written, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
-            tl.store(memory + places, state, mask=inside)
+    """Grid (programs, KEY_HEADS * GROUP, cdiv(V, TILE)): a program computes every so many-th sequence. mixed:
+    what `convolve` gives; systems, factors: what `solve_systems` leaves."""
+    head, tile = tl.program_id(1), tl.program_id(2)
+    for rank in range(tl.program_id(0), num_sequences, tl.num_programs(0)):
+        sequence = tl.load(sequences + rank)
+        if sequence < num_spans:
+            last = sequence_end(firsts, sequence, num_spans)
+            width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
+            heads: tl.constexpr = KEY_HEADS * GROUP
+            members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
+            columns = tile * TILE + tl.arange(0, TILE)
+            mask = columns < V
+            read = source + sequence * page_stride + first_page
+            places, inside = _state_places(read, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+            state = tl.load(memory + places, mask=inside, other=0.0)
+            square = members[:, None] * CHUNK + members[None, :]
+            is_lower = members[:, None] >= members[None, :]
+            for span in range(sequence, last):
+                start, end = tl.load(starts + span), tl.load(starts + span + 1)
+                first_chunk = tl.load(chunk_begins + span)
+                for index in range(tl.cdiv(end - start, CHUNK)):
+                    tokens = (start + index * CHUNK).to(tl.int64) + members
+                    is_new = tokens < end
+                    own_rows = mixed + tokens[:, None] * width
+                    key_places = own_rows + head // GROUP * K + keys[None, :]
+                    key_mask = is_new[:, None] & (keys < K)[None, :]
+                    q = tl.load(key_places, mask=key_mask, other=0.0)
+                    k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
+                    value_places = own_rows + 2 * KEY_HEADS * K + head * V + columns[None, :]
+                    value_mask = is_new[:, None] & mask[None, :]
+                    v = tl.load(value_places, mask=value_mask, other=0.0).to(tl.float32)
+                    number = (first_chunk + index) * heads + head
+                    matrix = systems + number * (2 * CHUNK * CHUNK) + square
+                    solver = tl.load(matrix, mask=is_lower, other=0.0)
+                    seen = tl.load(matrix + CHUNK * CHUNK)
+                    own = factors + number * (_NUM_FACTORS * CHUNK)
+                    of_query = tl.load(own + _QUERY * CHUNK + members)
+                    of_key = tl.load(own + _KEY * CHUNK + members)
+                    left = tl.load(own + _LEFT * CHUNK + members)
+                    kept = tl.load(own + _KEPT * CHUNK)
+                    delta = _dot(solver, v - of_key[:, None] * _dot(k, state, EXACT), EXACT)
+                    answer = of_query[:, None] * _dot(q, state, EXACT) + _dot(seen, delta, EXACT)
+                    answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
+                    tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
+                    state = state * kept + _dot(tl.trans(k), left[:, None] * delta, EXACT)
+                written = target + span * page_stride + first_page
+                places, inside = _state_places(written, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+                tl.store(memory + places, state, mask=inside)
 
 
 @triton.jit

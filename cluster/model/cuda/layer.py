@@ -20,12 +20,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from cluster.model.adapters import SlotMatrices, merged_updates, without_adapters
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cuda import CudaAttention
-from cluster.model.cuda.adapter_products import add_adapters
-from cluster.model.cuda.coded_products import coded_product
-from cluster.model.cuda.forms import activation_of, norm_of
+from cluster.model.cuda.forms import norm_of
 from cluster.model.cuda.layer_calls import (
     GateActivation,
     Norm,
@@ -39,14 +36,12 @@ from cluster.model.cuda.layer_calls import (
     product,
     rope_write,
 )
-from cluster.model.cuda.merging import merged, merged_codes
+from cluster.model.cuda.layer_forms import Around, Product, activation, around, is_mixer, product_of, ropes
 from cluster.model.cuda.mixers import kernel_of
-from cluster.model.cuda.paged_attention import MAX_WIDTH
 from cluster.model.kv_format import layer_cache
-from cluster.model.layers.codes import CodedLinear, Codes
-from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, Linear, MlpParts, is_rms_norm
+from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, MlpParts, is_rms_norm
 from cluster.model.layers.search import Compared, Replacement, Settings, TextParts
-from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
+from cluster.model.layers.trial import Heads, Observed
 from cluster.model.state_step import MixerKernel, StatefulForward
 
 logger = logging.getLogger(__name__)
@@ -56,7 +51,6 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 # Of mixers. Products round otherwise than torch's where the model's dtype has 16 bits.
 _MIXER_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_NO_ROTATION = (0, Rotation.HALVES, Table.FULL)
 Rotary = tuple[Tensor, Tensor] | None  # cos and sin, [1, T, W]
 
 
@@ -82,48 +76,6 @@ def normed(residual: Tensor, pending: Addition | None, pre: Norm | None) -> Tens
     if pending is None:
         return add_norm(residual, None, pre)
     return add_norm(residual, pending.shares, pre, post=pending.post, scale=pending.scale)
-
-
-@dataclass(frozen=True)
-class Product:
-    """weight [M, N]: of one linear, or of several with one input."""
-
-    weight: Tensor | Codes
-    bias: Tensor | None
-    updates: SlotMatrices | None  # of LoRA adapters
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, N] → shares [S, T, M]."""
-        if isinstance(self.weight, Codes):
-            shares = coded_product(x, self.weight, self.bias)
-        else:
-            shares = product(x, self.weight, self.bias)
-        if self.updates is not None:
-            add_adapters(shares[0], x, self.updates)
-        return shares
-
-
-def product_of(adapted: Sequence[Linear]) -> Product | None:
-    """None: their weights are not one matrix."""
-    linears = cast("list[nn.Linear]", [*map(without_adapters, adapted)])
-    codes = [linear.codes for linear in linears if isinstance(linear, CodedLinear)]
-    if len(codes) not in (0, len(linears)):
-        return None
-    weight = merged_codes(codes) if codes else merged([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = merged(biases) if biases else None
-    if weight is None or (biases and (bias is None or len(biases) < len(linears))):
-        return None
-    return Product(weight, bias, merged_updates(adapted))
-
-
-@dataclass(frozen=True)
-class Around:
-    """What a half of a layer does around its body."""
-
-    pre: Norm | None
-    post: Norm | None
-    scale: float | None
 
 
 class FusedAttention:
@@ -308,12 +260,12 @@ class CudaLayerKernels:
 
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
         """Norms and activation are recognised by what they compute (`forms`). Each rotation is tried."""
-        has_mlp = _activation(parts) is not None
+        has_mlp = activation(parts) is not None
         if observed.heads is None:
-            if has_mlp and _is_mixer(parts):
+            if has_mlp and is_mixer(parts):
                 yield {"mixer": True, "mlp": True}
             return
-        for rope in _ropes(parts, observed):
+        for rope in ropes(parts, observed):
             settings = {"heads": observed.heads.to_json(), **rope}
             if has_mlp:
                 yield {**settings, "mlp": True}
@@ -361,86 +313,9 @@ class CudaLayerKernels:
         )  # fmt: skip
 
 
-def around(half: LayerHalf) -> Around | None:
-    """None: one of the norms is of no known form."""
-    norms = [None if module is None else norm_of(module) for module in (half.pre, half.post)]
-    modules = (half.pre, half.post)
-    if any(module is not None and norm is None for module, norm in zip(modules, norms, strict=True)):
-        return None
-    return Around(norms[0], norms[1], None if half.scale == 1 else half.scale)
-
-
-def _is_mixer(parts: DecoderParts) -> bool:
-    """Whether the first half has a mixer that keeps states, between norms that we know."""
-    own = vars(parts.attention.body).get("forward")
-    return isinstance(own, StatefulForward) and around(parts.attention) is not None
-
-
-def _ropes(parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
-    """Forms of the rotation that the half may have; none: it cannot be fused."""
-    inner, heads = parts.attention.inner, observed.heads
-    if inner is None or heads is None or around(parts.attention) is None or not _fit(inner, heads):
-        return
-    is_gated = _outputs(inner) > _rows(heads)
-    head_norms = [norm_of(module) for module in inner.head_norms]
-    if None in head_norms or len({norm.form for norm in head_norms if norm is not None}) > 1:
-        return
-    for width, rotation, table in (*_rotations(observed.rotary, heads.key_width), _NO_ROTATION):
-        for norms_after in (False, True) if head_norms and width else (False,):
-            yield {
-                "rotary_width": width, "rotation": int(rotation), "table": int(table),
-                "norms_after": norms_after, "gated": is_gated,
-            }  # fmt: skip
-
-
-def _rotations(rotary: object, key_width: int) -> Iterator[tuple[int, Rotation, Table]]:
-    if not (isinstance(rotary, tuple) and len(rotary) == 2):
-        return
-    cos, sin = rotary
-    if cos.shape != sin.shape or cos.shape[:-1] != (1, NUM_TOKENS):
-        return
-    width = cos.shape[-1]
-    if width <= key_width:
-        yield width, Rotation.HALVES, Table.FULL
-        yield width, Rotation.PAIRS, Table.PAIRED
-        yield width, Rotation.PAIRS, Table.FULL
-    if 2 * width <= key_width:
-        yield 2 * width, Rotation.HALVES, Table.HALF
-
-
-def _outputs(inner: AttentionParts) -> int:
-    return sum(linear.out_features for linear in inner.projections)
-
-
-def _rows(heads: Heads) -> int:
-    """Numbers of q, k and v of a token."""
-    return heads.num_query * heads.key_width + heads.num_kv * (heads.key_width + heads.value_width)
-
-
-def _fit(inner: AttentionParts, heads: Heads) -> bool:
-    """Whether all parts have the sizes of this attention, or of one whose answers are gated by as many more
-    outputs of q's projection, and q, k and v are one product."""
-    gates = heads.num_query * heads.key_width
-    can_be_gated = len(inner.projections) == 3 and heads.key_width == heads.value_width
-    return (
-        max(heads.key_width, heads.value_width) <= MAX_WIDTH
-        and _outputs(inner) - _rows(heads) in ((0, gates) if can_be_gated else (0,))
-        and product_of(inner.projections) is not None
-        and all(norm.get_parameter("weight").numel() == heads.key_width for norm in inner.head_norms)
-    )
-
-
-def _activation(parts: DecoderParts) -> GateActivation | None:
-    """None: the half cannot be fused."""
-    inner = parts.mlp.inner
-    if inner is None or around(parts.mlp) is None or product_of(inner.inputs) is None:
-        return None
-    return activation_of(inner.activation, next(parts.layer.parameters()))
-
-
 def _mlp(parts: DecoderParts) -> FusedMlp:
     inner = cast(MlpParts, parts.mlp.inner)
     return FusedMlp(
         cast(Around, around(parts.mlp)), cast(Product, product_of(inner.inputs)),
-        cast(Product, product_of([inner.down])), cast(GateActivation, _activation(parts)),
+        cast(Product, product_of([inner.down])), cast(GateActivation, activation(parts)),
     )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cluster.model.cuda.delta_chunks import CHUNK
 from cluster.model.cuda.layer_calls import product
 from cluster.model.cuda.merging import merged
 from cluster.model.cuda.tiles import power_of_two
@@ -29,7 +30,10 @@ _VALUE_TILE = 32  # columns of a state, of a program
 _CHANNEL_TILE = 256  # of a convolution
 _CONV_TOKENS = 16  # of a program of a convolution, in steps with prompts
 _NORM_HEADS = 8  # of a program
-_CHUNK, _NUM_FACTORS, _STAGES = 64, 5, 1  # of `delta_kernels`; stages of its loop over chunks
+_NUM_FACTORS = 5  # that `delta_kernels` keeps of a token
+# Of programs of `delta_kernels`: heads and warps of `chunk_systems`, warps of `solve_systems`, programs side by
+# side for sequences, warps and stages of `many_tokens`
+_SYSTEM_HEADS, _SYSTEM_WARPS, _SOLVE_WARPS, _SEQUENCES, _CHUNK_WARPS, _STAGES = 4, 4, 2, 8, 8, 1
 
 
 @dataclass(frozen=True)
@@ -174,21 +178,27 @@ class PagedDelta:
     def _many(self, projected: Tensor, mixed: Tensor, pages: _Pages, step: StepState, out: Tensor) -> None:
         from cluster.model.cuda import delta_kernels
 
-        num_chunks = len(out) // _CHUNK + pages.num_spans
-        systems = projected.new_empty(num_chunks, self._heads, 2, _CHUNK, _CHUNK, dtype=torch.float32)
-        factors = projected.new_empty(num_chunks, self._heads, _NUM_FACTORS, _CHUNK, dtype=torch.float32)
-        is_exact = projected.dtype == torch.float32
-        delta_kernels.chunk_systems[(num_chunks, self._heads)](
-            projected, mixed, self._rates, self._shifts, pages.starts, pages.firsts, systems, factors,
-            projected.stride(0), pages.num_spans, **self._sizes, K_PAD=self._key_pad, **self._gates,
-            EXACT=is_exact, num_warps=4,
+        chunks = step.chunks
+        num_chunks, num_long = len(chunks.spans), len(chunks.sequences)
+        if not num_long:
+            return
+        systems = projected.new_empty(num_chunks, self._heads, 2, CHUNK, CHUNK, dtype=torch.float32)
+        factors = projected.new_empty(num_chunks, self._heads, _NUM_FACTORS, CHUNK, dtype=torch.float32)
+        is_exact = projected.dtype != torch.bfloat16
+        delta_kernels.chunk_systems[(num_chunks, -(-self._heads // _SYSTEM_HEADS))](
+            projected, mixed, self._rates, self._shifts, pages.starts, chunks.spans, chunks.begins, systems,
+            factors, projected.stride(0), pages.num_spans, **self._sizes, K_PAD=self._key_pad, **self._gates,
+            EXACT=is_exact, HEADS=_SYSTEM_HEADS, num_warps=_SYSTEM_WARPS, num_stages=1,
         )  # fmt: skip
-        delta_kernels.solve_systems[(num_chunks * self._heads,)](systems, factors, num_warps=1)
-        delta_kernels.many_tokens[self._grid(pages)](
+        delta_kernels.solve_systems[(num_chunks, self._heads)](
+            systems, factors, chunks.spans, pages.num_spans, num_warps=_SOLVE_WARPS
+        )
+        delta_kernels.many_tokens[(min(num_long, _SEQUENCES), *self._grid(pages)[1:])](
             mixed, systems, factors, step.kv.buffer.view(torch.float32), pages.source, pages.target,
-            pages.starts, pages.firsts, out, pages.page_stride, pages.first_page, pages.num_spans,
-            **self._sizes, K_PAD=self._key_pad, TILE=self._tile, PAGE=self._delta_page, OFFSET=self._offset,
-            EXACT=is_exact, num_warps=4, num_stages=_STAGES,
+            pages.starts, pages.firsts, chunks.begins, chunks.sequences, out, pages.page_stride,
+            pages.first_page, pages.num_spans, num_long, **self._sizes, K_PAD=self._key_pad, TILE=self._tile,
+            PAGE=self._delta_page, OFFSET=self._offset, EXACT=is_exact, num_warps=_CHUNK_WARPS,
+            num_stages=_STAGES,
         )  # fmt: skip
 
     def _normed(self, x: Tensor, projected: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ STATE = {"K_PAD": 128, "TILE": 32, "PAGE": 8192, "OFFSET": 16384}
 GATES = {"B0": 12288, "A0": 12320, "GATE_STEP": 2, "BETA": 1.0}
 MIXER_KINDS = {
     "rows": "*bf16", "mixed": "*bf16", "rates": "*fp32", "shifts": "*fp32", "memory": "*fp32",
-    "systems": "*fp32", "factors": "*fp32", "source": "*i64", "target": "*i64", "row_stride": "i32",
+    "systems": "*fp32", "factors": "*fp32", "chunk_spans": "*i64", "chunk_begins": "*i64",
+    "sequences": "*i64", "num_sequences": "i32", "source": "*i64", "target": "*i64", "row_stride": "i32",
     "page_stride": "i32", "first_page": "i32", "num_spans": "i32", "epsilon": "fp32",
 }  # fmt: skip
 
@@ -291,9 +292,9 @@ def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
             delta_kernels, "convolve", {**DELTA, **KEYS, "TOKENS": 16, "TILE": 256, "TAPS": 4, "PAGE": 16384},
             {"memory": "*bf16"},
         ),
-        (delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": False}, {}),
+        (delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": False, "HEADS": 4}, {}),
         (
-            delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": True},
+            delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": True, "HEADS": 4},
             {"mixed": "*fp32", "rows": "*fp32"},
         ),
         (delta_kernels, "solve_systems", {}, {}),
@@ -318,4 +319,10 @@ def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
 )  # fmt: skip
 def test_a_kernel_of_a_mixer_compiles(module, name: str, constants, kinds, capability: int) -> None:
     given = {"x": "*bf16", **MIXER_KINDS, **kinds}
-    check_compiles(module, name, constants, given, capability, num_warps=1 if name == "solve_systems" else 4)
+    options = {
+        "many_tokens": {"num_warps": 8, "num_stages": 1},
+        "solve_systems": {"num_warps": 2},
+        "chunk_systems": {"num_stages": 1},
+    }
+    given_options = {"num_warps": 4, **options.get(name, {})}
+    check_compiles(module, name, constants, given, capability, **given_options)
