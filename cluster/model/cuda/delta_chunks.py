@@ -1,6 +1,6 @@
-"""Which chunks of a step's tokens the kernels of the gated delta rule compute by products (`delta_kernels`): those
-of sequences of LONG tokens and more. Made once a step, on the device, so that a recorded step finds those of its
-own lengths. Enqueues; nothing waits for the device."""
+"""Which chunks of a step's tokens the kernels of the gated delta rule compute by products (`delta_kernels`):
+those of sequences of LONG tokens and more. Made once a step, on the device, so that a recorded step finds
+those of its own lengths. Enqueues; nothing waits for the device."""
 
 from __future__ import annotations
 

@@ -5,17 +5,17 @@ compute them. Importing them needs triton; `mixers` launches them.
     x = silu(conv(rows)), cut into q, k, v;  q and k are normalised, q is divided by sqrt(K)
     S = S * decay;  S += k outer ((v - kT S) * beta);  out = qT S
 
-`convolve` gives x of all tokens. Columns of S do not depend on each other: a program takes TILE columns of one
-head of one sequence through all its new tokens. Sequences of fewer than LONG tokens, so all answers, are
-computed token by token (`few_tokens`); longer ones in chunks of CHUNK tokens by products (`many_tokens`). So an
-answer's numbers do not depend on prompts in its step.
+`convolve` gives x of all tokens. Columns of S do not depend on each other: a program takes TILE columns of
+one head of one sequence through all its new tokens. Sequences of fewer than LONG tokens, so all answers, are
+computed token by token (`few_tokens`); longer ones in chunks of CHUNK tokens by products (`many_tokens`). So
+an answer's numbers do not depend on prompts in its step.
 
 Within a chunk, with G the running sum of the decays' logarithms, each token's correction of the state depends
 on those before it: (I + A) d = beta * (v - exp(G) k S), A[i, j] = beta[i] (k[i] · k[j]) exp(G[i] - G[j]) for
 j < i. What does not depend on S is computed for all chunks side by side: A, what each token sees of the
-corrections, and factors of tokens (`chunk_systems`), then T = (I + A)^-1 beta (`solve_systems`), in float32, by
-rows within blocks of BLOCK tokens as transformers does, and by products between these. Only d = T (v - exp(G)
-k S) and its two uses follow one chunk after the other.
+corrections, and factors of tokens (`chunk_systems`), then T = (I + A)^-1 beta (`solve_systems`), in float32,
+by rows within blocks of BLOCK tokens as transformers does, and by products between these. Only d = T (v -
+exp(G) k S) and its two uses follow one chunk after the other.
 
 Units for products cut operands to 11 bits: q, k and v in bfloat16 have no more. For other models (EXACT) a
 product is three of them, which see 21 bits.
@@ -72,7 +72,8 @@ def _state_places(
     pages, head, columns, mask, OFFSET: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Where the elements of S [K_PAD, TILE] are in the memory of pages, and a mask of those that are there."""
+    """Where the elements of S [K_PAD, TILE] are in the memory of pages, and a mask of those that are
+    there."""
     keys = tl.arange(0, K_PAD)
     inside = (keys < K)[:, None] & mask[None, :]
     if PAGE % V == 0 and OFFSET % V == 0:  # a row lies in one page
@@ -149,9 +150,9 @@ def few_tokens(
     TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, B0: tl.constexpr, A0: tl.constexpr,
     GATE_STEP: tl.constexpr, BETA: tl.constexpr, IS_DECODE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). mixed: what `convolve` gives. out [T, KEY_HEADS * GROUP, V].
-    IS_DECODE: every span is a sequence of one token, or padding. Sequences of LONG tokens and more are left
-    out."""
+    """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). mixed: what `convolve` gives. out [T, KEY_HEADS * GROUP,
+    V]. IS_DECODE: every span is a sequence of one token, or padding. Sequences of LONG tokens and more are
+    left out."""
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, last = tl.load(starts + sequence).to(tl.int64), sequence
     if tl.load(starts + sequence + 1) > begin:  # else it is padding

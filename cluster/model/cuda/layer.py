@@ -1,7 +1,7 @@
 """Decoder layers by our Triton kernels and products, cuBLAS's where there are many tokens: the kernels of a
 GPU, as the search in `cluster.model.layers` knows them. A layer that is fused whole is ten launches
-(`layer_calls` lists them); of another layer the half that is recognised is fused, and the other runs by its
-modules.
+(`layer_calls` lists them), or ten with a mixer of `mixers` in the place of attention; of another layer the
+half that is recognised is fused, and the other runs by its modules.
 
 A layer's last product is added by the launch that norms for the next one, so layers pass on a residual, which
 they change in place, and what is still to be added to it (`Addition`). Runs on the engine's thread; enqueues
@@ -115,7 +115,8 @@ class FusedMixer:
 
     def __call__(self, x: Tensor, pending: Addition | None) -> Addition:
         """x [T, N], changed by what is pending alone."""
-        shares = self.mixer(normed(x, pending, self._around.pre)[None])
+        forward = cast(StatefulForward, self.mixer.forward)
+        shares = forward.shares(normed(x, pending, self._around.pre))
         return Addition(shares, self._around.post, self._around.scale)
 
 

@@ -201,10 +201,10 @@ def rope_write(
 ) -> Tensor:  # fmt: skip
     """Norms and rotates q and k, and writes K and V into `cache`. Returns q [T, Hq, D].
 
-    shares [S, T, Hq·D + Hk·D + Hk·Dv]: the product with [q; k; v], contiguous (2·Hq·D where q is gated). cos, sin [T, W]: rows with
-    one stride and contiguous columns, in any float dtype; None where nothing rotates. slots [T] int32 or
-    int64: flat slots; padding tokens have slots in a scratch block. `cache` is plain or INT8. out [T, Hq, D]
-    in the model's dtype (that of `out`, else of a plain cache, else of `shares`).
+    shares [S, T, Hq·D + Hk·D + Hk·Dv]: the product with [q; k; v], contiguous (2·Hq·D where q is gated). cos,
+    sin [T, W]: rows with one stride and contiguous columns, in any float dtype; None where nothing rotates.
+    slots [T] int32 or int64: flat slots; padding tokens have slots in a scratch block. `cache` is plain or
+    INT8. out [T, Hq, D] in the model's dtype (that of `out`, else of a plain cache, else of `shares`).
 
     Rounds to the model's dtype: the sums of shares, norms as their form says, and the rotation once (the
     modules round both of its products as well, so bfloat16 is closer to float32 than theirs; in float32 the

@@ -1,5 +1,6 @@
-"""What of a decoder layer our kernels can compute: its products, norms and activation as they are recognised, and
-the forms that a rotation may have, which are tried. `layer` makes halves of them. Runs on the engine's thread."""
+"""What of a decoder layer our kernels can compute: its products, norms and activation as they are recognised,
+and the forms that a rotation may have, which are tried. `layer` makes halves of them. Runs on the engine's
+thread."""
 
 from __future__ import annotations
 

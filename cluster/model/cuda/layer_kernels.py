@@ -89,8 +89,9 @@ def _rotated(
     ROTATION: tl.constexpr, TABLE: tl.constexpr, NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr,
     FORM: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotary embedding of some heads of one token, whose first head `shares` points to; they are STEP
-    columns apart. Returns [len(heads), PAD] float32, rounded to `dtype`; columns from WIDTH on are zero."""
+    """Norm and rotary embedding of some heads of one token, whose first head `shares` points to; they are
+    STEP columns apart. Returns [len(heads), PAD] float32, rounded to `dtype`; columns from WIDTH on are
+    zero."""
     columns = tl.arange(0, PAD)
     mask = (heads < num_heads)[:, None] & (columns < WIDTH)[None, :]
     offsets = heads[:, None] * STEP + columns[None, :]
@@ -208,8 +209,8 @@ def rope_write(
     elif tile < query_tiles + kv_tiles:
         heads = (tile - query_tiles) * HEADS + members
         keys = _rotated(
-            shares + QUERY_HEADS * QUERY_STEP, cos, sin, key_weight, heads, KV_HEADS, share_stride, key_epsilon,
-            K_WIDTH, K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
+            shares + QUERY_HEADS * QUERY_STEP, cos, sin, key_weight, heads, KV_HEADS, share_stride,
+            key_epsilon, K_WIDTH, K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
         )  # fmt: skip
         slot = tl.load(slots + token).to(tl.int64)
         _write(keys, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
@@ -282,7 +283,8 @@ def gate_heads(
     shares, x, out, share_stride, row_width, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     SHARES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, cdiv(HEADS * WIDTH, TILE)). x, out [T, HEADS, WIDTH]. A head's gate follows its q in shares."""
+    """Grid (T, cdiv(HEADS * WIDTH, TILE)). x, out [T, HEADS, WIDTH]. A head's gate follows its q in
+    shares."""
     dtype: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -1,8 +1,8 @@
 """Mixers that keep states, by Triton kernels over the pages where the states lie (`mixer_kernels`,
 `delta_kernels`): the gated delta rule, and short convolutions. One to three launches beside the products
-serve all answers of a step, three more all its longer sequences, whatever their number. The sizes that a launch needs
-are those of the step's tensors, so every step can be recorded. A mixer is recognised by the names and sizes
-of its parts; `replace_mixers` compares it with what transformers computes before it is used.
+serve all answers of a step, three more all its longer sequences, whatever their number. The sizes that a
+launch needs are those of the step's tensors, so every step can be recorded. A mixer is recognised by the
+names and sizes of its parts; `replace_mixers` compares it with what transformers computes before it is used.
 
 Runs on the engine's thread; enqueues on the current stream and reads nothing on the host. Untried on
 hardware.
@@ -31,8 +31,8 @@ _CHANNEL_TILE = 256  # of a convolution
 _CONV_TOKENS = 16  # of a program of a convolution, in steps with prompts
 _NORM_HEADS = 8  # of a program
 _NUM_FACTORS = 5  # that `delta_kernels` keeps of a token
-# Of programs of `delta_kernels`: heads and warps of `chunk_systems`, warps of `solve_systems`, programs side by
-# side for sequences, warps and stages of `many_tokens`
+# Of programs of `delta_kernels`: heads and warps of `chunk_systems`, warps of `solve_systems`, programs side
+# by side for sequences, warps and stages of `many_tokens`
 _SYSTEM_HEADS, _SYSTEM_WARPS, _SOLVE_WARPS, _SEQUENCES, _CHUNK_WARPS, _STAGES = 4, 4, 2, 8, 8, 1
 
 
@@ -79,6 +79,10 @@ class Linears:
             return product(x, self._weight, self._bias, is_whole=True)[0]
         return torch.cat([linear(x) for linear in self._linears], -1)
 
+    def shares(self, x: Tensor) -> Tensor:
+        """[T, N] → shares [S, T, sum of outputs], as `product` gives them."""
+        return self(x)[None] if self._weight is None else product(x, self._weight, self._bias)
+
 
 class ShortConvolution:
     """Implements `MixerKernel`: LFM2's."""
@@ -108,7 +112,7 @@ class ShortConvolution:
 
 
 class PagedDelta:
-    """Implements `MixerKernel`: Qwen3-Next's, Qwen3.5's and OLMo-Hybrid's."""
+    """Implements `SharesKernel`: Qwen3-Next's, Qwen3.5's and OLMo-Hybrid's."""
 
     def __init__(self, forward: StatefulForward, inputs: MixerInputs):
         own = cast(Any, forward.mixer)
@@ -142,13 +146,20 @@ class PagedDelta:
         self._gate_column = columns.gate
 
     def __call__(self, rows: Tensor, step: StepState) -> Tensor:
+        return self._out(self._answers(rows, step))
+
+    def shares(self, rows: Tensor, step: StepState) -> Tensor:
+        return self._out.shares(self._answers(rows, step))
+
+    def _answers(self, rows: Tensor, step: StepState) -> Tensor:
+        """[T, heads * V], in front of the last product."""
         projected, pages = self._inputs(rows.contiguous()), _Pages.of(step, self._number)
         out = torch.empty(len(rows), self._heads, self._values, dtype=rows.dtype, device=rows.device)
         mixed = self._convolved(projected, pages, step)
         self._few(projected, mixed, pages, step, out)
         if not step.tensors.is_decode:
             self._many(projected, mixed, pages, step, out)
-        return self._out(self._normed(out, projected).flatten(1))
+        return self._normed(out, projected).flatten(1)
 
     def _convolved(self, projected: Tensor, pages: _Pages, step: StepState) -> Tensor:
         from cluster.model.cuda import delta_kernels

@@ -1,9 +1,10 @@
 """The parts of a decoder layer, found by the names and types of its modules. The tables hold the names that
 families use.
 
-A layer is two halves, attention (or a mixer that keeps states) and MLP. Each half is x + scale * post(body(pre(x))), where `pre` and `post`
-are norms of which one may be missing. If the body of a half is of another kind (experts, compressed KV), the
-half has no `inner` parts, but the other half of the layer may have.
+A layer is two halves, attention (or a mixer that keeps states) and MLP. Each half is x + scale *
+post(body(pre(x))), where `pre` and `post` are norms of which one may be missing. If the body of a half is of
+another kind (experts, compressed KV), the half has no `inner` parts, but the other half of the layer may
+have.
 
 Names do not say what a norm, an activation or a rotary embedding computes. Kernels offer forms of it, and the
 comparison finds the right one (`search`).

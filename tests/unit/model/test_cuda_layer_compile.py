@@ -42,9 +42,9 @@ KINDS = {
     "scaling": "fp32", "softcap": "fp32", "scale": "fp32", "post_epsilon": "fp32", "pre_epsilon": "fp32",
     "query_epsilon": "fp32", "key_epsilon": "fp32", "limit": "fp32", "alpha": "fp32", "offset": "fp32",
     "window": "i32", "table_stride": "i32", "share_stride": "i32", "num_seqs": "i32", "capacity": "i32",
-    "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "num_tokens": "i32", "num_outputs": "i32", "width": "i32",
-    "share_width": "i32", "row_width": "i32", "key_stride": "i32", "key_head_stride": "i32", "value_stride": "i32",
-    "value_head_stride": "i32",
+    "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "num_tokens": "i32", "num_outputs": "i32",
+    "width": "i32", "share_width": "i32", "row_width": "i32", "key_stride": "i32", "key_head_stride": "i32",
+    "value_stride": "i32", "value_head_stride": "i32",
 }  # fmt: skip
 ROPE = {
     "QUERY_HEADS": 28, "KV_HEADS": 4, "K_WIDTH": 80, "K_PAD": 128, "V_WIDTH": 80, "V_PAD": 128, "SHARES": 1,
@@ -119,7 +119,8 @@ def check_compiles(
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
     ],
     ids=[
-        "add_norm", "norm", "rope_write", "rope_write int8", "gate_heads", "write_rows", "write_rows int8", "product_row",
+        "add_norm", "norm", "rope_write", "rope_write int8", "gate_heads", "write_rows",
+        "write_rows int8", "product_row",
         "product_rows", "product_rows 64", "gate",
     ],
 )  # fmt: skip
