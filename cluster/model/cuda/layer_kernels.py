@@ -210,7 +210,8 @@ def rope_write(
         heads = (tile - query_tiles) * HEADS + members
         keys = _rotated(
             shares + QUERY_HEADS * QUERY_STEP, cos, sin, key_weight, heads, KV_HEADS, share_stride,
-            key_epsilon, K_WIDTH, K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
+            key_epsilon, K_WIDTH, K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER,
+            FORM, dtype,
         )  # fmt: skip
         slot = tl.load(slots + token).to(tl.int64)
         _write(keys, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
