@@ -17,6 +17,7 @@ from bench.gpu.kernels import kernels_of
 from bench.gpu.machine import DeviceSpeed, median_s, release
 from bench.hybrids import Steps, make, mixers_of, without_kernels
 from cluster.model.cuda.graphs import RecordedSizes, recording_of
+from cluster.model.cuda.step_inputs import StepSizes
 
 ROUNDS = 10
 # hidden size, layers, answers of steps, tokens of prompts
@@ -32,13 +33,16 @@ def measure(speed: DeviceSpeed, rehearse: bool) -> Iterator[dict[str, object]]:
     yield {"what": "mixers with kernels", "replaced": replaced, "of": len(mixers_of(model))}
     for way in (KERNELS, OWN_CODE):
         with nullcontext() if way == KERNELS else without_kernels(model):
-            recorded_tokens = min(prompts) if way == KERNELS else 0  # own code: answers alone
-            recording = recording_of(model, RecordedSizes.up_to(max(answers), recorded_tokens))
+            most, mixed = max(answers), prompts if way == KERNELS else ()  # own code: answers alone
+            sizes = RecordedSizes(
+                RecordedSizes.up_to(most, 0).answers,
+                [StepSizes(count, most + 4, most + 4) for count in mixed],
+            )
+            recording = recording_of(model, sizes)
             steps = Steps(model, max(answers), recording, -(-max(prompts) // model.block_size) + 1)
             works = [(f"decode at {count}", partial(steps.answers, count), True) for count in answers]
             works += [
-                (f"prompt of {count}", partial(steps.prompt, count), count <= recorded_tokens)
-                for count in prompts
+                (f"prompt of {count}", partial(steps.prompt, count), count in mixed) for count in prompts
             ]
             for what, work, can_be_recorded in works:
                 for is_recorded in (False, True) if recording is not None and can_be_recorded else (False,):

@@ -77,10 +77,7 @@ class PromptPlanner:
         still encoded makes no step: it is left for a step with a prompt that is worth one.
 
         `room`: tokens above which a step is launched kernel by kernel, which on a GPU takes the host several
-        times as long as the device takes to compute them; None: no such limit. Prompts whose KV is sent layer
-        by layer are launched so in any case, and keep large steps."""
-        if room is not None and any(request.sends for request, _ in self._sequences.values()):
-            room = None
+        times as long as the device takes to compute them; None: no such limit."""
         chunks = self._chunks.schedule(self._max_tokens(limit_s, room))
         chosen = self._sequences_of(chunks)
         left_out: set[str] = set()

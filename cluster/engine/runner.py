@@ -33,6 +33,7 @@ from cluster.model.cuda.draw import to_device
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.model.logprobs import PromptScores
 from cluster.model.sampling import sample
+from cluster.model.step_model import OnLayer as OnModelLayer
 from cluster.model.step_model import StepModel
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import Prompt, SamplingParams
@@ -257,8 +258,8 @@ class LanguageRunner:
         )
         self._in_flight = _InFlight.of(then, logits)
 
-    def _marked(self, on_layer: OnLayer) -> Callable[[int], None]:
-        return lambda layer_idx: on_layer(layer_idx, self._kv.mark())
+    def _marked(self, on_layer: OnLayer) -> OnModelLayer:
+        return lambda layer_idx, ready=None, /: on_layer(layer_idx, ready or self._kv.mark())
 
     def _accept(
         self, drawn: Drawn, choices: Choices

@@ -205,10 +205,13 @@ class LanguageModel:
         with self._adapted(np.array(adapters, dtype=np.int64)), in_step(self.states, kv, spans):
             return self._run(embeds, position_ids, batch, wanted, extra).float()
 
-    def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
+    def step(
+        self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:  # fmt: skip
         """`forward` or `decode` over tensors at fixed addresses, for a CUDA graph. embeds [T, hidden_size]
-        may be overwritten; None: the tokens are looked up. Returns [W, vocab_size] logits in any dtype.
-        Reads nothing from the host."""
+        may be overwritten; None: the tokens are looked up. `on_layer(i)` is called when layer i's KV is
+        enqueued. Returns [W, vocab_size] logits in any dtype. Reads nothing from the host."""
         if embeds is None:
             embeds = self._inputs.rows(inputs.token_ids)
         unknown = UnknownSizes()
@@ -224,6 +227,7 @@ class LanguageModel:
             kv_owners=self._kv_owners,
             windowed_spans=self._windowed_spans,
             device=inputs.step,
+            on_layer=on_layer,
         )
         extra = self._inputs.of_layers(inputs.token_ids)
         adapters = inputs.adapters.long() if self.num_adapter_slots else None

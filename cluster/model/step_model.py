@@ -13,6 +13,13 @@ from cluster.model.language import SequenceChunk
 from cluster.model.states import StateSpan
 
 
+class OnLayer(Protocol):
+    def __call__(self, layer_idx: int, ready: Callable[[], bool] | None = None, /) -> None:
+        """Layer `layer_idx`'s KV of this forward is written: on the CPU now; on a GPU once `ready()` is true,
+        or with what this thread has enqueued so far."""
+        ...
+
+
 class StepModel(Protocol):
     """The model that a runner calls: a `LanguageModel`, or a `LeadingModel` or `GraphedModel` that wraps
     one. Logits are valid until the next call."""
@@ -27,7 +34,7 @@ class StepModel(Protocol):
         self,
         chunks: Sequence[SequenceChunk],
         kv: BlockMemory,
-        on_layer: Callable[[int], None] | None = None,
+        on_layer: OnLayer | None = None,
     ) -> Tensor: ...
 
     def decode(

@@ -324,7 +324,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             "Stream": lambda device=None, **_: Stream(
                 self, self._place(torch.device("cuda" if device is None else device)), self.next_number()
             ),
-            "Event": lambda **_: Event(self, self.next_number()), "CUDAGraph": lambda: Graph(self),
+            "Event": lambda external=False, **_: Event(self, self.next_number(), external),
+            "CUDAGraph": lambda: Graph(self),
             "graph": self._record, "graph_pool_handle": lambda: (0, 1),
             "get_device_properties": lambda device=None: SimpleNamespace(
                 **{**vars(properties), "uuid": f"GPU-{self._place(torch.device(device or 'cuda'))}"}

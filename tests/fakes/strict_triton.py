@@ -21,6 +21,7 @@ from unittest import mock
 from tests.fakes.cuda_device import CudaTensor
 
 KERNELS = (
+    "cluster.model.cuda.early_kernels",
     "cluster.model.cuda.attention_kernels",
     "cluster.model.cuda.coded_kernels",
     "cluster.model.cuda.layer_kernels",
@@ -31,7 +32,8 @@ KERNELS = (
     "kv_transfer.codecs.triton_codec",
     "kv_transfer.codecs.triton_checksum",
 )
-OPTIONS = frozenset(("num_warps", "num_stages", "enable_fp_fusion"))  # of the compiler, beside the arguments
+# of the compiler, beside the arguments
+OPTIONS = frozenset(("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from cluster.model.cuda.early_kernels import begin
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 KEYS_PER_SHARE = tl.constexpr(256)
 MAX_SHARES = tl.constexpr(32)  # of one token's keys
@@ -45,6 +47,7 @@ def _share_sizes(context, new, window):
 def plan(
     starts, contexts, indices, ends, items, counts, seq_shares, seq_places, num_seqs, window, capacity,
     ROW_TOKENS: tl.constexpr, TILE_TOKENS: tl.constexpr, ITEMS: tl.constexpr, SEQS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (cdiv(capacity, ITEMS), 1 or 2): a program finds ITEMS items of one list, 0 rows, 1 tiles. Each
     program counts the items of all sequences again, so none waits for another. A sequence with at most
@@ -56,6 +59,7 @@ def plan(
     items, and padding. seq_shares, seq_places [B]: shares of a token's keys, and the place of the first
     token's first share."""
     # size: two passes over the same numbers, which have no names outside
+    begin(EARLY)
     of_tiles = tl.program_id(1)
     numbers = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     seq = tl.zeros([ITEMS], tl.int32)  # of each item
@@ -199,7 +203,7 @@ def attend(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     K_WIDTH: tl.constexpr, K_RUN: tl.constexpr, K_RUNS: tl.constexpr,
     V_WIDTH: tl.constexpr, V_RUN: tl.constexpr, V_RUNS: tl.constexpr,
-    TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr,
+    TILE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (P, KV_HEADS): a program takes the items p, p + P, … of one list for one KV head. ROWS: the rows
     of a tile, GROUP query heads of each of an item's tokens. A token whose keys are one share is stored
@@ -207,6 +211,7 @@ def attend(
     heads, 2] the largest score times log2(e) and the sum of exponentials, in float32. Scales are as
     `_run_scale` says. FACTOR multiplies INT8 values' scales, and is taken out of the result."""
     # size: one loop over up to four runs of channels, whose accumulators cannot be a list
+    begin(EARLY)
     kv_head = tl.program_id(1)
     dtype: tl.constexpr = query.dtype.element_ty
     row_numbers = tl.arange(0, ROWS)
@@ -293,11 +298,12 @@ def attend(
 def merge(
     partial_out, partial_stats, seqs, starts, seq_shares, seq_places, sinks, out,
     HEADS: tl.constexpr, MERGED: tl.constexpr, V_WIDTH: tl.constexpr, V_PAD: tl.constexpr,
-    SHARES_PAD: tl.constexpr,
+    SHARES_PAD: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, cdiv(HEADS, MERGED)). Joins the shares of MERGED heads of one token; stores nothing if there
     is one share. SHARES_PAD is a constant, so that the order of the sum is one, too. A token of no sequence
     becomes zero."""
+    begin(EARLY)
     token, first_head = tl.program_id(0), tl.program_id(1) * MERGED
     seq = tl.load(seqs + token)
     columns = tl.arange(0, V_PAD)

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from cluster.model.cuda.early_kernels import begin
+
 E4M3, NIBBLE = tl.constexpr(0), tl.constexpr(2)  # `CodeKind`
 RUN, WORDS = tl.constexpr(128), tl.constexpr(16)  # columns of a run of 4 bit codes, and its words
 MAGIC_BITS, MAGIC = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)  # 2**23
@@ -88,9 +90,11 @@ def coded_row(
     x, numbers, scales, zeros, bias, out,
     num_outputs, width, share_width, scale_rows, group, num_groups,
     KIND: tl.constexpr, MIDDLE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (cdiv(num_outputs, TILE), shares). x [width]: one row, without the matrix unit. GROUP columns of a
     step have one scale. A program sums share_width columns, a multiple of STEP."""
+    begin(EARLY)
     groups: tl.constexpr = STEP // GROUP
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.program_id(1)
@@ -118,9 +122,11 @@ def coded_rows(
     x, numbers, scales, zeros, bias, out,
     num_tokens, num_outputs, width, share_width, scale_rows, group, num_groups,
     KIND: tl.constexpr, MIDDLE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (cdiv(num_outputs, TILE), shares, cdiv(num_tokens, ROWS)). x [num_tokens, width]. The columns of a
     step have one scale, by which the product of the step is multiplied."""
+    begin(EARLY)
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.program_id(1)
     tokens = tl.program_id(2) * ROWS + tl.arange(0, ROWS)

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.model.cuda.early import early
 from cluster.model.cuda.tiles import power_of_two
 from cluster.model.layers.codes import Codes
 
@@ -55,12 +56,13 @@ def coded_product(x: Tensor, codes: Codes, bias: Tensor | None, *, is_whole: boo
     kind = {"KIND": int(codes.kind), "MIDDLE": codes.middle, "TILE": tile, "STEP": step}
     if is_one:
         coded_kernels.coded_row[(tiles, shares)](
-            *arguments, *sizes, **kind, GROUP=_same_scale(codes, step), num_warps=4, num_stages=3
-        )
+            *arguments, *sizes, **kind, GROUP=_same_scale(codes, step), num_warps=4, num_stages=3,
+            **early(x.device),
+        )  # fmt: skip
     else:
         rows = _ROWS if num_tokens <= _ROWS else _MORE_ROWS
         coded_kernels.coded_rows[(tiles, shares, -(-num_tokens // rows))](
-            *arguments, num_tokens, *sizes, **kind, ROWS=rows, num_warps=4, num_stages=3
+            *arguments, num_tokens, *sizes, **kind, ROWS=rows, num_warps=4, num_stages=3, **early(x.device)
         )
     return out
 

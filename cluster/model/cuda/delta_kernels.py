@@ -32,6 +32,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from cluster.model.cuda.early_kernels import begin
 from cluster.model.cuda.mixer_kernels import keep_inputs, load_state, rounded, sequence_end, silu
 
 EPSILON = tl.constexpr(1e-6)  # under the root of the norms of q and k
@@ -94,10 +95,11 @@ def convolve(
     num_tokens, row_stride, page_stride, first_page,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TOKENS: tl.constexpr,
     TILE: tl.constexpr, TAPS: tl.constexpr, PAGE: tl.constexpr, Q0: tl.constexpr, K0: tl.constexpr,
-    V0: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
+    V0: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (cdiv(T, TOKENS), cdiv(channels, TILE)). out [T, channels]: silu of the convolution. Inputs before
     a sequence's first token are in its state [channels, TAPS]."""
+    begin(EARLY)
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     channels = (tl.program_id(1) * TILE + tl.arange(0, TILE))[None, :]
     key_width: tl.constexpr = KEY_HEADS * K
@@ -105,7 +107,7 @@ def convolve(
     span = tl.load(spans + tokens, mask=tokens < num_tokens, other=-1)
     is_token = span >= 0
     first = tl.load(firsts + span, mask=is_token, other=0)
-    begin = tl.load(starts + first, mask=is_token, other=0)
+    origin = tl.load(starts + first, mask=is_token, other=0)
     end = tl.load(starts + span + 1, mask=is_token, other=0)
     mask = is_token[:, None] & (channels < width)
     if key_width == K0 - Q0 and key_width == V0 - K0 and KEY_STEP == K and VALUE_STEP == GROUP * V:
@@ -119,12 +121,12 @@ def convolve(
     total = tl.zeros([TOKENS, TILE], tl.float32)
     for tap in tl.static_range(TAPS):
         at = tokens - (TAPS - 1 - tap)
-        is_new = mask & (at >= begin)[:, None]
+        is_new = mask & (at >= origin)[:, None]
         x = tl.load(rows + (at * row_stride)[:, None] + columns, mask=is_new, other=0.0).to(tl.float32)
         factor = tl.load(weight + channels * TAPS + tap, mask=channels < width, other=0.0).to(tl.float32)
         total += factor * x
     read = (source + first * page_stride + first_page)[:, None]
-    age = tl.where(is_token, tokens - begin, TAPS)
+    age = tl.where(is_token, tokens - origin, TAPS)
     if tl.min(age, 0) < TAPS - 1:
         for tap in tl.static_range(TAPS - 1):
             before = (age + tap + 1)[:, None]  # of the state's TAPS inputs
@@ -137,7 +139,7 @@ def convolve(
     if tl.max(is_last.to(tl.int32), 0) > 0:
         written = (target + span * page_stride + first_page)[:, None]
         keep_inputs(
-            rows, memory, read, written, (tokens + 1)[:, None], begin[:, None], channels, columns, columns,
+            rows, memory, read, written, (tokens + 1)[:, None], origin[:, None], channels, columns, columns,
             mask & is_last[:, None], row_stride, TAPS, PAGE, False,
         )  # fmt: skip
 
@@ -148,16 +150,17 @@ def few_tokens(
     row_stride, page_stride, first_page, num_spans,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, B0: tl.constexpr, A0: tl.constexpr,
-    GATE_STEP: tl.constexpr, BETA: tl.constexpr, IS_DECODE: tl.constexpr,
+    GATE_STEP: tl.constexpr, BETA: tl.constexpr, IS_DECODE: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). mixed: what `convolve` gives. out [T, KEY_HEADS * GROUP,
     V]. IS_DECODE: every span is a sequence of one token, or padding. Sequences of LONG tokens and more are
     left out."""
+    begin(EARLY)
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    begin, last = tl.load(starts + sequence).to(tl.int64), sequence
-    if tl.load(starts + sequence + 1) > begin:  # else it is padding
+    origin, last = tl.load(starts + sequence).to(tl.int64), sequence
+    if tl.load(starts + sequence + 1) > origin:  # else it is padding
         last = sequence + 1 if IS_DECODE else sequence_end(firsts, sequence, num_spans)
-    if (last > sequence) & (tl.load(starts + last) - begin < LONG):
+    if (last > sequence) & (tl.load(starts + last) - origin < LONG):
         key_head, member = head // GROUP, head % GROUP
         width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
         keys, columns = tl.arange(0, K_PAD), tile * TILE + tl.arange(0, TILE)
@@ -194,10 +197,11 @@ def chunk_systems(
     rows, mixed, rates, shifts, starts, chunk_spans, chunk_begins, systems, factors, row_stride, num_spans,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     B0: tl.constexpr, A0: tl.constexpr, GATE_STEP: tl.constexpr, BETA: tl.constexpr, EXACT: tl.constexpr,
-    HEADS: tl.constexpr,
+    HEADS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (chunks, cdiv(KEY_HEADS * GROUP, HEADS)). systems [chunks, heads, 2, CHUNK, CHUNK]: A, and what
     tokens see of corrections. factors [chunks, heads, 5, CHUNK]."""
+    begin(EARLY)
     chunk = tl.program_id(0).to(tl.int64)
     span = tl.load(chunk_spans + chunk)
     if span < num_spans:
@@ -293,8 +297,9 @@ def _solve(matrix, beta):
 
 
 @triton.jit(do_not_specialize=["num_spans"])
-def solve_systems(systems, factors, chunk_spans, num_spans):
+def solve_systems(systems, factors, chunk_spans, num_spans, EARLY: tl.constexpr = False):
     """Grid (chunks, heads). A becomes (I + A)^-1 beta."""
+    begin(EARLY)
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(chunk_spans + chunk) < num_spans:
         number = chunk * tl.num_programs(1) + head
@@ -309,9 +314,11 @@ def many_tokens(
     page_stride, first_page, num_spans, num_sequences,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (programs, KEY_HEADS * GROUP, cdiv(V, TILE)): a program computes every so many-th sequence. mixed:
     what `convolve` gives; systems, factors: what `solve_systems` leaves."""
+    begin(EARLY)
     head, tile = tl.program_id(1), tl.program_id(2)
     for rank in range(tl.program_id(0), num_sequences, tl.num_programs(0)):
         sequence = tl.load(sequences + rank)
@@ -364,9 +371,10 @@ def many_tokens(
 def gated_norm(
     x, rows, weight, out, row_stride, epsilon,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr,
-    Z0: tl.constexpr, VALUE_STEP: tl.constexpr,
+    Z0: tl.constexpr, VALUE_STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, cdiv(HEADS, TILE)). x [T, HEADS, V], normed, times weight [V], times silu(z). out as x."""
+    begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
     columns = tl.arange(0, PAD)[None, :]

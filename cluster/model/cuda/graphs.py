@@ -16,6 +16,9 @@ A replay repeats the recorded launches at the recorded addresses. Therefore:
 All graphs share one pool of memory, so only one of them may run at a time. Mixed steps above
 `MIXED_TOKENS` are not recorded: the engine cuts prompts so that few steps are larger
 (`StepModel.recorded_tokens`). What cannot be recorded runs unrecorded, with equal results; the log says why.
+
+Where prompts' KV is sent while it is computed, a mixed step also records an event behind each layer's K and V
+(`LayerMarks`).
 """
 
 from __future__ import annotations
@@ -32,15 +35,19 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter
+from cluster.model.cuda.layer_marks import LayerMarks
+from cluster.model.cuda.paged_attention import RECORDED_PLACES, num_places
 from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.states import StateSpan
-from cluster.model.step_model import StepModel
+from cluster.model.step_model import OnLayer, StepModel
 
 logger = logging.getLogger(__name__)
 
-MIXED_TOKENS = (16, 32, 64, 128, 256, 512)
+# Padding costs at most a third of a step of more than 256 tokens.
+MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 NUM_PROMPTS = 16  # in a mixed step, beside as many answers as a step of answers holds
+MAX_PROMPTS = 128  # in a step without answers
 # What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred
 # launches. An assumption; other workers on the device make it hard to measure.
 GRAPH_BYTES = 8 << 20
@@ -66,7 +73,10 @@ class CapturableModel(StepModel, Protocol):
     position_axes: int
     dtype: torch.dtype
 
-    def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
+    def step(
+        self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `LanguageModel`. Enqueues work only: no synchronisation, no copies from the host."""
         ...
 
@@ -83,6 +93,7 @@ class RecordedSizes:
 
     answers: Sequence[StepSizes]
     mixed: Sequence[StepSizes]  # empty: only steps of answers
+    has_marks: bool = False  # mixed steps report their layers
 
     @classmethod
     def up_to(cls, max_batch: int, max_prompt_tokens: int, max_drafts: int = 0) -> RecordedSizes:
@@ -102,6 +113,14 @@ class RecordedSizes:
                 for size in mixed
             ],
         )
+
+    @classmethod
+    def of_prompts(cls, max_tokens: int) -> RecordedSizes:
+        """Sizes for a worker without answers, whose prompts' KV is sent while it is computed."""
+        smaller = [size for size in MIXED_TOKENS if size < max_tokens]
+        mixed = MIXED_TOKENS[: len(smaller) + 1]
+        rows = [min(size, MAX_PROMPTS) for size in mixed]
+        return cls([], [StepSizes(size, num, num) for size, num in zip(mixed, rows, strict=True)], True)
 
     @property
     def largest(self) -> StepSizes:
@@ -136,6 +155,7 @@ class GraphedModel:
         self._embeds = torch.zeros(most_tokens, model.hidden_size, dtype=model.dtype, device=device)
         self._logits = torch.zeros(largest.num_wanted, model.vocab_size, device=device)
         self._replays: dict[StepSizes, Replay] = {}
+        self._marks = LayerMarks(device) if sizes.has_marks else None
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -162,17 +182,22 @@ class GraphedModel:
 
     @torch.inference_mode()
     def forward(
-        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: OnLayer | None = None
     ) -> Tensor:
-        """The logits are valid until the next call. Replays if nothing asks for more than logits."""
-        sizes = self._sizes_of(chunks) if on_layer is None else None
+        """The logits are valid until the next call. Replays if nothing asks for more than is recorded."""
+        sizes = self._sizes_of(chunks) if on_layer is None or self._marks is not None else None
         if sizes is None:
             return self._model.forward(chunks, kv, on_layer)
         self._check(kv)
+        if self._marks is not None:
+            self._marks.finish()
         token_ids = self._model.known_ids([token for chunk in chunks for token in chunk.token_ids])
         inputs = self._buffers.fill_chunks(sizes, token_ids, chunks)
         self._model.place_embeds(inputs.token_ids, chunks, self._embeds[: sizes.num_tokens])
-        return self._replays[sizes]()[: sum(chunk.num_logits for chunk in chunks)]
+        logits = self._replays[sizes]()
+        if self._marks is not None and on_layer is not None:
+            self._marks.report(on_layer)
+        return logits[: sum(chunk.num_logits for chunk in chunks)]
 
     @torch.inference_mode()
     def decode(
@@ -215,6 +240,10 @@ class GraphedModel:
         num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
         num_wanted = sum(chunk.num_logits for chunk in chunks)
         num_spans = sum(max(1, len(chunk.states)) for chunk in chunks)
+        counts = [len(chunk.token_ids) for chunk in chunks]
+        contexts = [chunk.num_computed_tokens + len(chunk.token_ids) for chunk in chunks]
+        if num_places(counts, contexts) > RECORDED_PLACES:
+            return None
         fitting = (
             sizes
             for sizes in self._sizes.mixed
@@ -240,7 +269,10 @@ class GraphedModel:
         inputs = self._buffers.fill_answers(sizes, (), (), (), ())  # padding only
         embeds = None if sizes.is_decode else self._embeds[: sizes.num_tokens]
         out = self._logits[: sizes.num_wanted]
-        self._replays[sizes] = self._capture(lambda: out.copy_(self._model.step(inputs, self._kv, embeds)))
+        on_layer = None if sizes.is_decode or self._marks is None else self._marks.record
+        self._replays[sizes] = self._capture(
+            lambda: out.copy_(self._model.step(inputs, self._kv, embeds, on_layer))
+        )
 
     def _check(self, kv: BlockMemory) -> None:
         assert kv is self._kv, "graphs hold the addresses of one memory"
@@ -272,11 +304,13 @@ def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None
         return None
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(model.device)
-    graphed = _recorded(model, kv, RecordedSizes(sizes.answers[-1:], sizes.mixed[-1:]))
+    graphed = _recorded(model, kv, replace(sizes, answers=sizes.answers[-1:], mixed=sizes.mixed[-1:]))
     shared = torch.cuda.memory_reserved(model.device) - before
     if graphed is None:
         return None
     if not graphed.records_mixed:
+        if not sizes.answers:
+            return None
         sizes = replace(sizes, mixed=())
     del graphed
     torch.cuda.empty_cache()

@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cluster.model.cuda.early import early
 from cluster.model.cuda.tiles import power_of_two, tensors_of
 from cluster.model.kv_format import LayerCache
 
@@ -136,12 +137,13 @@ def product_of_few(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_whole: 
     if num_tokens == 1:
         layer_kernels.product_row[(tiles, shares)](
             x, weight, bias, out, num_outputs, width, share_width, TILE=tile, STEP=step, num_warps=4,
-            num_stages=3,
+            num_stages=3, **early(x.device),
         )  # fmt: skip
     else:
         layer_kernels.product_rows[(tiles, shares)](
             x, weight, bias, out, num_tokens, num_outputs, width, share_width,
             ROWS=max(PRODUCT_ROWS, power_of_two(num_tokens)), TILE=tile, STEP=step, num_warps=4, num_stages=3,
+            **early(x.device),
         )  # fmt: skip
     return out
 
@@ -191,7 +193,7 @@ def _add_norm(
         0.0 if pre is None else pre.epsilon,
         WIDTH=width, PAD=pad, SHARES=0 if shares is None else len(shares), HAS_POST=post is not None,
         POST_FORM=_form(post), HAS_PRE=pre is not None, PRE_FORM=_form(pre), HAS_SCALE=scale is not None,
-        num_warps=min(max(pad // 512, 4), 16), enable_fp_fusion=False,
+        num_warps=min(max(pad // 512, 4), 16), enable_fp_fusion=False, **early(residual.device),
     )  # fmt: skip
 
 
@@ -233,7 +235,7 @@ def rope_write(
         ROTARY=rope.rotary_width, ROTATION=int(rope.rotation), TABLE=int(rope.table),
         NORM_BEFORE=has_norms and not rope.norms_after, NORM_AFTER=has_norms and rope.norms_after,
         FORM=_form(query_norm), QUERY_STEP=(2 if rope.is_gated else 1) * key_width, num_warps=4,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, **early(shares.device),
     )  # fmt: skip
     return out
 
@@ -247,7 +249,7 @@ def gate_heads(shares: Tensor, x: Tensor) -> Tensor:
     tile = min(_GATE_TILE, power_of_two(num_heads * width))
     layer_kernels.gate_heads[(num_tokens, -(-num_heads * width // tile))](
         shares, x, out, shares.stride(0), shares.shape[2], HEADS=num_heads, WIDTH=width, TILE=tile,
-        SHARES=len(shares), num_warps=4, enable_fp_fusion=False,
+        SHARES=len(shares), num_warps=4, enable_fp_fusion=False, **early(shares.device),
     )  # fmt: skip
     return out
 
@@ -268,7 +270,7 @@ def write_rows(key: Tensor, value: Tensor, slots: Tensor, cache: LayerCache) -> 
         key, value, slots, key_store, key_scales, value_store, value_scales,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         KV_HEADS=kv_heads, K_WIDTH=key_width, K_PAD=power_of_two(key_width), V_WIDTH=value_width,
-        V_PAD=power_of_two(value_width), HEADS=_HEADS_PER_PROGRAM, num_warps=4,
+        V_PAD=power_of_two(value_width), HEADS=_HEADS_PER_PROGRAM, num_warps=4, **early(key.device),
     )  # fmt: skip
 
 
@@ -287,7 +289,7 @@ def gate(shares: Tensor, activation: GateActivation, dtype: torch.dtype, out: Te
     layer_kernels.gate[(num_tokens, -(-width // tile))](
         shares, out, shares.stride(0), activation.limit or 0.0, activation.alpha, activation.offset,
         WIDTH=width, TILE=tile, SHARES=num_shares, KIND=int(activation.kind),
-        HAS_LIMIT=activation.limit is not None, num_warps=4, enable_fp_fusion=False,
+        HAS_LIMIT=activation.limit is not None, num_warps=4, enable_fp_fusion=False, **early(shares.device),
     )  # fmt: skip
     return out
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from cluster.model.cuda.early_kernels import begin, let_next_begin, wait_for_last
 from cluster.model.kv_format import GROUP_WIDTH, MAX_CODE
 
 SCALE_RUN = tl.constexpr(GROUP_WIDTH)  # channels that share one scale
@@ -60,8 +61,10 @@ def add_norm(
     share_stride, scale, post_epsilon, pre_epsilon,
     WIDTH: tl.constexpr, PAD: tl.constexpr, SHARES: tl.constexpr, HAS_POST: tl.constexpr,
     POST_FORM: tl.constexpr, HAS_PRE: tl.constexpr, PRE_FORM: tl.constexpr, HAS_SCALE: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T,): one row a program. SHARES 0: nothing is added to the residual, which is only read."""
+    begin(EARLY)
     columns = tl.arange(0, PAD)
     mask = columns < WIDTH
     offsets = tl.program_id(0).to(tl.int64) * WIDTH + columns
@@ -185,11 +188,12 @@ def rope_write(
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr,
     V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SHARES: tl.constexpr, HEADS: tl.constexpr,
     ROTARY: tl.constexpr, ROTATION: tl.constexpr, TABLE: tl.constexpr, NORM_BEFORE: tl.constexpr,
-    NORM_AFTER: tl.constexpr, FORM: tl.constexpr, QUERY_STEP: tl.constexpr,
+    NORM_AFTER: tl.constexpr, FORM: tl.constexpr, QUERY_STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, tiles): HEADS heads of one token a program; first tiles of q, then of k, then of v. HEADS is a
     constant of the model: it decides how a norm's sum is cut among threads. QUERY_STEP: columns from one head
     of q to the next."""
+    begin(EARLY)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
@@ -230,10 +234,11 @@ def write_rows(
     key_rows, value_rows, slots, key, key_scales, value, value_scales,
     key_stride, key_head_stride, value_stride, value_head_stride,
     KV_HEADS: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr, V_WIDTH: tl.constexpr,
-    V_PAD: tl.constexpr, HEADS: tl.constexpr,
+    V_PAD: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, tiles): HEADS heads of one token a program; first tiles of k, then of v. Rows have contiguous
     columns."""
+    begin(EARLY)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     slot = tl.load(slots + token).to(tl.int64)
@@ -256,9 +261,10 @@ def write_rows(
 def gate(
     shares, out, share_stride, limit, alpha, offset,
     WIDTH: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, KIND: tl.constexpr,
-    HAS_LIMIT: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, cdiv(WIDTH, TILE))."""
+    begin(EARLY)
     dtype: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -282,10 +288,11 @@ def gate(
 @triton.jit
 def gate_heads(
     shares, x, out, share_stride, row_width, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    SHARES: tl.constexpr,
+    SHARES: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, cdiv(HEADS * WIDTH, TILE)). x, out [T, HEADS, WIDTH]. A head's gate follows its q in
     shares."""
+    begin(EARLY)
     dtype: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -299,23 +306,30 @@ def gate_heads(
 
 @triton.jit
 def product_row(
-    x, weight, bias, out, num_outputs, width, share_width, TILE: tl.constexpr, STEP: tl.constexpr
+    x, weight, bias, out, num_outputs, width, share_width,
+    TILE: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (cdiv(num_outputs, TILE), shares). x [width], weight [num_outputs, width]: one row, without the
     matrix unit, which would idle: the weights are read once and that is all that takes time. A program sums
-    share_width columns, a multiple of STEP."""
+    share_width columns, a multiple of STEP. Its first weights are read while the kernel before ends."""
+    let_next_begin(EARLY)
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.program_id(1)
     is_output = outputs < num_outputs
     end = tl.minimum((share + 1) * share_width, width)
     rows = weight + outputs.to(tl.int64)[:, None] * width
-    products = tl.zeros([TILE, STEP], tl.float32)
-    for first in range(share * share_width, end, STEP):
+    columns = share * share_width + tl.arange(0, STEP)
+    inside = columns < end
+    factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside[None, :], other=0.0)
+    wait_for_last(EARLY)
+    own = tl.load(x + columns, mask=inside, other=0.0)
+    products = factors.to(tl.float32) * own.to(tl.float32)[None, :]
+    for first in range(share * share_width + STEP, end, STEP):
         columns = first + tl.arange(0, STEP)
         inside = columns < end
-        mask = is_output[:, None] & inside[None, :]
-        factors = tl.load(rows + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        products += factors * tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+        factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside[None, :], other=0.0)
+        own = tl.load(x + columns, mask=inside, other=0.0)
+        products += factors.to(tl.float32) * own.to(tl.float32)[None, :]
     sums = tl.sum(products, 1)
     if bias is not None:
         sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)
@@ -325,26 +339,29 @@ def product_row(
 @triton.jit
 def product_rows(
     x, weight, bias, out, num_tokens, num_outputs, width, share_width,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (cdiv(num_outputs, TILE), shares). x [num_tokens, width], at most ROWS tokens; the rest as in
     `product_row`. A row's sums are in an order of their own."""
+    let_next_begin(EARLY)
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     tokens = tl.arange(0, ROWS)
     share = tl.program_id(1)
     is_output, is_token = outputs < num_outputs, tokens < num_tokens
     end = tl.minimum((share + 1) * share_width, width)
     rows = weight + outputs.to(tl.int64)[:, None] * width
-    sums = tl.zeros([ROWS, TILE], tl.float32)
-    for first in range(share * share_width, end, STEP):
+    own_rows = x + tokens[:, None] * width
+    columns = share * share_width + tl.arange(0, STEP)
+    inside = (columns < end)[None, :]
+    factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside, other=0.0)
+    wait_for_last(EARLY)
+    own = tl.load(own_rows + columns[None, :], mask=is_token[:, None] & inside, other=0.0)
+    sums = tl.dot(own, tl.trans(factors), tl.zeros([ROWS, TILE], tl.float32))
+    for first in range(share * share_width + STEP, end, STEP):
         columns = first + tl.arange(0, STEP)
-        inside = columns < end
-        factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside[None, :], other=0.0)
-        own = tl.load(
-            x + tokens[:, None] * width + columns[None, :],
-            mask=is_token[:, None] & inside[None, :],
-            other=0.0,
-        )
+        inside = (columns < end)[None, :]
+        factors = tl.load(rows + columns[None, :], mask=is_output[:, None] & inside, other=0.0)
+        own = tl.load(own_rows + columns[None, :], mask=is_token[:, None] & inside, other=0.0)
         sums = tl.dot(own, tl.trans(factors), sums)
     if bias is not None:
         sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)[None, :]

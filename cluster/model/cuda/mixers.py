@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.model.cuda.delta_chunks import CHUNK
+from cluster.model.cuda.early import early
 from cluster.model.cuda.layer_calls import product
 from cluster.model.cuda.merging import merged
 from cluster.model.cuda.tiles import power_of_two
@@ -172,6 +173,7 @@ class PagedDelta:
             pages.starts, pages.firsts, pages.spans, mixed, num_tokens, projected.stride(0),
             pages.page_stride, pages.first_page, **self._sizes, TOKENS=tokens, TILE=tile, TAPS=self._taps,
             PAGE=self._conv_page, **self._columns, num_warps=4,
+            **early(projected.device),
         )  # fmt: skip
         return mixed
 
@@ -183,7 +185,7 @@ class PagedDelta:
             pages.target, pages.starts, pages.firsts, out, projected.stride(0), pages.page_stride,
             pages.first_page, pages.num_spans, **self._sizes, K_PAD=self._key_pad, TILE=self._tile,
             PAGE=self._delta_page, OFFSET=self._offset, **self._gates, IS_DECODE=step.tensors.is_decode,
-            num_warps=4,
+            num_warps=4, **early(out.device),
         )  # fmt: skip
 
     def _many(self, projected: Tensor, mixed: Tensor, pages: _Pages, step: StepState, out: Tensor) -> None:
@@ -200,16 +202,17 @@ class PagedDelta:
             projected, mixed, self._rates, self._shifts, pages.starts, chunks.spans, chunks.begins, systems,
             factors, projected.stride(0), pages.num_spans, **self._sizes, K_PAD=self._key_pad, **self._gates,
             EXACT=is_exact, HEADS=_SYSTEM_HEADS, num_warps=_SYSTEM_WARPS, num_stages=1,
+            **early(out.device),
         )  # fmt: skip
         delta_kernels.solve_systems[(num_chunks, self._heads)](
-            systems, factors, chunks.spans, pages.num_spans, num_warps=_SOLVE_WARPS
+            systems, factors, chunks.spans, pages.num_spans, num_warps=_SOLVE_WARPS, **early(out.device)
         )
         delta_kernels.many_tokens[(min(num_long, _SEQUENCES), *self._grid(pages)[1:])](
             mixed, systems, factors, step.kv.buffer.view(torch.float32), pages.source, pages.target,
             pages.starts, pages.firsts, chunks.begins, chunks.sequences, out, pages.page_stride,
             pages.first_page, pages.num_spans, num_long, **self._sizes, K_PAD=self._key_pad, TILE=self._tile,
             PAGE=self._delta_page, OFFSET=self._offset, EXACT=is_exact, num_warps=_CHUNK_WARPS,
-            num_stages=_STAGES,
+            num_stages=_STAGES, **early(out.device),
         )  # fmt: skip
 
     def _normed(self, x: Tensor, projected: Tensor) -> Tensor:
@@ -220,7 +223,7 @@ class PagedDelta:
             x, projected, self._norm.weight, out, projected.stride(0), self._epsilon,
             GROUP=self._sizes["GROUP"], HEADS=self._heads, TILE=tile, V=self._values,
             PAD=power_of_two(self._values), Z0=self._gate_column, VALUE_STEP=self._columns["VALUE_STEP"],
-            num_warps=4,
+            num_warps=4, **early(out.device),
         )  # fmt: skip
         return out
 

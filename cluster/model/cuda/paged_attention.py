@@ -18,6 +18,7 @@ meet the values, as flash-attn does. Letters as in `attention`, and M blocks of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache as cached
 
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
 from cluster.model.batches import visible_ends
+from cluster.model.cuda.early import early
 from cluster.model.cuda.tiles import power_of_two, tensors_of
 from cluster.model.cuda.uploads import upload
 from cluster.model.kv_format import GROUP_WIDTH, LayerCache
@@ -35,6 +37,7 @@ MAX_WIDTH = 256  # channels of a head that fit a program's registers
 MAX_SHARES = 32  # of one token's keys, as in `attention_kernels`
 MAX_PLACES = 512  # of one sequence, as there
 KEYS_PER_SHARE = 256  # as there
+RECORDED_PLACES = MAX_SHARES * 512  # partial results of a step whose sizes are on the device
 _ITEM_WIDTH = 8
 _ITEMS_PER_PROGRAM = 128
 _SEQS_PER_PASS = 64
@@ -117,8 +120,10 @@ def plan_of(batch: PagedBatch, tiles: Tiles, window: int | None) -> AttentionPla
     """`plan`, made once a step."""
     key = ("plan", tiles, window)
     if key not in batch.memo:
-        num_places = None if batch.device is not None else _num_places(batch)
-        batch.memo[key] = plan(step_of(batch, window), tiles, window, num_places)
+        places = None
+        if batch.device is None:
+            places = max(1, num_places(batch.query_lens, batch.context_lens))
+        batch.memo[key] = plan(step_of(batch, window), tiles, window, places)
     return batch.memo[key]
 
 
@@ -180,7 +185,7 @@ def plan(step: StepTensors, tiles: Tiles, window: int | None, num_places: int | 
         step.starts, step.contexts, step.indices, step.ends, items, counts, seq_shares, seq_places, num_seqs,
         made.window, capacity,
         ROW_TOKENS=tiles.row_tokens, TILE_TOKENS=tiles.prompt_tokens, ITEMS=_ITEMS_PER_PROGRAM,
-        SEQS=_SEQS_PER_PASS, num_warps=4,
+        SEQS=_SEQS_PER_PASS, num_warps=4, **early(step.seqs.device),
     )  # fmt: skip
     return made
 
@@ -216,21 +221,29 @@ def attend(
             K_WIDTH=key_width, K_RUN=tiles.key_run[0], K_RUNS=tiles.key_run[1],
             V_WIDTH=value_width, V_RUN=tiles.value_run[0], V_RUNS=tiles.value_run[1],
             TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor, num_warps=warps,
-            num_stages=tiles.stages,
+            num_stages=tiles.stages, **early(query.device),
         )  # fmt: skip
     merged = 1 if step.is_decode else _MERGED_HEADS
     attention_kernels.merge[(num_tokens, -(-num_heads // merged))](
         partial_out, partial_stats, step.seqs, step.starts, plan.seq_shares, plan.seq_places, layer.sinks,
         out,
         HEADS=num_heads, MERGED=merged, V_WIDTH=value_width, V_PAD=power_of_two(value_width),
-        SHARES_PAD=MAX_SHARES, num_warps=4,
+        SHARES_PAD=MAX_SHARES, num_warps=4, **early(query.device),
     )  # fmt: skip
     return out
 
 
 def place_capacity(num_tokens: int, num_seqs: int) -> int:
-    """The most partial results of a step, each of a token and a share of its keys."""
-    return min(MAX_SHARES * num_tokens, MAX_PLACES * num_seqs)
+    """The most partial results of a step, each of a token and a share of its keys, if it is recorded."""
+    return min(MAX_SHARES * num_tokens, MAX_PLACES * num_seqs, RECORDED_PLACES)
+
+
+def num_places(counts: Sequence[int], contexts: Sequence[int]) -> int:
+    """At least so many as the partial results of sequences with so many new tokens, and keys."""
+    new, seen = np.array(counts), np.array(contexts)
+    shares = np.minimum(-(-seen // KEYS_PER_SHARE), MAX_SHARES)
+    shares = np.minimum(shares, MAX_PLACES // np.maximum(new, 1))
+    return int((new * shares)[shares > 1].sum())
 
 
 def partial_bytes(num_heads: int, value_width: int, num_tokens: int) -> int:
@@ -247,14 +260,6 @@ def item_capacity(num_tokens: int, num_seqs: int, tiles: Tiles, is_decode: bool)
         return MAX_SHARES * num_seqs
     of_tiles = num_seqs * (MAX_PLACES // tiles.prompt_tokens + MAX_SHARES) + num_tokens // tiles.prompt_tokens
     return min(MAX_SHARES * num_tokens, of_tiles)
-
-
-def _num_places(batch: PagedBatch) -> int:
-    """At least so many as the partial results of a step whose sizes are on the host; 1 if there are none."""
-    counts, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
-    shares = np.minimum(-(-contexts // KEYS_PER_SHARE), MAX_SHARES)
-    shares = np.minimum(shares, MAX_PLACES // np.maximum(counts, 1))
-    return max(1, int((counts * shares)[shares > 1].sum()))
 
 
 def _words(scales: Tensor | None) -> Tensor | None:

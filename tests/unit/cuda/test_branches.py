@@ -26,7 +26,12 @@ REHEARSED = {  # test file: places
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
-    "test_layer_launches.py": "cluster/model/cuda/uploads.py:upload",
+    "test_layer_launches.py": "cluster/model/cuda/uploads.py:upload cluster/model/cuda/early.py:early",
+    "test_layer_marks.py": """
+        cluster/model/cuda/layer_marks.py:LayerMarks.__init__
+        cluster/model/cuda/layer_marks.py:LayerMarks.record
+        cluster/model/cuda/layer_marks.py:LayerMarks._is_ready
+    """,
     "test_recorded_steps.py": """
         cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded
     """,
@@ -91,6 +96,7 @@ REHEARSED = {  # test file: places
     "../../contract/test_transport_probe.py": "cluster/worker/setup.py:check_device_transport",
 }
 NOT_REHEARSED = {
+    "cluster/model/cuda/early_kernels.py:module": "Triton: test_cuda_layer_compile.py",
     "cluster/model/cuda/layer_kernels.py:module": "Triton: test_cuda_layer_kernels.py, test_cuda_layer_compile.py",
     "cluster/model/cuda/coded_kernels.py:module": "Triton: test_cuda_coded_products.py, likewise",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",

@@ -115,7 +115,6 @@ def test_weights_that_cannot_fit_are_refused_before_they_are_read(
 
 @pytest.mark.parametrize("role", [Role.LANGUAGE, Role.DECODE, Role.PREFILL])
 def test_what_graphs_take_is_known_before_kv_is_sized(role, folder, device, monkeypatch, caplog) -> None:
-    """Only workers with answers record, as others tell every layer of their steps."""
     total, reserved = 64 << 20, iter([0, 0, 3 << 20])  # asked before weights are read, too
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total, total))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: next(reserved, 0))
@@ -126,10 +125,11 @@ def test_what_graphs_take_is_known_before_kv_is_sized(role, folder, device, monk
     args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", decode=decode)
     sizes = replace(SIZES, num_kv_blocks=None, memory_share=0.5, max_step_tokens=20)
     language = load_language(args, setup_of(args), role, sizes)
-    assert isinstance(language.steps, GraphedModel) == role.decodes
-    assert language.kv.num_blocks == language.num_kv_blocks + role.decodes
-    graph_bytes = (3 << 20) + 4 * (1 << 20) if role.decodes else 0  # answers of 1 and 2; 16 and 32 tokens
-    assert ("recorded steps            7.0 MiB" in caplog.text) == role.decodes
+    assert isinstance(language.steps, GraphedModel)
+    assert language.kv.num_blocks == language.num_kv_blocks + 1
+    num_graphs = 2 + 2 * role.decodes  # 16 and 32 tokens; answers of 1 and 2
+    graph_bytes = (3 << 20) + num_graphs * (1 << 20)
+    assert f"recorded steps            {3 + num_graphs}.0 MiB" in caplog.text
     kv_bytes = language.kv.num_blocks * language.model.kv_layout.block_bytes
     assert 0.45 * total < kv_bytes + language.model.weight_bytes + graph_bytes <= 0.5 * total
 

@@ -69,12 +69,10 @@ def test_a_long_ready_prompt_runs_alone_too_where_its_steps_are_small():
     assert name == "ready" and num_tokens * TOKEN_S == approx(FIXED_S, rel=0.2), "the least that is not waste"
 
 
-def test_steps_end_at_what_a_recorded_step_holds_unless_kv_is_sent_layer_by_layer():
+def test_steps_end_at_what_a_recorded_step_holds():
     planner = make_planner(max_tokens=2048)
     add(planner, "a", 0.0, is_ready=True)
     add(planner, "b", 0.1, is_ready=True)
     assert next_step(planner, room=512) == [("a", 512)]
     assert next_step(planner, room=1) == [("a", 16)], "a block at least"
     assert next_step(planner) == [("a", NUM_TOKENS), ("b", NUM_TOKENS)]
-    add(planner, "sent", 0.2, is_ready=True, sends=True)
-    assert [name for name, _ in next_step(planner, room=512)] == ["a", "b", "sent"]

@@ -175,7 +175,9 @@ class EchoModel:
     recorded_tokens = state_blocks = 0
     dtype = torch.float32
 
-    def step(self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None) -> Tensor:
+    def step(
+        self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None, on_layer=None
+    ) -> Tensor:
         kv.segments[0].flatten()[inputs.slots.long()] = inputs.token_ids.float()
         tokens = inputs.token_ids[:, None] if embeds is None else embeds[:, :1]
         return tokens[inputs.wanted].double()

@@ -4,6 +4,7 @@ callers choose. Wants triton, and compiles only where it does not interpret."""
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ ROPE = {
 }  # fmt: skip
 
 
+READ_BEFORE = {"product_row", "product_rows"}  # kernels that read weights before the kernel before has ended
 SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
 
@@ -76,13 +78,22 @@ def check_compiles(
 ):  # fmt: skip
     kernel = getattr(module, name)
     kinds = dict.fromkeys(kernel.arg_names, "*i32") | KINDS | kinds  # those without a kind are int32 lists
+    constants = {"EARLY": False} | constants if "EARLY" in kernel.arg_names else constants
     signature = {arg: "constexpr" if arg in constants else kinds[arg] for arg in kernel.arg_names}
     aligned = [["tt.divisibility", 16]]
     attributes = {(i,): aligned for i, arg in enumerate(kernel.arg_names) if signature[arg].startswith("*")}
+    is_early = capability >= 90 and "EARLY" in kernel.arg_names
+    if is_early:
+        constants, options = constants | {"EARLY": True}, options | {"launch_pdl": True}
     source = ASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert made.metadata.shared <= SMALL_SHARED
     assert f".target sm_{capability}" in made.asm["ptx"]
+    waits = re.findall(r"griddepcontrol\.\w+", made.asm["ptx"])
+    assert waits == (["griddepcontrol.launch_dependents", "griddepcontrol.wait"] if is_early else [])
+    before, wait, after = made.asm["ptx"].partition("griddepcontrol.wait")
+    # weights alone are read before
+    assert not wait or (("ld.global" in before) == (name in READ_BEFORE) and "ld.global" in after)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
