@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cluster.model.cuda.early_kernels import begin
+from cluster.model.cuda.early_kernels import begin, let_next_begin, wait_for_last
 
 E4M3, NIBBLE = tl.constexpr(0), tl.constexpr(2)  # `CodeKind`
 RUN, WORDS = tl.constexpr(128), tl.constexpr(16)  # columns of a run of 4 bit codes, and its words
@@ -86,6 +86,28 @@ def _groups(
 
 
 @triton.jit
+def _decoded(
+    numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
+    KIND: tl.constexpr, MIDDLE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Weights of one step before their scales, [TILE, groups, GROUP] float32, and the scales."""
+    groups: tl.constexpr = STEP // GROUP
+    codes = _codes(numbers, outputs, is_output, first, width, KIND, STEP)
+    scale, zero = _groups(
+        scales, zeros, outputs, is_output, first, scale_rows, group, num_groups, KIND, MIDDLE, GROUP, groups
+    )
+    return tl.reshape(codes, [TILE, groups, GROUP]) - zero[:, :, None], scale[:, :, None]
+
+
+@triton.jit
+def _columns(x, first, end, STEP: tl.constexpr, GROUP: tl.constexpr):
+    """[1, groups, GROUP] float32."""
+    columns = first + tl.arange(0, STEP)
+    own = tl.load(x + columns, mask=columns < end, other=0.0).to(tl.float32)
+    return tl.reshape(own, [1, STEP // GROUP, GROUP])
+
+
+@triton.jit
 def coded_row(
     x, numbers, scales, zeros, bias, out,
     num_outputs, width, share_width, scale_rows, group, num_groups,
@@ -93,24 +115,26 @@ def coded_row(
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (cdiv(num_outputs, TILE), shares). x [width]: one row, without the matrix unit. GROUP columns of a
-    step have one scale. A program sums share_width columns, a multiple of STEP."""
-    begin(EARLY)
-    groups: tl.constexpr = STEP // GROUP
+    step have one scale. A program sums share_width columns, a multiple of STEP. Its first weights are read
+    while the kernel before ends."""
+    let_next_begin(EARLY)
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.program_id(1)
     is_output = outputs < num_outputs
-    end = tl.minimum((share + 1) * share_width, width)
-    products = tl.zeros([TILE, groups, GROUP], tl.float32)
-    for first in range(share * share_width, end, STEP):
-        codes = _codes(numbers, outputs, is_output, first, width, KIND, STEP)
-        scale, zero = _groups(
-            scales, zeros, outputs, is_output, first, scale_rows, group, num_groups,
-            KIND, MIDDLE, GROUP, groups,
+    start = share * share_width
+    end = tl.minimum(start + share_width, width)
+    codes, scale = _decoded(
+        numbers, scales, zeros, outputs, is_output, start, width, scale_rows, group, num_groups,
+        KIND, MIDDLE, TILE, STEP, GROUP,
+    )  # fmt: skip
+    wait_for_last(EARLY)
+    products = codes * _columns(x, start, end, STEP, GROUP) * scale
+    for first in range(start + STEP, end, STEP):
+        codes, scale = _decoded(
+            numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
+            KIND, MIDDLE, TILE, STEP, GROUP,
         )  # fmt: skip
-        columns = first + tl.arange(0, STEP)
-        own = tl.load(x + columns, mask=columns < end, other=0.0).to(tl.float32)
-        own = tl.reshape(own, [1, groups, GROUP])
-        products += (tl.reshape(codes, [TILE, groups, GROUP]) - zero[:, :, None]) * own * scale[:, :, None]
+        products += codes * _columns(x, first, end, STEP, GROUP) * scale
     sums = tl.sum(tl.sum(products, 2), 1)
     if bias is not None:
         sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)
