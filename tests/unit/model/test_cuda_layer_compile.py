@@ -54,11 +54,8 @@ ROPE = {
 }  # fmt: skip
 
 
-READ_BEFORE = {
-    "product_row",
-    "product_rows",
-    "coded_row",
-}  # kernels that read weights before the kernel before has ended
+# kernels that read weights before the kernel before has ended
+READ_BEFORE = {"product_row", "product_rows", "coded_row"}
 SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
 
