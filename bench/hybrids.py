@@ -107,10 +107,11 @@ class Steps:
         contexts, tables = [CONTEXT] * len(spans), self._tables[:count]
         return model.decode([5] * len(spans), contexts, [0] * len(spans), tables, self._kv, states=spans)
 
-    def prompt(self, num_tokens: int) -> Tensor:
+    def prompt(self, num_tokens: int, *, is_recorded: bool = False) -> Tensor:
         span = StateSpan(num_tokens, (), self._places[0][0])
         ids = [(7 * i + 3) % 32_000 for i in range(num_tokens)]
-        return self._model.forward([SequenceChunk(ids, 0, 0, self._tables[0], states=(span,))], self._kv)
+        model = self._recorded if is_recorded and self._recorded is not None else self._model
+        return model.forward([SequenceChunk(ids, 0, 0, self._tables[0], states=(span,))], self._kv)
 
 
 def seconds(work: Callable[[], Tensor]) -> tuple[float, Tensor]:

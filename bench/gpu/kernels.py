@@ -23,12 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 from bench.gpu.machine import wait
 from bench.tables import table
 
-OTHER = "other"
+OTHER, MIXERS = "other", "mixers"
 OURS = {
     "attend": "attention", "merge": "attention", "plan": "attention", "attend_segments": "attention",
     "cut_segments": "attention", "add_norm": "norms",
     "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation",
     "coded_row": "products", "coded_rows": "products", "plain_weight": "products",
+    "convolve": MIXERS, "few_tokens": MIXERS, "chunk_systems": MIXERS, "solve_systems": MIXERS,
+    "many_tokens": MIXERS, "gated_norm": MIXERS, "short_convolution": MIXERS, "gate_heads": "activation",
     "product_row": "products", "product_rows": "products", "tile_scores": "draw", "draw_rows": "draw",
 }  # fmt: skip
 # The first that is found in a name, in this order: flash-attn's names hold "cutlass".
@@ -41,7 +43,7 @@ PARTS = (
     ("activation", r"silu|gelu|swiglu"),
     ("copies", r"memcpy|memset|copy_kernel|fillfunctor|gather|index_?select|index_kernel|arange"),
 )
-KINDS = ("products", "attention", "norms", "rope, write", "activation", "draw", "copies", OTHER)
+KINDS = ("products", "attention", MIXERS, "norms", "rope, write", "activation", "draw", "copies", OTHER)
 _LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"}
 _GRAPH_LAUNCH = "cudaGraphLaunch"
 MAX_NAME = 160  # characters of a kernel's name in the table

@@ -256,7 +256,6 @@ def _replaced(parts: LanguageParts, kernels: LayerKernels, trial: Trial) -> Lang
         parts = replace(parts, head=head)
     if parts.states is not None:
         replace_mixers(parts.states, kernels, parts.embed.embedding_dim)
-        return parts
     if parts.post_head is not None:
         return parts
     return replace(parts, decoder=whole_decoder(parts.text, parts.head, kernels, trial))

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.model.cuda.delta_chunks import DeltaChunks
 from cluster.model.cuda.uploads import upload
 from cluster.model.states import LayerStates, PackedSpans, SpanTensors, StateLayout, StateSpan, StateTensor
 from cluster.model.step_adapters import StepAdapters
@@ -78,6 +79,10 @@ class StepState:
     def target_pages(self) -> Tensor:
         """[S, pages] int64; -1: none is kept."""
         return self.layout.page_ids(self.tensors.target, self.kv)
+
+    @cached_property
+    def chunks(self) -> DeltaChunks:
+        return DeltaChunks.of(self.tensors)
 
     @cached_property
     def batches(self) -> Sequence[_MixerRows]:
@@ -170,6 +175,15 @@ class MixerKernel(Protocol):
         ...
 
 
+@runtime_checkable
+class SharesKernel(MixerKernel, Protocol):
+    """One whose last product need not be summed."""
+
+    def shares(self, rows: Tensor, step: StepState) -> Tensor:
+        """As the call, but returns shares [S, T, hidden_size], whose sum it is."""
+        ...
+
+
 Compute = Callable[[Tensor, Tensor, bool], Tensor]
 
 
@@ -216,6 +230,12 @@ class StatefulForward:
         if self.kernel is not None:
             return self.kernel(hidden_states[0], self._step.now)[None]
         return self.run_module(hidden_states[0], self._step.now, keywords=keywords)[None]
+
+    def shares(self, rows: Tensor) -> Tensor:
+        """rows [T, hidden_size] → shares [S, T, hidden_size]: the call's result is their sum."""
+        if self._step.now is not None and isinstance(self.kernel, SharesKernel):
+            return self.kernel.shares(rows, self._step.now)
+        return self(rows[None])
 
     def run_module(
         self, rows: Tensor, step: StepState, *, keywords: Mapping[str, Any] = MappingProxyType({})

@@ -72,7 +72,7 @@ class CpuLayerKernels:
         is_pair = isinstance(rotary, tuple) and len(rotary) == 2
         if not is_pair or not can_rotate(*rotary, NUM_TOKENS, parts.dtype):
             return
-        if attention is not None and _fit(attention, heads):
+        if attention is not None and heads is not None and _fit(attention, heads):
             for int8 in (True, False) if self._weight_dtype == "int8" else (False,):
                 yield {"int8": int8, "heads": heads.to_json()}
 

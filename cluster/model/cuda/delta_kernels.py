@@ -5,14 +5,22 @@ compute them. Importing them needs triton; `mixers` launches them.
     x = silu(conv(rows)), cut into q, k, v;  q and k are normalised, q is divided by sqrt(K)
     S = S * decay;  S += k outer ((v - kT S) * beta);  out = qT S
 
-Columns of S do not depend on each other: a program takes TILE columns of one head of one sequence through all
-its new tokens. Sequences of fewer than LONG tokens, so all answers, are computed token by token
-(`few_tokens`, which convolves on its way); longer ones in chunks of LONG tokens by products (`convolve`,
-`many_tokens`). So an answer's numbers do not depend on prompts in its step.
+`convolve` gives x of all tokens. Columns of S do not depend on each other: a program takes TILE columns of
+one head of one sequence through all its new tokens. Sequences of fewer than LONG tokens, so all answers, are
+computed token by token (`few_tokens`); longer ones in chunks of CHUNK tokens by products (`many_tokens`). So
+an answer's numbers do not depend on prompts in its step.
 
 Within a chunk, with G the running sum of the decays' logarithms, each token's correction of the state depends
 on those before it: (I + A) d = beta * (v - exp(G) k S), A[i, j] = beta[i] (k[i] · k[j]) exp(G[i] - G[j]) for
-j < i. The triangular system is solved row by row, in float32, as transformers does.
+j < i. What does not depend on S is computed for all chunks side by side: A, what each token sees of the
+corrections, and factors of tokens (`chunk_systems`), then T = (I + A)^-1 beta (`solve_systems`), in float32,
+by rows within blocks of BLOCK tokens as transformers does, and by products between these. Only d = T (v -
+exp(G) k S) and its two uses follow one chunk after the other.
+
+Units for products cut operands to 11 bits: q, k and v in bfloat16 have no more. For other models (EXACT) a
+product is three of them, which see 21 bits.
+
+Which chunks there are says `delta_chunks`, on the device; the host knows a bound of their number.
 
 Columns of rows: head h of the keys has q at Q0 + h * KEY_STEP, and k at K0; value head g of key head h has v
 at V0 + h * VALUE_STEP + g * V, z at Z0, and beta and decay at B0 + h * GATE_STEP + g, A0. Channels of the
@@ -24,18 +32,22 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cluster.model.cuda.mixer_kernels import (
-    convolved,
-    keep_inputs,
-    load_state,
-    rounded,
-    sequence_end,
-    silu,
-    store_state,
-)
+from cluster.model.cuda.early_kernels import begin
+from cluster.model.cuda.mixer_kernels import keep_inputs, load_state, rounded, sequence_end, silu
 
 EPSILON = tl.constexpr(1e-6)  # under the root of the norms of q and k
-LONG = tl.constexpr(16)  # tokens: the smallest matrix that units for products take
+LONG = tl.constexpr(16)  # tokens
+CHUNK = tl.constexpr(64)  # tokens
+BLOCK = tl.constexpr(16)  # tokens: the smallest matrix that units for products take
+# numbers of a token in `factors`: of q and k before products with S, of corrections after it, beta, and what
+# the chunk leaves of S
+_QUERY, _KEY, _LEFT, _BETA, _KEPT = (tl.constexpr(i) for i in range(5))
+_NUM_FACTORS = tl.constexpr(5)
+
+
+@triton.jit
+def _dot(x, y, EXACT: tl.constexpr):
+    return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="tf32x3" if EXACT else "tf32")
 
 
 @triton.jit
@@ -57,87 +69,114 @@ def _gates(rows, places, mask, rate, shift, B0: tl.constexpr, A0: tl.constexpr, 
 
 
 @triton.jit
-def _state_offsets(
-    head, columns, mask, OFFSET: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr
-):
-    """Elements of S [K_PAD, TILE] in a layer's states."""
+def _state_places(
+    pages, head, columns, mask, OFFSET: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Where the elements of S [K_PAD, TILE] are in the memory of pages, and a mask of those that are
+    there."""
     keys = tl.arange(0, K_PAD)
-    offsets = OFFSET + (head * K + keys)[:, None] * V + columns[None, :]
-    return offsets, (keys < K)[:, None] & mask[None, :]
+    inside = (keys < K)[:, None] & mask[None, :]
+    if PAGE % V == 0 and OFFSET % V == 0:  # a row lies in one page
+        per_page: tl.constexpr = PAGE // V
+        numbers = OFFSET // V + head * K + keys
+        ids = tl.load(pages + numbers // per_page, mask=keys < K, other=-1)
+        places = (ids * PAGE + numbers % per_page * V)[:, None] + columns[None, :]
+        return places, inside & (ids >= 0)[:, None]
+    else:
+        offsets = OFFSET + (head * K + keys)[:, None] * V + columns[None, :]
+        ids = tl.load(pages + offsets // PAGE, mask=inside, other=-1)
+        return ids * PAGE + offsets % PAGE, inside & (ids >= 0)
 
 
-@triton.jit
-def _mixed(
-    rows, weight, memory, pages, token, begin, channels, columns, mask, row_stride, TAPS: tl.constexpr,
-    PAGE: tl.constexpr,
+@triton.jit(do_not_specialize=["page_stride", "first_page"])
+def convolve(
+    rows, weight, memory, source, target, starts, firsts, spans, out,
+    num_tokens, row_stride, page_stride, first_page,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TOKENS: tl.constexpr,
+    TILE: tl.constexpr, TAPS: tl.constexpr, PAGE: tl.constexpr, Q0: tl.constexpr, K0: tl.constexpr,
+    V0: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Channels of one token's q, k or v."""
-    y = convolved(
-        rows, weight, None, memory, pages, token, begin, channels, columns, columns, mask, row_stride, TAPS,
-        PAGE, False,
-    )  # fmt: skip
-    return silu(y, rows.dtype.element_ty)
-
-
-@triton.jit
-def _keep(
-    rows, memory, read, written, end, begin, channels, columns, mask, row_stride, TAPS: tl.constexpr,
-    PAGE: tl.constexpr,
-):  # fmt: skip
-    keep_inputs(
-        rows, memory, read, written, end, begin, channels, columns, columns, mask, row_stride, TAPS, PAGE,
-        False,
-    )  # fmt: skip
+    """Grid (cdiv(T, TOKENS), cdiv(channels, TILE)). out [T, channels]: silu of the convolution. Inputs before
+    a sequence's first token are in its state [channels, TAPS]."""
+    begin(EARLY)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    channels = (tl.program_id(1) * TILE + tl.arange(0, TILE))[None, :]
+    key_width: tl.constexpr = KEY_HEADS * K
+    width: tl.constexpr = 2 * key_width + KEY_HEADS * GROUP * V
+    span = tl.load(spans + tokens, mask=tokens < num_tokens, other=-1)
+    is_token = span >= 0
+    first = tl.load(firsts + span, mask=is_token, other=0)
+    origin = tl.load(starts + first, mask=is_token, other=0)
+    end = tl.load(starts + span + 1, mask=is_token, other=0)
+    mask = is_token[:, None] & (channels < width)
+    if key_width == K0 - Q0 and key_width == V0 - K0 and KEY_STEP == K and VALUE_STEP == GROUP * V:
+        columns = Q0 + channels
+    else:
+        keys, values = channels % key_width, channels - 2 * key_width
+        key_columns = keys // K * KEY_STEP + keys % K
+        value_columns = V0 + values // (GROUP * V) * VALUE_STEP + values % (GROUP * V)
+        columns = tl.where(channels < key_width, Q0 + key_columns, K0 + key_columns)
+        columns = tl.where(channels < 2 * key_width, columns, value_columns)
+    total = tl.zeros([TOKENS, TILE], tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = tokens - (TAPS - 1 - tap)
+        is_new = mask & (at >= origin)[:, None]
+        x = tl.load(rows + (at * row_stride)[:, None] + columns, mask=is_new, other=0.0).to(tl.float32)
+        factor = tl.load(weight + channels * TAPS + tap, mask=channels < width, other=0.0).to(tl.float32)
+        total += factor * x
+    read = (source + first * page_stride + first_page)[:, None]
+    age = tl.where(is_token, tokens - origin, TAPS)
+    if tl.min(age, 0) < TAPS - 1:
+        for tap in tl.static_range(TAPS - 1):
+            before = (age + tap + 1)[:, None]  # of the state's TAPS inputs
+            x = load_state(memory, read, channels * TAPS + before, mask & (before < TAPS), PAGE)
+            factor = tl.load(weight + channels * TAPS + tap, mask=channels < width, other=0.0).to(tl.float32)
+            total += factor * x
+    y = silu(rounded(total, rows.dtype.element_ty), rows.dtype.element_ty)
+    tl.store(out + (tokens * width)[:, None] + channels, y.to(out.dtype.element_ty), mask=mask)
+    is_last = is_token & (tokens + 1 == end)
+    if tl.max(is_last.to(tl.int32), 0) > 0:
+        written = (target + span * page_stride + first_page)[:, None]
+        keep_inputs(
+            rows, memory, read, written, (tokens + 1)[:, None], origin[:, None], channels, columns, columns,
+            mask & is_last[:, None], row_stride, TAPS, PAGE, False,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans"])
 def few_tokens(
-    rows, weight, rates, shifts, conv_memory, delta_memory, source, target, starts, firsts, out,
+    rows, mixed, rates, shifts, memory, source, target, starts, firsts, out,
     row_stride, page_stride, first_page, num_spans,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
-    TILE: tl.constexpr, TAPS: tl.constexpr, CONV_PAGE: tl.constexpr, DELTA_PAGE: tl.constexpr,
-    DELTA_OFFSET: tl.constexpr, Q0: tl.constexpr, K0: tl.constexpr, V0: tl.constexpr, B0: tl.constexpr,
-    A0: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, GATE_STEP: tl.constexpr,
-    BETA: tl.constexpr, HAS_LONG: tl.constexpr,
+    TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, B0: tl.constexpr, A0: tl.constexpr,
+    GATE_STEP: tl.constexpr, BETA: tl.constexpr, IS_DECODE: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). out [T, KEY_HEADS * GROUP, V]. HAS_LONG: there may be
-    sequences of LONG tokens and more, which are left out."""
-    # size: one launch, whose registers no other function may hold
+    """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). mixed: what `convolve` gives. out [T, KEY_HEADS * GROUP,
+    V]. IS_DECODE: every span is a sequence of one token, or padding. Sequences of LONG tokens and more are
+    left out."""
+    begin(EARLY)
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    last = sequence_end(firsts, sequence, num_spans)
-    begin = tl.load(starts + sequence).to(tl.int64)
-    count = tl.load(starts + last) - begin
-    is_own = (last > sequence) & (count > 0)
-    if HAS_LONG:
-        is_own = is_own & (count < LONG)
-    if is_own:
+    origin, last = tl.load(starts + sequence).to(tl.int64), sequence
+    if tl.load(starts + sequence + 1) > origin:  # else it is padding
+        last = sequence + 1 if IS_DECODE else sequence_end(firsts, sequence, num_spans)
+    if (last > sequence) & (tl.load(starts + last) - origin < LONG):
         key_head, member = head // GROUP, head % GROUP
+        width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
         keys, columns = tl.arange(0, K_PAD), tile * TILE + tl.arange(0, TILE)
         key_mask, mask = keys < K, columns < V
-        q_columns, k_columns = Q0 + key_head * KEY_STEP + keys, K0 + key_head * KEY_STEP + keys
-        v_columns = V0 + key_head * VALUE_STEP + member * V + columns
-        q_channels = key_head * K + keys
-        k_channels, v_channels = KEY_HEADS * K + q_channels, 2 * KEY_HEADS * K + head * V + columns
         read = source + sequence * page_stride + first_page
+        places, inside = _state_places(read, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+        state = tl.load(memory + places, mask=inside, other=0.0)
         rate, shift = tl.load(rates + head), tl.load(shifts + head)
-        offsets, inside = _state_offsets(head, columns, mask, DELTA_OFFSET, K, K_PAD, V)
-        state = load_state(delta_memory, read, offsets, inside, DELTA_PAGE)
         for span in range(sequence, last):
             start, end = tl.load(starts + span).to(tl.int64), tl.load(starts + span + 1).to(tl.int64)
-            for index in range(end - start):
-                token = start + index
-                q = _mixed(
-                    rows, weight, conv_memory, read, token, begin, q_channels, q_columns, key_mask,
-                    row_stride, TAPS, CONV_PAGE,
-                )  # fmt: skip
-                k = _mixed(
-                    rows, weight, conv_memory, read, token, begin, k_channels, k_columns, key_mask,
-                    row_stride, TAPS, CONV_PAGE,
-                )  # fmt: skip
-                v = _mixed(
-                    rows, weight, conv_memory, read, token, begin, v_channels, v_columns, mask, row_stride,
-                    TAPS, CONV_PAGE,
-                )  # fmt: skip
+            for token in range(start, end):
+                place = mixed + token * width + key_head * K + keys
+                q = tl.load(place, mask=key_mask, other=0.0).to(tl.float32)
+                k = tl.load(place + KEY_HEADS * K, mask=key_mask, other=0.0).to(tl.float32)
+                place = mixed + token * width + 2 * KEY_HEADS * K + head * V + columns
+                v = tl.load(place, mask=mask, other=0.0).to(tl.float32)
                 q = q * (1.0 / tl.sqrt(tl.sum(q * q, 0) + EPSILON)) * (1.0 / K**0.5)
                 k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + EPSILON))
                 place = token * row_stride + key_head * GATE_STEP + member
@@ -149,146 +188,204 @@ def few_tokens(
                 target_row = (token * (KEY_HEADS * GROUP) + head) * V
                 tl.store(out + target_row + columns, answer.to(out.dtype.element_ty), mask=mask)
             written = target + span * page_stride + first_page
-            store_state(delta_memory, written, offsets, state, inside, DELTA_PAGE)
-            _keep(
-                rows, conv_memory, read, written, end, begin, v_channels, v_columns, mask, row_stride, TAPS,
-                CONV_PAGE,
-            )  # fmt: skip
-            if (member == 0) & (tile == 0):
-                _keep(
-                    rows, conv_memory, read, written, end, begin, q_channels, q_columns, key_mask, row_stride,
-                    TAPS, CONV_PAGE,
-                )  # fmt: skip
-                _keep(
-                    rows, conv_memory, read, written, end, begin, k_channels, k_columns, key_mask, row_stride,
-                    TAPS, CONV_PAGE,
-                )  # fmt: skip
+            places, inside = _state_places(written, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+            tl.store(memory + places, state, mask=inside)
 
 
-@triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans"])
-def convolve(
-    rows, weight, memory, source, target, starts, firsts, spans, out,
-    row_stride, page_stride, first_page, num_spans,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TILE: tl.constexpr,
-    TAPS: tl.constexpr, PAGE: tl.constexpr, Q0: tl.constexpr, K0: tl.constexpr, V0: tl.constexpr,
-    KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr,
+@triton.jit(do_not_specialize=["num_spans"])
+def chunk_systems(
+    rows, mixed, rates, shifts, starts, chunk_spans, chunk_begins, systems, factors, row_stride, num_spans,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
+    B0: tl.constexpr, A0: tl.constexpr, GATE_STEP: tl.constexpr, BETA: tl.constexpr, EXACT: tl.constexpr,
+    HEADS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (T, cdiv(channels, TILE)). Tokens of sequences of LONG tokens and more: out [T, channels] is silu
-    of the convolution."""
-    token = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    key_width: tl.constexpr = KEY_HEADS * K
-    width: tl.constexpr = 2 * key_width + KEY_HEADS * GROUP * V
-    mask = channels < width
-    span = tl.load(spans + token)
-    first = tl.load(firsts + tl.maximum(span, 0))
-    begin = tl.load(starts + first)
-    last = sequence_end(firsts, first, num_spans)
-    if (span >= 0) & (tl.load(starts + last) - begin >= LONG):
-        keys, values = channels % key_width, channels - 2 * key_width
-        key_columns = keys // K * KEY_STEP + keys % K
-        value_columns = V0 + values // (GROUP * V) * VALUE_STEP + values % (GROUP * V)
-        columns = tl.where(channels < key_width, Q0 + key_columns, K0 + key_columns)
-        columns = tl.where(channels < 2 * key_width, columns, value_columns)
-        read = source + first * page_stride + first_page
-        y = _mixed(rows, weight, memory, read, token, begin, channels, columns, mask, row_stride, TAPS, PAGE)
-        tl.store(out + token * width + channels, y.to(out.dtype.element_ty), mask=mask)
-        if token + 1 == tl.load(starts + span + 1):
-            written = target + span * page_stride + first_page
-            _keep(
-                rows, memory, read, written, token + 1, begin, channels, columns, mask, row_stride, TAPS, PAGE
-            )
+    """Grid (chunks, cdiv(KEY_HEADS * GROUP, HEADS)). systems [chunks, heads, 2, CHUNK, CHUNK]: A, and what
+    tokens see of corrections. factors [chunks, heads, 5, CHUNK]."""
+    begin(EARLY)
+    chunk = tl.program_id(0).to(tl.int64)
+    span = tl.load(chunk_spans + chunk)
+    if span < num_spans:
+        end = tl.load(starts + span + 1)
+        first = tl.load(starts + span) + (chunk - tl.load(chunk_begins + span)) * CHUNK
+        heads: tl.constexpr = KEY_HEADS * GROUP
+        width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
+        members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
+        tokens = first + members
+        is_new = tokens < end
+        sees = members[:, None] >= members[None, :]
+        first_head = tl.program_id(1) * HEADS
+        for head in range(first_head, tl.minimum(first_head + HEADS, heads)):
+            key_head, member = head // GROUP, head % GROUP
+            places = mixed + tokens[:, None] * width + key_head * K + keys[None, :]
+            key_mask = is_new[:, None] & (keys < K)[None, :]
+            q = tl.load(places, mask=key_mask, other=0.0).to(tl.float32)
+            k = tl.load(places + KEY_HEADS * K, mask=key_mask, other=0.0).to(tl.float32)
+            query_scale = (1.0 / tl.sqrt(tl.sum(q * q, 1) + EPSILON)) * (1.0 / K**0.5)
+            key_scale = 1.0 / tl.sqrt(tl.sum(k * k, 1) + EPSILON)
+            rate, shift = tl.load(rates + head), tl.load(shifts + head)
+            gates = tokens * row_stride + key_head * GATE_STEP + member
+            beta, decay = _gates(rows, gates, is_new, rate, shift, B0, A0, BETA)
+            sums, total = tl.cumsum(decay, 0), tl.sum(decay, 0)
+            number = chunk * heads + head
+            own = factors + number * (_NUM_FACTORS * CHUNK) + members
+            tl.store(own + _QUERY * CHUNK, query_scale * tl.exp(sums))
+            tl.store(own + _KEY * CHUNK, key_scale * tl.exp(sums))
+            tl.store(own + _LEFT * CHUNK, key_scale * tl.exp(total - sums))
+            tl.store(own + _BETA * CHUNK, beta)
+            tl.store(own + _KEPT * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
+            fall = tl.exp(tl.where(sees, sums[:, None] - sums[None, :], 0.0)) * key_scale[None, :]
+            system = _dot(k, tl.trans(k), EXACT) * fall * (beta * key_scale)[:, None]
+            system = tl.where(members[:, None] > members[None, :], system, 0.0)
+            seen = tl.where(sees, _dot(q, tl.trans(k), EXACT) * fall * query_scale[:, None], 0.0)
+            squares = systems + number * (2 * CHUNK * CHUNK) + members[:, None] * CHUNK + members[None, :]
+            tl.store(squares, system)
+            tl.store(squares + CHUNK * CHUNK, seen)
 
 
 @triton.jit
-def _corrections(k, values, beta, sums):
-    """Solves (I + A) d = values, values [LONG, TILE]: the corrections of the chunk's tokens."""
-    members = tl.arange(0, LONG)
-    is_before = members[:, None] > members[None, :]
-    fall = tl.where(is_before, sums[:, None] - sums[None, :], 0.0)
-    system = tl.dot(k, tl.trans(k), input_precision="ieee") * tl.exp(fall) * beta[:, None]
-    system = tl.where(is_before, system, 0.0)
-    inverse = tl.where(members[:, None] == members[None, :], 1.0, 0.0)
-    for row in range(1, LONG):
-        is_row = members == row
-        factors = tl.sum(tl.where(is_row[:, None], system, 0.0), 0)
-        solved = tl.sum(factors[:, None] * inverse, 0)
-        inverse = tl.where(is_row[:, None], inverse - solved[None, :], inverse)
-    return tl.dot(inverse, values, input_precision="ieee")
+def _product(x, y):
+    return tl.dot(x, y, input_precision="ieee")
 
 
-@triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans"])
+@triton.jit
+def _part(blocks, number: tl.constexpr):
+    """One of blocks [4, BLOCK, BLOCK]."""
+    is_it = (tl.arange(0, CHUNK // BLOCK) == number)[:, None, None]
+    return tl.sum(tl.where(is_it, blocks, 0.0), 0)
+
+
+@triton.jit
+def _solve(matrix, beta):
+    """matrix [CHUNK, CHUNK], beta [CHUNK]."""
+    parts, members = tl.arange(0, CHUNK // BLOCK), tl.arange(0, BLOCK)
+    places = matrix + members[:, None] * CHUNK + members[None, :]
+    diagonal = places[None, :, :] + (parts * (BLOCK * CHUNK + BLOCK))[:, None, None]
+    blocks = tl.load(diagonal)
+    unit = tl.where(members[:, None] == members[None, :], 1.0, 0.0)
+    inverse = tl.broadcast_to(unit[None, :, :], blocks.shape)
+    for row in range(1, BLOCK):
+        is_row = (members == row)[None, :, None]
+        of_row = tl.sum(tl.where(is_row, blocks, 0.0), 1)
+        solved = tl.sum(of_row[:, :, None] * inverse, 1)
+        inverse = tl.where(is_row, inverse - solved[:, None, :], inverse)
+    t0, t1, t2, t3 = _part(inverse, 0), _part(inverse, 1), _part(inverse, 2), _part(inverse, 3)
+    down: tl.constexpr = BLOCK * CHUNK
+    a10 = tl.load(places + down)
+    a20, a21 = tl.load(places + 2 * down), tl.load(places + 2 * down + BLOCK)
+    a30, a31 = tl.load(places + 3 * down), tl.load(places + 3 * down + BLOCK)
+    a32 = tl.load(places + 3 * down + 2 * BLOCK)
+    t10, t21, t32 = (
+        -_product(t1, _product(a10, t0)),
+        -_product(t2, _product(a21, t1)),
+        -_product(t3, _product(a32, t2)),
+    )
+    t20 = -_product(t2, _product(a20, t0) + _product(a21, t10))
+    t31 = -_product(t3, _product(a31, t1) + _product(a32, t21))
+    t30 = -_product(t3, _product(a30, t0) + _product(a31, t10) + _product(a32, t20))
+    own = beta + members[None, :]
+    b0, b1, b2, b3 = tl.load(own), tl.load(own + BLOCK), tl.load(own + 2 * BLOCK), tl.load(own + 3 * BLOCK)
+    tl.store(places, t0 * b0)
+    tl.store(places + down, t10 * b0)
+    tl.store(places + 2 * down, t20 * b0)
+    tl.store(places + 3 * down, t30 * b0)
+    tl.store(places + down + BLOCK, t1 * b1)
+    tl.store(places + 2 * down + BLOCK, t21 * b1)
+    tl.store(places + 3 * down + BLOCK, t31 * b1)
+    tl.store(places + 2 * down + 2 * BLOCK, t2 * b2)
+    tl.store(places + 3 * down + 2 * BLOCK, t32 * b2)
+    tl.store(places + 3 * down + 3 * BLOCK, t3 * b3)
+
+
+@triton.jit(do_not_specialize=["num_spans"])
+def solve_systems(systems, factors, chunk_spans, num_spans, EARLY: tl.constexpr = False):
+    """Grid (chunks, heads). A becomes (I + A)^-1 beta."""
+    begin(EARLY)
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(chunk_spans + chunk) < num_spans:
+        number = chunk * tl.num_programs(1) + head
+        _solve(
+            systems + number * (2 * CHUNK * CHUNK), factors + number * (_NUM_FACTORS * CHUNK) + _BETA * CHUNK
+        )
+
+
+@triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans", "num_sequences"])
 def many_tokens(
-    rows, mixed, rates, shifts, memory, source, target, starts, firsts, out,
-    row_stride, page_stride, first_page, num_spans,
+    mixed, systems, factors, memory, source, target, starts, firsts, chunk_begins, sequences, out,
+    page_stride, first_page, num_spans, num_sequences,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
-    TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, B0: tl.constexpr, A0: tl.constexpr,
-    GATE_STEP: tl.constexpr, BETA: tl.constexpr,
+    TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). mixed: what `convolve` gives."""
-    sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    last = sequence_end(firsts, sequence, num_spans)
-    begin = tl.load(starts + sequence).to(tl.int64)
-    if (last > sequence) & (tl.load(starts + last) - begin >= LONG):
-        key_head, member = head // GROUP, head % GROUP
-        width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
-        members, keys = tl.arange(0, LONG), tl.arange(0, K_PAD)
-        columns = tile * TILE + tl.arange(0, TILE)
-        read = source + sequence * page_stride + first_page
-        rate, shift = tl.load(rates + head), tl.load(shifts + head)
-        offsets, inside = _state_offsets(head, columns, columns < V, OFFSET, K, K_PAD, V)
-        state = load_state(memory, read, offsets, inside, PAGE)
-        sees = members[:, None] >= members[None, :]
-        for span in range(sequence, last):
-            start, end = tl.load(starts + span).to(tl.int64), tl.load(starts + span + 1).to(tl.int64)
-            for first in range(0, end - start, LONG):
-                tokens = start + first + members
-                is_new = tokens < end
-                places = tokens[:, None] * width + key_head * K + keys[None, :]
-                key_mask = is_new[:, None] & (keys < K)[None, :]
-                q = tl.load(mixed + places, mask=key_mask, other=0.0).to(tl.float32)
-                k = tl.load(mixed + places + KEY_HEADS * K, mask=key_mask, other=0.0).to(tl.float32)
-                q = q * ((1.0 / tl.sqrt(tl.sum(q * q, 1) + EPSILON)) * (1.0 / K**0.5))[:, None]
-                k = k * (1.0 / tl.sqrt(tl.sum(k * k, 1) + EPSILON))[:, None]
-                value_mask = is_new[:, None] & (columns < V)[None, :]
-                places = tokens[:, None] * width + 2 * KEY_HEADS * K + head * V + columns[None, :]
-                v = tl.load(mixed + places, mask=value_mask, other=0.0).to(tl.float32)
-                gates = tokens * row_stride + key_head * GATE_STEP + member
-                beta, decay = _gates(rows, gates, is_new, rate, shift, B0, A0, BETA)
-                sums = tl.cumsum(decay, 0)
-                total = tl.sum(decay, 0)
-                grown = tl.exp(sums)[:, None]
-                values = (v - tl.dot(k * grown, state, input_precision="ieee")) * beta[:, None]
-                delta = _corrections(k, values, beta, sums)
-                fall = tl.where(sees, sums[:, None] - sums[None, :], 0.0)
-                seen = tl.dot(q, tl.trans(k), input_precision="ieee") * tl.exp(fall)
-                answer = tl.dot(q * grown, state, input_precision="ieee")
-                answer += tl.dot(tl.where(sees, seen, 0.0), delta, input_precision="ieee")
-                places = (tokens[:, None] * (KEY_HEADS * GROUP) + head) * V + columns[None, :]
-                tl.store(out + places, answer.to(out.dtype.element_ty), mask=value_mask)
-                left = tl.exp(total - sums)[:, None]
-                state = state * tl.exp(total) + tl.dot(tl.trans(k * left), delta, input_precision="ieee")
-            written = target + span * page_stride + first_page
-            store_state(memory, written, offsets, state, inside, PAGE)
+    """Grid (programs, KEY_HEADS * GROUP, cdiv(V, TILE)): a program computes every so many-th sequence. mixed:
+    what `convolve` gives; systems, factors: what `solve_systems` leaves."""
+    begin(EARLY)
+    head, tile = tl.program_id(1), tl.program_id(2)
+    for rank in range(tl.program_id(0), num_sequences, tl.num_programs(0)):
+        sequence = tl.load(sequences + rank)
+        if sequence < num_spans:
+            last = sequence_end(firsts, sequence, num_spans)
+            width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
+            heads: tl.constexpr = KEY_HEADS * GROUP
+            members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
+            columns = tile * TILE + tl.arange(0, TILE)
+            mask = columns < V
+            read = source + sequence * page_stride + first_page
+            places, inside = _state_places(read, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+            state = tl.load(memory + places, mask=inside, other=0.0)
+            square = members[:, None] * CHUNK + members[None, :]
+            is_lower = members[:, None] >= members[None, :]
+            for span in range(sequence, last):
+                start, end = tl.load(starts + span), tl.load(starts + span + 1)
+                first_chunk = tl.load(chunk_begins + span)
+                for index in range(tl.cdiv(end - start, CHUNK)):
+                    tokens = (start + index * CHUNK).to(tl.int64) + members
+                    is_new = tokens < end
+                    own_rows = mixed + tokens[:, None] * width
+                    key_places = own_rows + head // GROUP * K + keys[None, :]
+                    key_mask = is_new[:, None] & (keys < K)[None, :]
+                    q = tl.load(key_places, mask=key_mask, other=0.0)
+                    k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
+                    value_places = own_rows + 2 * KEY_HEADS * K + head * V + columns[None, :]
+                    value_mask = is_new[:, None] & mask[None, :]
+                    v = tl.load(value_places, mask=value_mask, other=0.0).to(tl.float32)
+                    number = (first_chunk + index) * heads + head
+                    matrix = systems + number * (2 * CHUNK * CHUNK) + square
+                    solver = tl.load(matrix, mask=is_lower, other=0.0)
+                    seen = tl.load(matrix + CHUNK * CHUNK)
+                    own = factors + number * (_NUM_FACTORS * CHUNK)
+                    of_query = tl.load(own + _QUERY * CHUNK + members)
+                    of_key = tl.load(own + _KEY * CHUNK + members)
+                    left = tl.load(own + _LEFT * CHUNK + members)
+                    kept = tl.load(own + _KEPT * CHUNK)
+                    delta = _dot(solver, v - of_key[:, None] * _dot(k, state, EXACT), EXACT)
+                    answer = of_query[:, None] * _dot(q, state, EXACT) + _dot(seen, delta, EXACT)
+                    answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
+                    tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
+                    state = state * kept + _dot(tl.trans(k), left[:, None] * delta, EXACT)
+                written = target + span * page_stride + first_page
+                places, inside = _state_places(written, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+                tl.store(memory + places, state, mask=inside)
 
 
 @triton.jit
 def gated_norm(
     x, rows, weight, out, row_stride, epsilon,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr, Z0: tl.constexpr,
-    VALUE_STEP: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr,
+    Z0: tl.constexpr, VALUE_STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (T, HEADS). x [T, HEADS, V], normed, times weight [V], times silu(z). out as x."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns = tl.arange(0, PAD)
-    mask = columns < V
-    place = (token * HEADS + head) * V + columns
+    """Grid (T, cdiv(HEADS, TILE)). x [T, HEADS, V], normed, times weight [V], times silu(z). out as x."""
+    begin(EARLY)
+    token = tl.program_id(0).to(tl.int64)
+    heads = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
+    columns = tl.arange(0, PAD)[None, :]
+    mask = (heads < HEADS) & (columns < V)
+    place = (token * HEADS + heads) * V + columns
     numbers = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / V + epsilon)
-    numbers = rounded(numbers * scale, x.dtype.element_ty)
-    factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 1) / V + epsilon)
+    numbers = rounded(numbers * scale[:, None], x.dtype.element_ty)
+    factors = tl.load(weight + columns, mask=columns < V, other=0.0).to(tl.float32)
     numbers = rounded(numbers * factors, weight.dtype.element_ty)
-    gates = token * row_stride + Z0 + head // GROUP * VALUE_STEP + head % GROUP * V + columns
+    gates = token * row_stride + Z0 + heads // GROUP * VALUE_STEP + heads % GROUP * V + columns
     z = tl.load(rows + gates, mask=mask, other=0.0).to(tl.float32)
     numbers = numbers * (z / (1.0 + tl.exp(-z)))
     tl.store(out + place, numbers.to(out.dtype.element_ty), mask=mask)

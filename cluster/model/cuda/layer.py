@@ -1,7 +1,7 @@
 """Decoder layers by our Triton kernels and products, cuBLAS's where there are many tokens: the kernels of a
 GPU, as the search in `cluster.model.layers` knows them. A layer that is fused whole is ten launches
-(`layer_calls` lists them); of another layer the half that is recognised is fused, and the other runs by its
-modules.
+(`layer_calls` lists them), or ten with a mixer of `mixers` in the place of attention; of another layer the
+half that is recognised is fused, and the other runs by its modules.
 
 A layer's last product is added by the launch that norms for the next one, so layers pass on a residual, which
 they change in place, and what is still to be added to it (`Addition`). Runs on the engine's thread; enqueues
@@ -20,12 +20,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from cluster.model.adapters import SlotMatrices, merged_updates, without_adapters
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cuda import CudaAttention
-from cluster.model.cuda.adapter_products import add_adapters
-from cluster.model.cuda.coded_products import coded_product
-from cluster.model.cuda.forms import activation_of, norm_of
+from cluster.model.cuda.forms import norm_of
 from cluster.model.cuda.layer_calls import (
     GateActivation,
     Norm,
@@ -35,17 +32,16 @@ from cluster.model.cuda.layer_calls import (
     add,
     add_norm,
     gate,
+    gate_heads,
     product,
     rope_write,
 )
-from cluster.model.cuda.merging import merged, merged_codes
+from cluster.model.cuda.layer_forms import Around, Product, activation, around, is_mixer, product_of, ropes
 from cluster.model.cuda.mixers import kernel_of
-from cluster.model.cuda.paged_attention import MAX_WIDTH
 from cluster.model.kv_format import layer_cache
-from cluster.model.layers.codes import CodedLinear, Codes
-from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, Linear, MlpParts, is_rms_norm
+from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, MlpParts, is_rms_norm
 from cluster.model.layers.search import Compared, Replacement, Settings, TextParts
-from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
+from cluster.model.layers.trial import Heads, Observed
 from cluster.model.state_step import MixerKernel, StatefulForward
 
 logger = logging.getLogger(__name__)
@@ -55,7 +51,6 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 # Of mixers. Products round otherwise than torch's where the model's dtype has 16 bits.
 _MIXER_TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-_NO_ROTATION = (0, Rotation.HALVES, Table.FULL)
 Rotary = tuple[Tensor, Tensor] | None  # cos and sin, [1, T, W]
 
 
@@ -83,48 +78,6 @@ def normed(residual: Tensor, pending: Addition | None, pre: Norm | None) -> Tens
     return add_norm(residual, pending.shares, pre, post=pending.post, scale=pending.scale)
 
 
-@dataclass(frozen=True)
-class Product:
-    """weight [M, N]: of one linear, or of several with one input."""
-
-    weight: Tensor | Codes
-    bias: Tensor | None
-    updates: SlotMatrices | None  # of LoRA adapters
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, N] → shares [S, T, M]."""
-        if isinstance(self.weight, Codes):
-            shares = coded_product(x, self.weight, self.bias)
-        else:
-            shares = product(x, self.weight, self.bias)
-        if self.updates is not None:
-            add_adapters(shares[0], x, self.updates)
-        return shares
-
-
-def product_of(adapted: Sequence[Linear]) -> Product | None:
-    """None: their weights are not one matrix."""
-    linears = cast("list[nn.Linear]", [*map(without_adapters, adapted)])
-    codes = [linear.codes for linear in linears if isinstance(linear, CodedLinear)]
-    if len(codes) not in (0, len(linears)):
-        return None
-    weight = merged_codes(codes) if codes else merged([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = merged(biases) if biases else None
-    if weight is None or (biases and (bias is None or len(biases) < len(linears))):
-        return None
-    return Product(weight, bias, merged_updates(adapted))
-
-
-@dataclass(frozen=True)
-class Around:
-    """What a half of a layer does around its body."""
-
-    pre: Norm | None
-    post: Norm | None
-    scale: float | None
-
-
 class FusedAttention:
     """The attention half of a layer."""
 
@@ -147,7 +100,24 @@ class FusedAttention:
         if batch.on_layer is not None:
             batch.on_layer(self._layer_idx)
         mixed = self._attention.attend_blocks(batch, self._layer, query, cache)
+        if self._rope.is_gated:
+            mixed = gate_heads(qkv, mixed)
         return Addition(self._out(mixed.flatten(1)), self._around.post, self._around.scale)
+
+
+class FusedMixer:
+    """The first half of a layer whose mixer keeps states: it computes itself what lies between the norms."""
+
+    products = ()
+
+    def __init__(self, around: Around, mixer: nn.Module):
+        self._around, self.mixer = around, mixer
+
+    def __call__(self, x: Tensor, pending: Addition | None) -> Addition:
+        """x [T, N], changed by what is pending alone."""
+        forward = cast(StatefulForward, self.mixer.forward)
+        shares = forward.shares(normed(x, pending, self._around.pre))
+        return Addition(shares, self._around.post, self._around.scale)
 
 
 class FusedMlp:
@@ -167,8 +137,8 @@ class FusedLayer(nn.Module):
     """A decoder layer of which one half at least is fused."""
 
     def __init__(
-        self, attention: FusedAttention | LayerHalf[AttentionParts], mlp: FusedMlp | LayerHalf[MlpParts],
-        parts: DecoderParts,
+        self, attention: FusedAttention | FusedMixer | LayerHalf[AttentionParts],
+        mlp: FusedMlp | LayerHalf[MlpParts], parts: DecoderParts,
     ):  # fmt: skip
         super().__init__()
         self._attention, self._mlp = attention, mlp
@@ -180,7 +150,8 @@ class FusedLayer(nn.Module):
 
     @property
     def has_fused_attention(self) -> bool:
-        return isinstance(self._attention, FusedAttention)
+        """Or a mixer in its place."""
+        return isinstance(self._attention, FusedAttention | FusedMixer)
 
     @property
     def has_fused_mlp(self) -> bool:
@@ -205,6 +176,8 @@ class FusedLayer(nn.Module):
         arguments of a module of attention."""
         if isinstance(self._attention, FusedAttention):
             pending = self._attention(x, pending, rotary, paged[0])
+        elif isinstance(self._attention, FusedMixer):
+            pending = self._attention(x, pending)
         else:
             more = {**keywords, "position_embeddings": rotary, "paged": paged}
             pending = _by_modules(self._attention, x, pending, more)
@@ -213,9 +186,11 @@ class FusedLayer(nn.Module):
         return _by_modules(self._mlp, x, pending, {})
 
 
-def _modules_of(half: FusedAttention | FusedMlp | LayerHalf) -> list[nn.Module]:
+def _modules_of(half: FusedAttention | FusedMixer | FusedMlp | LayerHalf) -> list[nn.Module]:
     if isinstance(half, LayerHalf):
         return [half.body]
+    if isinstance(half, FusedMixer):
+        return [half.mixer]
     return [product.updates for product in half.products if product.updates is not None]
 
 
@@ -286,8 +261,12 @@ class CudaLayerKernels:
 
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
         """Norms and activation are recognised by what they compute (`forms`). Each rotation is tried."""
-        has_mlp = _activation(parts) is not None
-        for rope in _ropes(parts, observed):
+        has_mlp = activation(parts) is not None
+        if observed.heads is None:
+            if has_mlp and is_mixer(parts):
+                yield {"mixer": True, "mlp": True}
+            return
+        for rope in ropes(parts, observed):
             settings = {"heads": observed.heads.to_json(), **rope}
             if has_mlp:
                 yield {**settings, "mlp": True}
@@ -296,6 +275,9 @@ class CudaLayerKernels:
             yield {"heads": None, "mlp": True}
 
     def build(self, parts: DecoderParts, settings: Settings) -> FusedLayer:
+        if settings.get("mixer"):
+            half = parts.attention
+            return FusedLayer(FusedMixer(cast(Around, around(half)), half.body), _mlp(parts), parts)
         attention = parts.attention if settings["heads"] is None else self._attention(parts, settings)
         return FusedLayer(attention, _mlp(parts) if settings["mlp"] else parts.mlp, parts)
 
@@ -322,7 +304,7 @@ class CudaLayerKernels:
         query_norm, key_norm = map(norm_of, inner.head_norms) if inner.head_norms else (None, None)
         rope = Rope(
             settings["rotary_width"], Rotation(settings["rotation"]), Table(settings["table"]),
-            query_norm, key_norm, settings["norms_after"],
+            query_norm, key_norm, settings["norms_after"], settings["gated"],
         )  # fmt: skip
         sinks = getattr(parts.attention.body, "sinks", None)
         return FusedAttention(
@@ -332,68 +314,9 @@ class CudaLayerKernels:
         )  # fmt: skip
 
 
-def around(half: LayerHalf) -> Around | None:
-    """None: one of the norms is of no known form."""
-    norms = [None if module is None else norm_of(module) for module in (half.pre, half.post)]
-    modules = (half.pre, half.post)
-    if any(module is not None and norm is None for module, norm in zip(modules, norms, strict=True)):
-        return None
-    return Around(norms[0], norms[1], None if half.scale == 1 else half.scale)
-
-
-def _ropes(parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
-    """Forms of the rotation that the half may have; none: it cannot be fused."""
-    inner, heads = parts.attention.inner, observed.heads
-    if inner is None or around(parts.attention) is None or not _fit(inner, heads):
-        return
-    head_norms = [norm_of(module) for module in inner.head_norms]
-    if None in head_norms or len({norm.form for norm in head_norms if norm is not None}) > 1:
-        return
-    for width, rotation, table in (*_rotations(observed.rotary, heads.key_width), _NO_ROTATION):
-        for norms_after in (False, True) if head_norms and width else (False,):
-            yield {
-                "rotary_width": width, "rotation": int(rotation), "table": int(table),
-                "norms_after": norms_after,
-            }  # fmt: skip
-
-
-def _rotations(rotary: object, key_width: int) -> Iterator[tuple[int, Rotation, Table]]:
-    if not (isinstance(rotary, tuple) and len(rotary) == 2):
-        return
-    cos, sin = rotary
-    if cos.shape != sin.shape or cos.shape[:-1] != (1, NUM_TOKENS):
-        return
-    width = cos.shape[-1]
-    if width <= key_width:
-        yield width, Rotation.HALVES, Table.FULL
-        yield width, Rotation.PAIRS, Table.PAIRED
-        yield width, Rotation.PAIRS, Table.FULL
-    if 2 * width <= key_width:
-        yield 2 * width, Rotation.HALVES, Table.HALF
-
-
-def _fit(inner: AttentionParts, heads: Heads) -> bool:
-    """Whether all parts have the sizes of this attention, and q, k and v are one product."""
-    rows = heads.num_query * heads.key_width + heads.num_kv * (heads.key_width + heads.value_width)
-    return (
-        max(heads.key_width, heads.value_width) <= MAX_WIDTH
-        and sum(linear.out_features for linear in inner.projections) == rows
-        and product_of(inner.projections) is not None
-        and all(norm.get_parameter("weight").numel() == heads.key_width for norm in inner.head_norms)
-    )
-
-
-def _activation(parts: DecoderParts) -> GateActivation | None:
-    """None: the half cannot be fused."""
-    inner = parts.mlp.inner
-    if inner is None or around(parts.mlp) is None or product_of(inner.inputs) is None:
-        return None
-    return activation_of(inner.activation, next(parts.layer.parameters()))
-
-
 def _mlp(parts: DecoderParts) -> FusedMlp:
     inner = cast(MlpParts, parts.mlp.inner)
     return FusedMlp(
         cast(Around, around(parts.mlp)), cast(Product, product_of(inner.inputs)),
-        cast(Product, product_of([inner.down])), cast(GateActivation, _activation(parts)),
+        cast(Product, product_of([inner.down])), cast(GateActivation, activation(parts)),
     )  # fmt: skip

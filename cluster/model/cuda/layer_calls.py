@@ -5,6 +5,7 @@ but attention. A layer is x ← x + scale · post(body(pre(x))) twice, and ten l
     product      one matrix [q; k; v]
     rope_write   norms of q and k, rotary embedding, K and V into their blocks
     attend, merge                                    (`paged_attention`)
+    gate_heads   where each head of attention has a gate
     product      of the output projection
     add_norm
     product      one matrix [gate; up]
@@ -95,6 +96,7 @@ class Rope:
     query_norm: Norm | None = None
     key_norm: Norm | None = None  # of query_norm's form; there are both or none
     norms_after: bool = False  # the norms follow the rotation (HunYuan)
+    is_gated: bool = False  # each head of q is followed by as many columns that gate its answer (Qwen3.5)
 
 
 @dataclass(frozen=True)
@@ -201,10 +203,10 @@ def rope_write(
 ) -> Tensor:  # fmt: skip
     """Norms and rotates q and k, and writes K and V into `cache`. Returns q [T, Hq, D].
 
-    shares [S, T, Hq·D + Hk·D + Hk·Dv]: the product with [q; k; v], contiguous. cos, sin [T, W]: rows with
-    one stride and contiguous columns, in any float dtype; None where nothing rotates. slots [T] int32 or
-    int64: flat slots; padding tokens have slots in a scratch block. `cache` is plain or INT8. out [T, Hq, D]
-    in the model's dtype (that of `out`, else of a plain cache, else of `shares`).
+    shares [S, T, Hq·D + Hk·D + Hk·Dv]: the product with [q; k; v], contiguous (2·Hq·D where q is gated). cos,
+    sin [T, W]: rows with one stride and contiguous columns, in any float dtype; None where nothing rotates.
+    slots [T] int32 or int64: flat slots; padding tokens have slots in a scratch block. `cache` is plain or
+    INT8. out [T, Hq, D] in the model's dtype (that of `out`, else of a plain cache, else of `shares`).
 
     Rounds to the model's dtype: the sums of shares, norms as their form says, and the rotation once (the
     modules round both of its products as well, so bfloat16 is closer to float32 than theirs; in float32 the
@@ -232,7 +234,22 @@ def rope_write(
         V_WIDTH=value_width, V_PAD=power_of_two(value_width), SHARES=num_shares, HEADS=_HEADS_PER_PROGRAM,
         ROTARY=rope.rotary_width, ROTATION=int(rope.rotation), TABLE=int(rope.table),
         NORM_BEFORE=has_norms and not rope.norms_after, NORM_AFTER=has_norms and rope.norms_after,
-        FORM=_form(query_norm), num_warps=4, enable_fp_fusion=False, **early(shares.device),
+        FORM=_form(query_norm), QUERY_STEP=(2 if rope.is_gated else 1) * key_width, num_warps=4,
+        enable_fp_fusion=False, **early(shares.device),
+    )  # fmt: skip
+    return out
+
+
+def gate_heads(shares: Tensor, x: Tensor) -> Tensor:
+    """x [T, Hq, D], attention's answers, times the sigmoid of what follows each head of q in `shares` [S, T,
+    2·Hq·D + ...]. Returns the same as x. Rounds to its dtype: sums of shares, the sigmoid, the product."""
+    from cluster.model.cuda import layer_kernels
+
+    (num_tokens, num_heads, width), out = x.shape, torch.empty_like(x)
+    tile = min(_GATE_TILE, power_of_two(num_heads * width))
+    layer_kernels.gate_heads[(num_tokens, -(-num_heads * width // tile))](
+        shares, x, out, shares.stride(0), shares.shape[2], HEADS=num_heads, WIDTH=width, TILE=tile,
+        SHARES=len(shares), num_warps=4, enable_fp_fusion=False, **early(shares.device),
     )  # fmt: skip
     return out
 

@@ -88,15 +88,16 @@ def add_norm(
 @triton.jit
 def _rotated(
     shares, cos, sin, weight, heads, num_heads, share_stride, epsilon,
-    WIDTH: tl.constexpr, PAD: tl.constexpr, SHARES: tl.constexpr, ROTARY: tl.constexpr,
+    STEP: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, SHARES: tl.constexpr, ROTARY: tl.constexpr,
     ROTATION: tl.constexpr, TABLE: tl.constexpr, NORM_BEFORE: tl.constexpr, NORM_AFTER: tl.constexpr,
     FORM: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotary embedding of some heads of one token, whose first head `shares` points to. Returns
-    [len(heads), PAD] float32, rounded to `dtype`; columns from WIDTH on are zero."""
+    """Norm and rotary embedding of some heads of one token, whose first head `shares` points to; they are
+    STEP columns apart. Returns [len(heads), PAD] float32, rounded to `dtype`; columns from WIDTH on are
+    zero."""
     columns = tl.arange(0, PAD)
     mask = (heads < num_heads)[:, None] & (columns < WIDTH)[None, :]
-    offsets = heads[:, None] * WIDTH + columns[None, :]
+    offsets = heads[:, None] * STEP + columns[None, :]
     own = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
     if NORM_BEFORE:
         inverse = tl.rsqrt(tl.sum(own * own, 1) / WIDTH + epsilon)[:, None]
@@ -111,7 +112,7 @@ def _rotated(
             partners = columns ^ 1
             signs = tl.where(columns % 2 == 0, -1.0, 1.0)
         partners = tl.where(rotates, partners, columns)
-        offsets = heads[:, None] * WIDTH + partners[None, :]
+        offsets = heads[:, None] * STEP + partners[None, :]
         other = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
         if NORM_BEFORE:
             other = _weighted(other * inverse, weight, partners[None, :], mask, FORM, dtype)
@@ -187,15 +188,16 @@ def rope_write(
     QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, K_WIDTH: tl.constexpr, K_PAD: tl.constexpr,
     V_WIDTH: tl.constexpr, V_PAD: tl.constexpr, SHARES: tl.constexpr, HEADS: tl.constexpr,
     ROTARY: tl.constexpr, ROTATION: tl.constexpr, TABLE: tl.constexpr, NORM_BEFORE: tl.constexpr,
-    NORM_AFTER: tl.constexpr, FORM: tl.constexpr, EARLY: tl.constexpr = False,
+    NORM_AFTER: tl.constexpr, FORM: tl.constexpr, QUERY_STEP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, tiles): HEADS heads of one token a program; first tiles of q, then of k, then of v. HEADS is a
-    constant of the model: it decides how a norm's sum is cut among threads."""
+    constant of the model: it decides how a norm's sum is cut among threads. QUERY_STEP: columns from one head
+    of q to the next."""
     begin(EARLY)
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
-    row_width: tl.constexpr = QUERY_HEADS * K_WIDTH + KV_HEADS * (K_WIDTH + V_WIDTH)
+    row_width: tl.constexpr = QUERY_HEADS * QUERY_STEP + KV_HEADS * (K_WIDTH + V_WIDTH)
     dtype: tl.constexpr = query.dtype.element_ty
     shares += token * row_width
     cos += token * table_stride
@@ -205,21 +207,22 @@ def rope_write(
         heads = tile * HEADS + members
         queries = _rotated(
             shares, cos, sin, query_weight, heads, QUERY_HEADS, share_stride, query_epsilon,
-            K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
+            QUERY_STEP, K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
         )  # fmt: skip
         _write(queries, query, None, token, heads, QUERY_HEADS, K_WIDTH, K_PAD, HEADS)
     elif tile < query_tiles + kv_tiles:
         heads = (tile - query_tiles) * HEADS + members
         keys = _rotated(
-            shares + QUERY_HEADS * K_WIDTH, cos, sin, key_weight, heads, KV_HEADS, share_stride, key_epsilon,
-            K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER, FORM, dtype,
+            shares + QUERY_HEADS * QUERY_STEP, cos, sin, key_weight, heads, KV_HEADS, share_stride,
+            key_epsilon, K_WIDTH, K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER,
+            FORM, dtype,
         )  # fmt: skip
         slot = tl.load(slots + token).to(tl.int64)
         _write(keys, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
     else:
         heads = (tile - query_tiles - kv_tiles) * HEADS + members
         values = _heads_of(
-            shares + (QUERY_HEADS + KV_HEADS) * K_WIDTH, heads, KV_HEADS, share_stride,
+            shares + QUERY_HEADS * QUERY_STEP + KV_HEADS * K_WIDTH, heads, KV_HEADS, share_stride,
             V_WIDTH, V_PAD, SHARES, dtype,
         )  # fmt: skip
         slot = tl.load(slots + token).to(tl.int64)
@@ -280,6 +283,25 @@ def gate(
         acted = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
     product = _rounded(acted, dtype) * _rounded(ups + offset, dtype)
     tl.store(out + token * WIDTH + columns, product.to(dtype), mask=mask)
+
+
+@triton.jit
+def gate_heads(
+    shares, x, out, share_stride, row_width, HEADS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    SHARES: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """Grid (T, cdiv(HEADS * WIDTH, TILE)). x, out [T, HEADS, WIDTH]. A head's gate follows its q in
+    shares."""
+    begin(EARLY)
+    dtype: tl.constexpr = out.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < HEADS * WIDTH
+    offsets = token * row_width + columns // WIDTH * (2 * WIDTH) + WIDTH + columns % WIDTH
+    gates = _rounded(tl.sigmoid(_summed(shares, offsets, mask, share_stride, SHARES, dtype)), dtype)
+    places = token * (HEADS * WIDTH) + columns
+    numbers = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + places, (numbers * gates).to(dtype), mask=mask)
 
 
 @triton.jit

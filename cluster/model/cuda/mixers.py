@@ -1,8 +1,8 @@
 """Mixers that keep states, by Triton kernels over the pages where the states lie (`mixer_kernels`,
-`delta_kernels`): the gated delta rule, and short convolutions. One or two launches beside the products serve
-all answers of a step, two more all its longer sequences, whatever their number. The sizes that a launch needs
-are those of the step's tensors, so every step can be recorded. A mixer is recognised by the names and sizes
-of its parts; `replace_mixers` compares it with what transformers computes before it is used.
+`delta_kernels`): the gated delta rule, and short convolutions. One to three launches beside the products
+serve all answers of a step, three more all its longer sequences, whatever their number. The sizes that a
+launch needs are those of the step's tensors, so every step can be recorded. A mixer is recognised by the
+names and sizes of its parts; `replace_mixers` compares it with what transformers computes before it is used.
 
 Runs on the engine's thread; enqueues on the current stream and reads nothing on the host. Untried on
 hardware.
@@ -17,6 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cluster.model.cuda.delta_chunks import CHUNK
+from cluster.model.cuda.early import early
 from cluster.model.cuda.layer_calls import product
 from cluster.model.cuda.merging import merged
 from cluster.model.cuda.tiles import power_of_two
@@ -27,6 +29,12 @@ MAX_WIDTH = 256  # of a head of keys or values, that fits a program's registers
 _SMALLEST = 16  # sides of a matrix that units for products take
 _VALUE_TILE = 32  # columns of a state, of a program
 _CHANNEL_TILE = 256  # of a convolution
+_CONV_TOKENS = 16  # of a program of a convolution, in steps with prompts
+_NORM_HEADS = 8  # of a program
+_NUM_FACTORS = 5  # that `delta_kernels` keeps of a token
+# Of programs of `delta_kernels`: heads and warps of `chunk_systems`, warps of `solve_systems`, programs side
+# by side for sequences, warps and stages of `many_tokens`
+_SYSTEM_HEADS, _SYSTEM_WARPS, _SOLVE_WARPS, _SEQUENCES, _CHUNK_WARPS, _STAGES = 4, 4, 2, 8, 8, 1
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,10 @@ class Linears:
             return product(x, self._weight, self._bias, is_whole=True)[0]
         return torch.cat([linear(x) for linear in self._linears], -1)
 
+    def shares(self, x: Tensor) -> Tensor:
+        """[T, N] → shares [S, T, sum of outputs], as `product` gives them."""
+        return self(x)[None] if self._weight is None else product(x, self._weight, self._bias)
+
 
 class ShortConvolution:
     """Implements `MixerKernel`: LFM2's."""
@@ -101,7 +113,7 @@ class ShortConvolution:
 
 
 class PagedDelta:
-    """Implements `MixerKernel`: Qwen3-Next's, Qwen3.5's and OLMo-Hybrid's."""
+    """Implements `SharesKernel`: Qwen3-Next's, Qwen3.5's and OLMo-Hybrid's."""
 
     def __init__(self, forward: StatefulForward, inputs: MixerInputs):
         own = cast(Any, forward.mixer)
@@ -135,54 +147,83 @@ class PagedDelta:
         self._gate_column = columns.gate
 
     def __call__(self, rows: Tensor, step: StepState) -> Tensor:
+        return self._out(self._answers(rows, step))
+
+    def shares(self, rows: Tensor, step: StepState) -> Tensor:
+        return self._out.shares(self._answers(rows, step))
+
+    def _answers(self, rows: Tensor, step: StepState) -> Tensor:
+        """[T, heads * V], in front of the last product."""
         projected, pages = self._inputs(rows.contiguous()), _Pages.of(step, self._number)
         out = torch.empty(len(rows), self._heads, self._values, dtype=rows.dtype, device=rows.device)
-        has_long = not step.tensors.is_decode
-        self._few(projected, pages, step, out, has_long)
-        if has_long:
-            self._many(projected, pages, step, out)
-        return self._out(self._normed(out, projected).flatten(1))
+        mixed = self._convolved(projected, pages, step)
+        self._few(projected, mixed, pages, step, out)
+        if not step.tensors.is_decode:
+            self._many(projected, mixed, pages, step, out)
+        return self._normed(out, projected).flatten(1)
 
-    def _few(self, projected: Tensor, pages: _Pages, step: StepState, out: Tensor, has_long: bool) -> None:
+    def _convolved(self, projected: Tensor, pages: _Pages, step: StepState) -> Tensor:
         from cluster.model.cuda import delta_kernels
 
-        buffer = step.kv.buffer
+        num_tokens, width = len(projected), self._conv_weight.shape[0]
+        mixed = torch.empty(num_tokens, width, dtype=projected.dtype, device=projected.device)
+        tile, tokens = min(_CHANNEL_TILE, power_of_two(width)), 1 if step.tensors.is_decode else _CONV_TOKENS
+        delta_kernels.convolve[(-(-num_tokens // tokens), -(-width // tile))](
+            projected, self._conv_weight, step.kv.buffer.view(projected.dtype), pages.source, pages.target,
+            pages.starts, pages.firsts, pages.spans, mixed, num_tokens, projected.stride(0),
+            pages.page_stride, pages.first_page, **self._sizes, TOKENS=tokens, TILE=tile, TAPS=self._taps,
+            PAGE=self._conv_page, **self._columns, num_warps=4,
+            **early(projected.device),
+        )  # fmt: skip
+        return mixed
+
+    def _few(self, projected: Tensor, mixed: Tensor, pages: _Pages, step: StepState, out: Tensor) -> None:
+        from cluster.model.cuda import delta_kernels
+
         delta_kernels.few_tokens[self._grid(pages)](
-            projected, self._conv_weight, self._rates, self._shifts, buffer.view(out.dtype),
-            buffer.view(torch.float32), pages.source, pages.target, pages.starts, pages.firsts, out,
-            projected.stride(0), pages.page_stride, pages.first_page, pages.num_spans,
-            **self._sizes, K_PAD=self._key_pad, TILE=self._tile, TAPS=self._taps, CONV_PAGE=self._conv_page,
-            DELTA_PAGE=self._delta_page, DELTA_OFFSET=self._offset, **self._columns, **self._gates,
-            HAS_LONG=has_long, num_warps=4,
-        )  # fmt: skip
-
-    def _many(self, projected: Tensor, pages: _Pages, step: StepState, out: Tensor) -> None:
-        from cluster.model.cuda import delta_kernels
-
-        buffer, num_tokens, width = step.kv.buffer, len(out), self._conv_weight.shape[0]
-        mixed = torch.empty(num_tokens, width, dtype=out.dtype, device=out.device)
-        tile = min(_CHANNEL_TILE, power_of_two(width))
-        delta_kernels.convolve[(num_tokens, -(-width // tile))](
-            projected, self._conv_weight, buffer.view(out.dtype), pages.source, pages.target, pages.starts,
-            pages.firsts, pages.spans, mixed, projected.stride(0), pages.page_stride, pages.first_page,
-            pages.num_spans, **self._sizes, TILE=tile, TAPS=self._taps, PAGE=self._conv_page, **self._columns,
-            num_warps=4,
-        )  # fmt: skip
-        delta_kernels.many_tokens[self._grid(pages)](
-            projected, mixed, self._rates, self._shifts, buffer.view(torch.float32), pages.source,
+            projected, mixed, self._rates, self._shifts, step.kv.buffer.view(torch.float32), pages.source,
             pages.target, pages.starts, pages.firsts, out, projected.stride(0), pages.page_stride,
             pages.first_page, pages.num_spans, **self._sizes, K_PAD=self._key_pad, TILE=self._tile,
-            PAGE=self._delta_page, OFFSET=self._offset, **self._gates, num_warps=4,
+            PAGE=self._delta_page, OFFSET=self._offset, **self._gates, IS_DECODE=step.tensors.is_decode,
+            num_warps=4, **early(out.device),
+        )  # fmt: skip
+
+    def _many(self, projected: Tensor, mixed: Tensor, pages: _Pages, step: StepState, out: Tensor) -> None:
+        from cluster.model.cuda import delta_kernels
+
+        chunks = step.chunks
+        num_chunks, num_long = len(chunks.spans), len(chunks.sequences)
+        if not num_long:
+            return
+        systems = projected.new_empty(num_chunks, self._heads, 2, CHUNK, CHUNK, dtype=torch.float32)
+        factors = projected.new_empty(num_chunks, self._heads, _NUM_FACTORS, CHUNK, dtype=torch.float32)
+        is_exact = projected.dtype != torch.bfloat16
+        delta_kernels.chunk_systems[(num_chunks, -(-self._heads // _SYSTEM_HEADS))](
+            projected, mixed, self._rates, self._shifts, pages.starts, chunks.spans, chunks.begins, systems,
+            factors, projected.stride(0), pages.num_spans, **self._sizes, K_PAD=self._key_pad, **self._gates,
+            EXACT=is_exact, HEADS=_SYSTEM_HEADS, num_warps=_SYSTEM_WARPS, num_stages=1,
+            **early(out.device),
+        )  # fmt: skip
+        delta_kernels.solve_systems[(num_chunks, self._heads)](
+            systems, factors, chunks.spans, pages.num_spans, num_warps=_SOLVE_WARPS, **early(out.device)
+        )
+        delta_kernels.many_tokens[(min(num_long, _SEQUENCES), *self._grid(pages)[1:])](
+            mixed, systems, factors, step.kv.buffer.view(torch.float32), pages.source, pages.target,
+            pages.starts, pages.firsts, chunks.begins, chunks.sequences, out, pages.page_stride,
+            pages.first_page, pages.num_spans, num_long, **self._sizes, K_PAD=self._key_pad, TILE=self._tile,
+            PAGE=self._delta_page, OFFSET=self._offset, EXACT=is_exact, num_warps=_CHUNK_WARPS,
+            num_stages=_STAGES, **early(out.device),
         )  # fmt: skip
 
     def _normed(self, x: Tensor, projected: Tensor) -> Tensor:
         from cluster.model.cuda import delta_kernels
 
-        out = torch.empty_like(x)
-        delta_kernels.gated_norm[(len(x), self._heads)](
+        out, tile = torch.empty_like(x), min(_NORM_HEADS, power_of_two(self._heads))
+        delta_kernels.gated_norm[(len(x), -(-self._heads // tile))](
             x, projected, self._norm.weight, out, projected.stride(0), self._epsilon,
-            GROUP=self._sizes["GROUP"], HEADS=self._heads, V=self._values, PAD=power_of_two(self._values),
-            Z0=self._gate_column, VALUE_STEP=self._columns["VALUE_STEP"], num_warps=1,
+            GROUP=self._sizes["GROUP"], HEADS=self._heads, TILE=tile, V=self._values,
+            PAD=power_of_two(self._values), Z0=self._gate_column, VALUE_STEP=self._columns["VALUE_STEP"],
+            num_warps=4, **early(out.device),
         )  # fmt: skip
         return out
 

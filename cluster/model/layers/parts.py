@@ -1,9 +1,10 @@
 """The parts of a decoder layer, found by the names and types of its modules. The tables hold the names that
 families use.
 
-A layer is two halves, attention and MLP. Each half is x + scale * post(body(pre(x))), where `pre` and `post`
-are norms of which one may be missing. If the body of a half is of another kind (experts, compressed KV), the
-half has no `inner` parts, but the other half of the layer may have.
+A layer is two halves, attention (or a mixer that keeps states) and MLP. Each half is x + scale *
+post(body(pre(x))), where `pre` and `post` are norms of which one may be missing. If the body of a half is of
+another kind (experts, compressed KV), the half has no `inner` parts, but the other half of the layer may
+have.
 
 Names do not say what a norm, an activation or a rotary embedding computes. Kernels offer forms of it, and the
 comparison finds the right one (`search`).
@@ -34,6 +35,7 @@ _NORMS = (  # before attention, after it, before the MLP, after it
     ("input_layernorm", None, "post_attention_layernorm", None),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 )
+_BODIES = ("self_attn", "linear_attn")  # of the first half
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
 _MLPS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
@@ -110,7 +112,8 @@ class DecoderParts:
 def decoder_parts(layer: nn.Module) -> DecoderParts | None:
     """None: this is no decoder layer of the known form, or something listens to one of its modules."""
     children = _children_of(layer)
-    attention, mlp = (children.pop(name, None) for name in ("self_attn", "mlp"))
+    found = [children.pop(name) for name in _BODIES if name in children]
+    attention, mlp = found[0] if len(found) == 1 else None, children.pop("mlp", None)
     names = next((names for names in _NORMS if children.keys() == {*names} - {None}), None)
     if attention is None or mlp is None or names is None or not is_unhooked(layer):
         return None

@@ -55,7 +55,7 @@ class Observed:
     """What one run of a layer has shown."""
 
     added: Tensor  # [1, NUM_TOKENS, hidden] float32: its output less its input
-    heads: Heads  # of its one call of attention
+    heads: Heads | None  # of its one call of attention; None: it does not call it
     # cos and sin, in whatever form the text model gives them to its layers; None: it gives none
     rotary: object
 
@@ -135,15 +135,16 @@ class Trial:
         self._slots = slots.repeat_interleave(counts) if num_adapters else None
 
     def observe(self, layer: nn.Module) -> Observed | None:
-        """None: the layer does not return one tensor, does not call attention once, or is given more than
+        """None: the layer does not return one tensor, calls attention more than once, or is given more than
         rows and keywords."""
         if self._first_call[0] > 1:
             return None
         recorder = _AttentionRecorder(self._attention)
         added = self._added(layer, recorder)
-        if not isinstance(added, Tensor) or len(recorder.calls) != 1:
+        if not isinstance(added, Tensor) or len(recorder.calls) > 1:
             return None
-        return Observed(added, recorder.calls[0], self._first_call[1].get("position_embeddings"))
+        heads = recorder.calls[0] if recorder.calls else None
+        return Observed(added, heads, self._first_call[1].get("position_embeddings"))
 
     def agrees(self, replacement: nn.Module, observed: Observed, tolerance: float) -> bool:
         """Whether it adds to its input what the observed layer adds, but for a relative error (2-norm)."""

@@ -44,13 +44,14 @@ KINDS = {
     "scaling": "fp32", "softcap": "fp32", "scale": "fp32", "post_epsilon": "fp32", "pre_epsilon": "fp32",
     "query_epsilon": "fp32", "key_epsilon": "fp32", "limit": "fp32", "alpha": "fp32", "offset": "fp32",
     "window": "i32", "table_stride": "i32", "share_stride": "i32", "num_seqs": "i32", "capacity": "i32",
-    "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "num_tokens": "i32", "num_outputs": "i32", "width": "i32",
-    "share_width": "i32", "key_stride": "i32", "key_head_stride": "i32", "value_stride": "i32",
-    "value_head_stride": "i32",
+    "x": "*bf16", "weight": "*bf16", "bias": "*bf16", "num_tokens": "i32", "num_outputs": "i32",
+    "width": "i32", "share_width": "i32", "row_width": "i32", "key_stride": "i32", "key_head_stride": "i32",
+    "value_stride": "i32", "value_head_stride": "i32",
 }  # fmt: skip
 ROPE = {
     "QUERY_HEADS": 28, "KV_HEADS": 4, "K_WIDTH": 80, "K_PAD": 128, "V_WIDTH": 80, "V_PAD": 128, "SHARES": 1,
     "HEADS": 4, "ROTARY": 64, "ROTATION": 0, "TABLE": 0, "NORM_BEFORE": True, "NORM_AFTER": False, "FORM": 0,
+    "QUERY_STEP": 80,
 }  # fmt: skip
 
 
@@ -63,10 +64,12 @@ WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH"
 # Of Qwen3.5-9B over KV in blocks of 16
 DELTA = {"KEY_HEADS": 16, "GROUP": 2, "K": 128, "V": 128}
 KEYS = {"Q0": 0, "K0": 2048, "V0": 4096, "KEY_STEP": 128, "VALUE_STEP": 256}
+STATE = {"K_PAD": 128, "TILE": 32, "PAGE": 8192, "OFFSET": 16384}
 GATES = {"B0": 12288, "A0": 12320, "GATE_STEP": 2, "BETA": 1.0}
 MIXER_KINDS = {
     "rows": "*bf16", "mixed": "*bf16", "rates": "*fp32", "shifts": "*fp32", "memory": "*fp32",
-    "conv_memory": "*bf16", "delta_memory": "*fp32", "source": "*i64", "target": "*i64", "row_stride": "i32",
+    "systems": "*fp32", "factors": "*fp32", "chunk_spans": "*i64", "chunk_begins": "*i64",
+    "sequences": "*i64", "num_sequences": "i32", "source": "*i64", "target": "*i64", "row_stride": "i32",
     "page_stride": "i32", "first_page": "i32", "num_spans": "i32", "epsilon": "fp32",
 }  # fmt: skip
 
@@ -123,6 +126,7 @@ def check_compiles(
             "rope_write", {**ROPE, "K_WIDTH": 192, "K_PAD": 256, "ROTATION": 1, "TABLE": 2},
             {"key": "*i8", "value": "*i8"},
         ),
+        ("gate_heads", {"HEADS": 16, "WIDTH": 256, "TILE": 1024, "SHARES": 2}, {"shares": "*fp32"}),
         ("write_rows", {**WRITE, "key_scales": None, "value_scales": None}, {}),
         ("write_rows", {**WRITE, "K_WIDTH": 192, "K_PAD": 256}, {"key": "*i8", "value": "*i8"}),
         ("product_row", {"TILE": 2, "STEP": 1024}, {"out": "*fp32"}),
@@ -131,7 +135,8 @@ def check_compiles(
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
     ],
     ids=[
-        "add_norm", "norm", "rope_write", "rope_write int8", "write_rows", "write_rows int8", "product_row",
+        "add_norm", "norm", "rope_write", "rope_write int8", "gate_heads", "write_rows",
+        "write_rows int8", "product_row",
         "product_rows", "product_rows 64", "gate",
     ],
 )  # fmt: skip
@@ -311,31 +316,47 @@ def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
     [
         (
             delta_kernels, "few_tokens",
-            {
-                **DELTA, **KEYS, **GATES, "K_PAD": 128, "TILE": 32, "TAPS": 4, "CONV_PAGE": 16384,
-                "DELTA_PAGE": 8192, "DELTA_OFFSET": 16384, "HAS_LONG": True,
-            },
-            {},
+            {**DELTA, **GATES, **STATE, "IS_DECODE": True}, {"memory": "*fp32"},
         ),
         (
-            delta_kernels, "convolve", {**DELTA, **KEYS, "TILE": 256, "TAPS": 4, "PAGE": 16384},
+            delta_kernels, "few_tokens",
+            {**DELTA, **GATES, **STATE, "IS_DECODE": False}, {"memory": "*fp32"},
+        ),
+        (
+            delta_kernels, "convolve", {**DELTA, **KEYS, "TOKENS": 16, "TILE": 256, "TAPS": 4, "PAGE": 16384},
             {"memory": "*bf16"},
         ),
+        (delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": False, "HEADS": 4}, {}),
         (
-            delta_kernels, "many_tokens",
-            {**DELTA, **GATES, "K_PAD": 128, "TILE": 32, "PAGE": 8192, "OFFSET": 16384}, {},
+            delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": True, "HEADS": 4},
+            {"mixed": "*fp32", "rows": "*fp32"},
+        ),
+        (delta_kernels, "solve_systems", {}, {}),
+        (delta_kernels, "many_tokens", {**DELTA, **STATE, "EXACT": False}, {"memory": "*fp32"}),
+        (
+            delta_kernels, "many_tokens", {**DELTA, **STATE, "EXACT": True},
+            {"memory": "*fp32", "mixed": "*fp32", "out": "*fp32"},
         ),
         (
             delta_kernels, "gated_norm",
-            {"GROUP": 2, "HEADS": 32, "V": 128, "PAD": 128, "Z0": 8192, "VALUE_STEP": 256}, {},
+            {"GROUP": 2, "HEADS": 32, "TILE": 8, "V": 128, "PAD": 128, "Z0": 8192, "VALUE_STEP": 256}, {},
         ),
         (
             mixer_kernels, "short_convolution",
             {"WIDTH": 2048, "TILE": 256, "TAPS": 3, "PAGE": 8192, "bias": None}, {"memory": "*bf16"},
         ),
     ],
-    ids=["few_tokens", "convolve", "many_tokens", "gated_norm", "short_convolution"],
+    ids=[
+        "few_tokens, answers", "few_tokens", "convolve", "chunk_systems", "chunk_systems, exact",
+        "solve_systems", "many_tokens", "many_tokens, exact", "gated_norm", "short_convolution",
+    ],
 )  # fmt: skip
 def test_a_kernel_of_a_mixer_compiles(module, name: str, constants, kinds, capability: int) -> None:
     given = {"x": "*bf16", **MIXER_KINDS, **kinds}
-    check_compiles(module, name, constants, given, capability, num_warps=1 if name == "gated_norm" else 4)
+    options = {
+        "many_tokens": {"num_warps": 8, "num_stages": 1},
+        "solve_systems": {"num_warps": 2},
+        "chunk_systems": {"num_stages": 1},
+    }
+    given_options = {"num_warps": 4, **options.get(name, {})}
+    check_compiles(module, name, constants, given, capability, **given_options)

@@ -5,6 +5,7 @@ are kept within a prompt."""
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,14 +13,20 @@ import pytest
 import torch
 import transformers as hf
 
-from cluster.kvcache.memory import MemoryLayout
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.layer import CudaLayerKernels
+from cluster.model.cuda.merging import merge_inputs
+from cluster.model.cuda.mixers import kernel_of
 from cluster.model.kv_format import kv_segments
+from cluster.model.language import LanguageModel, SequenceChunk
+from cluster.model.language_parts import on_kernels, probed_parts
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
-from cluster.model.state_step import StepStates, install
+from cluster.model.state_step import StepState, StepStates, install
+from cluster.model.states import StateSpan
+from tests.flow.hybrid_models import CONFIGS
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -62,3 +69,58 @@ def test_a_mixer_is_replaced_as_it_agrees(name: str, dtype: torch.dtype, caplog)
     step = stateful(name, dtype)
     attention = CudaAttention(TorchAttention(), num_processors=2)
     assert replace_mixers(step, CudaLayerKernels(dtype, attention, is_timed=False), HIDDEN) == 1, caplog.text
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "OlmoHybrid"])
+def test_prompts_of_several_chunks_are_those_of_the_module(name: str) -> None:
+    """Beside an answer; one prompt keeps states within it, and both go on with one. All tokens of the second
+    are the same: their keys are, too, which is the worst that its systems can be."""
+    (forward,) = stateful(name, torch.float32).forwards
+    kernel, layout = kernel_of(forward), forward.layout
+    assert kernel is not None
+    size = layout.num_blocks
+    a, b, c, d, e, f, g = (range(i * size, (i + 1) * size) for i in range(7))
+    steps = (
+        [[StateSpan(3, (), a)], [StateSpan(140, (), b)], [StateSpan(70, (), c), StateSpan(41, c, d)]],
+        [[StateSpan(1, a, e)], [StateSpan(65, b, f)], [StateSpan(17, d, c), StateSpan(64, c, g)]],
+    )
+    theirs, ours = (BlockMemory(layout.kv_layout, 7 * size, torch.device("cpu")) for _ in range(2))
+    for number, sequences in enumerate(steps):
+        counts = [sum(span.num_tokens for span in own) for own in sequences]
+        rows = 0.5 * torch.randn(sum(counts), HIDDEN)
+        rows[counts[0] : counts[0] + counts[1]] = rows[0]
+        expected = forward.run_module(rows, StepState(layout, theirs, sequences))
+        actual = kernel(rows, StepState(layout, ours, sequences))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, msg=f"step {number}")
+
+
+def test_a_model_with_mixers_and_gated_attention_runs_whole(monkeypatch) -> None:
+    """By fused layers alone, one after the other: logits of a prompt and of an answer are the modules'."""
+    torch.manual_seed(0)
+    config = CONFIGS["qwen3_5_text"]
+    own = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in own.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    plain = probed_parts(own, 16, "auto")
+    model, found = LanguageModel(plain), []
+
+    def logits() -> list[torch.Tensor]:
+        size = model.state_blocks
+        kv = BlockMemory(model.kv_layout, 2 + 2 * size, model.device)
+        a, b = range(2, 2 + size), range(2 + size, 2 + 2 * size)
+        prompt = SequenceChunk([*range(3, 23)], 0, 0, [0, 1], states=(StateSpan(20, (), a),))
+        answer = SequenceChunk([7], 20, 20, [0, 1], states=(StateSpan(1, a, b),))
+        return [model.forward([chunk], kv) for chunk in (prompt, answer)]
+
+    expected = logits()
+    with torch.inference_mode():
+        merge_inputs(own, torch.device("cpu"))
+    attention = CudaAttention(TorchAttention(), num_processors=2)
+    kernels = CudaLayerKernels(torch.float32, attention, is_timed=False)
+    parts = on_kernels(replace(plain, attention=attention), kernels)
+    assert parts.decoder is not None and parts.states is not None
+    assert all(forward.kernel is not None for forward in parts.states.forwards)
+    model = LanguageModel(parts)
+    monkeypatch.setattr(parts.text, "forward", found.append)  # the whole runs without it
+    torch.testing.assert_close(logits(), expected, rtol=1e-3, atol=1e-3)
+    assert not found
