@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,12 +33,18 @@ from cluster.model.states import StateSpan
 CONTEXT = 256  # tokens before an answer's
 NUM_BLOCKS = 48  # of KV, for a sequence
 CPU = torch.device("cpu")
+Given = TypeVar("Given")
 
 
-def make(
-    hidden: int, layers: int, folder: Path, dtype: torch.dtype = torch.bfloat16,
-    device: torch.device = CPU,
-) -> LanguageModel:  # fmt: skip
+def make(hidden: int, layers: int, folder: Path) -> LanguageModel:
+    write(hidden, layers, folder, torch.bfloat16)
+    return LanguageModel.load(folder, dtype=torch.bfloat16, device=CPU)
+
+
+def write(
+    hidden: int, layers: int, folder: Path, dtype: torch.dtype, device: torch.device = CPU,
+) -> None:  # fmt: skip
+    """device: where the weights are drawn; a CPU takes ten seconds for a billion."""
     from transformers import Qwen3_5ForCausalLM
 
     config = Qwen3_5TextConfig(
@@ -46,10 +53,10 @@ def make(
         linear_num_key_heads=hidden // 64, linear_num_value_heads=hidden // 64,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Qwen3_5ForCausalLM(config)
-    torch.nn.Module.to(model, dtype)
+    with device:
+        model = Qwen3_5ForCausalLM(config)
+    torch.nn.Module.to(model, "cpu", dtype)
     model.save_pretrained(folder)
-    return LanguageModel.load(folder, dtype=dtype, device=device)
 
 
 @contextmanager
@@ -114,10 +121,10 @@ class Steps:
         return model.forward([SequenceChunk(ids, 0, 0, self._tables[0], states=(span,))], self._kv)
 
 
-def seconds(work: Callable[[], Tensor]) -> tuple[float, Tensor]:
+def seconds(work: Callable[[], Given]) -> tuple[float, Given]:
     began = time.perf_counter()
-    logits = work()
-    return time.perf_counter() - began, logits
+    given = work()
+    return time.perf_counter() - began, given
 
 
 def main() -> None:

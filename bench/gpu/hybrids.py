@@ -1,23 +1,26 @@
 """What steps of a hybrid model cost on a GPU: recorded and from Python, with our kernels for the mixers
 and with transformers' own code.
 
-A random model of Qwen3.5's form. us: until the device has the logits. Beside the times with our kernels:
-which kernels each step launches.
+A random model of Qwen3.5's form. s: until it is written, loaded (kernels compiled and compared with its
+modules), its steps recorded. us: until the device has the logits. What tells most comes first. Beside the
+times with our kernels: which kernels each step launches.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from bench.gpu.kernels import kernels_of
 from bench.gpu.machine import DeviceSpeed, median_s, release
-from bench.hybrids import Steps, make, mixers_of, without_kernels
+from bench.hybrids import Steps, mixers_of, seconds, without_kernels, write
 from cluster.model.cuda.graphs import RecordedSizes, recording_of
-from cluster.model.cuda.step_inputs import StepSizes
+from cluster.model.cuda.step_inputs import StepSizes, answers_of
+from cluster.model.language import LanguageModel
 
 ROUNDS = 10
 # hidden size, layers, answers of steps, tokens of prompts
@@ -28,28 +31,42 @@ KERNELS, OWN_CODE = "kernels", "transformers' code"
 def measure(speed: DeviceSpeed, rehearse: bool) -> Iterator[dict[str, object]]:
     hidden, layers, answers, prompts = REHEARSED if rehearse else SIZES
     with tempfile.TemporaryDirectory() as folder:
-        model = make(hidden, layers, Path(folder), speed.dtype, speed.device)
+        took_s, _ = seconds(partial(write, hidden, layers, Path(folder), speed.dtype, speed.device))
+        yield {"what": "write", "s": took_s}
+        release(speed.device)
+        load = partial(LanguageModel.load, Path(folder), dtype=speed.dtype, device=speed.device)
+        took_s, model = seconds(load)
+    yield {"what": "load", "s": took_s}
     replaced = sum(forward.kernel is not None for forward in mixers_of(model))
     yield {"what": "mixers with kernels", "replaced": replaced, "of": len(mixers_of(model))}
-    for way in (KERNELS, OWN_CODE):
-        with nullcontext() if way == KERNELS else without_kernels(model):
-            most, mixed = max(answers), prompts if way == KERNELS else ()  # own code: answers alone
-            sizes = RecordedSizes(
-                RecordedSizes.up_to(most, 0).answers,
-                [StepSizes(count, most + 4, most + 4) for count in mixed],
-            )
-            recording = recording_of(model, sizes)
-            steps = Steps(model, max(answers), recording, -(-max(prompts) // model.block_size) + 1)
-            works = [(f"decode at {count}", partial(steps.answers, count), True) for count in answers]
-            works += [
-                (f"prompt of {count}", partial(steps.prompt, count), count in mixed) for count in prompts
-            ]
-            for what, work, can_be_recorded in works:
-                for is_recorded in (False, True) if recording is not None and can_be_recorded else (False,):
-                    call = partial(work, is_recorded=is_recorded)
-                    name = f"hybrid {what}, {way}, {'recorded' if is_recorded else 'from Python'}"
-                    yield {"what": name, "us": 1e6 * median_s(call, speed.device, ROUNDS)}
-                    if way == KERNELS:
-                        yield {"what": name, "kernels_of": kernels_of(call, speed.device).record()}
-            del steps, recording, works
-            release(speed.device)
+    yield from _steps(model, KERNELS, answers, prompts, speed.device)
+    with without_kernels(model):
+        yield from _steps(model, OWN_CODE, answers, prompts, speed.device)
+
+
+def _steps(
+    model: LanguageModel, way: str, answers: Sequence[int], prompts: Sequence[int], device: torch.device
+) -> Iterator[dict[str, object]]:
+    most, mixed = max(answers), prompts if way == KERNELS else ()  # own code: answers alone
+    sizes = RecordedSizes(
+        [answers_of(count) for count in answers], [StepSizes(count, most + 4, most + 4) for count in mixed]
+    )
+    num_blocks = -(-max(prompts) // model.block_size) + 1
+    took_s, recording = seconds(partial(recording_of, model, sizes))
+    yield {"what": f"record the largest steps, {way}", "s": took_s}
+    took_s, steps = seconds(partial(Steps, model, most, recording, num_blocks))
+    yield {"what": f"record all steps, {way}", "s": took_s}
+    of_answers = {f"decode at {count}": partial(steps.answers, count) for count in answers}
+    of_prompts = {f"prompt of {count}": partial(steps.prompt, count) for count in prompts}
+    recorded = {} if recording is None else of_answers | (of_prompts if recording.sizes.mixed else {})
+    plain = dict([*of_answers.items()][:1]) | of_prompts
+    calls = {
+        f"hybrid {what}, {way}, recorded": partial(each, is_recorded=True) for what, each in recorded.items()
+    }
+    calls |= {f"hybrid {what}, {way}, from Python": each for what, each in plain.items()}
+    for what, call in calls.items():
+        yield {"what": what, "us": 1e6 * median_s(call, device, ROUNDS)}
+    for what, call in calls.items() if way == KERNELS else ():
+        yield {"what": what, "kernels_of": kernels_of(call, device).record()}
+    del steps, recording, of_answers, of_prompts, recorded, plain, calls
+    release(device)
