@@ -89,7 +89,7 @@ def _state_places(
         return ids * PAGE + offsets % PAGE, inside & (ids >= 0)
 
 
-@triton.jit(do_not_specialize=["page_stride", "first_page"])
+@triton.jit(do_not_specialize=["num_tokens", "page_stride", "first_page"])
 def convolve(
     rows, weight, memory, source, target, starts, firsts, spans, out,
     num_tokens, row_stride, page_stride, first_page,

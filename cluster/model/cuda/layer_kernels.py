@@ -336,7 +336,7 @@ def product_row(
     tl.store(out + share * num_outputs + outputs, sums.to(out.dtype.element_ty), mask=is_output)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def product_rows(
     x, weight, bias, out, num_tokens, num_outputs, width, share_width,
     ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, EARLY: tl.constexpr = False,

@@ -29,7 +29,8 @@ MAX_WIDTH = 256  # of a head of keys or values, that fits a program's registers
 _SMALLEST = 16  # sides of a matrix that units for products take
 _VALUE_TILE = 32  # columns of a state, of a program
 _CHANNEL_TILE = 256  # of a convolution
-_CONV_TOKENS = 16  # of a program of a convolution, in steps with prompts
+# Of a program of a convolution, in steps with prompts. More numbers a thread take seconds to compile.
+_CONV_TOKENS, _CONV_WARPS = 8, 8
 _NORM_HEADS = 8  # of a program
 _NUM_FACTORS = 5  # that `delta_kernels` keeps of a token
 # Of programs of `delta_kernels`: heads and warps of `chunk_systems`, warps of `solve_systems`, programs side
@@ -167,13 +168,13 @@ class PagedDelta:
 
         num_tokens, width = len(projected), self._conv_weight.shape[0]
         mixed = torch.empty(num_tokens, width, dtype=projected.dtype, device=projected.device)
-        tile, tokens = min(_CHANNEL_TILE, power_of_two(width)), 1 if step.tensors.is_decode else _CONV_TOKENS
+        tile = min(_CHANNEL_TILE, power_of_two(width))
+        tokens, warps = (1, 4) if step.tensors.is_decode else (_CONV_TOKENS, _CONV_WARPS)
         delta_kernels.convolve[(-(-num_tokens // tokens), -(-width // tile))](
             projected, self._conv_weight, step.kv.buffer.view(projected.dtype), pages.source, pages.target,
             pages.starts, pages.firsts, pages.spans, mixed, num_tokens, projected.stride(0),
             pages.page_stride, pages.first_page, **self._sizes, TOKENS=tokens, TILE=tile, TAPS=self._taps,
-            PAGE=self._conv_page, **self._columns, num_warps=4,
-            **early(projected.device),
+            PAGE=self._conv_page, **self._columns, num_warps=warps, **early(projected.device),
         )  # fmt: skip
         return mixed
 

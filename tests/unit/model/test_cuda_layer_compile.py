@@ -323,7 +323,7 @@ def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
             {**DELTA, **GATES, **STATE, "IS_DECODE": False}, {"memory": "*fp32"},
         ),
         (
-            delta_kernels, "convolve", {**DELTA, **KEYS, "TOKENS": 16, "TILE": 256, "TAPS": 4, "PAGE": 16384},
+            delta_kernels, "convolve", {**DELTA, **KEYS, "TOKENS": 8, "TILE": 256, "TAPS": 4, "PAGE": 16384},
             {"memory": "*bf16"},
         ),
         (delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": False, "HEADS": 4}, {}),
