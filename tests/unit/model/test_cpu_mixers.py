@@ -19,7 +19,7 @@ from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.kv_format import kv_segments
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
-from cluster.model.state_step import StatefulForward, StepStates, install, over_copies
+from cluster.model.state_step import MixerKernel, StatefulForward, StepStates, install, over_copies
 from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 
 HIDDEN = 64
@@ -109,3 +109,27 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
 
     monkeypatch.setattr(ours, "mixer", lambda _: partial(over_copies, number=0, compute=wrong))
     assert replace_mixers(step, ours, HIDDEN) == 0
+
+
+@needs_kernels
+def test_every_mixer_is_compared_those_of_a_known_form_over_fewer_steps(monkeypatch) -> None:
+    """The third kernel has the weights of another layer."""
+    types = ["linear_attention"] * 3 + ["full_attention"]
+    step = stateful("Qwen3_5Text", torch.float32, num_hidden_layers=4, layer_types=types)
+    ours, calls = CpuLayerKernels(best_kernels, "auto"), [0] * 3
+    kernels = [ours.mixer(forward) for forward in step.forwards]
+
+    def watched(forward: StatefulForward) -> MixerKernel | None:
+        kernel = kernels[min(forward.number, 1)]
+        assert kernel is not None
+
+        def compute(rows: Tensor, states: Tensor, is_first: bool) -> Tensor:
+            calls[forward.number] += 1
+            return kernel.compute(rows, states)
+
+        return partial(over_copies, number=forward.number, compute=compute)
+
+    monkeypatch.setattr(ours, "mixer", watched)
+    assert replace_mixers(step, ours, HIDDEN) == 2
+    assert [forward.kernel is not None for forward in step.forwards] == [True, True, False]
+    assert 0 < 2 * calls[1] < calls[0]
