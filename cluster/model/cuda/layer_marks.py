@@ -25,8 +25,7 @@ class LayerMarks:
         event.record(torch.cuda.current_stream(self._device))
 
     def finish(self) -> None:
-        """Waits until the last replay has recorded all events, in their order; as a rule it has. Call it before
-        the next."""
+        """Waits until the last replay has recorded its events; as a rule it has. Call it before the next."""
         *_, last = self._events.values()
         last.synchronize()
         self._replay += 1
