@@ -78,7 +78,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
         ("encoder", 4),
         ("experts", 2),
         ("formats", 11),
-        ("hybrids", 10),
+        ("hybrids", 13),
         ("loading", 2),
     ],
 )
