@@ -79,6 +79,12 @@ class Graph:
     def add(self, func: Callable[..., Any], args: Any, kwargs: Any, outs: list[Tensor]) -> None:
         self.launches.append((func, args, kwargs, outs))
 
+    def capture_begin(self, pool: Any = None, **_options: Any) -> None:
+        self._device.capture = self
+
+    def capture_end(self) -> None:
+        self._device.capture = None
+
     def replay(self) -> None:
         for func, args, kwargs, outs in self.launches:
             again = func(*args, **kwargs)
