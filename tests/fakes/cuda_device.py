@@ -336,6 +336,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             "Event": lambda external=False, **_: Event(self, self.next_number(), external),
             "CUDAGraph": lambda: Graph(self),
             "graph": self._record, "graph_pool_handle": lambda: (0, 1),
+            "is_current_stream_capturing": lambda: self.capture is not None,
             "get_device_properties": lambda device=None: SimpleNamespace(
                 **{**vars(properties), "uuid": f"GPU-{self._place(torch.device(device or 'cuda'))}"}
             ),

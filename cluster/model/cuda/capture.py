@@ -19,7 +19,8 @@ class Capture(Protocol):
         ...
 
 
-_abandoned: list[object] = []  # torch's allocator of host memory may ask them
+# invalid recordings; torch's allocator of host memory still asks them whether it allocates for them
+_abandoned: list[object] = []
 
 
 def capture_cuda(*, is_alone: bool = True) -> Capture:
@@ -65,17 +66,19 @@ def _recording(
     """As `torch.cuda.graph`, which waits for the device and empties torch's cache first, while other threads
     compute. Work that fails raises its own error."""
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             yield
             graph.capture_end()
         except Exception:
-            _abandoned.append(graph)
-            with suppress(RuntimeError):  # an invalid recording says so as it ends
+            try:
                 graph.capture_end()
-            # torch then goes on allocating for it (pytorch/pytorch#180395), or else says that it does not
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            except (
+                RuntimeError
+            ):  # it is invalid: torch would go on allocating for it (pytorch/pytorch#180395)
+                _abandoned.append(graph)
+                with suppress(RuntimeError):  # it does not
+                    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             raise
 
 

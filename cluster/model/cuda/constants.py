@@ -218,7 +218,7 @@ class _TakingOver(_Watching):
 
 
 def _numbers(index: Tensor, device: torch.device) -> list[Tensor]:
-    numbers = index.nonzero().unbind(1) if _is_mask(index) else (index,)
+    numbers = _aten.nonzero.default(index).unbind(1) if _is_mask(index) else (index,)
     return [each.to(device) for each in numbers]
 
 
@@ -269,7 +269,7 @@ class _CopyingNumbers(TorchFunctionMode):
     ends it. Their copies on the host are seen."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.tensor and args and isinstance(args[0], list | tuple):
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], list | tuple):
             args = (tree_map(_on_host, args[0]), *args[1:])
         return func(*args, **(kwargs or {}))
 
