@@ -43,12 +43,13 @@ def add_to_few(y: Tensor, x: Tensor, updates: SlotMatrices) -> None:
     linears, num_slots, rank = updates.num_linears, updates.step.num_slots, updates.step.rank
     ranks, shares = min(_RANKS, power_of_two(rank)), -(-width // _STEP)
     low = x.new_empty(num_rows, linears, shares, rank, dtype=torch.float32)
-    rows = 1 if num_rows <= _FEW else _ROWS
+    # in float32 a program of several rows sums in another order
+    rows = 1 if num_rows <= _FEW or x.dtype == torch.float32 else _ROWS
     order, slots = (None, updates.step.slots) if rows == 1 else updates.step.in_order()
     runs = -(-num_rows // rows)
     sizes: dict[str, Any] = {
         "RANK": rank, "RANKS": ranks, "LINEARS": linears, "SLOTS": power_of_two(1 + num_slots), "ROWS": rows,
-        "num_stages": 1, **early(x.device),
+        "num_stages": 1, "enable_fp_fusion": False, **early(x.device),
     }  # fmt: skip
     adapter_kernels.shrink[(runs, linears * -(-rank // ranks), shares)](
         x, updates.down, order, slots, updates.ranks, low, num_rows, width, num_slots, shares,

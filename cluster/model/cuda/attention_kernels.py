@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cluster.model.cuda.early_kernels import begin
+from cluster.model.cuda.early_kernels import begin, wait_for_last
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 KEYS_PER_SHARE = tl.constexpr(256)
@@ -59,7 +59,7 @@ def plan(
     items, and padding. seq_shares, seq_places [B]: shares of a token's keys, and the place of the first
     token's first share."""
     # size: two passes over the same numbers, which have no names outside
-    begin(EARLY)
+    wait_for_last(EARLY)
     of_tiles = tl.program_id(1)
     numbers = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     seq = tl.zeros([ITEMS], tl.int32)  # of each item
@@ -211,7 +211,7 @@ def attend(
     heads, 2] the largest score times log2(e) and the sum of exponentials, in float32. Scales are as
     `_run_scale` says. FACTOR multiplies INT8 values' scales, and is taken out of the result."""
     # size: one loop over up to four runs of channels, whose accumulators cannot be a list
-    begin(EARLY)
+    wait_for_last(EARLY)
     kv_head = tl.program_id(1)
     dtype: tl.constexpr = query.dtype.element_ty
     row_numbers = tl.arange(0, ROWS)

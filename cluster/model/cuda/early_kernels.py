@@ -8,7 +8,9 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """Programs of the next kernel may begin once all of this one have come here."""
+    """Programs of the next kernel may begin once all of this one have come here. Not before a kernel whose
+    grid is as many programs as the device holds at once: where others run, its programs are spread unevenly,
+    and stay so."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -193,7 +193,7 @@ def rope_write(
     """Grid (T, tiles): HEADS heads of one token a program; first tiles of q, then of k, then of v. HEADS is a
     constant of the model: it decides how a norm's sum is cut among threads. QUERY_STEP: columns from one head
     of q to the next."""
-    begin(EARLY)
+    wait_for_last(EARLY)  # attention's programs begin when these have left room for all of them
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
@@ -238,7 +238,7 @@ def write_rows(
 ):  # fmt: skip
     """Grid (T, tiles): HEADS heads of one token a program; first tiles of k, then of v. Rows have contiguous
     columns."""
-    begin(EARLY)
+    wait_for_last(EARLY)  # as `rope_write`
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     slot = tl.load(slots + token).to(tl.int64)
