@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cluster.model.cuda import recorded_calls
 from cluster.model.cuda.capture import Replay, capture_cuda
@@ -270,14 +271,15 @@ def changing(grid: Tensor, rows: Tensor) -> Tensor:
 
 
 def remembering() -> Callable[[Tensor, Tensor], Tensor]:
-    """Its table is filled by a launch that torch does not know."""
-    tables: list[Tensor] = []
+    """Has a table for each tensor of segments, filled by a launch that torch does not know."""
+    tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def run(grid: Tensor, rows: Tensor) -> Tensor:
-        if not tables:
-            tables.append(torch.empty(2))
-            tables[0].numpy()[:] = 1.0
-        return padded(grid, rows + tables[0])
+        starts = grid.cumsum(0)
+        if starts not in tables:
+            tables[starts] = torch.empty(2)
+            tables[starts].numpy()[:] = 1.0
+        return padded(grid, rows + tables[starts])
 
     return run
 
