@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bench.gpu.machine import DeviceSpeed, median_s, wait
 from bench.gpu.served import Measurements
-from cluster.model.cuda.graphs import capture_cuda
+from cluster.model.cuda.capture import capture_cuda
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import Modality

@@ -20,7 +20,7 @@ from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
-from cluster.model.cuda.graphs import Capture, capture_cuda
+from cluster.model.cuda.capture import Capture, capture_cuda
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.recorded_calls import RecordedCalls, max_bytes
 from cluster.model.cuda.uploads import Finish, Uploads

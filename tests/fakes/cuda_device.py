@@ -107,6 +107,12 @@ class _Calls(TorchFunctionMode):
             args = (args[0], _with_read_bounds(args[1]), *args[2:])
             if _get_current_dispatch_mode() is not self._device:  # something looks at every operator
                 return _BRACKETS[func](*args)
+        if func is torch.tensor and any(map(_is_on_cuda, leaves(args[:1]))):
+            self._device.sync("torch.tensor reads the tensors among its numbers")
+        if func is Tensor.__index__ and _is_on_cuda(args[0]):
+            return args[0].item()
+        if func is torch.full and args:  # torch reads such sizes, too, but asks the driver
+            args = (tuple(each.item() if _is_on_cuda(each) else each for each in args[0]), *args[1:])
         if func in _WHOLE and any(map(_is_on_cuda, leaves((args, kwargs)))):
             return self._device.kernel(func, *args, **(kwargs or {}))
         args, kwargs = mapped(self._placed, (args, kwargs or {}))
@@ -330,6 +336,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             "Event": lambda external=False, **_: Event(self, self.next_number(), external),
             "CUDAGraph": lambda: Graph(self),
             "graph": self._record, "graph_pool_handle": lambda: (0, 1),
+            "is_current_stream_capturing": lambda: self.capture is not None,
             "get_device_properties": lambda device=None: SimpleNamespace(
                 **{**vars(properties), "uuid": f"GPU-{self._place(torch.device(device or 'cuda'))}"}
             ),

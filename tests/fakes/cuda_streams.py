@@ -75,9 +75,18 @@ class Graph:
     def __init__(self, device: CurrentPlace):
         self._device = device
         self.launches: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
+        self.is_invalid = False  # as what was recorded is not permitted
 
     def add(self, func: Callable[..., Any], args: Any, kwargs: Any, outs: list[Tensor]) -> None:
         self.launches.append((func, args, kwargs, outs))
+
+    def capture_begin(self, pool: Any = None, **_options: Any) -> None:
+        self._device.capture = self
+
+    def capture_end(self) -> None:
+        was_recorded, self._device.capture = self._device.capture is self, None
+        if self.is_invalid or not was_recorded:
+            raise RuntimeError("operation failed due to a previous error during capture")
 
     def replay(self) -> None:
         for func, args, kwargs, outs in self.launches:
@@ -109,6 +118,7 @@ class CurrentPlace:
 
     def sync(self, why: str) -> None:
         if self.capture is not None:
+            self.capture.is_invalid = True
             raise RuntimeError(f"CUDA error: {why} while a graph is recorded")
         if self.sync_debug_mode == 2:
             raise RuntimeError("called a synchronizing CUDA operation")

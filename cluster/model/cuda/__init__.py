@@ -10,6 +10,7 @@
   and which library computes long chunks of its prompts.
 * `graphs`: CUDA graphs of steps, by their sizes. `step_inputs`: a step's inputs in one pinned buffer, and
   one copy.
+* `capture`: how CUDA graphs are recorded.
 * `recorded_calls`: CUDA graphs of encoder calls, by the form of their inputs. `constants`: what such a call
   computes of its integers alone, which a recording takes over.
 * `uploads`: media tensors to the GPU on a stream of their own.

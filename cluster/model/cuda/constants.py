@@ -9,7 +9,7 @@ or not. Later runs launch nothing for constants and wait for nothing, and all el
 An operator is constant if every tensor that it is given is: a constant input, a result of a constant
 operator, or a tensor in the host's memory (a run that copies anything else there is refused). Parameters are
 not constants. Fresh memory without contents is not one either, as launches that torch does not know may fill
-it.
+it. `torch.tensor` reads tensors among its numbers out of sight: it is given their copies on the host.
 
 Runs on the calling thread alone, so what other threads do is neither seen nor changed.
 """
@@ -23,8 +23,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers.utils import import_utils
 
 _aten = torch.ops.aten
 _INDEXING = {
@@ -66,7 +68,9 @@ class Constants:
         self._inputs = list(inputs)
         self._device = device
         self.backend = device.type.upper()  # torch's name of the kernels that compute there
-        self._changed: set[int] = set()  # numbers of operators whose results the call writes to later
+        # numbers of operators whose results the call writes to later, among those given constants alone: what
+        # the call keeps (a table that it fills by a launch) may come in the first run only
+        self._changed: set[int] = set()
         self._forget()
 
     def _forget(self) -> None:
@@ -89,7 +93,7 @@ class Constants:
         NotRecordableError."""
         for _ in range(_MAX_RUNS - 1):
             try:
-                with _lifting(), _Watching(self):
+                with _alike(), _Watching(self):
                     return run()
             except _ChangedError as error:
                 number = self._memories[error.memory]
@@ -97,21 +101,22 @@ class Constants:
                     raise
                 self._changed.add(number)
             self._forget()
-        with _lifting(), _Watching(self):
+        with _alike(), _Watching(self):
             return run()
 
     def take_over(self, run: Callable[[], T]) -> T:
         """Runs with the constants that were kept. Raises NotRecordableError if they come in another order."""
-        with _lifting(), _TakingOver(self):
+        with _alike(), _TakingOver(self):
             return run()
 
     def has(self, tensor: Tensor) -> bool:
         return tensor.device.type != self._device.type or _memory(tensor) in self._memories
 
-    def may_be(self, operator: Any, number: int, given: list[Tensor]) -> bool:
-        """Whether the operator, the call's `number`-th, gives a constant."""
-        if number in self._changed:
-            return False
+    def is_changed(self, number: int) -> bool:
+        return number in self._changed
+
+    def may_be(self, operator: Any, given: list[Tensor]) -> bool:
+        """Whether the operator gives a constant, if that is not written to later."""
         if not given:
             return operator not in _EMPTY and torch.Tag.nondeterministic_seeded not in operator.tags
         return operator in _LIFTED or all(map(self.has, given))
@@ -149,13 +154,15 @@ class _Watching(TorchDispatchMode):
     def __init__(self, constants: Constants):
         super().__init__()
         self._constants = constants
-        self._number = 0  # of operators so far
+        self._number = 0  # of operators so far that may give a constant
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._number += 1
-        is_constant = self._constants.may_be(func, self._number, tensors)
+        is_constant = self._constants.may_be(func, tensors)
+        if is_constant:
+            self._number += 1
+            is_constant = not self._constants.is_changed(self._number)
         if not is_constant and _is_composite(func, self._constants.backend):
             with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
@@ -211,7 +218,7 @@ class _TakingOver(_Watching):
 
 
 def _numbers(index: Tensor, device: torch.device) -> list[Tensor]:
-    numbers = index.nonzero().unbind(1) if _is_mask(index) else (index,)
+    numbers = _aten.nonzero.default(index).unbind(1) if _is_mask(index) else (index,)
     return [each.to(device) for each in numbers]
 
 
@@ -257,13 +264,32 @@ def _is_composite(func: Any, backend: str) -> bool:
     )
 
 
+class _CopyingNumbers(TorchFunctionMode):
+    """`torch.tensor` of a list reads the tensors in it where no dispatch mode sees it: in a recording, that
+    ends it. Their copies on the host are seen."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], list | tuple):
+            args = (tree_map(_on_host, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+
+
 @contextmanager
-def _lifting() -> Iterator[None]:
-    """Inside, `torch.tensor` of Python's numbers makes them on the host, and copies them by an operator of
-    its own, which would otherwise be out of sight. The switch is the process's; results are the same."""
-    before = torch._C._only_lift_cpu_tensors()
+def _alike() -> Iterator[None]:
+    """Inside, runs take the same operators, recorded or not, and all of them are in sight. `torch.tensor` of
+    Python's numbers makes them on the host, and copies them by an operator of its own. transformers, which
+    builds masks without a look at them while a stream is recorded, is told that none is. Both switches are
+    the process's; what other threads compute stays the same."""
+    lifts, is_recorded = torch._C._only_lift_cpu_tensors(), import_utils.is_cuda_stream_capturing
     torch._C._set_only_lift_cpu_tensors(True)
+    import_utils.is_cuda_stream_capturing = lambda: False
     try:
-        yield
+        with _CopyingNumbers():
+            yield
     finally:
-        torch._C._set_only_lift_cpu_tensors(before)
+        import_utils.is_cuda_stream_capturing = is_recorded
+        torch._C._set_only_lift_cpu_tensors(lifts)

@@ -24,8 +24,7 @@ Where prompts' KV is sent while it is computed, a mixed step also records an eve
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter
+from cluster.model.cuda.capture import Capture, Replay, capture_cuda
 from cluster.model.cuda.layer_marks import LayerMarks
 from cluster.model.cuda.paged_attention import RECORDED_PLACES, num_places
 from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
@@ -51,14 +51,6 @@ MAX_PROMPTS = 128  # in a step without answers
 # What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred
 # launches. An assumption; other workers on the device make it hard to measure.
 GRAPH_BYTES = 8 << 20
-
-Replay = Callable[[], Tensor]  # enqueues the recorded work; always returns the same tensor
-
-
-class Capture(Protocol):
-    def __call__(self, work: Callable[[], Tensor]) -> Replay:
-        """Runs `work` any number of times and records it."""
-        ...
 
 
 class CapturableModel(StepModel, Protocol):
@@ -341,49 +333,3 @@ def batch_sizes(max_batch: int) -> list[int]:
     small batches costs little, because most of such a step is reading the weights, which all rows share."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, max_batch, 32)]
     return [size for size in sizes if size < max_batch] + [max_batch]
-
-
-def capture_cuda(*, is_alone: bool = True) -> Capture:
-    """A capture whose graphs share one memory pool, so only one of them may run at a time. `is_alone`: no
-    other thread uses the device while it records; otherwise the work must be known to read nothing on the
-    host."""
-    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    def capture(work: Callable[[], Tensor]) -> Replay:
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()  # compiles kernels and initialises libraries outside the recording
-            if is_alone:
-                with refusing_reads():
-                    work()
-        before = torch.cuda.current_stream()
-        before.wait_stream(side)
-        graph, stream = torch.cuda.CUDAGraph(), None if is_alone else side
-        try:
-            # thread_local: other threads of a worker, NCCL's among them, may use the device meanwhile
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                out = work()
-        finally:
-            torch.cuda.set_stream(before)  # which a recording that failed may not have done
-
-        def replay() -> Tensor:
-            graph.replay()
-            return out
-
-        return replay
-
-    return capture
-
-
-@contextmanager
-def refusing_reads() -> Iterator[None]:
-    """Inside, work that reads the device on the host raises RuntimeError. In a recording such a read leaves
-    the process unusable: torch 2.11 goes on allocating from the recording's memory afterwards
-    (pytorch/pytorch#180395). The switch is the process's: no other thread may wait for a stream meanwhile.
-    Workers record while they load, when no other thread does."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

@@ -9,10 +9,10 @@ one launch, and its rows out of the recorded ones, another.
 A recording makes two runs of blank inputs, one to find the constants of the form (`constants`) and one with
 them, before it records a third. What cannot be recorded is remembered, named in the log, and served as
 before: inputs or calls that are large, as the device is busy long enough for those, and calls that read what
-they compute. If a recording itself fails, none is made any more. `MAX_FORMS` are kept, and at most
-`MAX_BYTES` of inputs, outputs and constants; the least recently used goes first. All share one pool of
-memory, which grows to what the largest call needs. So only one call may run at a time: one thread, one
-stream.
+they compute. A recording that fails is tried once more, after further calls of the form: what the first one
+has compiled, loaded or remembered is there then. `MAX_FORMS` are kept, and at most `MAX_BYTES` of inputs,
+outputs and constants; the least recently used goes first. All share one pool of memory, which grows to what
+the largest call needs. So only one call may run at a time: one thread, one stream.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cluster.model.cuda.capture import Capture, Replay
 from cluster.model.cuda.constants import Constants, NotRecordableError
-from cluster.model.cuda.graphs import GRAPH_BYTES, Capture, Replay
+from cluster.model.cuda.graphs import GRAPH_BYTES
 from cluster.types.media import Modality
 
 logger = logging.getLogger(__name__)
@@ -130,10 +131,11 @@ class RecordedCalls:
         while other threads use the device."""
         self._run = run
         self._device = device
-        self._capture: Capture | None = capture  # None: a recording has failed
+        self._capture = capture
         self._recorded: OrderedDict[InputForm, _Recorded] = OrderedDict()  # least recently used first
         # of forms that are not recorded, likewise
         self._num_calls: OrderedDict[InputForm, int] = OrderedDict()
+        self._failed: set[InputForm] = set()  # once
         self._refused: set[InputForm] = set()
         self._waiting: dict[InputForm, None] = {}  # in order
         self._reasons: set[str] = set()  # that the log has named
@@ -161,7 +163,7 @@ class RecordedCalls:
         return True
 
     def _count(self, form: InputForm) -> None:
-        if self._capture is None or form in self._refused:
+        if form in self._refused:
             return
         num_calls = self._num_calls[form] = self._num_calls.pop(form, 0) + 1
         if len(self._num_calls) > MAX_KNOWN_FORMS:
@@ -173,9 +175,7 @@ class RecordedCalls:
 
     @torch.inference_mode()
     def _record(self, form: InputForm) -> None:
-        """The model's code may raise anything in an unusual run. In a recording, that leaves the device's
-        memory in a state that is not known: no other is made."""
-        assert self._capture is not None
+        """The model's code may raise anything in an unusual run."""
         self._forget(form)
         try:
             call = _WatchedCall(self._run, form, self._device)
@@ -186,9 +186,13 @@ class RecordedCalls:
         except Exception as error:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # raises if the device itself is broken
-            logger.warning("encoder calls are not recorded any more: %r", error)
-            self._capture = None
-            self._waiting.clear()
+            if form in self._failed:
+                self._refuse(form, f"{error!r}, twice")
+            else:
+                logger.info(
+                    "an encoder call of %s failed in its recording", form.modality.value, exc_info=error
+                )
+                _add(self._failed, form)
         self._evict()
 
     def _evict(self) -> None:
@@ -203,15 +207,19 @@ class RecordedCalls:
         self._waiting.pop(form, None)
 
     def _refuse(self, form: InputForm, reason: str) -> None:
-        if len(self._refused) >= MAX_KNOWN_FORMS:
-            self._refused.clear()
-        self._refused.add(form)
+        _add(self._refused, form)
         self._say(form.modality, reason)
 
     def _say(self, modality: Modality, reason: str) -> None:
         if reason not in self._reasons:
             logger.info("an encoder call of %s is not recorded: %s", modality.value, reason)
             self._reasons.add(reason)
+
+
+def _add(forms: set[InputForm], form: InputForm) -> None:
+    if len(forms) >= MAX_KNOWN_FORMS:
+        forms.clear()
+    forms.add(form)
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -20,9 +20,9 @@ HERE = Path(__file__).parent
 
 REHEARSED = {  # test file: places
     "test_model.py": """
-        cluster/model/cuda/graphs.py:capture_cuda
-        cluster/model/cuda/graphs.py:capture_cuda.capture
-        cluster/model/cuda/graphs.py:refusing_reads
+        cluster/model/cuda/capture.py:capture_cuda
+        cluster/model/cuda/capture.py:capture_cuda.capture
+        cluster/model/cuda/capture.py:refusing_reads
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
@@ -40,7 +40,9 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/draw.py:_sent
         cluster/engine/ahead.py:may_run_ahead """,
     "test_packed_attention.py": "cluster/model/cuda/packed_towers.py:_replace",
-    "test_recorded_calls.py": "cluster/model/cuda/recorded_calls.py:RecordedCalls._record",
+    "test_recorded_calls.py": """
+        cluster/model/cuda/recorded_calls.py:RecordedCalls._record
+        cluster/model/cuda/capture.py:_recording """,
     "test_experts.py": "cluster/model/cuda/experts.py:_replace",
     "test_codes.py": "cluster/model/cuda/coded_choice.py:keep_right_codes",
     "test_layers.py": "cluster/model/layers/trial.py:median_s",

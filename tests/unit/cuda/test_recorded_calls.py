@@ -3,17 +3,19 @@ refuses what a recording refuses; of every family, on the CPU, with a capture th
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cluster.model.cuda import recorded_calls
+from cluster.model.cuda.capture import Replay, capture_cuda
 from cluster.model.cuda.constants import Constants, NotRecordableError
-from cluster.model.cuda.graphs import Replay, capture_cuda
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.recorded_calls import MAX_PLAIN_CALLS, RecordedCalls
 from cluster.model.encoder import EncoderModel
@@ -26,8 +28,11 @@ from tests.unit.cuda.test_packed_attention import by_torch
 Item = Mapping[str, Tensor]
 DROPPING = ("idefics3", "smolvlm")  # drop tiles that are black
 MASKED = ("aria", "moss_transcribe_diarize")  # have more integers than a form may have
-# packed, with windows and with interpolated positions; tiles; sizes and masks of blocks; sound under a mask
-ON_DEVICE = ("qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "qwen2_audio", "idefics3")
+# packed, with windows and with interpolated positions; tiles; sizes and masks of blocks; sound under a mask, in
+# windows, and in windows that are padded
+ON_DEVICE = (
+    "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "qwen2_audio", "qwen3_asr", "qwen3_omni", "idefics3"
+)  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -163,16 +168,72 @@ def test_large_calls_stay_as_they_are(name: str, monkeypatch) -> None:
         calls.record_next()
 
 
-def test_after_a_recording_that_fails_none_is_made(caplog) -> None:
-    def capture(work: Callable[[], Tensor]) -> Replay:
-        raise RuntimeError("operation not permitted")
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_recording_that_fails_is_tried_once_more(num_failures: int, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    left = num_failures
 
-    calls = RecordedCalls(Calls(), CPU, capture)
-    for num_rows in (3, 3, 4, 4):
+    def capture(work: Callable[[], Tensor]) -> Replay:
+        nonlocal left
+        if left:
+            left -= 1
+            raise RuntimeError("operation not permitted")
+        return again(work)
+
+    run = Calls()
+    calls = RecordedCalls(run, CPU, capture)
+    for _ in range(2):
+        for num_rows in (3, 3):
+            encode(calls, item_of(num_rows))
+        assert calls.record_next() and not calls.record_next()
+    for num_rows in (4, 4, 3):  # another form is recorded in any case
         encode(calls, item_of(num_rows))
-    assert calls.record_next() and not calls.record_next()
-    encode(calls, item_of(3))
-    assert "encoder calls are not recorded any more: RuntimeError('operation not permitted')" in caplog.text
+    assert calls.record_next() and not calls.record_next() and not left
+    text = "an encoder call of image is not recorded: RuntimeError('operation not permitted'), twice"
+    assert (text in caplog.text) == (num_failures == 2)
+
+
+def test_a_call_that_remembers_what_it_made_is_recorded_the_second_time(caplog) -> None:
+    caplog.set_level(logging.INFO)
+    tables: list[Tensor] = []
+    num_calls = 0
+
+    def run(_modality: Modality, items: Sequence[Item]) -> list[Tensor]:
+        nonlocal num_calls
+        num_calls += 1
+        table = tables[0] if tables else torch.arange(2.0)
+        if num_calls == 3:  # the one that is watched
+            tables.append(table)
+        return [item["pixels"] + table * torch.full((2,), 2.0) for item in items]
+
+    calls = RecordedCalls(run, CPU, again)
+    item = item_of(3)
+    for text, is_there in (("in one run and not in the next", True), ("not recorded", False)):
+        for _ in range(2):
+            calls.encode(Modality.IMAGE, [item])
+        assert calls.record_next() and (text in caplog.text) == is_there
+    before = num_calls
+    rows = calls.encode(Modality.IMAGE, [item])[0]
+    torch.testing.assert_close(rows, item["pixels"] + torch.tensor([0.0, 2.0]))
+    assert num_calls == before + 1  # `again` runs it
+
+
+def test_a_recording_leaves_nothing_behind_if_its_work_fails(device) -> None:
+    capture, x, is_enabled = capture_cuda(is_alone=False), CudaTensor(torch.ones(2)), gc.isenabled()
+    is_recorded: list[bool] = []
+
+    def work() -> Tensor:
+        is_recorded.append(device.capture is not None and not gc.isenabled())
+        if len(is_recorded) == 2:
+            x[0].item()
+        return x * 2
+
+    with pytest.raises(RuntimeError, match="a tensor is read on the host while a graph is recorded"):
+        capture(work)
+    assert is_recorded == [False, True] and device.capture is None and gc.isenabled() == is_enabled
+    num_syncs = device.num_syncs
+    replay = capture(work)
+    assert torch.equal(replay().cpu(), torch.full((2,), 2.0)) and device.num_syncs == num_syncs + 1
 
 
 def taken_over(run: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -209,7 +270,21 @@ def changing(grid: Tensor, rows: Tensor) -> Tensor:
     return first + rows * numbers + torch.repeat_interleave(rows, torch.tensor([1, 0, 2, 0, 2]), dim=0)
 
 
-@pytest.mark.parametrize("run", [padded, indexed, masked, changing])
+def remembering() -> Callable[[Tensor, Tensor], Tensor]:
+    """Has a table for each tensor of segments, filled by a launch that torch does not know."""
+    tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+    def run(grid: Tensor, rows: Tensor) -> Tensor:
+        starts = grid.cumsum(0)
+        if starts not in tables:
+            tables[starts] = torch.empty(2)
+            tables[starts].numpy()[:] = 1.0
+        return padded(grid, rows + tables[starts])
+
+    return run
+
+
+@pytest.mark.parametrize("run", [padded, indexed, masked, changing, remembering()])
 def test_memory_that_changes_is_no_constant(run) -> None:
     actual, expected = taken_over(run)
     assert torch.equal(actual, expected)
