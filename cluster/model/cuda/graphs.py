@@ -36,7 +36,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter
 from cluster.model.cuda.capture import Capture, Replay, capture_cuda
 from cluster.model.cuda.layer_marks import LayerMarks
-from cluster.model.cuda.paged_attention import RECORDED_PLACES, num_places
+from cluster.model.cuda.paged_attention import MAX_SHARES, RECORDED_PLACES, num_places
 from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.states import StateSpan
@@ -203,11 +203,11 @@ class GraphedModel:
         states: Sequence[StateSpan] = (),
     ) -> Tensor:
         """The logits are valid until the next call. A request with more choices than a step of answers has
-        sequences runs alone, and unrecorded."""
+        sequences runs alone, and unrecorded; so does a step of more than 512 long contexts."""
         self._check(kv)
         count = len(token_ids)
         sizes = next((sizes for sizes in self._sizes.answers if sizes.num_rows >= count), None)
-        if sizes is None:
+        if sizes is None or not _have_places(context_lens):
             return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
         is_on_device = isinstance(token_ids, Tensor)
         known = 0 if is_on_device else self._model.known_ids(token_ids)
@@ -308,6 +308,14 @@ def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None
     torch.cuda.empty_cache()
     num_graphs = len(sizes.answers) + len(sizes.mixed)
     return Recording(sizes, shared + num_graphs * GRAPH_BYTES, num_blocks)
+
+
+def _have_places(context_lens: Sequence[int]) -> bool:
+    """Whether the partial results of one new token each have room in a recorded step."""
+    count = len(context_lens)
+    if count * MAX_SHARES <= RECORDED_PLACES:
+        return True
+    return num_places([1] * count, [length + 1 for length in context_lens]) <= RECORDED_PLACES
 
 
 def num_scratch_blocks(model: CapturableModel | LanguageModel) -> int:

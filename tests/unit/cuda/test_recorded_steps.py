@@ -256,6 +256,24 @@ def test_a_step_whose_layers_report_runs_unrecorded(device: SimulatedCuda) -> No
     assert seen == list(range(compared.model.num_layers))
 
 
+def test_a_step_with_more_partial_results_than_a_recorded_one_has_room_for_runs_unrecorded(
+    device: SimulatedCuda,
+) -> None:
+    """Contexts of more than 256 tokens have two for each new token."""
+    model, table = text_model(device, max_model_len=600), list(range(20))
+    sizes = RecordedSizes([answers_of(2)], [StepSizes(8, 2, 2)])
+    with mock.patch.object(graphs, "RECORDED_PLACES", 3):
+        compared = Compared(model, sizes)
+        for contexts, is_replayed in (([300, 20], True), ([20, 20], True), ([300, 300], False)):
+            chunks = [SequenceChunk([5], length, length, table) for length in contexts]
+            with mock.patch.object(model, "decode", wraps=model.decode) as decode:
+                compared.decode([5, 6], contexts, [0, 0], [table, table])
+            with mock.patch.object(model, "forward", wraps=model.forward) as forward:
+                compared.forward(chunks)
+            # the model that is compared with calls both, once
+            assert decode.call_count == forward.call_count == 2 - is_replayed
+
+
 def test_features_of_deeper_layers_run_unrecorded(device: SimulatedCuda) -> None:
     case = MEDIA_FAMILIES["qwen3_vl"]()
     model = language(device, case.model)
