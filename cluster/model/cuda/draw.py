@@ -1,6 +1,6 @@
 """Draws on a GPU: one copy to the device and two launches for all rows, whatever their number; two more if
-some have filters, and one less if all have. The kernels are those of `draw_kernels` and `filter_kernels`,
-which the first call imports.
+some have filters (for each group of rows, if these are many), and one less if all have. The kernels are those
+of `draw_kernels` and `filter_kernels`, which the first call imports.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class DrawTiles:
 
 
 TILES = DrawTiles()
+_MAX_LISTED = 1 << 24  # places of tokens in scratch, of 8 bytes
+_ALIGNED_ROWS = 4  # of so many, each tensor's rows are a multiple of 16 bytes
 
 
 def draw_tokens(
@@ -76,21 +78,40 @@ def draw_tokens(
             TILE=tiles.tile, TILES_PAD=pad, num_warps=tiles.row_warps,
         )  # fmt: skip
     if has_filters:
-        filters = import_module("cluster.model.cuda.filter_kernels")
-        listed = torch.empty(num_rows, num_tiles * tiles.tile, dtype=torch.int64, device=device)
-        counts = torch.empty(num_rows, num_tiles, dtype=torch.int32, device=device)
         boundaries = torch.empty_like(tokens) if boundaries is None else boundaries
-        filters.list_candidates[grid](
-            logits, sent, scores, masses, peaks, listed, counts, boundaries, stride, vocab_size, num_tiles,
-            TILE=tiles.tile, TILES_PAD=pad, PEAKS=tiles.peaks, PEAKS_PAD=pad * tiles.peaks,
-            num_warps=tiles.warps,
-        )  # fmt: skip
-        filters.draw_filtered[(num_rows,)](
-            sent, scores, masses, listed, counts, tokens, boundaries, num_tiles, vocab_size,
-            TILE=tiles.tile, TILES_PAD=pad, SLOTS=tiles.slots, DRAW_SLOTS=tiles.draw_slots,
-            num_warps=tiles.filtered_warps,
-        )  # fmt: skip
+        # many rows one group after the other, whose candidates lie in the same place
+        most = _MAX_LISTED // (num_tiles * tiles.tile)
+        group = min(num_rows, max(_ALIGNED_ROWS, most // _ALIGNED_ROWS * _ALIGNED_ROWS))
+        listed = torch.empty(group, num_tiles * tiles.tile, dtype=torch.int64, device=device)
+        counts = torch.empty(group, num_tiles, dtype=torch.int32, device=device)
+        for first in range(0, num_rows, group):
+            own = slice(first, first + group)
+            _draw_filtered(
+                logits[own], sent[own], scores[own], masses[own], peaks[own], listed, counts, tokens[own],
+                boundaries[own], tiles,
+            )  # fmt: skip
     return tokens
+
+
+def _draw_filtered(
+    logits: Tensor, sent: Tensor, scores: Tensor, masses: Tensor, peaks: Tensor, listed: Tensor,
+    counts: Tensor, tokens: Tensor, boundaries: Tensor, tiles: DrawTiles,
+) -> None:  # fmt: skip
+    """Tokens and boundaries of these rows, of those that have filters. listed, counts: scratch."""
+    filters = import_module("cluster.model.cuda.filter_kernels")
+    (num_rows, vocab_size), num_tiles = logits.shape, scores.shape[1]
+    pad = power_of_two(num_tiles)
+    filters.list_candidates[(num_rows, num_tiles)](
+        logits, sent, scores, masses, peaks, listed, counts, boundaries, logits.stride(0), vocab_size,
+        num_tiles,
+        TILE=tiles.tile, TILES_PAD=pad, PEAKS=tiles.peaks, PEAKS_PAD=pad * tiles.peaks,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    filters.draw_filtered[(num_rows,)](
+        sent, scores, masses, listed, counts, tokens, boundaries, num_tiles, vocab_size,
+        TILE=tiles.tile, TILES_PAD=pad, SLOTS=tiles.slots, DRAW_SLOTS=tiles.draw_slots,
+        num_warps=tiles.filtered_warps,
+    )  # fmt: skip
 
 
 def has_filter(records: np.ndarray) -> np.ndarray:
@@ -125,7 +146,7 @@ def reading(tokens: Tensor) -> Callable[[], list[int]]:
 def _sent(records: np.ndarray, device: torch.device) -> Tensor:
     """[B, 4] int64, on the device. Enqueues, and does not wait. torch uses pinned memory again that is
     free."""
-    words = torch.from_numpy(records.view(np.int64))
+    words = torch.from_numpy(records.view(np.int64).reshape(-1, 4))
     if device.type != "cuda":
         return words
     pinned = torch.empty(words.shape, dtype=torch.int64, pin_memory=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from cluster.model.cuda import draw as draw_module
 from cluster.model.cuda.draw import GREEDY, RECORD, DrawTiles, draw_tokens
 from cluster.model.sampling import draw, draw_records, keep_likely, sample
 from cluster.types.request import SamplingParams
@@ -175,3 +176,8 @@ def test_few_tokens_are_filtered() -> None:
     """Fewer than top-k asks for, and fewer than the parts of a tile."""
     for width in (1, 3, 70):
         check_kept(torch.randn(len(FILTERS), width, generator=torch.Generator().manual_seed(width)), FILTERS)
+
+
+def test_many_filtered_rows_share_their_scratch(monkeypatch) -> None:
+    monkeypatch.setattr(draw_module, "_MAX_LISTED", 5 * 512)  # rows of two tiles: groups of four
+    check_kept(3 * torch.randn(10, 300, generator=torch.Generator().manual_seed(2)), FILTERS)
