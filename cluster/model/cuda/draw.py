@@ -45,7 +45,7 @@ class DrawTiles:
 
 
 TILES = DrawTiles()
-_MAX_LISTED = 1 << 24  # places of tokens in scratch, of 8 bytes
+MAX_LISTED = 1 << 24  # places of tokens in scratch, of 8 bytes
 _ALIGNED_ROWS = 4  # of so many, each tensor's rows are a multiple of 16 bytes
 
 
@@ -80,7 +80,7 @@ def draw_tokens(
     if has_filters:
         boundaries = torch.empty_like(tokens) if boundaries is None else boundaries
         # many rows one group after the other, whose candidates lie in the same place
-        most = _MAX_LISTED // (num_tiles * tiles.tile)
+        most = MAX_LISTED // (num_tiles * tiles.tile)
         group = min(num_rows, max(_ALIGNED_ROWS, most // _ALIGNED_ROWS * _ALIGNED_ROWS))
         listed = torch.empty(group, num_tiles * tiles.tile, dtype=torch.int64, device=device)
         counts = torch.empty(group, num_tiles, dtype=torch.int32, device=device)

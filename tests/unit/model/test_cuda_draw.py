@@ -179,5 +179,5 @@ def test_few_tokens_are_filtered() -> None:
 
 
 def test_many_filtered_rows_share_their_scratch(monkeypatch) -> None:
-    monkeypatch.setattr(draw_module, "_MAX_LISTED", 5 * 512)  # rows of two tiles: groups of four
+    monkeypatch.setattr(draw_module, "MAX_LISTED", 5 * 512)  # rows of two tiles: groups of four
     check_kept(3 * torch.randn(10, 300, generator=torch.Generator().manual_seed(2)), FILTERS)
