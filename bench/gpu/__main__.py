@@ -97,8 +97,12 @@ def _be_child(work: Callable[[], object], told: int, said: int) -> NoReturn:
     code = 1
     os.setsid()
     os.dup2(said, 2)
-    output, errors = open(told, "w", buffering=1), open(said, "w", closefd=False)
-    with redirect_stdout(output), redirect_stderr(errors):
+    with (
+        open(told, "w", buffering=1) as output,
+        open(said, "w", closefd=False) as errors,
+        redirect_stdout(output),
+        redirect_stderr(errors),
+    ):
         try:
             work()
             code = 0
