@@ -105,6 +105,8 @@ class _Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in _BRACKETS:
             args = (args[0], _with_read_bounds(args[1]), *args[2:])
+            if _is_on_cuda(args[0]) and any(isinstance(each, list) for each in _parts(args[1])):
+                self._device.sync("a list between brackets is copied to the device")
             if _get_current_dispatch_mode() is not self._device:  # something looks at every operator
                 return _BRACKETS[func](*args)
         if func is torch.tensor and any(map(_is_on_cuda, leaves(args[:1]))):
@@ -388,6 +390,10 @@ def _with_read_bounds(index: Any) -> Any:
         return index
     bounds = (index.start, index.stop, index.step)
     return slice(*(each.item() if isinstance(each, Tensor) else each for each in bounds))
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _is_on_cuda(each: Any) -> bool:

@@ -47,7 +47,7 @@ REHEARSED = {  # test file: places
     "test_codes.py": "cluster/model/cuda/coded_choice.py:keep_right_codes",
     "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
-        cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
+        cluster/model/changes.py:Changes.apply
         cluster/model/logprobs.py:RawLogprobs.__init__ cluster/model/sampling.py:_ascending
         cluster/model/sampling.py:_greedy_tokens cluster/model/sampling.py:_likely
         cluster/model/sampling.py:_sample_by_torch
