@@ -233,7 +233,7 @@ def _sample(
     positions: Sequence[int],
     on_drawn: Callable[[Tensor], None] = lambda tokens: None,
 ) -> tuple[list[int], dict[int, TokenLogprobs]]:
-    """`sample`, and the log-probabilities of what it draws, which are enqueued before `on_drawn` is called."""
+    """`sample`, and the log-probabilities of what it draws, enqueued before `on_drawn` is called."""
     readings: list[Reading] = []
 
     def on_tokens(tokens: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Changes of logits before a token is drawn. `cluster/engine/drawing.py` collects them, in transformers' order.
+"""Changes of logits before a token is drawn. `cluster/engine/drawing.py` collects them.
 
 Each touches only the rows and the token ids that it is given: no tensor of the size of the vocabulary is made
-for a penalty. The CPU changes row by row (`add_bias`, `penalize`, `forbid`, `allow`, `apply_masks`, in place).
-Another device changes all rows together: one copy to it for all changes of a step, which the host does not
+for a penalty. The CPU changes row by row, in place (`add_bias`, `penalize`, `forbid`, `allow`,
+`apply_masks`). Another device changes all rows together: one copy to it for all changes of a step, which the host does not
 wait for, and a few operations for each kind of change, whatever the number of rows.
 """
 

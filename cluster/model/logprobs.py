@@ -47,7 +47,7 @@ class PromptScores:
         self._readings.append(raw.reading(to_device(self.targets[start : start + len(rows)], logits.device)))
 
     def found(self) -> list[TokenLogprobs]:
-        """Of the targets whose rows were taken. Waits for them."""
+        """Returns those of the targets whose rows were taken. Waits for them."""
         return [each for read in self._readings for each in read().values()]
 
 
@@ -99,7 +99,7 @@ class RawLogprobs:
         return read
 
     def _finding(self, tokens: Tensor) -> Callable[[], tuple[list[float], list[Top]]]:
-        """Of each of `_tokens`, and the most probable tokens of each row, as many as it wants."""
+        """The function returns those of `_tokens`, and the most probable tokens of each row."""
         if isinstance(self._rows, _OnDevice):
             return self._rows.finding(tokens, self._num_top)
         ids = tokens.tolist()

@@ -23,8 +23,8 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def upload_as_they_are(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays, of int32, int64 or float32, on the device, each beginning at a multiple of 16 bytes: one copy
-    for all, from pinned memory on a GPU. Enqueues, and does not wait."""
+    """The arrays, of int32, int64 or float32, on the device, each beginning at a multiple of 16 bytes: one
+    copy for all, from pinned memory on a GPU. Enqueues, and does not wait."""
     words = [np.ascontiguousarray(each).reshape(-1).view(np.int32) for each in arrays]
     starts = np.cumsum([0, *(-(-own.size // _ALIGNED) * _ALIGNED for own in words)]).tolist()
     packed = np.zeros(starts[-1], dtype=np.int32)

@@ -26,7 +26,8 @@ REHEARSED = {  # test file: places
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
-    "test_layer_launches.py": "cluster/model/cuda/uploads.py:upload cluster/model/cuda/early.py:early",
+    "test_layer_launches.py": """ cluster/model/cuda/early.py:early
+        cluster/model/cuda/uploads.py:upload_as_they_are """,
     "test_layer_marks.py": """
         cluster/model/cuda/layer_marks.py:LayerMarks.__init__
         cluster/model/cuda/layer_marks.py:LayerMarks.record

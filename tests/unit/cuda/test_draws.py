@@ -149,7 +149,8 @@ def all_kinds(num_rows: int) -> list[tuple[LanguageRequest, AnswerChoice]]:
     for row in range(num_rows):
         asked = GenerateRequest(
             f"r{row}", Prompt((3, 7, 7, 21, row)), (SamplingParams(),), StopParams(24, (11,), 10),
-            guidance=Guidance(1.5, Prompt((3, row))) if row % 2 else None, changes=changes, num_logprobs=row % 6,
+            guidance=Guidance(1.5, Prompt((3, row))) if row % 2 else None, changes=changes,
+            num_logprobs=row % 6,
         )  # fmt: skip
         request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=False, sends=False)
         (choice,) = request.choices
