@@ -1,13 +1,14 @@
 """What one GPU does with this product, in one command: at most eight minutes, without the network, with
 random weights.
 
-    python -m bench.gpu all --out results.jsonl              # every part in a process of its own
+    python -m bench.gpu all --out results.jsonl
     python -m bench.gpu all --out results.jsonl --parts machine wire
     python -m bench.gpu all --out results.jsonl --rehearse   # on the CPU, tiny: shows that it runs
     python -m bench.gpu table results.jsonl
     python -m bench.gpu part steps-7b                        # one part, to the terminal
 
-A part that fails, or outlasts its limit and is killed, is a line of the results, and the next part begins.
+Parts are forks of one process, so all that they import is imported once. A part that fails, or outlasts its
+limit and is killed, is a line of the results, and the next part begins.
 When the time of the whole run is over, the part that runs is killed and those after it do not begin. Results
 are appended to the file as they come. The end is a table of each step's kernels (`bench.gpu.kernels`) and one
 of goals (`bench.gpu.goals`): met, missed or not measured. Longer looks, which have no common limit:
@@ -21,14 +22,15 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import torch
 
@@ -38,19 +40,18 @@ from bench.gpu.parts import PARTS, RUN, RUN_S
 
 LEAST_S = 10.0  # a part that has less time does not begin
 LAST_LINES = 12  # of what a failed part has said
-OF_A_PART = (sys.executable, "-m", "bench.gpu", "part")
 
 
 def run_all(
     names: Sequence[str],
     limits: Mapping[str, float],
-    command: Sequence[str],
+    run: Callable[[str], None],
     out: Path,
     whole_s: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
-    """`command`: of a part; its name follows. `whole_s`: that all parts may take together. Returns how many
-    parts failed or did not begin."""
+    """run(name): prints a part's measurements, in a process of its own. `whole_s`: that all parts may take
+    together. Returns how many parts failed or did not begin."""
     num_failed, end_at = 0, clock() + whole_s
     for name in names:
         with out.open("a") as results:
@@ -58,34 +59,70 @@ def run_all(
             if left_s < LEAST_S:
                 end: dict[str, object] = {"ok": False, "s": 0.0, "why": "no time left"}
             else:
-                end = _run([*command, name], min(limits[name], left_s), results)
+                end = _run(partial(run, name), min(limits[name], left_s), results)
             num_failed += not end["ok"]
             _note(json.dumps({"part": name, "what": "end", **end}), results)
     return num_failed
 
 
-def _run(command: Sequence[str], limit_s: float, results: IO[str]) -> dict[str, object]:
+def _run(work: Callable[[], object], limit_s: float, results: IO[str]) -> dict[str, object]:
     began, was_killed = time.monotonic(), threading.Event()
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
-        )
+        reader, writer = os.pipe()  # which no program that a part starts inherits
+        child = os.fork()
+        if child == 0:
+            _be_child(work, writer, said.fileno())
+        os.close(writer)
 
         def kill() -> None:
             was_killed.set()
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(child, signal.SIGKILL)
 
         limit = threading.Timer(limit_s, kill)
         limit.start()
-        for line in process.stdout or ():
-            if line.startswith("{"):
-                _note(line.rstrip(), results)
-        code = process.wait()
+        with open(reader) as lines:
+            for line in lines:
+                if line.startswith("{"):
+                    _note(line.rstrip(), results)
+        _, status = os.waitpid(child, 0)
         limit.cancel()
         said.seek(0)
         why = "time limit" if was_killed.is_set() else said.read().splitlines()[-LAST_LINES:]
-    end: dict[str, object] = {"ok": code == 0, "s": time.monotonic() - began}
-    return end if code == 0 else {**end, "why": why}
+    end: dict[str, object] = {"ok": status == 0, "s": time.monotonic() - began}
+    return end if status == 0 else {**end, "why": why}
+
+
+def _be_child(work: Callable[[], object], told: int, said: int) -> NoReturn:
+    """Works in a session of its own; ends the process. told, said: descriptors of its output and errors."""
+    code = 1
+    os.setsid()
+    os.dup2(said, 2)
+    with (
+        open(told, "w", buffering=1) as output,
+        open(said, "w", closefd=False) as errors,
+        redirect_stdout(output),
+        redirect_stderr(errors),
+    ):
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        output.flush()
+        errors.flush()
+        os._exit(code)
+
+
+def has_gpu() -> bool:
+    """Asked in a process of its own: one that has asked cannot be forked."""
+    if (child := os.fork()) == 0:
+        os._exit(not torch.cuda.is_available())
+    return os.waitpid(child, 0)[1] == 0
+
+
+def run_part(name: str, rehearse: bool) -> None:
+    for measurement in PARTS[name].run(rehearse):
+        print(json.dumps({"part": name, **measurement}), flush=True)
 
 
 def _note(line: str, results: IO[str]) -> None:
@@ -127,17 +164,16 @@ def main() -> int:
     if args.command == "table":
         print(table(args.file))
         return 0
-    if not args.rehearse and not torch.cuda.is_available():
+    if not args.rehearse and not has_gpu():
         print("no GPU here; --rehearse runs tiny shapes on the CPU")
         return 1
     if args.command == "part":
-        for measurement in PARTS[args.name].run(args.rehearse):
-            print(json.dumps({"part": args.name, **measurement}), flush=True)
+        run_part(args.name, args.rehearse)
         return 0
-    part = (*OF_A_PART, *(["--rehearse"] if args.rehearse else []))
     limits = {name: each.limit_s for name, each in PARTS.items()}
     whole_s = RUN_S if set(args.parts) <= RUN.keys() else math.inf
-    num_failed = run_all(args.parts, limits, part, args.out, whole_s)
+    run = partial(run_part, rehearse=args.rehearse)
+    num_failed = run_all(args.parts, limits, run, args.out, whole_s)
     print(table(args.out))
     return 1 if num_failed else 0
 

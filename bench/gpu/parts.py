@@ -302,6 +302,7 @@ RUN: dict[str, Part] = {
 # Longer looks.
 MORE: dict[str, Part] = {
     "tests": Part(300, unit_tests),
+    "clusters": Part(200, served.together),
     "steps-0.5b": Part(180, partial(steps, ("0.5b",), ("auto", "int8"), BATCHES)),
     "steps-7b": Part(240, partial(steps, ("7b",), ("auto", "int8"), BATCHES)),
     "attention": Part(90, partial(attention, CASES, FORMATS)),

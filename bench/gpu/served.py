@@ -14,11 +14,15 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -26,7 +30,8 @@ import yaml
 from bench.gpu.offline import OFFLINE_RUN, ClientReport, ask_all
 from cluster.config.settings import REPOSITORY
 
-READY_TIMEOUT_S = 90.0
+READY_TIMEOUT_S = 150.0
+NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
 CONFIG = REPOSITORY / "deploy" / "cluster-one-gpu.yaml"
 # Roles, and the part of the GPU that Ray counts for each of them.
 TOPOLOGIES: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
@@ -34,17 +39,56 @@ TOPOLOGIES: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
     "e-p-d": (("encode", "prefill", "decode"), (0.2, 0.4, 0.4)),
 }
 KV_BLOCKS = {"e-p-d": {"prefill": {"kv_blocks": 4096}, "decode": {"kv_blocks": 8192}}, "whole": {}}
+# Of `whole` where several clusters share the GPU, and in nano-vllm's run.
+SHARED_KV_BLOCKS = {"prefill": {"kv_blocks": 2000}, "decode": {"kv_blocks": 6000}}
+OFFLINE_KV_BLOCKS = {"prefill": {"kv_blocks": 2000}, "decode": {"kv_blocks": 12_000}}
 # Row, clients, requests.
 LOADS = (("text-128/64", 1, 8), ("text-128/64", 16, 64), ("text-1024/32", 16, 48))
 MODELS = Path(tempfile.gettempdir()) / "epdg-bench-gpu"  # written once, by the first part that needs it
 LINK = re.compile(r"^epdg_transfer_link_bytes_per_second\{.*\} (\S+)$", re.MULTILINE)
 OFFLINE_MODEL = "0.6b"
 Measurements = Iterator[Mapping[str, object]]
+_turn = threading.Lock()  # one cluster is measured at a time
 
 
-def equality(topology: str, rehearse: bool) -> Measurements:
-    """Compares greedy answers over HTTP with `generate`, in float32."""
-    content = configuration(topology, {"dtype": "float32"})
+def together(rehearse: bool) -> Measurements:
+    """Starts six clusters at once, because most of their time is their start, and measures them one after the
+    other. Records have the names of the parts that measure each alone; "ready" is not theirs."""
+    jobs: dict[str, Callable[[bool], Measurements]] = {
+        "load-whole": partial(load, "whole", "raw", kv=SHARED_KV_BLOCKS),
+        "load-raw": partial(load, "e-p-d", "raw"),
+        "load-int8": partial(load, "e-p-d", "int8"),
+        "throughput": partial(throughput, kv=OFFLINE_KV_BLOCKS),
+        "equal-whole": partial(equality, "whole", kv=SHARED_KV_BLOCKS),
+        "equal-e-p-d": partial(equality, "e-p-d"),
+    }
+    if not rehearse:  # before several write them
+        text_model(), offline_model()
+    found: SimpleQueue[Mapping[str, object] | None] = SimpleQueue()
+
+    def measure(part: str, job: Callable[[bool], Measurements]) -> None:
+        try:
+            for record in job(rehearse):
+                if record["what"] != "ready":
+                    found.put({"part": part, **record})
+        except Exception as error:
+            found.put({"part": part, "what": "end", "ok": False, "s": 0.0, "why": repr(error)})
+        finally:
+            found.put(None)
+
+    for part, job in jobs.items():
+        threading.Thread(target=measure, args=(part, job), name=part, daemon=True).start()
+    num_running = len(jobs)
+    while num_running:
+        if (record := found.get()) is None:
+            num_running -= 1
+        else:
+            yield record
+
+
+def equality(topology: str, rehearse: bool, kv: Mapping[str, Any] = NO_FIELDS) -> Measurements:
+    """Compares greedy answers over HTTP with `generate`, in float32. `kv`: fields of the cluster."""
+    content = configuration(topology, {"dtype": "float32", **kv})
     if rehearse:
         yield {"what": "would serve", "config": content["applications"][0]}
         return
@@ -53,34 +97,36 @@ def equality(topology: str, rehearse: bool) -> Measurements:
         yield {"what": "ready", "s": time.monotonic() - began}
         command = [sys.executable, "-m", "bench.equality", "--url", url]
         command += ["--num-requests", "60", "--concurrency", "1", "8"]
-        done = subprocess.run(command, capture_output=True, text=True)
+        with _turn:
+            done = subprocess.run(command, capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if line.startswith("{"):
             yield {"what": "answers of a cluster", **json.loads(line)}
     yield {"what": "all equal to generate", "ok": done.returncode == 0}
 
 
-def load(topology: str, codec: str, rehearse: bool) -> Measurements:
+def load(topology: str, codec: str, rehearse: bool, kv: Mapping[str, Any] = NO_FIELDS) -> Measurements:
     """Measures a load in bfloat16, with random weights of Qwen2.5-0.5B's shape. `codec`: `transfer.codec`."""
-    content = configuration(topology, {"dtype": "bfloat16", "transfer": {"codec": codec}})
+    content = configuration(topology, {"dtype": "bfloat16", "transfer": {"codec": codec}, **kv})
     if rehearse:
         yield {"what": "would serve", "config": content["applications"][0]}
         return
     began = time.monotonic()
     with running(content, EPDG_MODEL=str(text_model())) as url:
         yield {"what": "ready", "s": time.monotonic() - began}
-        _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
-        for name, concurrency, num_requests in LOADS:
-            yield {"what": f"{name} at {concurrency}", **_asked(url, name, concurrency, num_requests)}
+        with _turn:
+            _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
+            for name, concurrency, num_requests in LOADS:
+                yield {"what": f"{name} at {concurrency}", **_asked(url, name, concurrency, num_requests)}
         with urllib.request.urlopen(f"{url}/metrics") as answer:
             links = [float(found) for found in LINK.findall(answer.read().decode())]
     if links:
         yield {"what": "fastest measured link", "gb_per_s": max(links) / 1e9}
 
 
-def throughput(rehearse: bool) -> Measurements:
+def throughput(rehearse: bool, kv: Mapping[str, Any] = NO_FIELDS) -> Measurements:
     """nano-vllm's run over HTTP, by clients in several processes."""
-    content = configuration("whole", {"dtype": "bfloat16"})
+    content = configuration("whole", {"dtype": "bfloat16", **kv})
     if rehearse:
         yield {"what": "would serve", "config": content["applications"][0]}
         return
@@ -88,8 +134,9 @@ def throughput(rehearse: bool) -> Measurements:
     began = time.monotonic()
     with running(content, EPDG_MODEL=str(folder)) as url:
         yield {"what": "ready", "s": time.monotonic() - began}
-        _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
-        yield {"what": OFFLINE_RUN, **_joined(ask_all(url, _model_id(url)))}
+        with _turn:
+            _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
+            yield {"what": OFFLINE_RUN, **_joined(ask_all(url, _model_id(url)))}
 
 
 def _joined(reports: Sequence[ClientReport]) -> Mapping[str, object]:

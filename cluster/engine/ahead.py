@@ -17,8 +17,9 @@ Until it has finished, the forward writes one row of KV for each of its sequence
 are held meanwhile: a block that an answer gives back could otherwise be leased to another worker, whose write
 the device does not wait for. Used on the engine's thread.
 
-Untried on a GPU: a CPU has run it with the device's part computed at once (tests/flow/test_ahead.py), a
-simulated GPU and the histories with that part late.
+An H100 ran it under load, without a look at the tokens (bench/gpu/README.md). Tokens are compared on a CPU
+with the device's part computed at once (tests/flow/test_ahead.py), on a simulated GPU, and in the histories
+with that part late.
 """
 
 from __future__ import annotations

@@ -18,6 +18,6 @@
 Tried: all of it on a simulated device (tests/unit/cuda, tests/fakes/cuda_device.py), whose tensors are
 computed on the CPU, and which refuses what a GPU refuses; the kernels in Triton's interpreter and in its
 compiler for sm_80, sm_90 and sm_100; an H100 (bench/gpu/README.md), in bfloat16 for heads of 64 and 128
-channels, in float32 for the demo model. Untried on a GPU: `draw`, `coded_products`, float16, other widths,
-soft caps, sinks and windows, flash-attn's libraries.
+channels, in float32 for the demo model and for products with codes, experts, packed towers, adapters and
+mixers of tiny models. Untried on a GPU: most forms of attention in float16, flash-attn's libraries.
 """

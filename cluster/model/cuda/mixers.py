@@ -4,8 +4,8 @@ serve all answers of a step, three more all its longer sequences, whatever their
 launch needs are those of the step's tensors, so every step can be recorded. A mixer is recognised by the
 names and sizes of its parts; `replace_mixers` compares it with what transformers computes before it is used.
 
-Runs on the engine's thread; enqueues on the current stream and reads nothing on the host. Untried on
-hardware.
+Runs on the engine's thread; enqueues on the current stream and reads nothing on the host. An H100 gave the
+right tokens for tiny models; not timed.
 """
 
 from __future__ import annotations

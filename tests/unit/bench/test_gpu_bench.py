@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,16 +24,14 @@ from bench.gpu.offline import TEMPLATE_TOKENS, offline_requests
 from bench.gpu.parts import PARTS, RUN, RUN_S
 from cluster.config.settings import ClusterArgs
 
-STAND_IN = """
-import sys, time
-name = sys.argv[1]
-print("loading")
-print('{"part": "%s", "what": "copy", "gb_per_s": 2.0}' % name, flush=True)
-if name == "fails":
-    raise RuntimeError("no kernel image")
-while name == "hangs":
-    time.sleep(1)
-"""
+
+def stand_in(name: str) -> None:
+    print("loading")
+    print(json.dumps({"part": name, "what": "copy", "gb_per_s": 2.0}), flush=True)
+    if name == "fails":
+        raise RuntimeError("no kernel image")
+    while name == "hangs":
+        time.sleep(1)
 
 
 NO_TIME = "no time left"
@@ -41,9 +40,8 @@ NO_TIME = "no time left"
 def test_the_run_takes_at_most_eight_minutes(tmp_path: Path) -> None:
     """In virtual time, in which each part takes 200 s."""
     out, clock = tmp_path / "results.jsonl", itertools.count(0, 200)
-    command = (sys.executable, "-c", STAND_IN)
     limits = dict.fromkeys(["first", "second", "third", "fourth"], 60.0)
-    assert run_all(list(limits), limits, command, out, RUN_S, lambda: float(next(clock))) == 2
+    assert run_all(list(limits), limits, stand_in, out, RUN_S, lambda: float(next(clock))) == 2
     assert RUN_S <= 8 * 60
     ends = [record for line in out.read_text().splitlines() if (record := json.loads(line))["what"] == "end"]
     assert [(end["part"], end["ok"]) for end in ends[:2]] == [("first", True), ("second", True)]
@@ -53,9 +51,8 @@ def test_the_run_takes_at_most_eight_minutes(tmp_path: Path) -> None:
 def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     out.write_text('{"part": "earlier", "what": "copy", "gb_per_s": 1.0}\n')
-    command = (sys.executable, "-c", STAND_IN)
     limits = {"fails": 60.0, "hangs": 2.0, "works": 60.0}
-    assert run_all(["fails", "hangs", "works"], limits, command, out) == 2
+    assert run_all(["fails", "hangs", "works"], limits, stand_in, out) == 2
     records = [json.loads(line) for line in out.read_text().splitlines()]
     found = [record["part"] for record in records if record["what"] == "copy" and record["part"] != "hangs"]
     assert found == ["earlier", "fails", "works"]  # the part that hangs may be ended before it says something
@@ -260,3 +257,13 @@ def test_parts_that_start_no_cluster_need_no_ray() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 or "there is no GPU here" in done.stderr  # says tests/gpu, after its imports
+
+
+def test_clusters_that_start_together_have_the_names_of_their_parts() -> None:
+    found = list(PARTS["clusters"].run(True))
+    names = {name for name in RUN if name.startswith(("equal-", "load-", "throughput"))} - {
+        "throughput-engine"
+    }
+    assert {record["part"] for record in found} == names and len(found) == len(names)
+    arguments = [ClusterArgs.model_validate(record["config"]["args"]) for record in found]
+    assert all(args.decode.kv_blocks for args in arguments), "none takes what is left of the GPU's memory"
