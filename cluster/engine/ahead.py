@@ -6,8 +6,8 @@
 
 The *draw* waits until the host knows everything about step k, so stops, penalties, biases, guidance, `n` and
 log-probabilities need nothing special: what they change is changed before it, and what they read is enqueued
-with it. An answer that has ended meanwhile has been
-computed once in vain, and its row is not drawn from. What is new joins one step later.
+with it. An answer that has ended meanwhile has been computed once in vain, and its row is not drawn from.
+What is new joins one step later.
 
 A forward ahead may always be dropped: the next step computes the same tokens again, and writes the same KV
 into the same places. So it is made only for the common case, steps of answers alone that are all that runs,

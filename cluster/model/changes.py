@@ -2,8 +2,8 @@
 
 Each touches only the rows and the token ids that it is given: no tensor of the size of the vocabulary is made
 for a penalty. The CPU changes row by row, in place (`add_bias`, `penalize`, `forbid`, `allow`,
-`apply_masks`). Another device changes all rows together: one copy to it for all changes of a step, which the host does not
-wait for, and a few operations for each kind of change, whatever the number of rows.
+`apply_masks`). Another device changes all rows together: one copy to it for all changes of a step, which the
+host does not wait for, and a few operations for each kind of change, whatever the number of rows.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ A `CudaTensor` says that it lies on `cuda:i` and holds its numbers in CPU memory
 * while a graph is recorded: reading a tensor on the host, copies between the memories, waiting;
 * division by a Python number is a product with its inverse, as in CUDA's kernels.
 
-It counts the reads that make the host wait (`num_syncs`). Streams and events keep an order: `torch.cuda`'s
-own sanitizer is told which stream reads and writes what, and `races` holds what it objects to. A recorded
-graph is replayed operator by operator, into the same tensors.
+It counts the reads and copies that make the host wait (`num_syncs`): those to and from memory that is not
+pinned, too. Streams and events keep an order: `torch.cuda`'s own sanitizer is told which stream reads and
+writes what, and `races` holds what it objects to. A recorded graph is replayed operator by operator, into the
+same tensors.
 
 `with SimulatedCuda() as device:` replaces the names of `torch.cuda` for all threads; a further thread
 computes inside `with device.on_thread():`.
@@ -277,7 +278,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
                 out = out.clone() if out is _held(source) else out
             return self._pin(out) if is_pinned else out
         if not _is_on_cuda(source):
-            self.crosses(asynchronous)
+            self.crosses(asynchronous and (source.data_ptr() in self.pinned or not source.numel()))
         made = CudaTensor(out, self._place(place))
         self.operators.append(str(func))
         self._note_copy(source, made)

@@ -63,14 +63,15 @@ def answering(runner: LanguageRunner, row: int, sampling: SamplingParams | None 
     return request
 
 
-def step(runner: LanguageRunner, requests: Sequence[LanguageRequest], goes_on: Sequence[int]) -> list[int]:
+def step(runner: LanguageRunner, requests: Sequence[LanguageRequest], goes_on: Sequence[int]) -> list[object]:
+    """Returns the token of each request, and its log-probabilities."""
     then = [requests[row].choices[0] for row in goes_on]
     results = runner.run([AnswerWork(request) for request in requests], lambda layer, ready: None, then)
     tokens = [result.tokens[0][0] for result in results]
     for request, token_id in zip(requests, tokens, strict=True):
         request.choices[0].append(token_id)
         request.choices[0].sequences[0].computed(1)
-    return tokens
+    return [(result.tokens, result.logprobs) for result in results]
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -81,7 +82,7 @@ def test_tokens_are_those_of_steps_that_wait(is_recorded: bool, device: Simulate
     found = []
     for is_ahead in (False, True):
         runner = LanguageRunner(compared.model, steps, compared.kvs[0], FEATURES)
-        requests = [answering(runner, row) for row in range(3)]
+        requests = [answering(runner, row, SAMPLING[row]) for row in range(3)]
         tokens = []
         for number in range(NUM_STEPS):
             goes_on = [0, 2] if number == 2 else [0, 1, 2]

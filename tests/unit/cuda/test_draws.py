@@ -11,7 +11,7 @@ import torch
 from cluster.engine.drawing import Drawer
 from cluster.engine.state import AnswerChoice, LanguageRequest
 from cluster.engine.timing import Stopwatch
-from cluster.model.changes import Changes, guide_rows
+from cluster.model.changes import Changes, guide, guide_rows
 from cluster.model.cuda.draw import GREEDY
 from cluster.model.logprobs import PromptScores, RawLogprobs
 from cluster.model.sampling import gumbel_noise, keep_likely, sample
@@ -104,6 +104,8 @@ def test_changes_of_logits_are_those_of_the_cpu(device: SimulatedCuda) -> None:
     for where in ("cpu", "cuda"):
         logits = logits_of(4)[:, :200].clone().to(where)
         guided = guide_rows(logits, [(0, 0, 1.5), (1, 2, 0.5)])
+        for row, scale in enumerate((1.5, 0.5)):
+            assert torch.equal(guided[row], guide(logits[2 * row], logits[2 * row + 1], scale))
         Changes(
             bias=[(1, ids, np.array([1.5, -2.0, 0.25], dtype=np.float32))],
             counted=[(0, ids, counts, changes)],
