@@ -4,13 +4,14 @@
     read the tokens of k; requests advance, doors are told        while the device computes k + 1
     draw k + 1 from that forward's logits …
 
-The *draw* waits until the host knows everything about step k, so stops, penalties, biases, guidance and `n`
-need nothing special: what they change is changed before it. An answer that has ended meanwhile has been
-computed once in vain, and its row is not drawn from. What is new joins one step later.
+The *draw* waits until the host knows everything about step k, so stops, penalties, biases, guidance, `n` and
+log-probabilities need nothing special: what they change is changed before it, and what they read is enqueued
+with it. An answer that has ended meanwhile has been computed once in vain, and its row is not drawn from.
+What is new joins one step later.
 
 A forward ahead may always be dropped: the next step computes the same tokens again, and writes the same KV
 into the same places. So it is made only for the common case, steps of answers alone that are all that runs,
-without grammars and log-probabilities, and whatever is unusual costs a forward at most.
+without grammars, and whatever is unusual costs a forward at most.
 
 Until it has finished, the forward writes one row of KV for each of its sequences. The blocks of these rows
 are held meanwhile: a block that an answer gives back could otherwise be leased to another worker, whose write
@@ -39,9 +40,9 @@ def may_run_ahead(device: torch.device) -> bool:
 
 
 def _must_wait(request: LanguageRequest) -> bool:
-    """A grammar may say several of the next tokens. Log-probabilities are read from the device once the token
-    is known: behind a forward."""
-    return request.request.structure is not None or request.request.num_logprobs is not None
+    """A grammar may say several of the next tokens, which one forward computes; which ones follows from the
+    token that is drawn."""
+    return request.request.structure is not None
 
 
 class ForwardAhead:

@@ -27,10 +27,12 @@ from torch import Tensor
 from cluster.engine.draw_state import ConstraintMasks, DrawState
 from cluster.engine.state import AnswerChoice, LanguageRequest
 from cluster.errors import InternalError
-from cluster.model.changes import add_bias, allow, apply_masks, forbid, guide, penalize
-from cluster.model.logprobs import RawLogprobs
+from cluster.model.changes import Changes, guide_rows
+from cluster.model.cuda.draw import to_device
+from cluster.model.logprobs import RawLogprobs, Reading
 from cluster.model.sampling import sample
 from cluster.types.logprobs import TokenLogprobs
+from cluster.types.request import SamplingParams
 
 Choices = Sequence[tuple[LanguageRequest, AnswerChoice]]
 
@@ -101,10 +103,10 @@ class Drawer:
                 changed.append(_Rows(first, raw, state, choice.num_generated, choice.drafts))
             first += len(choice.drafts) + 1
             raw += (len(choice.drafts) + 1) * len(request.request.prompts)
-        logprobs = _raw_logprobs(logits, changed)
+        raw_logprobs = _raw_logprobs(logits, changed, range(first))
         logits, late = self._changed(logits, changed)
-        tokens = sample(logits, params, positions, on_drawn)
-        return Drawn(tokens, logprobs.of(range(len(tokens)), tokens), late=late)
+        tokens, logprobs = _sample(raw_logprobs, logits, params, positions, on_drawn)
+        return Drawn(tokens, logprobs, late=late)
 
     def first_tokens(self, requests: Sequence[LanguageRequest]) -> Drawn:
         """A token behind the prompt for each choice of each request, all of whose prompts are computed.
@@ -119,21 +121,23 @@ class Drawer:
         # A copy: it is changed, and a draw that fails is repeated
         sequences = [sequence for request in requests for sequence in request.sequences]
         logits = torch.cat([each.last_logits for each in sequences if each.last_logits is not None])
-        logprobs = _raw_logprobs(logits, changed)
+        row_of = [row for row, request in enumerate(requests) for _ in request.request.sampling]
+        raw_logprobs = _raw_logprobs(logits, changed, row_of)
         logits, late = self._changed(logits, changed)
         if late:  # the mask at the beginning of an answer is made with its grammar
             raise InternalError("a request has no mask for its first token")
-        row_of = [row for row, request in enumerate(requests) for _ in request.request.sampling]
         params = [sampling for request in requests for sampling in request.request.sampling]
         positions = [requests[row].main.num_prompt_tokens for row in row_of]
-        tokens = sample(logits if len(row_of) == len(requests) else logits[row_of], params, positions)
+        if len(row_of) > len(requests):
+            logits = logits[to_device(row_of, logits.device)]
+        tokens, logprobs = _sample(raw_logprobs, logits, params, positions)
         constraints = {each.first: each.state.constraint for each in changed}
         complete = frozenset(
             i
             for i, row in enumerate(row_of)
             if (constraint := constraints.get(row)) is not None and constraint.completes(tokens[i])
         )
-        return Drawn(tokens, logprobs.of(row_of, tokens), complete)
+        return Drawn(tokens, logprobs, complete)
 
     def may_draw(self, request: LanguageRequest) -> bool:
         """Whether a step can draw for all its choices. Raises what ends the request."""
@@ -173,19 +177,21 @@ class Drawer:
             if each.state.counts is not None
             for row, counts in zip(each.rows, each.state.counts.rows(each.drafts), strict=True)
         ]
-        add_bias(logits, [(row, *state.bias) for row, state in rows if state.changes.bias])
-        penalize(logits, counts)
-        forbid(logits, [forbidden for each in changed for forbidden in each.forbidden()])
-        allow(logits, [(row, state.allowed) for row, state in rows if len(state.allowed)])
         masked = [each for each in changed if each.state.constraint is not None]
-        if not masked or self._masks is None:
-            return logits, frozenset()
-        masks, late = self._masks.take()
+        masks, late = None, frozenset[int]()
+        if masked and self._masks is not None:
+            masks, late = self._masks.take()
         known = [(row, i not in late) for i, each in enumerate(masked) for row in each.rows]
-        if late:
+        if masks is not None and late:
             masks = masks[[is_known for _, is_known in known]]
-        if len(masks):
-            apply_masks(logits, [row for row, is_known in known if is_known], masks)
+        Changes(
+            bias=[(row, *state.bias) for row, state in rows if state.changes.bias],
+            counted=counts,
+            forbidden=[forbidden for each in changed for forbidden in each.forbidden()],
+            allowed=[(row, state.allowed) for row, state in rows if len(state.allowed)],
+            masked=[row for row, is_known in known if is_known] if masks is not None else (),
+            masks=masks,
+        ).apply(logits)
         return logits, frozenset(masked[i].first for i in late)
 
 
@@ -203,20 +209,36 @@ def _positions(choice: AnswerChoice) -> range:
 
 def _guided(logits: Tensor, changed: Sequence[_Rows]) -> Tensor:
     """The two rows of each guided choice, which has no drafts, become one."""
-    guided = [each for each in changed if each.state.request.guidance is not None]
-    if not guided:
-        return logits
-    negative = {each.raw + 1 for each in guided}
-    out = logits[[row for row in range(len(logits)) if row not in negative]]
-    for each in guided:
-        if (guidance := each.state.request.guidance) is not None:
-            out[each.first] = guide(logits[each.raw], logits[each.raw + 1], guidance.scale)
-    return out
+    guided = [
+        (each.first, each.raw, guidance.scale)
+        for each in changed
+        if (guidance := each.state.request.guidance) is not None
+    ]
+    return guide_rows(logits, guided) if guided else logits
 
 
-def _raw_logprobs(logits: Tensor, changed: Sequence[_Rows]) -> RawLogprobs:
+def _raw_logprobs(logits: Tensor, changed: Sequence[_Rows], rows: Sequence[int]) -> RawLogprobs:
+    """rows: of each token that is drawn."""
     wanted: dict[int, tuple[int, int]] = {}
     for each in changed:
         if (num_top := each.state.request.num_logprobs) is not None:
             wanted |= {row: (each.raw + i, num_top) for i, row in enumerate(each.rows)}
-    return RawLogprobs(logits, wanted)
+    return RawLogprobs(logits, wanted, rows)
+
+
+def _sample(
+    raw: RawLogprobs,
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    on_drawn: Callable[[Tensor], None] = lambda tokens: None,
+) -> tuple[list[int], dict[int, TokenLogprobs]]:
+    """`sample`, and the log-probabilities of what it draws, enqueued before `on_drawn` is called."""
+    readings: list[Reading] = []
+
+    def on_tokens(tokens: Tensor) -> None:
+        readings.append(raw.reading(tokens))
+        on_drawn(tokens)
+
+    tokens = sample(logits, params, positions, on_tokens)
+    return tokens, readings[0]()

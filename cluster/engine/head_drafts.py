@@ -29,6 +29,7 @@ from cluster.engine.speculation import DraftedSequence, KnownTokens
 from cluster.engine.state import PromptWork
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
+from cluster.model.cuda.draw import to_device
 from cluster.model.draft_head import DraftHead
 from cluster.model.hidden_rows import HiddenRows
 from cluster.model.language import SequenceChunk
@@ -236,7 +237,7 @@ class HeadProposer:
             if not going:
                 return
             if len(going) < len(jobs):
-                jobs, rows = [jobs[i] for i in going], rows[torch.tensor(going, device=rows.device)]
+                jobs, rows = [jobs[i] for i in going], rows[to_device(going, rows.device)]
             chunks = [
                 self._chunk(job.held, job.guessed[-1:], len(job.sequence.token_ids) + len(job.guessed) - 1)
                 for job in jobs

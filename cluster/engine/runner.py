@@ -144,7 +144,7 @@ class LanguageRunner:
         self._take_rows(choices, lens, [tokens for tokens, _ in answered], prompts)
         accepted = iter(answered)
         last = iter(logits[num_rows:].clone().split(1) if prompts else ())  # these outlive the step
-        scored = iter([() if chunk.scores is None else chunk.scores.found for chunk in computed])
+        scored = iter([() if chunk.scores is None else chunk.scores.found() for chunk in computed])
         return [
             _answer_result([next(accepted) for _ in work.request.live_choices])
             if isinstance(work, AnswerWork)

@@ -14,6 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cluster.model.cuda.draw import to_device
+
 
 class HiddenRows:
     """`width`: of a row, in numbers. `capacity`: tokens of a step whose rows are kept."""
@@ -45,7 +47,7 @@ class HiddenRows:
 
     def take(self, indices: Sequence[int]) -> Tensor:
         """[n, width], a copy: the rows of these tokens of the last step, each below `capacity`."""
-        return self._rows[torch.tensor(indices, device=self._rows.device)]
+        return self._rows[to_device(indices, self._rows.device)]
 
     def _keep_input(
         self, place: int, _layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]

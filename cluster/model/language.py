@@ -25,6 +25,7 @@ from cluster.model.attention import PagedBatch, UnknownSizes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
+from cluster.model.cuda.draw import to_device
 from cluster.model.cuda.step_inputs import StepInputs
 from cluster.model.experts import expert_row_bytes
 from cluster.model.half_files import CheckRoom
@@ -347,7 +348,7 @@ class LanguageModel:
         first = 0
         for chunk in chunks:
             if (scores := chunk.scores) is not None:
-                rows = torch.tensor(scores.rows, dtype=torch.int64, device=self.device) + first
+                rows = to_device(scores.rows, self.device) + first
                 for some in rows.split(MAX_SCORED_ROWS):
                     scores.take(self._logits(hidden(some)).float())
             first += len(chunk.token_ids)

@@ -9,16 +9,20 @@ What a row costs in a step: docs/api.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cluster.model.cuda.draw import reading, to_device
+from cluster.model.cuda.uploads import upload_as_they_are
 from cluster.types.logprobs import TokenLogprobs
 
 _GROUP = 128  # logits whose maximum is looked at first
 
+Reading = Callable[[], dict[int, TokenLogprobs]]  # by index of the token
 Top = tuple[list[int], list[float]]  # token ids, log-probabilities
 
 
@@ -32,61 +36,105 @@ class PromptScores:
         self.rows = rows
         self.targets = targets
         self.num_top = num_top
-        self.found: list[TokenLogprobs] = []  # of the first targets
+        self._num_taken = 0
+        self._readings: list[Reading] = []
 
     def take(self, logits: Tensor) -> None:
-        """logits: [R, V] float32 of the next R rows. Synchronises the device."""
-        start, num_rows = len(self.found), len(logits)
-        raw = RawLogprobs(logits, {row: (row, self.num_top) for row in range(num_rows)})
-        found = raw.of(range(num_rows), self.targets[start : start + num_rows])
-        self.found += [found[row] for row in range(num_rows)]
+        """logits: [R, V] float32 of the next R rows. On a GPU everything is enqueued."""
+        start, rows = self._num_taken, range(len(logits))
+        self._num_taken += len(rows)
+        raw = RawLogprobs(logits, {row: (row, self.num_top) for row in rows}, rows)
+        self._readings.append(raw.reading(to_device(self.targets[start : start + len(rows)], logits.device)))
+
+    def found(self) -> list[TokenLogprobs]:
+        """Returns those of the targets whose rows were taken. Waits for them."""
+        return [each for read in self._readings for each in read().values()]
 
 
 class RawLogprobs:
     """Log-probabilities of some rows of a step. Made before anything changes the logits; read when tokens are
     drawn."""
 
-    def __init__(self, logits: Tensor, wanted: Mapping[int, tuple[int, int]], *, together: bool = False):
+    def __init__(
+        self,
+        logits: Tensor,
+        wanted: Mapping[int, tuple[int, int]],
+        rows: Sequence[int],
+        *,
+        together: bool = False,
+    ):
         """logits: [R, V] float32. `wanted`: for rows that are drawn from, the row of `logits` behind it and
-        how many of the most probable tokens are wanted. `together`: in a few operations on all rows, as on
-        other devices, also on the CPU."""
+        how many of the most probable tokens are wanted. `rows`: of each token that will be drawn. `together`:
+        in a few operations on all rows, as on other devices, also on the CPU. Enqueues on a GPU."""
         self._num_top = [num_top for _, num_top in wanted.values()]
-        self._places = {row: place for place, row in enumerate(wanted)}
+        places = {row: place for place, row in enumerate(wanted)}
+        # Of each token whose row is wanted: its index, and the place of its row
+        self._tokens = [i for i, row in enumerate(rows) if row in places]
+        self._places = [places[rows[i]] for i in self._tokens]
         raw_rows = [raw for raw, _ in wanted.values()]
-        self._rows: Sequence[Tensor] | Tensor = []  # [V] each
+        self._rows: Sequence[Tensor] | _OnDevice = []  # [V] each
         if logits.device.type == "cpu" and not together:
             self._rows = [torch.log_softmax(logits[raw], dim=-1) for raw in raw_rows]
         elif wanted:
-            self._rows = torch.log_softmax(logits[raw_rows], dim=-1)
+            numbers = (np.array(each, dtype=np.int64) for each in (raw_rows, self._tokens, self._places))
+            raw, tokens, place = upload_as_they_are([*numbers], logits.device)
+            self._rows = _OnDevice(torch.log_softmax(logits[raw], dim=-1), tokens, place)
 
-    def of(self, rows: Sequence[int], token_ids: Sequence[int]) -> dict[int, TokenLogprobs]:
-        """By its index: of each token whose row is wanted. Token `token_ids[i]` was drawn from row `rows[i]`.
-        Synchronises the device."""
+    def reading(self, tokens: Tensor) -> Reading:
+        """tokens [number of `rows`] int64: the drawn ones, on the device of the logits. Enqueues everything,
+        results included. The function that is returned waits for these alone; it gives them by index of the
+        token, for each whose row is wanted."""
         if not self._places:
-            return {}
-        told = [(i, self._places[row]) for i, row in enumerate(rows) if row in self._places]
-        drawn = self._drawn([place for _, place in told], [token_ids[i] for i, _ in told])
-        top = self._top()
-        return {
-            i: TokenLogprobs(logprob, tuple(top[place][0]), tuple(top[place][1]))
-            for (i, place), logprob in zip(told, drawn, strict=True)
-        }
+            return dict
+        indices, places = self._tokens, self._places
+        find = self._finding(tokens)
 
-    def _drawn(self, places: Sequence[int], token_ids: Sequence[int]) -> list[float]:
-        if isinstance(self._rows, Tensor):
-            device = self._rows.device
-            return self._rows[
-                torch.tensor(places, device=device), torch.tensor(token_ids, device=device)
-            ].tolist()
-        return [float(self._rows[place][token]) for place, token in zip(places, token_ids, strict=True)]
+        def read() -> dict[int, TokenLogprobs]:
+            drawn, top = find()
+            return {
+                i: TokenLogprobs(logprob, tuple(top[place][0]), tuple(top[place][1]))
+                for i, place, logprob in zip(indices, places, drawn, strict=True)
+            }
 
-    def _top(self) -> list[Top]:
-        """The most probable tokens of each row, as many as it wants."""
-        if not isinstance(self._rows, Tensor):
-            return [_largest(row.numpy(), num) for row, num in zip(self._rows, self._num_top, strict=True)]
-        top = self._rows.topk(min(max(self._num_top), self._rows.shape[-1]), dim=-1)
-        found = zip(top.indices.tolist(), top.values.tolist(), self._num_top, strict=True)
-        return [(ids[:num], values[:num]) for ids, values, num in found]
+        return read
+
+    def _finding(self, tokens: Tensor) -> Callable[[], tuple[list[float], list[Top]]]:
+        """The function returns those of `_tokens`, and the most probable tokens of each row."""
+        if isinstance(self._rows, _OnDevice):
+            return self._rows.finding(tokens, self._num_top)
+        ids = tokens.tolist()
+        drawn = [float(self._rows[p][ids[i]]) for i, p in zip(self._tokens, self._places, strict=True)]
+        top = [_largest(row.numpy(), num) for row, num in zip(self._rows, self._num_top, strict=True)]
+        return lambda: (drawn, top)
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """logprobs: [rows, V] float32. tokens, places: int64, which drawn tokens are wanted, and their rows."""
+
+    logprobs: Tensor
+    tokens: Tensor
+    places: Tensor
+
+    def finding(self, drawn: Tensor, num_top: Sequence[int]) -> Callable[[], tuple[list[float], list[Top]]]:
+        """One copy to the host, of bits: of float32 and int32."""
+        own = self.logprobs[self.places, drawn[self.tokens]]
+        top = self.logprobs.topk(min(max(num_top), self.logprobs.shape[-1]), dim=-1)
+        parts = (own.view(torch.int32), top.indices.int().flatten(), top.values.flatten().view(torch.int32))
+        sizes, shape = [len(own), top.indices.numel()], top.indices.shape
+        copied = reading(torch.cat(parts))
+
+        def find() -> tuple[list[float], list[Top]]:
+            of_own, ids, values = np.split(copied(), np.cumsum(sizes))
+            found = zip(
+                ids.reshape(shape).tolist(),
+                values.view(np.float32).reshape(shape).tolist(),
+                num_top,
+                strict=True,
+            )
+            return of_own.view(np.float32).tolist(), [(ids[:num], values[:num]) for ids, values, num in found]
+
+        return find
 
 
 def _largest(row: np.ndarray, num: int) -> Top:

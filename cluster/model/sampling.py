@@ -64,7 +64,7 @@ def sample(
         tokens = _sample_by_torch(logits, params, positions)
     read = reading(tokens)
     on_drawn(tokens)
-    return read()
+    return read().tolist()
 
 
 def _sample_by_torch(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:

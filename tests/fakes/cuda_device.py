@@ -7,9 +7,10 @@ A `CudaTensor` says that it lies on `cuda:i` and holds its numbers in CPU memory
 * while a graph is recorded: reading a tensor on the host, copies between the memories, waiting;
 * division by a Python number is a product with its inverse, as in CUDA's kernels.
 
-It counts the reads that make the host wait (`num_syncs`). Streams and events keep an order: `torch.cuda`'s
-own sanitizer is told which stream reads and writes what, and `races` holds what it objects to. A recorded
-graph is replayed operator by operator, into the same tensors.
+It counts the reads and copies that make the host wait (`num_syncs`): those to and from memory that is not
+pinned, too. Streams and events keep an order: `torch.cuda`'s own sanitizer is told which stream reads and
+writes what, and `races` holds what it objects to. A recorded graph is replayed operator by operator, into the
+same tensors.
 
 `with SimulatedCuda() as device:` replaces the names of `torch.cuda` for all threads; a further thread
 computes inside `with device.on_thread():`.
@@ -105,6 +106,8 @@ class _Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         if func in _BRACKETS:
             args = (args[0], _with_read_bounds(args[1]), *args[2:])
+            if _is_on_cuda(args[0]) and any(isinstance(each, list) for each in _parts(args[1])):
+                self._device.sync("a list between brackets is copied to the device")
             if _get_current_dispatch_mode() is not self._device:  # something looks at every operator
                 return _BRACKETS[func](*args)
         if func is torch.tensor and any(map(_is_on_cuda, leaves(args[:1]))):
@@ -275,7 +278,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
                 out = out.clone() if out is _held(source) else out
             return self._pin(out) if is_pinned else out
         if not _is_on_cuda(source):
-            self.crosses(asynchronous)
+            self.crosses(asynchronous and (source.data_ptr() in self.pinned or not source.numel()))
         made = CudaTensor(out, self._place(place))
         self.operators.append(str(func))
         self._note_copy(source, made)
@@ -388,6 +391,10 @@ def _with_read_bounds(index: Any) -> Any:
         return index
     bounds = (index.start, index.stop, index.step)
     return slice(*(each.item() if isinstance(each, Tensor) else each for each in bounds))
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def _is_on_cuda(each: Any) -> bool:

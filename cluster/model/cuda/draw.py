@@ -126,19 +126,19 @@ def to_device(numbers: Sequence[int] | Sequence[tuple[int, ...]], device: torch.
     return (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
 
 
-def reading(tokens: Tensor) -> Callable[[], list[int]]:
-    """Enqueues a copy of the tokens to the host, on any device. The function that is returned waits for that
+def reading(numbers: Tensor) -> Callable[[], np.ndarray]:
+    """Enqueues a copy of the numbers to the host, on any device. The function that is returned waits for that
     copy alone, not for what is enqueued behind it."""
-    if tokens.device.type != "cuda":
-        return tokens.tolist
-    found = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    found.copy_(tokens, non_blocking=True)
+    if numbers.device.type != "cuda":
+        return numbers.numpy
+    found = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    found.copy_(numbers, non_blocking=True)
     copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(tokens.device))
+    copied.record(torch.cuda.current_stream(numbers.device))
 
-    def read() -> list[int]:
+    def read() -> np.ndarray:
         copied.synchronize()
-        return found.tolist()
+        return found.numpy()
 
     return read
 

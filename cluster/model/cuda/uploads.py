@@ -13,20 +13,31 @@ import torch
 from torch import Tensor
 
 Finish = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+_DTYPES = {np.dtype(name): getattr(torch, name) for name in ("int32", "int64", "float32")}
 _ALIGNED = 4  # numbers of 16 bytes: Triton compiles other code for a tensor that begins elsewhere
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as int32 on the device, each beginning at a multiple of 16 bytes: one copy for all, from
-    pinned memory on a GPU. Enqueues, and does not wait."""
-    sizes = [-(-each.size // _ALIGNED) * _ALIGNED for each in arrays]
-    packed = np.zeros(sum(sizes), dtype=np.int32)
-    for first, each in zip(np.cumsum([0, *sizes]), arrays, strict=False):
-        packed[first : first + each.size] = each.ravel()
+    """`upload_as_they_are`, as int32."""
+    return upload_as_they_are([each.astype(np.int32) for each in arrays], device)
+
+
+def upload_as_they_are(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays, of int32, int64 or float32, on the device, each beginning at a multiple of 16 bytes: one
+    copy for all, from pinned memory on a GPU. Enqueues, and does not wait."""
+    words = [np.ascontiguousarray(each).reshape(-1).view(np.int32) for each in arrays]
+    starts = np.cumsum([0, *(-(-own.size // _ALIGNED) * _ALIGNED for own in words)]).tolist()
+    packed = np.zeros(starts[-1], dtype=np.int32)
+    for first, own in zip(starts, words, strict=False):
+        packed[first : first + own.size] = own
     on_host = torch.from_numpy(packed)
     sent = (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
-    parts = zip(sent.split(sizes), arrays, strict=True)
-    return [part[: each.size].view(each.shape) for part, each in parts]
+    found: list[Tensor] = []
+    for first, own, each in zip(starts, words, arrays, strict=False):
+        part = sent.narrow(0, first, own.size)
+        part = part if each.dtype == np.int32 else part.view(_DTYPES[each.dtype])
+        found.append(part if each.ndim == 1 else part.view(each.shape))
+    return found
 
 
 class Uploads:

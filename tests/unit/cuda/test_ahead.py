@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import AnswerWork, LanguageRequest, PromptWork
 from cluster.engine.timing import Stopwatch
 from cluster.model.cuda.draw import to_device
-from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
+from cluster.types.request import GenerateRequest, LogitChanges, Prompt, SamplingParams, StopParams
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
 from tests.unit.cuda.test_recorded_steps import FEATURES, text_model
@@ -44,9 +45,13 @@ def test_workers_run_ahead_on_a_gpu_only() -> None:
     assert may_run_ahead(torch.device("cuda", 0)) and not may_run_ahead(torch.device("cpu"))
 
 
-def answering(runner: LanguageRunner, row: int) -> LanguageRequest:
-    """A request whose prompt is computed and whose first token is known."""
+def answering(runner: LanguageRunner, row: int, sampling: SamplingParams | None = None) -> LanguageRequest:
+    """A request whose prompt is computed and whose first token is known. `sampling`: with changes of logits,
+    and with log-probabilities."""
     asked = GenerateRequest(f"r{row}", Prompt(tuple(PROMPTS[row])), (SAMPLING[row],), StopParams(99))
+    if sampling is not None:
+        changes = LogitChanges(((4, 1.5),), presence_penalty=0.5)
+        asked = msgspec.structs.replace(asked, sampling=(sampling,), changes=changes, num_logprobs=row)
     request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=False)
     sequence = TokenSequence(f"r{row}/0", asked.prompt, block_table=TABLES[row])
     request.add_prompt(sequence)
@@ -58,14 +63,15 @@ def answering(runner: LanguageRunner, row: int) -> LanguageRequest:
     return request
 
 
-def step(runner: LanguageRunner, requests: Sequence[LanguageRequest], goes_on: Sequence[int]) -> list[int]:
+def step(runner: LanguageRunner, requests: Sequence[LanguageRequest], goes_on: Sequence[int]) -> list[object]:
+    """Returns the token of each request, and its log-probabilities."""
     then = [requests[row].choices[0] for row in goes_on]
     results = runner.run([AnswerWork(request) for request in requests], lambda layer, ready: None, then)
     tokens = [result.tokens[0][0] for result in results]
     for request, token_id in zip(requests, tokens, strict=True):
         request.choices[0].append(token_id)
         request.choices[0].sequences[0].computed(1)
-    return tokens
+    return [(result.tokens, result.logprobs) for result in results]
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -76,7 +82,7 @@ def test_tokens_are_those_of_steps_that_wait(is_recorded: bool, device: Simulate
     found = []
     for is_ahead in (False, True):
         runner = LanguageRunner(compared.model, steps, compared.kvs[0], FEATURES)
-        requests = [answering(runner, row) for row in range(3)]
+        requests = [answering(runner, row, SAMPLING[row]) for row in range(3)]
         tokens = []
         for number in range(NUM_STEPS):
             goes_on = [0, 2] if number == 2 else [0, 1, 2]
@@ -86,12 +92,13 @@ def test_tokens_are_those_of_steps_that_wait(is_recorded: bool, device: Simulate
     assert found[0] == found[1], found
 
 
+@pytest.mark.parametrize("sampling", [None, SamplingParams()])
 def test_the_host_waits_for_the_tokens_and_not_for_the_forward_behind_them(
-    device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+    sampling: SamplingParams | None, device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared = Compared(text_model(device))
     runner = LanguageRunner(compared.model, compared.graphed, compared.kvs[0], FEATURES)
-    requests = [answering(runner, row) for row in range(3)]
+    requests = [answering(runner, row, sampling) for row in range(3)]
     step(runner, requests, [0, 1, 2])
     happened: list[str] = []
     decode, sync = compared.graphed.decode, device.sync
@@ -104,4 +111,9 @@ def test_the_host_waits_for_the_tokens_and_not_for_the_forward_behind_them(
     monkeypatch.setattr(compared.graphed, "decode", noted)
     monkeypatch.setattr(device, "sync", lambda why: happened.append(why) or sync(why))
     step(runner, requests, [0, 1, 2])
-    assert happened[happened.index("forward") :] == ["forward", "the host waits for an event"]
+    one = "the host waits for an event"
+    at = happened.index("forward")
+    if sampling is None:  # drawn by torch here, which copies temperatures and noise
+        assert happened[at:] == ["forward", one]
+    else:  # for the previous step's inputs, which have long been copied; for tokens, and log-probabilities
+        assert happened == [one, "forward", one, one]

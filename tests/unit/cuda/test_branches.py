@@ -26,7 +26,8 @@ REHEARSED = {  # test file: places
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
-    "test_layer_launches.py": "cluster/model/cuda/uploads.py:upload cluster/model/cuda/early.py:early",
+    "test_layer_launches.py": """ cluster/model/cuda/early.py:early
+        cluster/model/cuda/uploads.py:upload_as_they_are """,
     "test_layer_marks.py": """
         cluster/model/cuda/layer_marks.py:LayerMarks.__init__
         cluster/model/cuda/layer_marks.py:LayerMarks.record
@@ -47,7 +48,7 @@ REHEARSED = {  # test file: places
     "test_codes.py": "cluster/model/cuda/coded_choice.py:keep_right_codes",
     "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """
-        cluster/model/changes.py:apply_masks cluster/model/changes.py:penalize
+        cluster/model/changes.py:Changes.apply
         cluster/model/logprobs.py:RawLogprobs.__init__ cluster/model/sampling.py:_ascending
         cluster/model/sampling.py:_greedy_tokens cluster/model/sampling.py:_likely
         cluster/model/sampling.py:_sample_by_torch

@@ -11,14 +11,13 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from cluster.model.changes import (
+    Changes,
     add_bias,
     allow,
     apply_masks,
-    apply_masks_together,
     forbid,
     guide,
     penalize,
-    penalize_together,
 )
 from cluster.model.logprobs import RawLogprobs
 from cluster.model.token_counts import TokenCounts
@@ -76,7 +75,7 @@ def penalized(
     out = logits.clone()
     penalize(out, [(0, *next(counts.rows(())), changes)])
     together = logits.repeat(2, 1)
-    penalize_together(together, [(1, *next(counts.rows(())), changes)])
+    Changes(counted=[(1, *next(counts.rows(())), changes)]).apply_together(together)
     assert together[1:].equal(out) and together[:1].equal(logits)
     return out
 
@@ -130,7 +129,7 @@ def test_a_mask_keeps_the_tokens_whose_bits_are_set():
         logits = torch.randn(3, vocab_size)
         out, together = logits.clone(), logits.clone()
         apply_masks(out, [2, 0], masks)
-        apply_masks_together(together, [2, 0], masks)
+        Changes(masked=[2, 0], masks=masks).apply_together(together)
         assert together.equal(out)
         for row, mask in ((2, allowed[0]), (0, allowed[1])):
             assert (out[row] > NONE)[:70].equal(mask) and (out[row, 70:] == NONE).all()
@@ -143,7 +142,7 @@ def test_the_most_probable_tokens_are_found_in_their_order(together):
     logits = torch.randn(3, 1000).round(decimals=1)  # many are equal
     logits[2, 4:] = NONE
     wanted, drawn = {5: (1, 20), 6: (2, 3), 7: (0, 0)}, [3, 1, 999]
-    told = RawLogprobs(logits, wanted, together=together).of([5, 6, 7], drawn)
+    told = RawLogprobs(logits, wanted, [5, 6, 7], together=together).reading(torch.tensor(drawn))()
     for i, (row, num) in enumerate(wanted.values()):
         own = logits[row].log_softmax(-1)
         assert told[i].drawn == float(own[drawn[i]])

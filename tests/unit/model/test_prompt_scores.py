@@ -51,11 +51,11 @@ def test_a_chunk_is_scored_in_pieces_and_nothing_else_changes(
     assert torch.equal(model.forward([*one_token_chunks(), scored], after), logits)
     assert torch.equal(before.buffer, after.buffer)
     assert scores.sizes == [3, 3, 2]
-    drawn = torch.tensor([each.drawn for each in scores.found])
+    drawn = torch.tensor([each.drawn for each in scores.found()])
     torch.testing.assert_close(drawn, expected[range(8), TARGETS], rtol=0, atol=1e-5)
     top = expected.topk(num_top)
-    assert [list(each.top_ids) for each in scores.found] == top.indices.tolist()
-    values = torch.tensor([each.top for each in scores.found])
+    assert [list(each.top_ids) for each in scores.found()] == top.indices.tolist()
+    values = torch.tensor([each.top for each in scores.found()])
     torch.testing.assert_close(values, top.values, rtol=0, atol=1e-5)
 
 
@@ -64,4 +64,4 @@ def test_rows_are_taken_in_the_order_of_their_targets() -> None:
     for row in torch.tensor([[[0.0, -torch.inf]], [[-1.0, -1.0]]]):
         scores.take(row)
     half: Any = pytest.approx(-0.6931472)
-    assert scores.found == [TokenLogprobs(-torch.inf, (0,), (0.0,)), TokenLogprobs(half, (0,), (half,))]
+    assert scores.found() == [TokenLogprobs(-torch.inf, (0,), (0.0,)), TokenLogprobs(half, (0,), (half,))]
