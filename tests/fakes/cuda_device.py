@@ -4,7 +4,8 @@ A `CudaTensor` says that it lies on `cuda:i` and holds its numbers in CPU memory
 `SimulatedCuda`, which refuses what a GPU refuses and computes the rest on the CPU:
 
 * tensors of two devices in one operator, but for 0-dimensional CPU tensors and CPU tensors that index;
-* while a graph is recorded: reading a tensor on the host, copies between the memories, waiting;
+* while a graph is recorded: reading a tensor on the host, waiting, copies between the memories but to pinned
+  ones of the host;
 * division by a Python number is a product with its inverse, as in CUDA's kernels.
 
 It counts the reads and copies that make the host wait (`num_syncs`): those to and from memory that is not
@@ -262,7 +263,9 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             into, source = args[0], args[1]
             if _is_on_cuda(into) != _is_on_cuda(source):
                 asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
-                self.crosses(asynchronous and (_is_on_cuda(into) or into.data_ptr() in self.pinned))
+                to_host = not _is_on_cuda(into)
+                if not (to_host and asynchronous and self._is_pinned(into)):
+                    self.crosses(asynchronous and not to_host)
             _held(into).copy_(_held(source))
             if _is_on_cuda(into):
                 self._note_copy(source, into)
@@ -302,6 +305,9 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         if not asynchronous:
             self.sync("a copy between host and device")
 
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.pinned
+
     def _pin(self, tensor: Tensor) -> Tensor:
         self.pinned.add(tensor.data_ptr())
         return tensor
@@ -336,7 +342,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             "Stream": lambda device=None, **_: Stream(
                 self, self._place(torch.device("cuda" if device is None else device)), self.next_number()
             ),
-            "Event": lambda external=False, **_: Event(self, self.next_number(), external),
+            "Event": lambda **_: Event(self, self.next_number()),
             "CUDAGraph": lambda: Graph(self),
             "graph": self._record, "graph_pool_handle": lambda: (0, 1),
             "is_current_stream_capturing": lambda: self.capture is not None,

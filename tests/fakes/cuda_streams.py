@@ -41,18 +41,13 @@ class Stream:
 
 
 class Event:
-    """is_external: recorded in a graph, it is a part of the graph; else it only orders the graph's parts."""
-
-    def __init__(self, device: CurrentPlace, number: int, is_external: bool = False):
-        self._device, self.number, self.is_external = device, number, is_external
+    def __init__(self, device: CurrentPlace, number: int):
+        self._device, self.number = device, number
         self.is_over = True  # as CUDA's, until it is recorded
         self.num_waits = 0
         device.handler._handle_event_creation(number)
 
     def record(self, stream: Stream | None = None) -> None:
-        if self.is_external and self._device.capture is not None:
-            self._device.capture.add(self.record, (), {}, [])
-            return
         stream = stream or self._device.current_stream()
         self._device.handler._handle_event_record(self.number, stream.number)
         self.is_over = False

@@ -32,7 +32,7 @@ class Told:
 
 @torch.inference_mode()
 def test_a_mark_is_set_when_its_replay_has_come_there() -> None:
-    marks, x = LayerMarks(DEVICE), torch.zeros(1, 4096, device=DEVICE)
+    marks, x = LayerMarks(DEVICE, 2), torch.zeros(1, 4096, device=DEVICE)
     square, made = (torch.zeros(SIZE, SIZE, device=DEVICE) for _ in range(2))
     norm = Norm(torch.full((4096,), 2.0, device=DEVICE), 0.0)
 
@@ -48,7 +48,7 @@ def test_a_mark_is_set_when_its_replay_has_come_there() -> None:
 
     replay = capture_cuda()(step)
     for number in range(1, 4):
-        marks.finish()
+        marks.begin()
         x.fill_(number)
         rows, told = replay(), Told()
         marks.report(told)

@@ -17,8 +17,8 @@ All graphs share one pool of memory, so only one of them may run at a time. Mixe
 `MIXED_TOKENS` are not recorded: the engine cuts prompts so that few steps are larger
 (`StepModel.recorded_tokens`). What cannot be recorded runs unrecorded, with equal results; the log says why.
 
-Where prompts' KV is sent while it is computed, a mixed step also records an event behind each layer's K and V
-(`LayerMarks`).
+Where prompts' KV is sent while it is computed, a mixed step also tells the host when each layer's K and V are
+written (`LayerMarks`).
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class CapturableModel(StepModel, Protocol):
 
     block_size: int
     max_model_len: int
+    num_layers: int
     hidden_size: int
     feature_width: int
     vocab_size: int
@@ -147,7 +148,7 @@ class GraphedModel:
         self._embeds = torch.zeros(most_tokens, model.hidden_size, dtype=model.dtype, device=device)
         self._logits = torch.zeros(largest.num_wanted, model.vocab_size, device=device)
         self._replays: dict[StepSizes, Replay] = {}
-        self._marks = LayerMarks(device) if sizes.has_marks else None
+        self._marks = LayerMarks(device, model.num_layers) if sizes.has_marks else None
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -182,7 +183,7 @@ class GraphedModel:
             return self._model.forward(chunks, kv, on_layer)
         self._check(kv)
         if self._marks is not None:
-            self._marks.finish()
+            self._marks.begin()
         token_ids = self._model.known_ids([token for chunk in chunks for token in chunk.token_ids])
         inputs = self._buffers.fill_chunks(sizes, token_ids, chunks)
         self._model.place_embeds(inputs.token_ids, chunks, self._embeds[: sizes.num_tokens])

@@ -171,7 +171,7 @@ class EchoModel:
     block_size = BLOCK_SIZE
     max_model_len = BLOCK_SIZE * MAX_BLOCKS - 1
     hidden_size = feature_width = 2
-    vocab_size = position_axes = 1
+    vocab_size = position_axes = num_layers = 1
     recorded_tokens = state_blocks = 0
     dtype = torch.float32
 
