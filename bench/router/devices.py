@@ -29,7 +29,7 @@ from cluster.model.adapters import PreparedAdapter
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.states import StateSpan
-from cluster.model.step_model import StepModel
+from cluster.model.step_model import OnLayer, StepModel
 from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.media import Modality
 from cluster.types.members import Role
@@ -83,7 +83,7 @@ class _Steps:
         self._num_layers, self._vocab_size = num_layers, vocab_size
 
     def forward(
-        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: OnLayer | None = None
     ) -> Tensor:
         curve = self._device.curves and self._device.curves.prefill
         if curve is None:

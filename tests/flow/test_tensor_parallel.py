@@ -159,7 +159,7 @@ def answers(
         tokens.append(decode(tokens[-1], step, (TABLES[0], [11, 12, 13])))
     both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2, adapter=of_first, states=pairs[0].of(2))
     verified = model.forward([both], kv).flatten()
-    return tokens, torch.cat([verified, torch.tensor([each.drawn for each in scores.found])])
+    return tokens, torch.cat([verified, torch.tensor([each.drawn for each in scores.found()])])
 
 
 def num_forwards(language: LanguageModel) -> int:

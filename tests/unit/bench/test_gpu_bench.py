@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.autograd import DeviceType
@@ -260,7 +262,7 @@ def test_parts_that_start_no_cluster_need_no_ray() -> None:
 
 
 def test_clusters_that_start_together_have_the_names_of_their_parts() -> None:
-    found = list(PARTS["clusters"].run(True))
+    found: list[Mapping[str, Any]] = list(PARTS["clusters"].run(True))
     names = {name for name in RUN if name.startswith(("equal-", "load-", "throughput"))} - {
         "throughput-engine"
     }

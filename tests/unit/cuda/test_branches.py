@@ -28,7 +28,10 @@ REHEARSED = {  # test file: places
     """,
     "test_layer_launches.py": """ cluster/model/cuda/early.py:early
         cluster/model/cuda/uploads.py:upload_as_they_are """,
-    "test_layer_marks.py": "cluster/model/cuda/layer_marks.py:LayerMarks.__init__",
+    "test_layer_marks.py": """
+        cluster/model/cuda/layer_marks.py:LayerMarks.__init__
+        cluster/model/cuda/layer_marks.py:LayerMarks.record
+    """,
     "test_recorded_steps.py": """
         cluster/model/cuda/graphs.py:recording_of cluster/model/cuda/graphs.py:_recorded
     """,

@@ -119,6 +119,7 @@ class FusedKernels:
 
     def candidates(self, parts: DecoderParts, observed: Observed) -> Iterator[Settings]:
         seen = observed.heads
+        assert seen is not None
         heads = (seen.num_query, seen.num_kv, seen.key_width)
         for norm in NORMS:
             yield {"norm": norm, "heads": heads, "scaling": seen.attention.scaling}
