@@ -198,7 +198,7 @@ def test_an_emulated_step_sleeps_as_its_curve_says_layer_by_layer_and_answers_wi
     chunks = [a_chunk(10, 0, num_logits=1), a_chunk(10, 6, num_logits=0)]
     layers: list[int] = []
     no_kv: Any = None
-    logits = steps.forward(chunks, no_kv, layers.append)
+    logits = steps.forward(chunks, no_kv, lambda layer_idx, ready=None, /: layers.append(layer_idx))
     assert logits.shape == (1, 7) and layers == [0, 1, 2, 3]
     assert step_s(Curve(1.0, 0.1, 0.01), chunks) == pytest.approx(1 + 20 * (0.1 + 0.01 * 3))
     assert sum(slept) == pytest.approx(2 * (1 + 20 * (0.1 + 0.01 * 3)))
