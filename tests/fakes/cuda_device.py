@@ -28,25 +28,15 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fakes.brackets import get_item, set_item
+from tests.fakes.cuda_calls import BRACKETS, Calls
 from tests.fakes.cuda_streams import CurrentPlace, Event, Graph, Stream
 from tests.fakes.leaves import leaves, mapped
 
 VRAM = 1 << 48  # added to addresses, so that none of them is an address of the host
-_OPEN = torch.device("cuda")
 _aten = torch.ops.aten
-_NOT_THERE = (  # what torch says of a device: built without CUDA; built with it, without a driver or a GPU
-    "not linked with support for cuda",
-    "CUDA driver version is insufficient",
-    "no CUDA-capable device",
-)
-_BRACKETS = {Tensor.__getitem__: get_item, Tensor.__setitem__: set_item}
-_WHOLE = {F.scaled_dot_product_attention, *_BRACKETS}
 _INDEXING = {
     _aten.index.Tensor,
     _aten.index_put_.default,
@@ -93,49 +83,6 @@ class CudaTensor(torch.Tensor):
         return SimulatedCuda.active.dispatch(func, args, kwargs or {})
 
 
-class _Calls(TorchFunctionMode):
-    """Calls of torch's functions: "cuda" becomes the current device, as torch built without CUDA cannot ask
-    for it. Fused attention is one launch, and so is what is between brackets, for which torch asks the
-    driver, too."""
-
-    def __init__(self, device: SimulatedCuda):
-        super().__init__()
-        self._device = device
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.device:
-            return func(*args, **(kwargs or {}))
-        if func in _BRACKETS:
-            args = (args[0], _with_read_bounds(args[1]), *args[2:])
-            if _is_on_cuda(args[0]) and any(isinstance(each, list) for each in _parts(args[1])):
-                self._device.sync("a list between brackets is copied to the device")
-            if _get_current_dispatch_mode() is not self._device:  # something looks at every operator
-                return _BRACKETS[func](*args)
-        if func is torch.tensor and any(map(_is_on_cuda, leaves(args[:1]))):
-            self._device.sync("torch.tensor reads the tensors among its numbers")
-        if func is Tensor.__index__ and _is_on_cuda(args[0]):
-            return args[0].item()
-        if func is torch.full and args:  # torch reads such sizes, too, but asks the driver
-            args = (tuple(each.item() if _is_on_cuda(each) else each for each in args[0]), *args[1:])
-        if func in _WHOLE and any(map(_is_on_cuda, leaves((args, kwargs)))):
-            return self._device.kernel(func, *args, **(kwargs or {}))
-        args, kwargs = mapped(self._placed, (args, kwargs or {}))
-        try:
-            return func(*args, **kwargs)
-        except RuntimeError as error:
-            if not any(text in str(error) for text in _NOT_THERE):
-                raise
-            if func is Tensor.copy_:
-                return self._device.dispatch(_aten.copy_.default, args, kwargs)
-            return self._device.kernel(func, *args, **kwargs)
-
-    def _placed(self, each: Any) -> Any:
-        is_open = (
-            each == "cuda" if isinstance(each, str) else isinstance(each, torch.device) and each == _OPEN
-        )
-        return torch.device("cuda", self._device.current_device()) if is_open else each
-
-
 class SimulatedCuda(CurrentPlace, TorchDispatchMode):
     active: SimulatedCuda | None = None
 
@@ -167,7 +114,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
     @contextmanager
     def on_thread(self) -> Iterator[None]:
         torch._C._set_only_lift_cpu_tensors(True)
-        with _Calls(self), self._pushed():
+        with Calls(self), self._pushed():
             yield
 
     @contextmanager
@@ -180,7 +127,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
     def kernel(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One launch: `work` over the tensors' numbers, without a look at what it does in between."""
-        index = self._index_of(args, kwargs, strict=work not in _BRACKETS)
+        index = self._index_of(args, kwargs, strict=work not in BRACKETS)
         return self._run(work, getattr(work, "__name__", "kernel"), args, kwargs, index)
 
     # --- operators
@@ -361,7 +308,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         SimulatedCuda.active = self
         # `torch.tensor(…, device="cuda")` is made on the CPU and copied, instead of asking the driver.
         torch._C._set_only_lift_cpu_tensors(True)
-        self._calls = _Calls(self)
+        self._calls = Calls(self)
         self._calls.__enter__()
         super().__enter__()
         return self
@@ -387,20 +334,6 @@ def _histc_of_integers(numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _is_composite(func: Any) -> bool:
     """Inference mode hands over what is made of other operators."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
-
-def _with_read_bounds(index: Any) -> Any:
-    """What stands between brackets; the host reads tensors that are the bounds of a slice."""
-    if isinstance(index, tuple):
-        return tuple(map(_with_read_bounds, index))
-    if not isinstance(index, slice):
-        return index
-    bounds = (index.start, index.stop, index.step)
-    return slice(*(each.item() if isinstance(each, Tensor) else each for each in bounds))
-
-
-def _parts(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
 
 
 def _is_on_cuda(each: Any) -> bool:

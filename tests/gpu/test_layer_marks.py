@@ -1,5 +1,5 @@
-"""Marks in a recorded step, on a GPU: each replay sets them anew, one after the other, and launches that
-begin early wait on both sides of one."""
+"""Marks in a recorded step, on a GPU: every replay sets them again, one after the other. Kernels that begin
+early wait for the kernel before, also where a mark lies between the two."""
 
 from __future__ import annotations
 

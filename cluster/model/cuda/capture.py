@@ -73,9 +73,8 @@ def _recording(
         except Exception:
             try:
                 graph.capture_end()
-            except (
-                RuntimeError
-            ):  # it is invalid: torch would go on allocating for it (pytorch/pytorch#180395)
+            except RuntimeError:
+                # it is invalid: torch would go on allocating for it (pytorch/pytorch#180395)
                 _abandoned.append(graph)
                 with suppress(RuntimeError):  # it does not
                     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
