@@ -97,6 +97,9 @@ class ScriptedRunner:
             for choice, num_new in news.items()
             for sequence in choice.sequences
         ]
+        for choice in then:
+            for sequence in choice.sequences:
+                sequence.span_ahead()
         self._num_tokens = {choice: len(choice.token_ids) + num_new for choice, num_new in news.items()}
         self.num_ahead += bool(then)
         if prompts:

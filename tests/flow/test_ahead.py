@@ -22,7 +22,6 @@ from tests.fakes.structures import of_schema
 from tests.flow.hybrid_models import save_hybrid
 from tests.flow.local_cluster import let_all_in, local_cluster
 from tests.flow.losses import Loss, StandIns
-from tests.flow.test_hybrids import fail_sometimes
 from tests.flow.test_law import MAX_TOKENS, MODEL, check_all, cluster_args
 from tests.flow.test_windows import window_args
 from tests.flow.test_worker_loss import answer, asked
@@ -100,27 +99,31 @@ def save_model(folder: Path, name: str) -> Path:
 
 
 def wanted_of(folder: Path, prompts: Sequence[tuple[int, ...]], num_structured: int) -> list[list[int]]:
-    """What `generate` answers, the first ones of the tokens alone that the grammar allows."""
-    vocabulary = Vocabulary(VocabularySource.load(folder, SIZES["vocab_size"], ()))
+    """What `generate` answers, the first ones of tokens alone that the grammar allows."""
+    vocabulary = Vocabulary(VocabularySource.load(str(folder), SIZES["vocab_size"], ()))
     root = Matcher(compile_structure(STRUCTURE, vocabulary), vocabulary)
     model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = []
-    for number, prompt in enumerate(prompts):
-        ends: list[int] = []
+    return [
+        structured(model, prompt, root) if number < num_structured else plain(model, prompt)
+        for number, prompt in enumerate(prompts)
+    ]
 
-        def allowed(_: int, ids: torch.Tensor, num=len(prompt), ends=ends) -> list[int]:
-            matcher = root.copy()
-            for token_id in ids[num:].tolist()[: (ends or [None])[0]]:
-                matcher.accept(token_id)
-            if matcher.is_complete:
-                ends.append(len(ids) - num)
-                return [0]
-            return matcher.allowed().tolist()
 
-        options: dict[str, Any] = {"prefix_allowed_tokens_fn": allowed} if number < num_structured else {}
-        (tokens,) = generated_by(model, [prompt], NUM_TOKENS, **options)
-        found.append(tokens[: min(ends, default=None)])
-    return found
+def plain(model: Any, prompt: tuple[int, ...], **options: Any) -> list[int]:
+    return generated_by(model, [prompt], NUM_TOKENS, **options)[0]
+
+
+def structured(model: Any, prompt: tuple[int, ...], root: Matcher) -> list[int]:
+    matchers = [root.copy()]  # behind each token, until the answer is complete
+
+    def allowed(_: int, ids: torch.Tensor) -> list[int]:
+        if len(ids) > len(prompt) and not matchers[-1].is_complete:
+            matchers.append(matchers[-1].copy())
+            matchers[-1].accept(int(ids[-1]))
+        return [0] if matchers[-1].is_complete else matchers[-1].allowed().tolist()
+
+    tokens = plain(model, prompt, prefix_allowed_tokens_fn=allowed)
+    return tokens[: len(matchers) - 1] if matchers[-1].is_complete else tokens
 
 
 async def ask_all(cluster, prompts: Sequence[tuple[int, ...]], num_structured: int) -> list[list[int]]:
@@ -151,16 +154,26 @@ async def test_structures_and_states_go_ahead(tmp_path, num_ahead, name, roles):
     assert sum(map(bool, num_ahead)) > NUM_TOKENS / 2
 
 
-async def test_states_that_were_written_over_come_from_another_attempt(tmp_path, num_ahead, monkeypatch):
-    """Every fifth step fails when the forward behind it has been enqueued."""
+async def test_a_step_that_fails_behind_its_forward_ahead_costs_no_token(tmp_path, num_ahead):
+    """It cannot be repeated, as the state that it began with is written over: its answers go on in another
+    attempt, and are the same."""
     folder, prompts = save_hybrid(tmp_path, "qwen3_5_text"), draw_prompts((5, 24, 37))
-    async with local_cluster(window_args(folder, kv_blocks=4000), (0, 1, 2)) as cluster:
+    async with local_cluster(window_args(folder, kv_blocks=4000), (0, 1, 1)) as cluster:
         cluster.let_prefill_locally(lambda _: False)
-        for decode in cluster.decodes:
-            fail_sometimes(decode.engine.runner, monkeypatch)
-        got = await ask_all(cluster, prompts, 0)
-    assert got == wanted_of(folder, prompts, 0)
-    assert any(num_ahead)
+        runner, failed = cluster.decodes[0].engine.runner, []
+        run = runner.run
+
+        def fail_once(works: Any, on_layer: Any, then: Any = ()) -> Any:
+            results = run(works, on_layer, then)
+            if len(num_ahead) > 9 and then and not failed:
+                failed.append(len(works))
+                raise ValueError("planted")
+            return results
+
+        runner.run = fail_once
+        got = await ask_all(cluster, prompts, 1)
+    assert got == wanted_of(folder, prompts, 1)
+    assert failed
 
 
 async def test_hybrid_answers_that_gave_way_go_on(tmp_path, num_ahead):
