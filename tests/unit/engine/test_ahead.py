@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import AnswerChoice
 from cluster.errors import BookkeepingError
 from cluster.kvcache.blocks import BlockPool
@@ -49,15 +50,17 @@ def test_choices_and_guided_answers_go_ahead(rig, relay, field):
     assert num_ahead(rig) == 18
 
 
-def test_the_block_that_is_written_is_held_until_the_forward_has_ended(rig, relay):
-    """The answer ends, and its forward goes on: the block is free a turn later."""
-    story = relay.start(make_request("r", 6, max_tokens=20, stop=(55,)))
-    pool = rig.pools["decode"]
+@pytest.mark.parametrize("stop", range(54, 58))
+def test_the_block_that_is_written_is_held_until_the_forward_has_ended(rig, relay, stop):
+    """The answer ends, and its forward goes on, which may be the first in a block: it is free a turn later."""
+    story = relay.start(make_request("r", 6, max_tokens=20, stop=(stop,)))
+    pool, sequences = rig.pools["decode"], []
     while story.finish_reason is None:
-        num_before = pool.num_referenced
+        sequences += sequences_of(rig)
         relay.play(1)
-    assert story.finish_reason is FinishReason.STOP and num_before > 0
-    assert pool.num_referenced == 1, "the forward in flight writes there"
+    assert story.finish_reason is FinishReason.STOP
+    written = sequences[-1].block_table[-1]
+    assert pool.num_referenced == 1 and is_held(pool, written), "the forward in flight writes there"
     rig.decode.step()
     assert pool.num_referenced == 0
 
@@ -69,19 +72,19 @@ def test_the_state_that_is_written_is_held_until_the_forward_has_ended():
     story = relay.start(make_request("r", 6, max_tokens=20, stop=(55,)))
     pool, places = rig.pools["decode"], []
     while story.finish_reason is None:
-        places += [
-            [*sequence.state]
-            for request in rig.decode.engine.requests.values()
-            for choice in request.live_choices
-            for sequence in choice.sequences
-        ]
+        places += [[*sequence.state] for sequence in sequences_of(rig)]
         relay.play(1)
-    assert pool.num_referenced == 3
-    held = [block for block in range(40) if is_held(pool, block)]
-    assert set(places[-1]) <= set(held) and not set(places[-2]) & set(held)
+    assert pool.num_referenced == 3 and all(is_held(pool, block) for block in places[-1])
     rig.decode.step()
     assert pool.num_referenced == 0
     relay.finish()
+
+
+def sequences_of(rig: Rig) -> list[TokenSequence]:
+    """Of answers."""
+    requests = rig.decode.engine.requests.values()
+    choices = [choice for request in requests for choice in request.live_choices]
+    return [sequence for choice in choices for sequence in choice.sequences]
 
 
 def is_held(pool: BlockPool, block_id: int) -> bool:
