@@ -286,7 +286,7 @@ def forward_ahead_holds_nothing() -> Change:
 
 
 def state_ahead_not_held() -> Change:
-    """Of the blocks that a forward in flight writes to, those of states are free when its answers have ended."""
+    """The states that a forward in flight writes to are free when its answers have ended."""
     hold = ForwardAhead._hold
 
     def holds(self: ForwardAhead, choices: Any) -> None:
@@ -335,6 +335,6 @@ ALL = (
     cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
     partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
     last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,
-    unwanted_grant_kept, stale_tier, forward_ahead_holds_nothing, state_ahead_not_held, state_ahead_of_wrong_place,
-    drafts_in_states, one_draft_in_states, outbox_forgets_doors,
+    unwanted_grant_kept, stale_tier, forward_ahead_holds_nothing, state_ahead_not_held,
+    state_ahead_of_wrong_place, drafts_in_states, one_draft_in_states, outbox_forgets_doors,
 )  # fmt: skip

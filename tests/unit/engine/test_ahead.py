@@ -52,7 +52,8 @@ def test_choices_and_guided_answers_go_ahead(rig, relay, field):
 
 @pytest.mark.parametrize("stop", range(54, 58))
 def test_the_block_that_is_written_is_held_until_the_forward_has_ended(rig, relay, stop):
-    """The answer ends, and its forward goes on, which may be the first in a block: it is free a turn later."""
+    """The answer ends, and its forward goes on, whose row may be the first in a block: it is free a turn
+    later."""
     story = relay.start(make_request("r", 6, max_tokens=20, stop=(stop,)))
     pool, sequences = rig.pools["decode"], []
     while story.finish_reason is None:
@@ -97,8 +98,8 @@ def is_held(pool: BlockPool, block_id: int) -> bool:
 
 
 def test_a_step_in_flight_takes_the_first_forced_token_of_each_answer(rig, relay):
-    """Tokens 5 to 9 and 15 to 19 are forced. The first of them comes alone; behind it nothing is enqueued, and
-    the next step computes what is left."""
+    """Tokens 5 to 9 and 15 to 19 are forced. The first of them comes alone; behind it nothing is enqueued,
+    and the next step computes what is left."""
     rig.draft = forced(lambda choice: 10 - choice.num_generated % 10 if choice.num_generated % 10 > 4 else 0)
     steps: list[int] = []
     rig.mid_decode = lambda: steps.append(num_ahead(rig))
