@@ -4,6 +4,7 @@ weights; what the loader does with the codes needs no interpreter."""
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,20 +15,22 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
+from transformers.integrations.moe import grouped_mm_experts_forward
 
 from cluster.config.checkpoint import check_weights, weight_files
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
+from cluster.model.coded_experts import ExpertLoading
 from cluster.model.coded_loading import load_with_codes
-from cluster.model.cuda.coded_products import whole_product
+from cluster.model.cuda.coded_choice import CODED_KERNELS
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs, merged_codes
 from cluster.model.dequantising import plain_tensors
 from cluster.model.language import LanguageModel
 from cluster.model.language_parts import LanguageParts, on_kernels, probed_parts
-from cluster.model.layers.codes import CodedLinear, Codes
+from cluster.model.layers.codes import CodedExperts, CodedKernels, CodedLinear, Codes
 from cluster.model.loading import Half, load_half
 from cluster.model.support import text_of
 from tests.fakes.slow_params import often
@@ -81,12 +84,34 @@ def coded(model: nn.Module) -> dict[str, CodedLinear]:
     return {name: each for name, each in model.named_modules() if isinstance(each, CodedLinear)}
 
 
-def load(folder: Path, product=product_of_plain, dtype: torch.dtype = torch.float32):
-    return load_half(folder, Half.LANGUAGE, dtype=dtype, device="cpu", coded=product)
+@torch.inference_mode()
+def experts_of_plain(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """transformers' own product, over plain experts of the same numbers."""
+    plain = copy.copy(experts)
+    plain._modules, plain._parameters = {}, dict(experts._parameters)
+    for name, child in experts.named_children():
+        if isinstance(child, CodedExperts):
+            weight = torch.stack([child.of(expert).plain(x.dtype) for expert in range(len(child))])
+            weight = weight.transpose(1, 2) if experts.is_transposed else weight
+            plain.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+        else:
+            plain.add_module(name, child)
+    return grouped_mm_experts_forward(plain, x, chosen, weights)
+
+
+OF_PLAIN = CodedKernels(product_of_plain, experts_of_plain)
+
+
+def coded_experts(model: nn.Module) -> dict[str, CodedExperts]:
+    return {name: each for name, each in model.named_modules() if isinstance(each, CodedExperts)}
+
+
+def load(folder: Path, kernels: CodedKernels = OF_PLAIN, dtype: torch.dtype = torch.float32):
+    return load_half(folder, Half.LANGUAGE, dtype=dtype, device="cpu", coded=kernels)
 
 
 def fused(folder: Path) -> LanguageParts:
-    parts = probed_parts(load(folder, whole_product), 16, "auto")
+    parts = probed_parts(load(folder, CODED_KERNELS), 16, "auto")
     with torch.inference_mode():
         merge_inputs(parts.model, torch.device("cpu"))
     attention = CudaAttention(TorchAttention(), num_processors=2)
@@ -110,17 +135,23 @@ def test_a_model_of_codes_gives_the_tokens_of_generate(
 
 @pytest.mark.parametrize("form", ["AWQ", "modelopt fp8", "W4A16 with zeros", "GPTQ of 8 bits"])
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "qwen3_moe"])
-def test_linears_keep_their_codes_and_all_else_is_plain(family: str, form: str, tmp_path: Path) -> None:
+def test_linears_and_experts_keep_their_codes_and_all_else_is_plain(
+    family: str, form: str, tmp_path: Path
+) -> None:
     stored, _ = folders(family, form, tmp_path)
     model, expected = (
         load(stored),
         load_half(tmp_path / "plain", Half.LANGUAGE, dtype=torch.float32, device="cpu"),
     )
     names = {name for name in expected.state_dict() if is_of_text(name) and ".experts." not in name}
-    linears = coded(model)
+    linears, experts = coded(model), coded_experts(model)
     assert {f"{name}.weight" for name in linears} == names
+    assert {*experts} == {name for name in expected.state_dict() if ".experts." in name}
     for name, parameter in expected.named_parameters():
-        found = linears[name.removesuffix(".weight")].weight if name in names else model.get_parameter(name)
+        if name in experts:
+            found = experts[name].codes.plain(torch.float32).view(parameter.shape)
+        else:
+            found = linears[name.removesuffix(".weight")].weight if name in names else model.get_parameter(name)
         assert torch.equal(found, parameter), name
 
 
@@ -193,6 +224,7 @@ def test_a_weight_from_which_transformers_computes_is_plain(tmp_path: Path, capl
     assert quantisation is not None
     with plain_tensors(weight_files(stored), quantisation, torch.float32) as tensors:
         expected = 2 * tensors[doubled][...]
+        experts = ExpertLoading(tensors, text_of, torch.device("cpu"))
 
         def read() -> tuple[hf.PreTrainedModel, dict]:
             num_reads.append(1)
@@ -203,7 +235,7 @@ def test_a_weight_from_which_transformers_computes_is_plain(tmp_path: Path, capl
                 model.get_submodule(path).register_parameter(leaf, nn.Parameter(own, requires_grad=False))
             return model, {}
 
-        model, _ = load_with_codes(read, tensors, text_of, product_of_plain)
+        model, _ = load_with_codes(read, tensors, text_of, product_of_plain, experts)
     assert len(num_reads) == 2 and f"cannot keep their codes: {doubled}" in caplog.text
     assert torch.equal(model.get_parameter(doubled), expected)
     assert len(coded(model)) == 20
@@ -222,7 +254,7 @@ def fails_for_wide_rows(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
 def test_a_linear_whose_product_is_wrong_becomes_plain_and_is_named(tmp_path: Path, caplog) -> None:
     stored, _ = folders("llama", "AWQ", tmp_path)
     expected = {name: each.weight for name, each in coded(load(stored)).items()}
-    model = load(stored, wrong_for_many_rows)
+    model = load(stored, replace(OF_PLAIN, product=wrong_for_many_rows))
     assert not coded(model)
     for name, weight in expected.items():
         assert torch.equal(model.get_submodule(name).get_parameter("weight"), weight)
@@ -231,6 +263,6 @@ def test_a_linear_whose_product_is_wrong_becomes_plain_and_is_named(tmp_path: Pa
 
 def test_a_kernel_that_fails_leaves_the_other_linears_their_codes(tmp_path: Path, caplog) -> None:
     stored, _ = folders("llama", "AWQ", tmp_path)
-    model = load(stored, fails_for_wide_rows)
+    model = load(stored, replace(OF_PLAIN, product=fails_for_wide_rows))
     assert len(coded(model)) == 18 and type(model.model.layers[0].mlp.down_proj) is nn.Linear
     assert "64 × 96: dequantised, because its kernel for 1 rows fails: does not compile" in caplog.text
