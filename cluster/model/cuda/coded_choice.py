@@ -96,7 +96,7 @@ def _keep_right_experts(model: nn.Module, dtype: torch.dtype, forward: ExpertsFo
             continue
         form = (type(experts), *(each.codes.form for each in coded.values()))
         if form not in faults:
-            faults[form] = _fault_of_experts(experts, dtype, forward)
+            faults[form] = fault_of_experts(experts, dtype, forward)
             if faults[form] is not None:
                 logger.warning(
                     "codes: %d %s of %s: dequantised, because %s",
@@ -121,7 +121,7 @@ def _call(experts: nn.Module, forward: ExpertsForward) -> None:
     own.config._experts_implementation = _EXPERTS
 
 
-def _fault_of_experts(experts: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> str | None:
+def fault_of_experts(experts: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> str | None:
     """Why they must not compute from their codes, by a few of them; None: they are right."""
     down: Any = experts.down_proj
     num_experts, width, device = len(down), down.num_outputs, down.numbers.device

@@ -34,7 +34,19 @@ from cluster.model.layers.codes import CodedExperts, CodedKernels, CodedLinear, 
 from cluster.model.loading import Half, load_half
 from cluster.model.support import text_of
 from tests.fakes.slow_params import often
-from tests.flow.quantised_folders import Checkpoint, is_linear, plain
+from tests.flow.quantised_folders import (
+    FP8_ENTRY,
+    MXFP4_ENTRY,
+    Checkpoint,
+    declared,
+    dequantised,
+    in_fp8_blocks,
+    in_mxfp4,
+    is_expert,
+    is_linear,
+    plain,
+    quantised,
+)
 from tests.flow.quantised_formats import FORMS, in_form
 from tests.unit.model.test_cuda_whole_layer import (
     ATTENTION,
@@ -60,6 +72,8 @@ CASES = (  # family, format, what is fused
     ("qwen2_5_vl", "compressed fp8 by rows", WHOLE),
     ("gemma2_softcap_window", "GPTQ", LAYERS),
     ("qwen3_moe", "AWQ", ATTENTION),
+    ("gpt_oss_sinks_window", "MXFP4", ATTENTION),
+    ("qwen3_moe", "fp8 in blocks", ATTENTION),
     ("cohere2_logit_scale", "fp8 with static scales", None),
     ("deepseek_v3_mla", "W4A16 by rows", MLP),
 )
@@ -75,7 +89,17 @@ def is_of_text(name: str) -> bool:
 
 def folders(family: str, form: str, folder: Path) -> tuple[Path, Checkpoint]:
     """A quantised checkpoint, and the plain one that it stands for."""
-    stored, expected = in_form(plain(family, folder / "original"), FORMS[form], is_of_text)
+    original = plain(family, folder / "original")
+    if form == "MXFP4":
+        stored = declared(quantised(original, in_mxfp4, is_expert), MXFP4_ENTRY)
+        expected = dequantised(stored)
+    elif form == "fp8 in blocks":  # as the official folders
+        stored = declared(quantised(original, in_fp8_blocks, is_of_text), FP8_ENTRY)
+        expected = dequantised(stored)
+    else:
+        stored, expected = in_form(original, FORMS[form], is_of_text)
+    expected = expected.copied()
+    expected.config.pop("quantization_config", None)
     expected.save(folder / "plain")
     return stored.save(folder / "stored"), expected
 
@@ -120,7 +144,7 @@ def fused(folder: Path) -> LanguageParts:
 
 
 @interpreted
-@pytest.mark.parametrize(("family", "form", "what"), often(CASES, (CASES[1], CASES[2], CASES[8], CASES[9])))
+@pytest.mark.parametrize(("family", "form", "what"), often(CASES, (CASES[1], CASES[2], CASES[9], CASES[11])))
 def test_a_model_of_codes_gives_the_tokens_of_generate(
     family: str, form: str, what: str | None, tmp_path: Path
 ) -> None:
@@ -151,7 +175,9 @@ def test_linears_and_experts_keep_their_codes_and_all_else_is_plain(
         if name in experts:
             found = experts[name].codes.plain(torch.float32).view(parameter.shape)
         else:
-            found = linears[name.removesuffix(".weight")].weight if name in names else model.get_parameter(name)
+            found = (
+                linears[name.removesuffix(".weight")].weight if name in names else model.get_parameter(name)
+            )
         assert torch.equal(found, parameter), name
 
 
