@@ -1,5 +1,5 @@
-"""Loads the experts of a quantised checkpoint with their codes: all matrices of a layer's first product as one
-matrix, and all of its second.
+"""Loads the experts of a quantised checkpoint with their codes: all matrices of a layer's first product as
+one, and all of its second.
 
 transformers alone knows which tensors become a layer's experts, and in which order. So it is given numbers in
 place of weights: a column with the number of each row (`NumberedRows`), which it stacks and joins as it would
@@ -62,7 +62,7 @@ class _Place(NamedTuple):
     sources: tuple[str, ...]  # names of the tensors that it is made of
 
 
-class _Matrix(NamedTuple):
+class _ExpertMatrix(NamedTuple):
     """A matrix of a quantised weight."""
 
     name: str
@@ -80,15 +80,15 @@ class ExpertLoading:
         self, tensors: dict[str, Any], text_of: Callable[[PreTrainedModel], nn.Module], device: torch.device
     ):
         """tensors: what transformers reads; quantised weights of experts in it are replaced."""
-        self._tensors, self._text_of, self._device = tensors, text_of, device
+        self.tensors, self._text_of, self._device = tensors, text_of, device
         self._plain = {name: each for name, each in tensors.items() if is_of_experts(name, each)}
         self._names = list(self._plain)
         self._weights = {name: each for name, each in self._plain.items() if each.has_codes}
         self._places: list[_Place] = []
 
     def begin(self) -> None:
-        """Before each attempt to read the model."""
-        self._tensors.update(self._plain)
+        """Makes the tensors plain weights again. Call it before each attempt to read the model."""
+        self.tensors.update(self._plain)
         self._places = []
 
     @property
@@ -99,7 +99,7 @@ class ExpertLoading:
     def take_places(self, model: PreTrainedModel, conversions: Sequence[WeightTransform]) -> None:
         """model: on the meta device, before anything is read into it."""
         sources = defaultdict(list)
-        for name, target in taken_names(model, conversions, self._tensors).items():
+        for name, target in taken_names(model, conversions, self.tensors).items():
             sources[target].append(name)
         of_text = {*self._text_of(model).modules()}
         for path, module in model.named_modules():
@@ -116,7 +116,7 @@ class ExpertLoading:
             column = torch.empty(shape, dtype=torch.int64, device="meta")
             own.register_parameter(place.leaf, nn.Parameter(column, requires_grad=False))
             for name in place.sources:
-                self._tensors[name] = NumberedRows(self._weights[name], self._names.index(name))
+                self.tensors[name] = NumberedRows(self._weights[name], self._names.index(name))
 
     def settle(self) -> bool:
         """Puts codes in place of the columns. Returns whether all are; else the model has to be read again.
@@ -148,7 +148,7 @@ class ExpertLoading:
     def _made(self, columns: Tensor) -> CodedExperts | None:
         if columns.dtype != torch.int64 or columns.ndim != 3:
             return None
-        matrices: list[_Matrix] = []
+        matrices: list[_ExpertMatrix] = []
         for rows in columns.flatten(1):
             if (own := self._matrices(rows)) is None:
                 return None
@@ -156,7 +156,7 @@ class ExpertLoading:
         codes = _stacked(matrices, self._device)
         return None if codes is None else CodedExperts(codes, len(columns))
 
-    def _matrices(self, rows: Tensor) -> list[_Matrix] | None:
+    def _matrices(self, rows: Tensor) -> list[_ExpertMatrix] | None:
         """Whose rows these are; None: they are not whole matrices, one after the other."""
         found = []
         while len(rows):
@@ -168,7 +168,7 @@ class ExpertLoading:
             expected = torch.arange(weight.num_rows) + int(rows[0])
             if first or not torch.equal(rows[: weight.num_rows], expected):
                 return None
-            found.append(_Matrix(name, weight, expert))
+            found.append(_ExpertMatrix(name, weight, expert))
             rows = rows[weight.num_rows :]
         return found
 
@@ -178,7 +178,7 @@ def is_of_experts(name: str, tensor: object) -> bool:
     return isinstance(tensor, DequantisedSlice) and ".experts." in name
 
 
-def _stacked(matrices: Sequence[_Matrix], device: torch.device) -> Codes | None:
+def _stacked(matrices: Sequence[_ExpertMatrix], device: torch.device) -> Codes | None:
     """One matrix on the device; None: they differ in more than their numbers. A few of them are in the memory
     of the CPU at once."""
     sizes = {each.weight.scale_rows for each in matrices}
@@ -190,7 +190,7 @@ def _stacked(matrices: Sequence[_Matrix], device: torch.device) -> Codes | None:
     scales, zeros, end = [], [], 0
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(matrices), _AT_ONCE):
-            for codes in pool.map(_Matrix.codes, matrices[start : start + _AT_ONCE]):
+            for codes in pool.map(_ExpertMatrix.codes, matrices[start : start + _AT_ONCE]):
                 if codes.columns != first.columns:
                     return None
                 begin, end = end, end + len(codes.numbers)

@@ -8,8 +8,8 @@ a stand-in for every weight whose codes can stay: one row of NaN that is repeate
 * It is found nowhere, because transformers has computed something from it: the model is loaded again, with
   this weight plain.
 
-So the plain weights of the linears exist nowhere. Experts: `coded_experts`. Runs on the thread that loads the model, while the files
-are open.
+So the plain weights of the linears exist nowhere. Experts are loaded in another way: `coded_experts`. Runs on
+the thread that loads the model, while the files are open.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class StandIn:
 
 def load_with_codes(
     read: Callable[[], Loaded],
-    tensors: dict[str, Any],
+    experts: ExpertLoading,
     text_of: Callable[[PreTrainedModel], nn.Module],
     product: CodedProduct,
-    experts: ExpertLoading,
 ) -> Loaded:
-    """tensors: what `read` loads a model from; quantised weights in it are replaced. experts: of the same
-    tensors, which take their places while `read` runs."""
+    """experts: take their places while `read` runs, which loads a model from their tensors; quantised weights
+    in these are replaced."""
+    tensors = experts.tensors
     weights = {
         name: tensor
         for name, tensor in tensors.items()

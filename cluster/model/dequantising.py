@@ -80,7 +80,7 @@ class DequantisedSlice:
 
     @property
     def num_experts(self) -> int:
-        """Of a weight that has a matrix for each; 0: it is one matrix."""
+        """How many matrices the weight has, one for each expert; 0: it is one matrix."""
         return self._weight.shape[0] if self._form.layout is MXFP4 else 0
 
     @property

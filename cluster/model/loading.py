@@ -79,8 +79,7 @@ def load_half(
     """transformers' model with only this rank's share of `half` in memory. Blocks while reading. mapped: its
     parameters, which are then not read from the checkpoint; those that exist in packed form only are on the
     meta device. coded: how linears and experts of a quantised text model are computed, which then keep their
-    codes; None: they are dequantised. Not for ranks. check_room: is asked before a weight is read, and may
-    refuse.
+    codes; None: they are dequantised. Not for ranks. check_room: may refuse before a weight is read.
 
     Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
     half, a weight file is missing or truncated, a weight is not finite or is quantised in a form that is not
@@ -98,25 +97,23 @@ def load_half(
     half_files = HalfFiles(files, quantisation)
     with ExitStack() as opened:
         reading = opened.enter_context(Reading(f"{path}, {half} half"))
-        tensors = None
+        tensors, experts = None, None
         if quantisation is not None:
             tensors = opened.enter_context(plain_tensors(files, quantisation, dtype))
             if mapped is None:
                 check_values(tensors)
+            if coded is not None:
+                experts = ExpertLoading(tensors, text_of, torch.device(device))
         elif has_two_layouts(config.model_type) or mixers is not None:
             tensors = opened.enter_context(stored_tensors(files))
         elif sharding.num_ranks == 1:
             tensors = half_files.mapped()
-        experts = None
-        if quantisation is not None and tensors is not None and coded is not None:
-            experts = ExpertLoading(tensors, text_of, torch.device(device))
         begin = partial(_begin, reading, half_files, sharding, experts, check_room)
         half_class = _reading_class(half_class, tensors, begin, mixers)
         read = partial(_read, half_class, path, config, dtype, sharding, mixers)
-        if experts is None or tensors is None or coded is None:
-            model, report = read()
-        else:
-            model, report = load_with_codes(read, tensors, text_of, coded.product, experts)
+        if experts is not None and coded is not None:
+            read = partial(load_with_codes, read, experts, text_of, coded.product)
+        model, report = read()
         if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
             what = ", ".join(wrong[:5])
             raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {what}")

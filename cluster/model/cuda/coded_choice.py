@@ -33,11 +33,13 @@ _NUM_CHOSEN = 2  # of the experts that are compared
 def keep_right_codes(model: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> None:
     """All tensors of `model` are on the device. One linear, and one layer's experts, of each form and size is
     compared. forward: of experts."""
-    _keep_right_linears(model, dtype)
-    _keep_right_experts(model, dtype, forward)
+    has_linears = _keep_right_linears(model, dtype)
+    if _keep_right_experts(model, dtype, forward) or has_linears:
+        torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
 
 
-def _keep_right_linears(model: nn.Module, dtype: torch.dtype) -> None:
+def _keep_right_linears(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Returns whether there are any."""
     faults: dict[object, str | None] = {}
     num_kept = 0
     for parent in [*model.modules()]:
@@ -57,8 +59,8 @@ def _keep_right_linears(model: nn.Module, dtype: torch.dtype) -> None:
             else:
                 setattr(parent, name, _plain(child, dtype))
     if faults:
-        torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
         logger.info("codes: %d linears compute from their codes", num_kept)
+    return bool(faults)
 
 
 def _fault(linear: CodedLinear, dtype: torch.dtype) -> str | None:
@@ -87,7 +89,8 @@ def _plain(linear: CodedLinear, dtype: torch.dtype) -> nn.Linear:
     return plain
 
 
-def _keep_right_experts(model: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> None:
+def _keep_right_experts(model: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> bool:
+    """Returns whether there are any."""
     faults: dict[object, str | None] = {}
     num_kept = 0
     for experts in [*model.modules()]:
@@ -110,8 +113,8 @@ def _keep_right_experts(model: nn.Module, dtype: torch.dtype, forward: ExpertsFo
             for name, each in coded.items():
                 _make_plain(experts, name, each, dtype)
     if faults:
-        torch.cuda.empty_cache()
         logger.info("codes: the experts of %d layers compute from their codes", num_kept)
+    return bool(faults)
 
 
 def _call(experts: nn.Module, forward: ExpertsForward) -> None:

@@ -37,7 +37,7 @@ class Codes:
     numbers     of 8 bits: [N, K] uint8. Of 4 bits: [N, ceil(K / 128), 16] int32, where four bits of a word,
                 from bit 4 * j on, are column 16 * j + i of the run, for word i; columns from K on are zero
     scales      [ceil(N / scale_rows), G], in the checkpoint's dtype; of E2M1 uint8, exponents of 2 plus 127
-    zeros       uint8 of the same shape; None: all are the middle of the integers, and of floats there are none
+    zeros       uint8 of the same shape; None: all are the middle of the integers, and floats have none
     width       K
     group       columns that have one scale: a multiple of 16, or all
     scale_rows  rows that have one scale

@@ -4,7 +4,6 @@ weights; what the loader does with the codes needs no interpreter."""
 
 from __future__ import annotations
 
-import copy
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -15,7 +14,6 @@ import pytest
 import torch
 import transformers as hf
 from torch import Tensor, nn
-from transformers.integrations.moe import grouped_mm_experts_forward
 
 from cluster.config.checkpoint import check_weights, weight_files
 from cluster.errors import ConfigError
@@ -108,19 +106,18 @@ def coded(model: nn.Module) -> dict[str, CodedLinear]:
     return {name: each for name, each in model.named_modules() if isinstance(each, CodedLinear)}
 
 
-@torch.inference_mode()
-def experts_of_plain(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """transformers' own product, over plain experts of the same numbers."""
-    plain = copy.copy(experts)
-    plain._modules, plain._parameters = {}, dict(experts._parameters)
-    for name, child in experts.named_children():
-        if isinstance(child, CodedExperts):
-            weight = torch.stack([child.of(expert).plain(x.dtype) for expert in range(len(child))])
-            weight = weight.transpose(1, 2) if experts.is_transposed else weight
-            plain.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-        else:
-            plain.add_module(name, child)
-    return grouped_mm_experts_forward(plain, x, chosen, weights)
+def experts_of_plain(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Gated, one expert after the other."""
+    out = torch.zeros_like(x)
+    for expert in range(len(experts.down_proj)):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        first, second = (own.of(expert).plain(x.dtype) for own in (experts.gate_up_proj, experts.down_proj))
+        has_bias = experts.has_bias
+        first_bias = experts.gate_up_proj_bias[expert] if has_bias else None
+        rows = experts._apply_gate(nn.functional.linear(x[token], first, first_bias))
+        products = nn.functional.linear(rows, second, experts.down_proj_bias[expert] if has_bias else None)
+        out.index_add_(0, token, products * weights[token, place, None])
+    return out
 
 
 OF_PLAIN = CodedKernels(product_of_plain, experts_of_plain)
@@ -261,7 +258,7 @@ def test_a_weight_from_which_transformers_computes_is_plain(tmp_path: Path, capl
                 model.get_submodule(path).register_parameter(leaf, nn.Parameter(own, requires_grad=False))
             return model, {}
 
-        model, _ = load_with_codes(read, tensors, text_of, product_of_plain, experts)
+        model, _ = load_with_codes(read, experts, text_of, product_of_plain)
     assert len(num_reads) == 2 and f"cannot keep their codes: {doubled}" in caplog.text
     assert torch.equal(model.get_parameter(doubled), expected)
     assert len(coded(model)) == 20
@@ -285,6 +282,46 @@ def test_a_linear_whose_product_is_wrong_becomes_plain_and_is_named(tmp_path: Pa
     for name, weight in expected.items():
         assert torch.equal(model.get_submodule(name).get_parameter("weight"), weight)
     assert "NIBBLE of 96 × 64: dequantised, because its product of 17 rows is wrong by 10.0%" in caplog.text
+
+
+def wrong_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return 1.1 * experts_of_plain(experts, x, chosen, weights)
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "AWQ"), ("gpt_oss_sinks_window", "MXFP4")])
+def test_experts_whose_products_are_wrong_become_plain_and_are_named(
+    family: str, form: str, tmp_path: Path, caplog
+) -> None:
+    stored, _ = folders(family, form, tmp_path)
+    model = load(stored, replace(OF_PLAIN, experts=wrong_experts))
+    assert not coded_experts(model) and "their products of 1 tokens are wrong by 10.0%" in caplog.text
+    whole = load_half(tmp_path / "plain", Half.LANGUAGE, dtype=torch.float32, device="cpu")
+    for name, parameter in whole.named_parameters():
+        if ".experts." in name:
+            assert torch.equal(model.get_parameter(name), parameter), name
+
+
+def test_experts_that_differ_in_more_than_their_numbers_are_plain(tmp_path: Path, caplog) -> None:
+    """Here the scales of one of them have another dtype; and one has a plain matrix."""
+    caplog.set_level("INFO")
+    stored, expected = in_form(plain("qwen3_moe", tmp_path / "original"), FORMS["W4A16"], is_linear)
+    name = "model.layers.{}.mlp.experts.2.{}_proj"
+    stored.tensors[name.format(0, "down") + ".weight_scale"] = (
+        stored.tensors[name.format(0, "down") + ".weight_scale"].half()
+    )  # fmt: skip
+    for part in ("packed", "scale", "shape"):
+        del stored.tensors[name.format(2, "up") + f".weight_{part}"]
+    left = name.format(2, "up") + ".weight"
+    stored.tensors[left] = expected.tensors[left]
+    experts = coded_experts(model := load(stored.save(tmp_path / "stored")))
+    assert sum("layers.0." in each for each in experts) == 0 and "cannot keep their codes" in caplog.text
+    assert sum("layers.1." in each for each in experts) == 2 and not any(
+        "layers.2." in each for each in experts
+    )
+    found = model.get_parameter("model.layers.2.mlp.experts.gate_up_proj")[2]
+    assert torch.equal(
+        found, torch.cat([expected.tensors[name.format(2, each) + ".weight"] for each in ("gate", "up")])
+    )
 
 
 def test_a_kernel_that_fails_leaves_the_other_linears_their_codes(tmp_path: Path, caplog) -> None:

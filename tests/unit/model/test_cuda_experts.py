@@ -34,9 +34,7 @@ FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 
 def experts_of(family: str) -> Any:
     if family == "wide":  # several steps of columns, the last one in part
-        config = hf.Qwen3MoeConfig(
-            hidden_size=288, moe_intermediate_size=96, num_experts=4, experts_implementation="grouped_mm"
-        )
+        config = hf.Qwen3MoeConfig(hidden_size=288, moe_intermediate_size=96, num_experts=4)
         experts = type(experts_of("qwen3_moe"))(config)
         for each in experts.parameters():
             nn.init.normal_(each, std=0.1)
