@@ -109,6 +109,7 @@ class ExpertLoading:
             places = [_Place(module, leaf, tuple(sources[f"{path}.{leaf}"])) for leaf in leaves]
             if all(place.sources and self._weights.keys() >= {*place.sources} for place in places):
                 self._places += places
+        numbers = {name: number for number, name in enumerate(self._names)}
         for place in self._places:
             own: Any = place.experts
             shape = list(own.get_parameter(place.leaf).shape)
@@ -116,7 +117,7 @@ class ExpertLoading:
             column = torch.empty(shape, dtype=torch.int64, device="meta")
             own.register_parameter(place.leaf, nn.Parameter(column, requires_grad=False))
             for name in place.sources:
-                self.tensors[name] = NumberedRows(self._weights[name], self._names.index(name))
+                self.tensors[name] = NumberedRows(self._weights[name], numbers[name])
 
     def settle(self) -> bool:
         """Puts codes in place of the columns. Returns whether all are; else the model has to be read again.

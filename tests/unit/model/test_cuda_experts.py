@@ -146,17 +146,19 @@ def test_mxfp4_codes_are_what_the_reader_dequantises() -> None:
     assert torch.equal(CodedExperts(codes, 3).of(1).plain(torch.float32), plain[1])
 
 
-@pytest.mark.parametrize("num_tokens", often([1, 5, 80], (5,)))
+@pytest.mark.parametrize("num_tokens", often([1, 5, 130], (5, 130)))
 @pytest.mark.parametrize(
     ("family", "form"), [*(("wide", form) for form in CODED), ("gpt_oss_sinks_window", "MXFP4")]
 )
 @torch.inference_mode()
 def test_products_of_codes_are_those_of_the_weights(family: str, form: str, num_tokens: int) -> None:
-    """In 16 bits, too: weights are rounded to them, as the plain ones are."""
+    """In 16 bits, too: weights are rounded to them, as the plain ones are. More than 128 tokens of 4 experts
+    have tiles of their own there."""
     coded, plain = coded_and_plain(family, form)
     x = torch.randn(num_tokens, 288 if family == "wide" else 64)
     chosen, weights = choices(num_tokens, 4)
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
+    exact, half = (torch.float32, 1e-6), (torch.float16, 1e-3)
+    for dtype, tolerance in (half,) if num_tokens == 130 else (exact, half):
         rows = x.to(dtype), chosen, weights.to(dtype)
         found = experts_forward(coded.to(dtype) if dtype != torch.float32 else coded, *rows)
         expected = grouped_mm_experts_forward(plain.to(dtype), *rows)
