@@ -80,10 +80,10 @@ def load_with_codes(
         lost = _replace(model, text_of(model), stand_ins, product)
         if experts.settle() and not lost:
             return model, report
-        if not lost:
-            continue
-        logger.info("%d weights are converted and cannot keep their codes: %s", len(lost), lost[0])
-        tensors.update({name: weights.pop(name) for name in lost})
+        del model, report  # before there is another one
+        if lost:
+            logger.info("%d weights are converted and cannot keep their codes: %s", len(lost), lost[0])
+            tensors.update({name: weights.pop(name) for name in lost})
 
 
 def _replace(

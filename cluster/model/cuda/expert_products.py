@@ -103,21 +103,15 @@ def _multiply(
     tiles, num_outputs = segments.tiles, out.shape[1]
     if isinstance(weight, CodedExperts):
         codes = weight.codes
-        numbers, scales, zeros, strides, sizes = (
-            codes.numbers,
-            codes.scales,
-            codes.zeros,
-            (0, 0, 0),
-            scale_sizes(codes),
-        )
+        tensors, strides, sizes = (codes.numbers, codes.scales, codes.zeros), (0, 0, 0), scale_sizes(codes)
         form = {"KIND": int(codes.kind), "MIDDLE": codes.middle, "GROUP": same_scale(codes, tiles.step)}
     else:
-        numbers, scales, zeros, strides, sizes = weight, None, None, weight.stride(), (0, 0, 0)
+        tensors, strides, sizes = (weight, None, None), weight.stride(), (0, 0, 0)
         form = {"KIND": _PLAIN, "MIDDLE": 0, "GROUP": tiles.step}
     if is_transposed:
         strides = strides[0], strides[2], strides[1]
     expert_kernels.multiply_rows[(len(segments.table), -(-num_outputs // tiles.outputs))](
-        x, numbers, scales, zeros, bias, segments.order, segments.table, out, *strides, num_outputs,
+        x, *tensors, bias, segments.order, segments.table, out, *strides, num_outputs,
         x.shape[1], *sizes, CHOSEN=segments.num_chosen, GATHERS=gathers, **form, ROWS=tiles.rows,
         OUTPUTS=tiles.outputs, STEP=tiles.step, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
