@@ -87,7 +87,7 @@ class Model:
     bytes_per_row: int  # of embeddings
     block_size: int = BLOCK_SIZE
     num_active_parameters: float = 0.0  # that a token computes with, of a model with experts; 0: all
-    num_coded: float = 0.0  # parameters of linears, which stay codes where a checkpoint is quantised
+    num_coded: float = 0.0  # of linears and experts, which stay codes where a checkpoint is quantised
     code_bytes: float = 2.0  # of such a parameter and its part of a scale
     state_bytes: int = 0  # of what layers without KV keep of a sequence
 
@@ -113,16 +113,18 @@ VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168, num_coded=6.525e9)
 # Card: 64 layers, 64 heads and 8 KV heads of 128, hidden size 5120, MLP of 25,600; 151,936 words.
 VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240, num_coded=31.2e9)
 # Card: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048; 128 experts of 768, of which a token
-# chooses 8. Three layers add rows of their own, so an embedding is four rows. Experts do not stay codes:
-# attention does. Encoder: 27 layers of 1152, 4304 between, 0.41 G parameters.
+# chooses 8. Three layers add rows of their own, so an embedding is four rows. Encoder: 27 layers of
+# 1152, 4304 between, 0.41 G parameters.
 VL_30B_A3B = Model(
-    "vl-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.41e9, 16_384, num_active_parameters=3.3e9, num_coded=0.906e9
+    "vl-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.41e9, 16_384, num_active_parameters=3.3e9, num_coded=29.9e9
 )  # fmt: skip
 # Card: 94 layers, 4 KV heads of 128, hidden size 4096; experts and encoder as before.
-VL_235B_A22B = Model("vl-235b-a22b", 235e9, 94, 4096, 192_512, 0.41e9, 32_768, num_active_parameters=22e9)
+VL_235B_A22B = Model(
+    "vl-235b-a22b", 235e9, 94, 4096, 192_512, 0.41e9, 32_768, num_active_parameters=22e9, num_coded=233.8e9
+)
 # Card of Qwen3-Omni's thinker: the text model of VL_30B_A3B.
 OMNI_30B = Model(
-    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_active_parameters=3.3e9, num_coded=0.906e9
+    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_active_parameters=3.3e9, num_coded=29.9e9
 )  # fmt: skip
 # transformers' default configuration of Qwen3.5: of 32 layers 8 have KV (4 heads of 256), the others a state
 # of 32 × 128 × 128 float32 and 4 inputs of a convolution over 8,192 channels. Hidden size 4096.
@@ -134,7 +136,7 @@ VL_9B_HYBRID = Model(
 # state as before. Hidden size 2048; 256 experts of 512, of which a token chooses 8.
 VL_35B_A3B_HYBRID = Model(
     "vl-35b-a3b-hybrid", 34.66e9, 10, 2048, 20_480, 0.454e9, 4096, num_active_parameters=3.45e9,
-    num_coded=1.41e9, state_bytes=30 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
+    num_coded=33.62e9, state_bytes=30 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
 )  # fmt: skip
 
 MODELS = {
