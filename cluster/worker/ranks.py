@@ -147,8 +147,8 @@ class Ranks:
             on_lost(lost)
 
     def stop(self) -> None:
-        """Lets the other ranks finish their transfers, then ends them. Blocks up to twice `STOP_TIMEOUT_S`. May
-        be repeated."""
+        """Lets the other ranks finish their transfers, then ends them. Blocks up to twice `STOP_TIMEOUT_S`.
+        May be repeated."""
         with self._lock:
             self._is_stopping = True
         for calls in self._calls:
