@@ -126,9 +126,11 @@ def answers(
     scores = PromptScores([0, 1, 3], [31, 32, 34], 2)
     of_first, of_second = slots
     pairs = [StatePair(language, NUM_BLOCKS + 2 * i * language.state_blocks) for i in range(2)]
+    # of clips with sound, positions may be broken numbers
+    positions = torch.arange(6) + 0.5 if language.family == "llama" else torch.arange(6)
     first = [
         SequenceChunk(
-            list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, num_logits=0, adapter=of_first,
+            list(range(5, 11)), positions, 0, TABLES[0], features, num_logits=0, adapter=of_first,
             states=pairs[0].of(6),
         ),
         SequenceChunk(
