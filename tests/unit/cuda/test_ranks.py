@@ -118,10 +118,10 @@ def run_rank(rank: int, meeting: Path, path: Path, calls: dict[str, Connection],
                 logits = logits_of(leading, kv, told if name == REPORTED else None, decodes=name != REPORTED)
                 num_syncs = 0
                 if name == SILENT:
-                    tokens, *rest = ANSWERS
+                    tokens, contexts, deltas, tables = ANSWERS
                     on_device = torch.tensor(tokens, device="cuda")
                     before = device.num_syncs
-                    again = leading.decode(on_device, *rest, kv)
+                    again = leading.decode(on_device, contexts, deltas, tables, kv)
                     num_syncs = device.num_syncs - before
                     logits.append(again.cpu().clone())
                 found = Found(
