@@ -140,11 +140,12 @@ def check_compiles(
         ("product_rows", {"ROWS": 16, "TILE": 64, "STEP": 128, "bias": None}, {}),
         ("product_rows", {"ROWS": 64, "TILE": 64, "STEP": 128}, {"out": "*fp32"}),
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
+        ("total", {"WIDTH": 5120, "TILE": 1024, "SHARES": 4}, {"shares": "*fp32"}),
     ],
     ids=[
         "add_norm", "norm", "rope_write", "rope_write int8", "gate_heads", "write_rows",
         "write_rows int8", "product_row",
-        "product_rows", "product_rows 64", "gate",
+        "product_rows", "product_rows 64", "gate", "total",
     ],
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:
