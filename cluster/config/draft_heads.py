@@ -78,7 +78,8 @@ def check_mtp(folder: Path) -> str:
 
 
 def _last_has_attention(config: Mapping[str, Any]) -> bool:
-    """Of model types with states; as their configurations in transformers make it of what is left out."""
+    """Whether a model's last layer has attention: of model types with states, with transformers' defaults for
+    what the configuration leaves out."""
     if not keeps_states(config):
         return True
     text = text_config(config)

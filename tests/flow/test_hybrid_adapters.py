@@ -46,13 +46,10 @@ def save_adapters(folder: Path, name: str, prompts: list[tuple[int, ...]]) -> di
     return expected
 
 
-CASES = [(name, num_ranks) for num_ranks in (1, 2) for name in CONFIGS]
-
-
-@pytest.mark.parametrize(("name", "num_ranks"), often(CASES, [("qwen3_5_text", 1), ("lfm2", 1)]))
-async def test_answers_of_adapted_mixers_equal_peft(name: str, num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", often(CONFIGS, ["qwen3_5_text", "lfm2"]))
+async def test_answers_of_adapted_mixers_equal_peft(name: str, tmp_path: Path) -> None:
     """Twice the same requests, all at once: cold, then from snapshots, which one adapter's prompts share with
-    no other's. Two ranks, or from prefill to decode."""
+    no other's."""
     folder, prompts = save_hybrid(tmp_path, name), draw_prompts((5, 37, 40))
     expected = save_adapters(folder, name, prompts)
     assert len({str(each) for each in expected.values()}) == 3
@@ -61,11 +58,10 @@ async def test_answers_of_adapted_mixers_equal_peft(name: str, num_ranks: int, t
     args = window_args(folder, kv_blocks=4000).model_copy(
         update={
             "adapters": folders,
-            "tensor_parallel_size": num_ranks,
             "prefill": PrefillArgs(max_batch_tokens=24, kv_blocks=4000),
         }
     )
-    async with local_cluster(args, (0, 1, 1) if num_ranks == 1 else (0, 0, 0, 1)) as cluster:
+    async with local_cluster(args, (0, 1, 1)) as cluster:
         cluster.let_prefill_locally(lambda _: False)
         for _ in range(2):
             got = await asyncio.gather(

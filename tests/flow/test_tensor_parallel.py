@@ -37,7 +37,7 @@ from cluster.model.step_model import StepModel
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
 from tests.fakes.processes import fork_server
-from tests.flow.adapter_folders import ATTENTION, GATED_DELTA, LATENT, MLP, save_adapter
+from tests.flow.adapter_folders import ATTENTION, LATENT, MIXERS, MLP, save_adapter
 from tests.flow.hybrid_models import CONFIGS as HYBRIDS
 from tests.flow.hybrid_models import save_hybrid
 from tests.flow.quantised_folders import (
@@ -246,7 +246,8 @@ def save(name: str, folder: Path) -> None:
         else:
             whole = FAMILIES[family]().model
             whole.save_pretrained(folder)
-        linears = (*ATTENTION, *MLP, *LATENT, *GATED_DELTA)
+        # PEFT refuses out_proj of Mamba's kind
+        linears = (*ATTENTION, *MLP, *LATENT, *MIXERS[: -1 if family == "falcon_h1" else None])
         save_adapter(whole, folder / "adapters" / "all", targets=linears, r=8)
         save_adapter(whole, folder / "adapters" / "out", seed=1, targets=("o_proj",), r=4, lora_alpha=16)
     else:
