@@ -24,8 +24,8 @@ def make_memory(num_segments: int = 1, num_bytes: int = 64 * MIB) -> BlockMemory
 
 
 def allocated_bytes(memory: BlockMemory) -> int:
-    """Of the memory's whole pages, those that the kernel has given, also if it has swapped them out since. What
-    else the process has does not count."""
+    """Of the memory's whole pages, those that the kernel has given, also if it has swapped them out since.
+    What else the process has does not count."""
     first, end = -(-memory.base_address // mmap.PAGESIZE), memory.base_address + memory.buffer.numel()
     with Path("/proc/self/pagemap").open("rb") as pages:
         pages.seek(8 * first)
