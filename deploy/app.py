@@ -33,6 +33,7 @@ from ray.serve.schema import LoggingConfig
 
 from cluster.config import ClusterArgs, read_environment, resolve
 from cluster.config.checkpoint import check_family, check_weights, read_config, takes_media
+from cluster.config.combinations import check_combination
 from cluster.types.members import Role
 from deploy.services import SERVICES
 from deploy.serving.door import DoorReplica
@@ -86,6 +87,7 @@ def compose(args: ClusterArgs, hosts: Hosts) -> serve.Application:
     config = read_config(resolved.model)  # the door checks the tokenizer: to read a large one takes a while
     check_family(config)
     check_weights(Path(resolved.model))
+    check_combination(resolved)
     roles = [role for role in resolved.roles if role is not Role.ENCODE or takes_media(config)]
     if len(roles) < len(resolved.roles):
         logger.warning("model type '%s' takes no media: there is no encode pool", config["model_type"])

@@ -33,6 +33,7 @@ _OTHER_KV = (
     "kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "full_attention_interval", "full_attn_idxs",
     "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern",
 )  # fmt: skip
+_IGNORES_STATE = ("jamba", "zamba")  # transformers' Mamba-1 starts each piece of a prompt without a state
 _KV_LAYERS = {"full_attention", "sliding_attention"}
 _BY_LENGTH = "its rotary frequencies depend on the length of a sequence"
 _ROPE_BY_LENGTH = ("longrope", "su", "dynamic")  # "su": longrope's name in older configurations
@@ -144,7 +145,7 @@ def takes_media(config: Mapping[str, Any]) -> bool:
 def check_family(config: Mapping[str, Any]) -> None:
     """Raises ConfigError for a model type or class that cannot be served, as far as the names show it."""
     name = config["model_type"]
-    if reason := why_refused(name):
+    if reason := why_refused(name) or why_not_computed(name, text_config(config)):
         _refuse(name, reason)
     if family_of_type(name).modalities:
         return
@@ -155,6 +156,18 @@ def check_family(config: Mapping[str, Any]) -> None:
     class_name = (config.get("architectures") or [""])[0]
     if not class_name.endswith(_TEXT_CLASS_ENDINGS):
         _refuse(name, f"its class '{class_name}' is not a causal language model")
+
+
+def why_not_computed(model_type: str, text: Mapping[str, Any]) -> str | None:
+    """The reason for refusing what layers do by this configuration of a language model; None: it says nothing
+    against it."""
+    if (text.get("n_recurrent_loops") or 1) > 1:
+        return "its layers run several times for a token, with other KV each time (n_recurrent_loops)"
+    if text.get("use_bidirectional_attention") not in (None, False, "vision"):
+        return "all its tokens see each other in both directions (use_bidirectional_attention)"
+    if model_type in _IGNORES_STATE:
+        return "transformers' layers ignore the state that a piece of a prompt begins with"
+    return None
 
 
 def check_tokenizer(folder: Path) -> None:

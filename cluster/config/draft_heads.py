@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.checkpoint import read_config, read_headers, read_json, text_config, weight_files
+from cluster.config.hybrids import keeps_states
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
 
@@ -62,6 +63,11 @@ def check_mtp(folder: Path) -> str:
             f"speculation method mtp: model type '{model_type}' is not one of {', '.join(MTP_TYPES)}",
             param=_METHOD,
         )
+    if not _last_has_attention(config):
+        raise ConfigError(
+            "speculation method mtp: the head is like the model's last layer, which has no attention",
+            param=_METHOD,
+        )
     needed = MTP_TYPES[model_type].format(num_layers=num_layers)
     if not any(needed in read_headers(file) for file in weight_files(folder)):
         raise ConfigError(
@@ -69,6 +75,17 @@ def check_mtp(folder: Path) -> str:
             param=_METHOD,
         )
     return needed.rsplit(".", 2)[0] + "."
+
+
+def _last_has_attention(config: Mapping[str, Any]) -> bool:
+    """Whether a model's last layer has attention: of model types with states, with transformers' defaults for
+    what the configuration leaves out."""
+    if not keeps_states(config):
+        return True
+    text = text_config(config)
+    if kinds := text.get("layer_types"):
+        return kinds[-1] == "full_attention"
+    return (text.get("num_hidden_layers") or 0) % (text.get("full_attention_interval") or 4) == 0
 
 
 def read_eagle3(folder: Path, target: Mapping[str, Any]) -> Eagle3Head:

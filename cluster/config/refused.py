@@ -7,8 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _CAUSES: Mapping[str, tuple[str, ...]] = {
+    "the processor numbers the images of a prompt, so the text of one depends on the others": (
+        "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
+    ),
     "no record says how the encoder beside this hybrid text model is called": (
-        "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemo_speechlm", "nemotron_h_omni",
+        "nemo_speechlm", "nemotron_h_omni",
     ),
     "attention chooses tokens by an index, or is sparse": (
         "dots3_note", "mistral_large4", "minimax_m3_vl", "unlimited_ocr", "hy_v4_vl", "qwen4_exp",

@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cluster.errors import ConfigError
+from cluster.config.combinations import check_vocabularies
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cuda.graphs import Recording
@@ -277,11 +277,7 @@ class DraftModelProposer:
     ):
         """`recording`: of the draft model's steps. Raises ConfigError if the two models do not share a
         vocabulary."""
-        if draft.vocab_size != target.vocab_size:
-            raise ConfigError(
-                f"the draft model ({draft.fingerprint}, {draft.vocab_size} tokens) and the target model "
-                f"({target.fingerprint}, {target.vocab_size} tokens) must have the same vocabulary"
-            )
+        check_vocabularies(draft.vocab_size, target.vocab_size)
         self._model = draft
         num_padding = 0 if recording is None else recording.num_blocks
         self._kv = BlockMemory(draft.kv_layout, num_blocks + num_padding, draft.device)

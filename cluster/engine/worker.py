@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cluster.clock import Clock
 from cluster.config.checkpoint import placeholder_ids, read_config, takes_media
+from cluster.config.combinations import check_combination
 from cluster.config.settings import HEAD_METHODS, ClusterArgs
 from cluster.engine.adapters import AdapterReader, HeldAdapters
 from cluster.engine.ahead import may_run_ahead
@@ -31,7 +32,6 @@ from cluster.engine.limits import StepLimits, limits_of, sizes_of
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.speculation import MAX_CHUNK_TOKENS, DraftModelProposer, NgramProposer, Speculator
 from cluster.engine.warm_up import MAX_PROMPT_TOKENS, MIN_PROMPT_TOKENS, warm_up_answers, warm_up_prompts
-from cluster.errors import ConfigError
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.model.cpu.weight_cache import WeightCache
@@ -70,6 +70,7 @@ class LanguageWorker(PhaseService):
         lease_margin_s: float = LEASE_MARGIN_S,
     ):
         """Blocks until the model is loaded. Raises ConfigError."""
+        check_combination(args)
         check_device_transport(setup)
         limits = limits_of(role, args)
         sizes = sizes_of(role, args, limits, setup.device.type)
@@ -235,11 +236,6 @@ def _speculator(args: ClusterArgs, target: LanguageModel) -> Speculator | None:
         speculation.model, dtype=target.dtype, device=target.device, block_size=args.block_size,
         weight_cache=WeightCache(args.weight_cache.path, args.weight_cache.max_bytes),
     )  # fmt: skip
-    if draft.state_blocks:
-        raise ConfigError(
-            f"model type '{draft.family}' keeps states: it cannot be a draft model",
-            param="decode.speculation.model",
-        )
     recorded = RecordedSizes.up_to(args.decode.max_batch_sequences, MAX_CHUNK_TOKENS)
     proposer = DraftModelProposer(
         draft, target, speculation.draft_kv_blocks, placeholders, recording_of(draft, recorded)

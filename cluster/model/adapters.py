@@ -10,7 +10,8 @@ Another adapter is brought into a slot in two parts: `prepare` reads, checks and
 what it returns writes it, between two steps.
 
 Of a linear that the ranks of a worker divide by its outputs, each rank adds its piece of them; of one that
-they divide by its inputs, the products with A are summed over the ranks.
+they divide by its inputs, the products with A are summed over the ranks. Of a linear that
+`mixer_shares` divides, a rank has the same rows of B or columns of A as of the weight.
 
 Which slot a row has is a property of the step (`StepAdapters`), set by the model that runs it.
 """
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from cluster.config.adapters import AdaptedModule, Adapter, AdapterRoom, content_digest, tensor_names
 from cluster.errors import ConfigError
 from cluster.model.layers.codes import CodedLinear
+from cluster.model.mixer_shares import RankPiece, piece_of, whole_shape
 from cluster.model.rank_linears import SummedLinear
 from cluster.model.step_adapters import StepAdapters
 
@@ -100,11 +102,12 @@ class SlotMatrices(nn.Module):
 
     def __init__(
         self, linears: Sequence[tuple[str, int, int]], inputs: int, outputs: int, step: StepAdapters,
-        device: torch.device, dtype: torch.dtype,
+        device: torch.device, dtype: torch.dtype, piece: RankPiece | None = None,
     ):  # fmt: skip
-        """linears: path, first output and output after the last."""
+        """linears: path, first output and output after the last. piece: this rank's, of the only linear; its
+        inputs and outputs are then the rank's."""
         super().__init__()
-        self._linears, self.step = linears, step
+        self._linears, self.step, self._piece = linears, step, piece
         rows = len(linears) * step.num_slots * step.rank
         own = torch.block_diag(torch.zeros(1, 0), *[torch.ones(1, step.rank)] * step.num_slots)
         self.register_buffer("down", torch.zeros(rows, inputs, device=device, dtype=dtype), False)
@@ -131,11 +134,8 @@ class SlotMatrices(nn.Module):
 
     def prepare(self, updates: Updates) -> Callable[[int], None]:
         """See `UpdateStore`."""
-        device, dtype = self.down.device, self.down.dtype
         converted = [
-            None
-            if (own := updates.get(path)) is None
-            else (own.a.to(device, dtype), own.b.to(device, dtype).T)
+            None if (own := updates.get(path)) is None else self._converted(own)
             for path, _, _ in self._linears
         ]
 
@@ -155,10 +155,17 @@ class SlotMatrices(nn.Module):
 
         return write
 
+    def _converted(self, update: Update) -> tuple[Tensor, Tensor]:
+        """A, and B with its outputs last; this rank's of them."""
+        a, b = update.a, update.b.T
+        if self._piece is not None:
+            a, b = self._piece.columns_of(a), self._piece.rows_of(b)
+        return a.to(self.down.device, self.down.dtype), b.to(self.down.device, self.down.dtype)
+
 
 class AdaptedLinear(nn.Module):
     """A linear with what adapters add to it. `base` may be replaced by a module that computes the same. Every
-    rank has all of A and B."""
+    rank has all of A and B, but not of a linear that `mixer_shares` divides: its sizes are a rank's."""
 
     def __init__(
         self, base: nn.Linear, path: str, step: StepAdapters, device: torch.device, dtype: torch.dtype,
@@ -170,7 +177,9 @@ class AdaptedLinear(nn.Module):
         self.base, self.path, self.step, self._share = base, path, step, share
         self.in_features, self.out_features = base.in_features, base.out_features
         linears = [(path, 0, base.out_features)]
-        self.added = SlotMatrices(linears, base.in_features, base.out_features, step, device, dtype)
+        self.added = SlotMatrices(
+            linears, base.in_features, base.out_features, step, device, dtype, piece_of(base)
+        )
 
     def update(self, slot: int) -> Update | None:
         """Returns what the slot's adapter adds, with zeros up to the largest rank; None: nothing."""
@@ -388,4 +397,4 @@ def _linears_of(text_model: nn.Module) -> dict[str, tuple[int, int]]:
         for path, module in text_model.named_modules()
         if type(module) in (nn.Linear, CodedLinear, SummedLinear)
     }
-    return {path: (linear.in_features, linear.out_features) for path, linear in linears.items()}
+    return {path: whole_shape(linear) for path, linear in linears.items()}

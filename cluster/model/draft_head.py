@@ -146,8 +146,6 @@ def _read_mtp(folder: Path, config: PreTrainedConfig, target: LanguageModel) -> 
     too."""
     prefix, text = check_mtp(folder), config.get_text_config()
     if target.state_blocks:  # transformers' configurations do not say that these have one
-        if text.layer_types[-1] != "full_attention":
-            raise ValueError("it is like the model's last layer, which has no attention")
         text.num_mtp_layers, text.mtp_layer_types = 1, ["full_attention"]
     with ContextManagers(MtpModel.get_init_context(target.dtype, False, False, None)):
         main = AutoModelForCausalLM.from_config(text, dtype=target.dtype)

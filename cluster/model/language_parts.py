@@ -49,6 +49,7 @@ from cluster.model.layers.mixers import replace_mixers
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
 from cluster.model.layers.trial import Trial, WholeDecoder
 from cluster.model.loading import Half, load_half
+from cluster.model.mixer_shares import piece_of
 from cluster.model.positions import RULES
 from cluster.model.probe import Probed, check_post_head, kv_row_shapes, probe_backbone
 from cluster.model.rank_linears import settle_linears
@@ -90,10 +91,6 @@ def load_parts(
 ) -> LanguageParts:  # fmt: skip
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
     num_ranks = sharding.num_ranks
-    if num_ranks > 1 and weight_dtype != "auto":
-        raise ConfigError(
-            f"weight_dtype {weight_dtype} cannot be combined with tensor_parallel_size {num_ranks}"
-        )
 
     def make(making: Making) -> LanguageParts:
         half = load_half(
@@ -182,18 +179,12 @@ def probed_parts(
 
 
 def _adapted(parts: LanguageParts, room: AdapterRoom, num_ranks: int) -> LanguageParts:
-    if parts.states is not None and num_ranks > 1:
-        raise ConfigError(  # mixers are divided by heads and groups, not by pieces of their outputs
-            f"model type '{parts.model.config.model_type}' keeps states beside its KV: with adapters it "
-            "needs tensor_parallel_size 1",
-            param="adapters",
-        )
     share = Share(dist.get_rank(), num_ranks) if num_ranks > 1 else WHOLE
     weight = parts.embed.weight
     slots = AdapterSlots(parts.text, room, weight.device, weight.dtype, share)
     if num_ranks > 1:
         linears = [module for module in parts.text.modules() if isinstance(module, AdaptedLinear)]
-        odd = divided_oddly(parts.model, linears)
+        odd = divided_oddly(parts.model, [linear for linear in linears if piece_of(linear.base) is None])
         if odd and not room.is_open:
             raise ConfigError(
                 f"an adapter changes '{odd[0].path}', which ranks divide in a way in which adapters are not",

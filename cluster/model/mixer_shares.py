@@ -26,8 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from cluster.config.ranks import check_mixers, refuse_mixers
 from cluster.errors import ConfigError
 from cluster.model.sharding import name_in_plan
+
+_PIECE = "rank_piece"  # attribute of linears
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,40 @@ class Cut:
                 f"a mixer's tensor of shape {list(shape)} is in no form that ranks can share", param="model"
             )
         return Cut((part,))
+
+
+@dataclass(frozen=True)
+class RankPiece:
+    """A rank's rows or columns of a linear."""
+
+    cut: Cut
+    rank: int
+    num_ranks: int
+
+    def columns_of(self, whole: Tensor) -> Tensor:
+        """whole [..., inputs of all ranks] → [..., of this one]."""
+        return self._cut(whole) if self.cut.is_last else whole
+
+    def rows_of(self, whole: Tensor) -> Tensor:
+        """whole [..., outputs of all ranks] → [..., of this one]."""
+        return whole if self.cut.is_last else self._cut(whole)
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        return torch.cat([whole[..., own] for own in self.cut.ranges(self.rank, self.num_ranks)], -1)
+
+
+def piece_of(linear: nn.Module) -> RankPiece | None:
+    """Which piece of a linear this rank has, if it was divided here; None: it is whole, or transformers has
+    divided it."""
+    return getattr(linear, _PIECE, None)
+
+
+def whole_shape(linear: nn.Linear) -> tuple[int, int]:
+    """Inputs and outputs; of all ranks, where it was divided here."""
+    inputs, outputs = linear.in_features, linear.out_features
+    if (piece := piece_of(linear)) is None:
+        return inputs, outputs
+    return (piece.cut.size, outputs) if piece.cut.is_last else (inputs, piece.cut.size)
 
 
 @dataclass(frozen=True)
@@ -123,17 +160,13 @@ class MixerShares:
             if form_of is None:
                 continue
             form = form_of(mixer, self._num_ranks)
-            self._check(model.config.model_type, form)
+            check_mixers(model.config.model_type, form.heads, self._num_ranks)
             self._divide(name, mixer, form)
         for name, module in model.named_modules():
             if isinstance(getattr(module, "k_proj", None), nn.Linear):
                 self._copy_kv_heads(name, module, model.tp_plan.get(name_in_plan(f"{name}.k_proj")))
         if not self._mixers:
-            raise ConfigError(
-                f"model type '{model.config.model_type}' keeps states beside its KV that ranks cannot share: "
-                "it runs on one rank only",
-                param="tensor_parallel_size",
-            )
+            refuse_mixers(model.config.model_type)
 
     def outside(self, names: Iterable[str]) -> list[str]:
         """Those of the names of modules and parameters that transformers divides by its plans."""
@@ -165,15 +198,6 @@ class MixerShares:
             if form.norm_size:
                 mixer.norm = SpanningNorm(mixer.norm, form.norm_size)
             mixer.register_forward_hook(_summed)
-
-    def _check(self, model_type: str, form: MixerForm) -> None:
-        for what, number in form.heads.items():
-            if number % self._num_ranks:
-                raise ConfigError(
-                    f"model type '{model_type}': {number} {what} of its mixers cannot be distributed evenly "
-                    f"to {self._num_ranks} ranks",
-                    param="tensor_parallel_size",
-                )
 
     def _copy_kv_heads(self, name: str, attention: Any, way: str | None) -> None:
         """If a plan divides the keys by heads and there are fewer than ranks, several ranks have the same."""
@@ -216,6 +240,8 @@ class MixerShares:
         setattr(module, leaf, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
         if isinstance(module, nn.Linear):
             setattr(module, "in_features" if cut.is_last else "out_features", size)
+            if leaf == "weight":
+                setattr(module, _PIECE, RankPiece(cut, self._rank, self._num_ranks))
         elif isinstance(module, nn.Conv1d):
             module.in_channels = module.out_channels = module.groups = size
 

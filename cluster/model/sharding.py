@@ -23,15 +23,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from cluster.config.ranks import check_heads, check_plan
 from cluster.errors import ConfigError
 from cluster.model.failures import LOADING_ERRORS
 
-# Model types whose experts may only be whole: by transformers' plan for parts of them the model gives other
-# numbers.
-_WHOLE_EXPERTS = ("step3p7",)
-# Model types whose plan gives other numbers. Gemma 3n takes the mean of a row of its MLP, of which a rank has
-# a share.
-_WRONG_PLANS = ("gemma3n_text",)
 # transformers' names of ways to divide a linear; None: every rank has all of it.
 _IN_PIECES = (
     None, "colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep",
@@ -67,14 +62,13 @@ def read_share(
     """Reads this rank's share of the weights. All ranks of the group call it together. may_copy: several
     ranks may have the same KV head. Raises ConfigError."""
     text_config = config.get_text_config()
-    if config.model_type in _WRONG_PLANS:
-        raise ConfigError(
-            f"transformers cannot distribute model type '{config.model_type}': by its plan the model gives "
-            "other numbers",
-            param="tensor_parallel_size",
-        )
-    check_heads(text_config, sharding.num_ranks, may_copy=may_copy)
-    check_experts(text_config, config.model_type, sharding)
+    check_plan(config.model_type, expert_parallel=sharding.expert_parallel)
+    for layer in text_config.per_layer_config:
+        heads = layer.num_attention_heads
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        check_heads(heads, kv_heads, sharding.num_ranks, may_copy=may_copy)
+    if sharding.expert_parallel and not text_config.base_model_ep_plan:
+        raise _no_experts(config.model_type)
     with distributing(config.model_type, sharding.num_ranks):
         loaded: Any = half_class.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True, distributed_config=sharding.plan()
@@ -102,33 +96,6 @@ def distributing(model_type: str, num_ranks: int) -> Iterator[None]:
             f"transformers cannot distribute model type '{model_type}' to {num_ranks} ranks: {error}",
             param="tensor_parallel_size",
         ) from error
-
-
-def check_heads(text_config: PreTrainedConfig, num_ranks: int, *, may_copy: bool = False) -> None:
-    """Raises ConfigError if the heads cannot be distributed evenly."""
-    for layer in text_config.per_layer_config:
-        heads = layer.num_attention_heads
-        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
-        are_even = kv_heads % num_ranks == 0 or (may_copy and num_ranks % kv_heads == 0)
-        if heads % num_ranks or not are_even:
-            raise ConfigError(
-                f"{heads} attention heads with {kv_heads} KV heads cannot be distributed evenly to "
-                f"{num_ranks} ranks",
-                param="tensor_parallel_size",
-            )
-
-
-def check_experts(text_config: PreTrainedConfig, model_type: str, sharding: Sharding) -> None:
-    """Raises ConfigError if the experts cannot be divided in this way. Whether their number can, is checked
-    by transformers."""
-    if sharding.expert_parallel and not text_config.base_model_ep_plan:
-        raise _no_experts(model_type)
-    if not sharding.expert_parallel and model_type in _WHOLE_EXPERTS:
-        raise ConfigError(
-            f"transformers cannot divide the experts of model type '{model_type}' into parts (the model "
-            "would give other numbers), only give ranks whole ones: set expert_parallel true",
-            param="expert_parallel",
-        )
 
 
 def divided_oddly(model: PreTrainedModel, linears: Iterable[Linear]) -> list[Linear]:

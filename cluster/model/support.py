@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from cluster.config.checkpoint import why_not_computed
 from cluster.config.families import MEDIA_FAMILIES, ModelFamily, family_of_type, no_adapter, why_refused
 from cluster.errors import ConfigError
 
@@ -21,7 +22,6 @@ from cluster.errors import ConfigError
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 # Of the others, `probe` says whether what they keep beside KV can be served
 _LAYERS = (*_ATTENTION_LAYERS, "linear_attention", "conv", "mamba", "hybrid", "attention", "mlp", "moe")
-_IGNORES_STATE = ("jamba", "zamba")  # transformers' Mamba-1 starts each piece of a prompt without a state
 TEXT_ALONE = ("mistral4",)  # causal language models that transformers lists as multimodal only
 _CAUSAL_LANGUAGE_MODELS = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_ALONE}
 _MULTIPLIED_BY_SCALING = ("hyperclovax",)  # whose logits are; those of others are divided by it
@@ -46,15 +46,11 @@ def check_supported(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     if name not in MEDIA_FAMILIES and text is not config:
         _refuse(name, no_adapter())
-    if getattr(text, "n_recurrent_loops", 1) > 1:
-        _refuse(name, "its layers run several times for a token, with other KV each time (n_recurrent_loops)")
-    if _bidirectional(config) not in (None, False, "vision"):
-        _refuse(name, "all its tokens see each other in both directions (use_bidirectional_attention)")
+    if reason := why_not_computed(name, text.to_dict()):
+        _refuse(name, reason)
     layer_types = set(getattr(text, "layer_types", None) or ())
     if other := sorted(layer_types.difference(_LAYERS)):
         _refuse(name, f"its layers of type {', '.join(other)} keep more than KV and states")
-    if name in _IGNORES_STATE:
-        _refuse(name, "transformers' layers ignore the state that a piece of a prompt begins with")
 
 
 def check_class(model_class: type) -> None:
@@ -128,11 +124,7 @@ def post_head(config: PreTrainedConfig) -> Callable[[Tensor], Tensor] | None:
 def has_windowed_spans(config: PreTrainedConfig) -> bool:
     """Whether the tokens of an image or of a clip's frame see each other in layers with a window, and only in
     these (Gemma 4)."""
-    return _bidirectional(config) == "vision"
-
-
-def _bidirectional(config: PreTrainedConfig) -> object:
-    return getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    return getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
 
 
 def num_deepstack_layers(config: PreTrainedConfig) -> int:

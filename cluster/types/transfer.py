@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+GROUP_TOKENS = 64  # of coded KV, which share their scales; a block has a part of a group
 # A point in a model's forwards, the same on all ranks: which forward, and how many of its layers are written.
 Mark = tuple[int, int]
 

@@ -190,23 +190,11 @@ def _codec(args: ClusterArgs, model: LanguageModel) -> CodecName | None:
     codec = args.transfer.codecs[-1]
     if codec == "raw":
         return None
-    if codec == "int4" and model.state_blocks:
-        raise ConfigError(
-            f"transfer.codec int4 has to pass a probe of the whole model, which knows no states; "
-            f"model type '{model.family}' keeps some",
-            param="transfer.codec",
-        )
-    if codec == "int4" and args.tensor_parallel_size > 1:
-        raise ConfigError(
-            "transfer.codec int4 has to pass a probe of the whole model, which needs tensor_parallel_size 1",
-            param="transfer.codec",
-        )
     if is_available(model.kv_layout):
         return codec
     if "raw" in args.transfer.codecs:
         return None
     raise ConfigError(
-        f"transfer.codec {codec} needs plain K and V (kv_cache_dtype auto) "
-        f"in blocks whose size divides {GROUP_TOKENS}",
+        f"transfer.codec {codec} needs plain K and V in all layers; model type '{model.family}' keeps others",
         param="transfer.codec",
     )

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from cluster.config import ClusterArgs, Environment, read_environment, resolve
 from cluster.config.adapters import adapter_room
 from cluster.config.checkpoint import Weights, check_checkpoint, kv_row_bytes, takes_media
-from cluster.config.draft_heads import layers_read
+from cluster.config.combinations import check_combination
 from cluster.config.keys import read_key_file
 from cluster.config.machine import available_memory, has_gpu, max_open_files
 from cluster.errors import ConfigError
@@ -139,11 +139,11 @@ def _complete(
         application["args"]["adapters_folder"] = resolved.adapters_folder
     if key_file:
         application["args"]["door"]["access"]["key_file"] = key_file
-    layers_read(resolved)
     if draft := resolved.decode.speculation.model:
         if resolved.decode.speculation.method == "draft":
             check_checkpoint(Path(draft))
         application["args"]["decode"]["speculation"]["model"] = draft
+    check_combination(resolved)
     needs_no_encoder = Role.ENCODE in resolved.roles and not takes_media(config)
     return _quantised_note(resolved, weights, machine) + _check_deployments(
         application,
@@ -174,6 +174,11 @@ def _check_machine(args: ClusterArgs, environment: Environment, machine: Machine
         )
     if args.device == "cuda" and not machine.has_gpu():
         raise ConfigError("the configuration asks for CUDA, but this machine has no GPU", param="device")
+    if args.weight_dtype != "auto" and _is_on_gpu(args, machine):
+        raise ConfigError(
+            f"weight_dtype {args.weight_dtype} is for CPUs, and this machine has a GPU: set device cpu",
+            param="weight_dtype",
+        )
     for name, pool in args.pools.items():
         if strange := sorted(set(pool.cores).difference(machine.cores)):
             raise ConfigError(

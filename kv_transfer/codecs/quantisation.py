@@ -43,12 +43,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.kvcache.memory import MemoryLayout, SegmentSpec
+from cluster.types.transfer import GROUP_TOKENS
 
 CodecName = Literal["int8", "int4"]
 CODECS: tuple[CodecName, ...] = ("int8", "int4")
 # Of KV that can be coded, in the order in which codec.cpp numbers them.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GROUP_TOKENS = 64
 RUN_CHANNELS = 64  # neighbouring channels of a token's V that share a scale
 MAX_SCALE = 65504.0  # float16's largest number
 BITS: dict[CodecName, int] = {"int8": 8, "int4": 4}

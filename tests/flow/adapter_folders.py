@@ -14,6 +14,7 @@ from tests.flow.tiny_models import TinyCase, TinyRequest
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_b_proj")
+MIXERS = ("in_proj", "in_proj_qkv", "in_proj_a", "in_proj_b", "in_proj_z", "out_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 # By name; each differs from the others in rank, scaling and modules.
 ADAPTERS: dict[str, dict[str, Any]] = {

@@ -11,13 +11,22 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from cluster.config.adapters import AdapterRoom
 from cluster.config.settings import PrefillArgs
 from cluster.engine.state import PromptWork
 from cluster.model.language import LanguageModel
 from tests.flow.hybrid_models import save_hybrid
 from tests.flow.local_cluster import local_cluster
+from tests.flow.test_tensor_parallel import (
+    ADAPTED,
+    SLOTS,
+    WHOLE,
+    adapters_in,
+    answers_of_ranks,
+    memory,
+    save,
+)
 from tests.flow.test_tensor_parallel import BLOCK_SIZE as KV_BLOCK
-from tests.flow.test_tensor_parallel import WHOLE, answers_of_ranks, memory
 from tests.flow.test_tensor_parallel import answers as answers_of
 from tests.flow.test_text_survey import model_class, tiny_config
 from tests.flow.test_windows import window_args
@@ -92,6 +101,24 @@ def test_four_ranks_answer_like_one_process_or_the_model_is_refused_by_name(tmp_
     found = found_by(ON_FOUR, 4, tmp_path)
     assert {name: why for name, why in found.items() if REFUSED.get(name, "no reason") not in why} == {}
     assert found.keys() == REFUSED.keys()
+
+
+def test_adapters_of_mixers_are_divided_as_the_mixers_are(tmp_path):
+    """As one process has them, which `test_hybrid_adapters` compares with PEFT."""
+    names = [f"{name}{ADAPTED}" for name in ("lfm2", "falcon_h1")]
+    for name in names:
+        save(name, tmp_path / name)
+    shared = answers_of_ranks({name: tmp_path / name for name in names}, tmp_path / "meeting")
+    for name, (tokens, logits, _, weight_bytes, _) in shared.items():
+        room = AdapterRoom(2, 16, adapters_in(tmp_path / name), is_open=True)
+        language = LanguageModel.load(
+            tmp_path / name, dtype=torch.float32, block_size=KV_BLOCK, adapters=room
+        )
+        expected = answers_of(language, language, memory(language), SLOTS)
+        assert tokens == expected[0] != answers_of(language, language, memory(language))[0]
+        torch.testing.assert_close(logits, expected[1], rtol=1e-4, atol=1e-4)
+        assert weight_bytes < 0.7 * language.weight_bytes
+    assert [*shared] == names
 
 
 async def test_a_worker_of_two_ranks_goes_on_from_snapshots(tmp_path):

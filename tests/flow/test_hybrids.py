@@ -233,9 +233,14 @@ async def test_wrong_drafts_leave_no_trace_in_states(
         engine = cluster.decodes[0].engine
         if case == "failing steps":
             fail_sometimes(engine.runner, monkeypatch)
-        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS, sampling, 2) for prompt in chosen))
-        totals = engine.load().totals
-    assert got == wanted
+        for _ in range(5):  # on a busy machine requests may come too far apart to preempt each other
+            got = await asyncio.gather(
+                *(answers(cluster, prompt, NUM_TOKENS, sampling, 2) for prompt in chosen)
+            )
+            totals = engine.load().totals
+            assert got == wanted
+            if case != "preempted" or totals.num_preempted > 0:
+                break
     assert totals.num_drafted > totals.num_accepted > 60
     assert (totals.num_preempted > 0) == (case == "preempted")
 

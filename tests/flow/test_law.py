@@ -307,7 +307,7 @@ async def test_int4_that_a_probe_finds_too_coarse_is_refused_with_what_was_measu
 
 async def test_kv_that_cannot_be_coded_is_refused_with_the_reason():
     args = cluster_args(48).model_copy(update={"transfer": TransferArgs(codec="int8"), "block_size": 48})
-    with pytest.raises(ConfigError, match=r"int8 needs plain K and V .* divides 64"):
+    with pytest.raises(ConfigError, match=r"int8 needs kv_cache_dtype auto and a block_size that divides 64"):
         decode_worker(args, set_up(args, "d"))
 
 

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from cluster.config.checkpoint import check_family
 from cluster.config.families import MEDIA_FAMILIES
+from cluster.config.hybrids import keeps_states
 from cluster.errors import ConfigError
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.support import check_class, check_supported
@@ -163,6 +164,7 @@ def test_a_model_type_equals_generate_or_is_refused_by_name(name: str) -> None:
     except ConfigError as refusal:
         assert "is not supported" in str(refusal)
         return
+    assert keeps_states(model.config.to_dict()) == (language.states is not None)
     for request, (answer, theirs) in zip(requests, expected, strict=True):
         ours = our_logits(language, request, answer)
         spread = float(theirs.std(dim=-1).mean())

@@ -168,6 +168,68 @@ def test_a_wrong_setting_is_named(tmp_path, args, pattern):
     check_refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), args=args)
 
 
+TWO_RANKS = {"tensor_parallel_size": 2}
+QWEN = {"model_type": "qwen3_next", "full_attention_interval": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "pattern"),
+    [
+        ({}, TWO_RANKS | {"weight_dtype": "int8"}, "weight_dtype int8 needs tensor_parallel_size 1"),
+        ({}, {"cpu_kernels": "none", "weight_dtype": "int8"}, "needs the native CPU kernels"),
+        ({}, TWO_RANKS | {"transfer": {"codec": "int4"}}, "int4 has to pass .* tensor_parallel_size 1"),
+        ({}, {"block_size": 48, "transfer": {"codec": "int8"}}, "a block_size that divides 64"),
+        ({}, {"kv_cache_dtype": "int8", "transfer": {"codec": "int8"}}, "needs kv_cache_dtype auto"),
+        (QWEN, {"transfer": {"codec": "int4"}}, "no states; model type 'qwen3_next' keeps some"),
+        ({}, {"tensor_parallel_size": 4}, "4 attention heads with 2 KV heads cannot be .* to 4 ranks"),
+        ({"model_type": "step3p7"}, TWO_RANKS, "set expert_parallel true"),
+        (QWEN | {"linear_num_key_heads": 3}, TWO_RANKS, "3 key heads of its mixers cannot be"),
+        ({"model_type": "falcon_h1", "mamba_n_groups": 3}, TWO_RANKS, "3 groups of its mixers cannot be"),
+        (
+            {"model_type": "kimi_linear", "linear_attn_config": {"num_heads": 3}}, TWO_RANKS,
+            "3 heads of its mixers cannot be",
+        ),
+        ({"model_type": "lara_mini"}, TWO_RANKS, "states beside its KV that ranks cannot share"),
+        ({"model_type": "jamba"}, {}, "'jamba' is not supported: transformers' layers ignore the state"),
+        ({"n_recurrent_loops": 2}, {}, "run several times for a token"),
+        ({"use_bidirectional_attention": True}, {}, "see each other in both directions"),
+        (
+            QWEN | {"layer_types": ["full_attention", "linear_attention"]},
+            {"decode": {"speculation": {"method": "mtp"}}}, "last layer, which has no attention",
+        ),
+        (QWEN, {"decode": {"speculation": {"method": "mtp"}}}, "last layer, which has no attention"),
+    ],
+)  # fmt: skip
+def test_what_excludes_itself_is_said_before_anything_starts(tmp_path, config, args, pattern):
+    check_refused(tmp_path, pattern, model=text_folder(tmp_path / "m", **config), args=args)
+
+
+@pytest.mark.parametrize(
+    ("draft", "pattern"),
+    [
+        ({"vocab_size": 12}, r"\(12 tokens\) and the target model \(1024 tokens\) must have the same"),
+        ({"model_type": "lfm2"}, "'lfm2' keeps states: it cannot be a draft model"),
+    ],
+)
+def test_a_draft_model_that_cannot_draft_is_refused_before_anything_starts(tmp_path, draft, pattern):
+    speculation = {"method": "draft", "model": str(text_folder(tmp_path / "d", **draft))}
+    args = {"decode": {"speculation": speculation}}
+    check_refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), args=args)
+
+
+def test_settings_that_go_with_states_and_ranks_are_let_through(tmp_path):
+    """Two KV heads on four ranks, and one group of a state for all."""
+    changes = {"model_type": "falcon_h1", "mamba_n_heads": 8, "mamba_n_groups": 1}
+    args = {"tensor_parallel_size": 4, "transfer": {"codec": "int8"}}
+    assert names(checked(tmp_path, text_folder(tmp_path / "m", **changes), args))[-1] == "Door"
+    dense = text_folder(tmp_path / "d", model_type="granitemoehybrid", layer_types=["attention"] * 3)
+    assert names(checked(tmp_path, dense, {"transfer": {"codec": "int4"}}))[-1] == "Door"
+    args = {"device": "cuda", "weight_dtype": "int8"}
+    with pytest.raises(ConfigError, match="weight_dtype int8 is for CPUs"):
+        machine = dataclasses.replace(MACHINE, has_gpu=lambda: True)
+        check(serve_file(tmp_path, args), {"EPDG_MODEL": str(dense)}, machine)
+
+
 @pytest.mark.parametrize(
     ("sections", "pattern"),
     [
