@@ -1,6 +1,6 @@
 """Triton kernels of the gated delta rule (Yang et al., "Gated Delta Networks", 2024, equation 10), with the
-convolution in front of it and the gated norm behind it, as transformers' modules of Qwen3-Next and Qwen3.5
-compute them. Importing them needs triton; `mixers` launches them.
+gated norm behind it, as transformers' modules of Qwen3-Next and Qwen3.5 compute them. In front of it is a
+convolution (`mixer_kernels.convolve`). Importing them needs triton; `mixers` launches them.
 
     x = silu(conv(rows)), cut into q, k, v;  q and k are normalised, q is divided by sqrt(K)
     S = S * decay;  S += k outer ((v - kT S) * beta);  out = qT S
@@ -20,7 +20,7 @@ exp(G) k S) and its two uses follow one chunk after the other.
 Units for products cut operands to 11 bits: q, k and v in bfloat16 have no more. For other models (EXACT) a
 product is three of them, which see 21 bits.
 
-Which chunks there are says `delta_chunks`, on the device; the host knows a bound of their number.
+Which chunks there are says `mixer_chunks`, on the device; the host knows a bound of their number.
 
 Columns of rows: head h of the keys has q at Q0 + h * KEY_STEP, and k at K0; value head g of key head h has v
 at V0 + h * VALUE_STEP + g * V, z at Z0, and beta and decay at B0 + h * GATE_STEP + g, A0. Channels of the
@@ -33,11 +33,17 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from cluster.model.cuda.early_kernels import begin
-from cluster.model.cuda.mixer_kernels import keep_inputs, load_state, rounded, sequence_end, silu
+from cluster.model.cuda.mixer_kernels import (
+    CHUNK,
+    LONG,
+    float_dot,
+    rounded,
+    sequence_end,
+    softplus,
+    state_places,
+)
 
 EPSILON = tl.constexpr(1e-6)  # under the root of the norms of q and k
-LONG = tl.constexpr(16)  # tokens
-CHUNK = tl.constexpr(64)  # tokens
 BLOCK = tl.constexpr(16)  # tokens: the smallest matrix that units for products take
 # numbers of a token in `factors`: of q and k before products with S, of corrections after it, beta, and what
 # the chunk leaves of S
@@ -46,102 +52,12 @@ _NUM_FACTORS = tl.constexpr(5)
 
 
 @triton.jit
-def _dot(x, y, EXACT: tl.constexpr):
-    return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="tf32x3" if EXACT else "tf32")
-
-
-@triton.jit
-def _softplus(x):
-    """As torch computes it: log(1 + exp(x)), exact for small exp(x), too."""
-    grown = tl.exp(tl.minimum(x, 20.0))
-    one = 1.0 + grown
-    exact = tl.log(one) * (grown / tl.where(one == 1.0, 1.0, one - 1.0))
-    return tl.where(x > 20.0, x, tl.where(one == 1.0, grown, exact))
-
-
-@triton.jit
 def _gates(rows, places, mask, rate, shift, B0: tl.constexpr, A0: tl.constexpr, BETA: tl.constexpr):
     """How much of new values is written, and the logarithm of what is kept of the old ones."""
     beta = tl.load(rows + places + B0, mask=mask, other=0.0).to(tl.float32)
     beta = rounded(rounded(tl.sigmoid(beta), rows.dtype.element_ty) * BETA, rows.dtype.element_ty)
     decay = tl.load(rows + places + A0, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, beta, 0.0), tl.where(mask, rate * _softplus(decay + shift), 0.0)
-
-
-@triton.jit
-def _state_places(
-    pages, head, columns, mask, OFFSET: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
-    PAGE: tl.constexpr,
-):  # fmt: skip
-    """Where the elements of S [K_PAD, TILE] are in the memory of pages, and a mask of those that are
-    there."""
-    keys = tl.arange(0, K_PAD)
-    inside = (keys < K)[:, None] & mask[None, :]
-    if PAGE % V == 0 and OFFSET % V == 0:  # a row lies in one page
-        per_page: tl.constexpr = PAGE // V
-        numbers = OFFSET // V + head * K + keys
-        ids = tl.load(pages + numbers // per_page, mask=keys < K, other=-1)
-        places = (ids * PAGE + numbers % per_page * V)[:, None] + columns[None, :]
-        return places, inside & (ids >= 0)[:, None]
-    else:
-        offsets = OFFSET + (head * K + keys)[:, None] * V + columns[None, :]
-        ids = tl.load(pages + offsets // PAGE, mask=inside, other=-1)
-        return ids * PAGE + offsets % PAGE, inside & (ids >= 0)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "page_stride", "first_page"])
-def convolve(
-    rows, weight, memory, source, target, starts, firsts, spans, out,
-    num_tokens, row_stride, page_stride, first_page,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr, TAPS: tl.constexpr, PAGE: tl.constexpr, Q0: tl.constexpr, K0: tl.constexpr,
-    V0: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, EARLY: tl.constexpr = False,
-):  # fmt: skip
-    """Grid (cdiv(T, TOKENS), cdiv(channels, TILE)). out [T, channels]: silu of the convolution. Inputs before
-    a sequence's first token are in its state [channels, TAPS]."""
-    begin(EARLY)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    channels = (tl.program_id(1) * TILE + tl.arange(0, TILE))[None, :]
-    key_width: tl.constexpr = KEY_HEADS * K
-    width: tl.constexpr = 2 * key_width + KEY_HEADS * GROUP * V
-    span = tl.load(spans + tokens, mask=tokens < num_tokens, other=-1)
-    is_token = span >= 0
-    first = tl.load(firsts + span, mask=is_token, other=0)
-    origin = tl.load(starts + first, mask=is_token, other=0)
-    end = tl.load(starts + span + 1, mask=is_token, other=0)
-    mask = is_token[:, None] & (channels < width)
-    if key_width == K0 - Q0 and key_width == V0 - K0 and KEY_STEP == K and VALUE_STEP == GROUP * V:
-        columns = Q0 + channels
-    else:
-        keys, values = channels % key_width, channels - 2 * key_width
-        key_columns = keys // K * KEY_STEP + keys % K
-        value_columns = V0 + values // (GROUP * V) * VALUE_STEP + values % (GROUP * V)
-        columns = tl.where(channels < key_width, Q0 + key_columns, K0 + key_columns)
-        columns = tl.where(channels < 2 * key_width, columns, value_columns)
-    total = tl.zeros([TOKENS, TILE], tl.float32)
-    for tap in tl.static_range(TAPS):
-        at = tokens - (TAPS - 1 - tap)
-        is_new = mask & (at >= origin)[:, None]
-        x = tl.load(rows + (at * row_stride)[:, None] + columns, mask=is_new, other=0.0).to(tl.float32)
-        factor = tl.load(weight + channels * TAPS + tap, mask=channels < width, other=0.0).to(tl.float32)
-        total += factor * x
-    read = (source + first * page_stride + first_page)[:, None]
-    age = tl.where(is_token, tokens - origin, TAPS)
-    if tl.min(age, 0) < TAPS - 1:
-        for tap in tl.static_range(TAPS - 1):
-            before = (age + tap + 1)[:, None]  # of the state's TAPS inputs
-            x = load_state(memory, read, channels * TAPS + before, mask & (before < TAPS), PAGE)
-            factor = tl.load(weight + channels * TAPS + tap, mask=channels < width, other=0.0).to(tl.float32)
-            total += factor * x
-    y = silu(rounded(total, rows.dtype.element_ty), rows.dtype.element_ty)
-    tl.store(out + (tokens * width)[:, None] + channels, y.to(out.dtype.element_ty), mask=mask)
-    is_last = is_token & (tokens + 1 == end)
-    if tl.max(is_last.to(tl.int32), 0) > 0:
-        written = (target + span * page_stride + first_page)[:, None]
-        keep_inputs(
-            rows, memory, read, written, (tokens + 1)[:, None], origin[:, None], channels, columns, columns,
-            mask & is_last[:, None], row_stride, TAPS, PAGE, False,
-        )  # fmt: skip
+    return tl.where(mask, beta, 0.0), tl.where(mask, rate * softplus(decay + shift), 0.0)
 
 
 @triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans"])
@@ -166,7 +82,7 @@ def few_tokens(
         keys, columns = tl.arange(0, K_PAD), tile * TILE + tl.arange(0, TILE)
         key_mask, mask = keys < K, columns < V
         read = source + sequence * page_stride + first_page
-        places, inside = _state_places(read, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+        places, inside = state_places(read, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE)
         state = tl.load(memory + places, mask=inside, other=0.0)
         rate, shift = tl.load(rates + head), tl.load(shifts + head)
         for span in range(sequence, last):
@@ -188,7 +104,9 @@ def few_tokens(
                 target_row = (token * (KEY_HEADS * GROUP) + head) * V
                 tl.store(out + target_row + columns, answer.to(out.dtype.element_ty), mask=mask)
             written = target + span * page_stride + first_page
-            places, inside = _state_places(written, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+            places, inside = state_places(
+                written, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE
+            )  # fmt: skip
             tl.store(memory + places, state, mask=inside)
 
 
@@ -234,9 +152,9 @@ def chunk_systems(
             tl.store(own + _BETA * CHUNK, beta)
             tl.store(own + _KEPT * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
             fall = tl.exp(tl.where(sees, sums[:, None] - sums[None, :], 0.0)) * key_scale[None, :]
-            system = _dot(k, tl.trans(k), EXACT) * fall * (beta * key_scale)[:, None]
+            system = float_dot(k, tl.trans(k), EXACT) * fall * (beta * key_scale)[:, None]
             system = tl.where(members[:, None] > members[None, :], system, 0.0)
-            seen = tl.where(sees, _dot(q, tl.trans(k), EXACT) * fall * query_scale[:, None], 0.0)
+            seen = tl.where(sees, float_dot(q, tl.trans(k), EXACT) * fall * query_scale[:, None], 0.0)
             squares = systems + number * (2 * CHUNK * CHUNK) + members[:, None] * CHUNK + members[None, :]
             tl.store(squares, system)
             tl.store(squares + CHUNK * CHUNK, seen)
@@ -330,7 +248,7 @@ def many_tokens(
             columns = tile * TILE + tl.arange(0, TILE)
             mask = columns < V
             read = source + sequence * page_stride + first_page
-            places, inside = _state_places(read, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+            places, inside = state_places(read, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE)
             state = tl.load(memory + places, mask=inside, other=0.0)
             square = members[:, None] * CHUNK + members[None, :]
             is_lower = members[:, None] >= members[None, :]
@@ -357,13 +275,15 @@ def many_tokens(
                     of_key = tl.load(own + _KEY * CHUNK + members)
                     left = tl.load(own + _LEFT * CHUNK + members)
                     kept = tl.load(own + _KEPT * CHUNK)
-                    delta = _dot(solver, v - of_key[:, None] * _dot(k, state, EXACT), EXACT)
-                    answer = of_query[:, None] * _dot(q, state, EXACT) + _dot(seen, delta, EXACT)
+                    delta = float_dot(solver, v - of_key[:, None] * float_dot(k, state, EXACT), EXACT)
+                    answer = of_query[:, None] * float_dot(q, state, EXACT) + float_dot(seen, delta, EXACT)
                     answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
                     tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
-                    state = state * kept + _dot(tl.trans(k), left[:, None] * delta, EXACT)
+                    state = state * kept + float_dot(tl.trans(k), left[:, None] * delta, EXACT)
                 written = target + span * page_stride + first_page
-                places, inside = _state_places(written, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+                places, inside = state_places(
+                    written, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE
+                )  # fmt: skip
                 tl.store(memory + places, state, mask=inside)
 
 

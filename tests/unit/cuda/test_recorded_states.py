@@ -82,10 +82,16 @@ DELTA = (
     ("convolve", "few_tokens", "gated_norm"),
     ("convolve", "few_tokens", "chunk_systems", "solve_systems", "many_tokens", "gated_norm"),
 )
+STATE_SPACE = (
+    ("convolve", "few_tokens", "gated_norm"),
+    ("convolve", "few_tokens", "chunk_scores", "many_tokens", "gated_norm"),
+)
 CONVOLUTION = ("short_convolution",), ("short_convolution",)
 
 
-@pytest.mark.parametrize(("name", "names"), [("qwen3_5_text", DELTA), ("lfm2", CONVOLUTION)])
+@pytest.mark.parametrize(
+    ("name", "names"), [("qwen3_5_text", DELTA), ("falcon_h1", STATE_SPACE), ("lfm2", CONVOLUTION)]
+)
 def test_kernels_of_mixers_are_launched_once_for_all_sequences(name, names, device) -> None:
     """Of answers, and of a step with prompts, which is recorded, too. What they compute:
     test_cuda_mixers.py."""
@@ -107,7 +113,7 @@ def test_kernels_of_mixers_are_launched_once_for_all_sequences(name, names, devi
             model.forward(step, compared.kvs[0])
             assert [each.kernel for each in launches] == [*expected] * num_mixers
             grids.append(launches[0].grid)
-        assert grids[1][0] == (4 if name == "qwen3_5_text" else 27)  # of 8 tokens; tokens
+        assert grids[1][0] == (27 if name == "lfm2" else 4)  # of 8 tokens; tokens
         tables = [TABLES[i] for i in range(2)]
         launches.clear()
         compared.graphed.decode([7, 7], [3, 4], [0, 0], tables, compared.kvs[0], states=spans)
