@@ -17,12 +17,13 @@ from cluster.model.layers.mixer_parts import MixerInputs, mixer_inputs
 from cluster.model.state_step import StatefulForward, StepState
 
 MAX_WIDTH = 256  # of a head of keys or values, that fits a program's registers
-_VALUE_TILE = 32  # columns of a state, of a program
-_NORM_HEADS = 8  # of a program
-_NUM_FACTORS = 5  # that `delta_kernels` keeps of a token
+VALUE_TILE = 32  # columns of a state, of a program
+NORM_HEADS = 8  # of a program
+NUM_FACTORS = 5  # that `delta_kernels` keeps of a token
 # Of programs of `delta_kernels`: heads and warps of `chunk_systems`, warps of `solve_systems`, programs side
 # by side for sequences, warps and stages of `many_tokens`
-_SYSTEM_HEADS, _SYSTEM_WARPS, _SOLVE_WARPS, _SEQUENCES, _CHUNK_WARPS, _STAGES = 4, 4, 2, 8, 8, 1
+_SYSTEM_HEADS, _SYSTEM_WARPS = 4, 4
+SOLVE_WARPS, SEQUENCES, CHUNK_WARPS, STAGES = 2, 8, 8, 1
 
 
 class PagedDelta:
@@ -39,7 +40,7 @@ class PagedDelta:
         page_bytes = forward.layout.page_bytes
         offset = next(place.start for tensor, place in forward.states.places if tensor.is_recurrent)
         value_pad = max(SMALLEST, power_of_two(own.head_v_dim))
-        self._tile = min(_VALUE_TILE, value_pad)
+        self._tile = min(VALUE_TILE, value_pad)
         group = own.num_v_heads // own.num_k_heads
         self._sizes = {
             "KEY_HEADS": own.num_k_heads, "GROUP": group, "K": own.head_k_dim, "V": own.head_v_dim,
@@ -80,11 +81,11 @@ class PagedDelta:
         from cluster.model.cuda import delta_kernels
 
         delta_kernels.few_tokens[self._grid(pages)](
-            projected, mixed, self._rates, self._shifts, step.kv.buffer.view(torch.float32), pages.source,
-            pages.target, pages.starts, pages.firsts, out, projected.stride(0), pages.page_stride,
-            pages.first_page, pages.num_spans, **self._sizes, K_PAD=self._key_pad, TILE=self._tile,
-            PAGE=self._delta_page, OFFSET=self._offset, **self._gates, IS_DECODE=step.tensors.is_decode,
-            num_warps=4, **early(out.device),
+            projected, mixed, None, self._rates, self._shifts, step.kv.buffer.view(torch.float32),
+            pages.source, pages.target, pages.starts, pages.firsts, out, projected.stride(0), 0,
+            pages.page_stride, pages.first_page, pages.num_spans, **self._sizes, K_PAD=self._key_pad,
+            TILE=self._tile, PAGE=self._delta_page, OFFSET=self._offset, **self._gates, LOWEST=0.0,
+            IS_DECODE=step.tensors.is_decode, num_warps=4, **early(out.device),
         )  # fmt: skip
 
     def _many(self, projected: Tensor, mixed: Tensor, pages: Pages, step: StepState, out: Tensor) -> None:
@@ -95,7 +96,7 @@ class PagedDelta:
         if not num_long:
             return
         systems = projected.new_empty(num_chunks, self._heads, 2, CHUNK, CHUNK, dtype=torch.float32)
-        factors = projected.new_empty(num_chunks, self._heads, _NUM_FACTORS, CHUNK, dtype=torch.float32)
+        factors = projected.new_empty(num_chunks, self._heads, NUM_FACTORS, CHUNK, dtype=torch.float32)
         is_exact = projected.dtype != torch.bfloat16
         delta_kernels.chunk_systems[(num_chunks, -(-self._heads // _SYSTEM_HEADS))](
             projected, mixed, self._rates, self._shifts, pages.starts, chunks.spans, chunks.begins, systems,
@@ -104,24 +105,24 @@ class PagedDelta:
             **early(out.device),
         )  # fmt: skip
         delta_kernels.solve_systems[(num_chunks, self._heads)](
-            systems, factors, chunks.spans, pages.num_spans, num_warps=_SOLVE_WARPS, **early(out.device)
+            systems, factors, chunks.spans, pages.num_spans, num_warps=SOLVE_WARPS, **early(out.device)
         )
-        delta_kernels.many_tokens[(min(num_long, _SEQUENCES), *self._grid(pages)[1:])](
-            mixed, systems, factors, step.kv.buffer.view(torch.float32), pages.source, pages.target,
+        delta_kernels.many_tokens[(min(num_long, SEQUENCES), *self._grid(pages)[1:])](
+            mixed, None, systems, factors, step.kv.buffer.view(torch.float32), pages.source, pages.target,
             pages.starts, pages.firsts, chunks.begins, chunks.sequences, out, pages.page_stride,
             pages.first_page, pages.num_spans, num_long, **self._sizes, K_PAD=self._key_pad, TILE=self._tile,
-            PAGE=self._delta_page, OFFSET=self._offset, EXACT=is_exact, num_warps=_CHUNK_WARPS,
-            num_stages=_STAGES, **early(out.device),
+            PAGE=self._delta_page, OFFSET=self._offset, EXACT=is_exact, num_warps=CHUNK_WARPS,
+            num_stages=STAGES, **early(out.device),
         )  # fmt: skip
 
     def _normed(self, x: Tensor, projected: Tensor) -> Tensor:
         from cluster.model.cuda import delta_kernels
 
-        out, tile = torch.empty_like(x), min(_NORM_HEADS, power_of_two(self._heads))
+        out, tile = torch.empty_like(x), min(NORM_HEADS, power_of_two(self._heads))
         delta_kernels.gated_norm[(len(x), -(-self._heads // tile))](
             x, projected, self._norm.weight, out, projected.stride(0), self._epsilon,
             GROUP=self._sizes["GROUP"], HEADS=self._heads, TILE=tile, V=self._values,
-            PAD=power_of_two(self._values), Z0=self._gate_column, VALUE_STEP=self._value_step,
+            PAD=power_of_two(self._values), Z0=self._gate_column, VALUE_STEP=self._value_step, IS_SIGMOID=False,
             num_warps=4, **early(out.device),
         )  # fmt: skip
         return out

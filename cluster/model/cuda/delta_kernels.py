@@ -47,30 +47,49 @@ EPSILON = tl.constexpr(1e-6)  # under the root of the norms of q and k
 BLOCK = tl.constexpr(16)  # tokens: the smallest matrix that units for products take
 # numbers of a token in `factors`: of q and k before products with S, of corrections after it, beta, and what
 # the chunk leaves of S
-_QUERY, _KEY, _LEFT, _BETA, _KEPT = (tl.constexpr(i) for i in range(5))
-_NUM_FACTORS = tl.constexpr(5)
+QUERY, KEY, _LEFT, BETA_FACTOR, _KEPT = (tl.constexpr(i) for i in range(5))
+NUM_FACTORS = tl.constexpr(5)
 
 
 @triton.jit
-def _gates(rows, places, mask, rate, shift, B0: tl.constexpr, A0: tl.constexpr, BETA: tl.constexpr):
-    """How much of new values is written, and the logarithm of what is kept of the old ones."""
+def betas(rows, places, mask, B0: tl.constexpr, BETA: tl.constexpr):
+    """How much of new values is written."""
     beta = tl.load(rows + places + B0, mask=mask, other=0.0).to(tl.float32)
     beta = rounded(rounded(tl.sigmoid(beta), rows.dtype.element_ty) * BETA, rows.dtype.element_ty)
+    return tl.where(mask, beta, 0.0)
+
+
+@triton.jit
+def _decays(rows, places, mask, rate, shift, A0: tl.constexpr):
+    """The logarithm of what is kept of old values."""
     decay = tl.load(rows + places + A0, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, beta, 0.0), tl.where(mask, rate * softplus(decay + shift), 0.0)
+    return tl.where(mask, rate * softplus(decay + shift), 0.0)
+
+
+@triton.jit
+def channel_decays(decays, places, mask, rate, shift, LOWEST: tl.constexpr):
+    """The same where each channel of a key has its own. LOWEST below 0: a bound, which it comes near to by a
+    sigmoid, and it is rounded."""
+    raw = tl.load(decays + places, mask=mask, other=0.0).to(tl.float32) + shift
+    if LOWEST < 0:
+        decay = rounded(LOWEST * tl.sigmoid(-rate * raw), decays.dtype.element_ty)
+    else:
+        decay = rate * softplus(raw)
+    return tl.where(mask, decay, 0.0)
 
 
 @triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans"])
 def few_tokens(
-    rows, mixed, rates, shifts, memory, source, target, starts, firsts, out,
-    row_stride, page_stride, first_page, num_spans,
+    rows, mixed, decays, rates, shifts, memory, source, target, starts, firsts, out,
+    row_stride, decay_stride, page_stride, first_page, num_spans,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, B0: tl.constexpr, A0: tl.constexpr,
-    GATE_STEP: tl.constexpr, BETA: tl.constexpr, IS_DECODE: tl.constexpr, EARLY: tl.constexpr = False,
+    GATE_STEP: tl.constexpr, BETA: tl.constexpr, LOWEST: tl.constexpr, IS_DECODE: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). mixed: what `convolve` gives. out [T, KEY_HEADS * GROUP,
-    V]. IS_DECODE: every span is a sequence of one token, or padding. Sequences of LONG tokens and more are
-    left out."""
+    V]. decays [T, heads * K]: of channels; None: a head has one, in rows. IS_DECODE: every span is a sequence
+    of one token, or padding. Sequences of LONG tokens and more are left out."""
     begin(EARLY)
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     origin, last = tl.load(starts + sequence).to(tl.int64), sequence
@@ -84,7 +103,11 @@ def few_tokens(
         read = source + sequence * page_stride + first_page
         places, inside = state_places(read, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE)
         state = tl.load(memory + places, mask=inside, other=0.0)
-        rate, shift = tl.load(rates + head), tl.load(shifts + head)
+        rate = tl.load(rates + head)
+        if decays is None:
+            shift = tl.load(shifts + head)
+        else:
+            shift = tl.load(shifts + head * K + keys, mask=key_mask, other=0.0)
         for span in range(sequence, last):
             start, end = tl.load(starts + span).to(tl.int64), tl.load(starts + span + 1).to(tl.int64)
             for token in range(start, end):
@@ -96,8 +119,12 @@ def few_tokens(
                 q = q * (1.0 / tl.sqrt(tl.sum(q * q, 0) + EPSILON)) * (1.0 / K**0.5)
                 k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + EPSILON))
                 place = token * row_stride + key_head * GATE_STEP + member
-                beta, decay = _gates(rows, place, place >= 0, rate, shift, B0, A0, BETA)
-                state *= tl.exp(decay)
+                beta = betas(rows, place, place >= 0, B0, BETA)
+                if decays is None:
+                    state *= tl.exp(_decays(rows, place, place >= 0, rate, shift, A0))
+                else:
+                    place = token * decay_stride + head * K + keys
+                    state *= tl.exp(channel_decays(decays, place, key_mask, rate, shift, LOWEST))[:, None]
                 delta = (v - tl.sum(state * k[:, None], 0)) * beta
                 state += k[:, None] * delta[None, :]
                 answer = tl.sum(state * q[:, None], 0)
@@ -142,14 +169,15 @@ def chunk_systems(
             key_scale = 1.0 / tl.sqrt(tl.sum(k * k, 1) + EPSILON)
             rate, shift = tl.load(rates + head), tl.load(shifts + head)
             gates = tokens * row_stride + key_head * GATE_STEP + member
-            beta, decay = _gates(rows, gates, is_new, rate, shift, B0, A0, BETA)
+            beta = betas(rows, gates, is_new, B0, BETA)
+            decay = _decays(rows, gates, is_new, rate, shift, A0)
             sums, total = tl.cumsum(decay, 0), tl.sum(decay, 0)
             number = chunk * heads + head
-            own = factors + number * (_NUM_FACTORS * CHUNK) + members
-            tl.store(own + _QUERY * CHUNK, query_scale * tl.exp(sums))
-            tl.store(own + _KEY * CHUNK, key_scale * tl.exp(sums))
+            own = factors + number * (NUM_FACTORS * CHUNK) + members
+            tl.store(own + QUERY * CHUNK, query_scale * tl.exp(sums))
+            tl.store(own + KEY * CHUNK, key_scale * tl.exp(sums))
             tl.store(own + _LEFT * CHUNK, key_scale * tl.exp(total - sums))
-            tl.store(own + _BETA * CHUNK, beta)
+            tl.store(own + BETA_FACTOR * CHUNK, beta)
             tl.store(own + _KEPT * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
             fall = tl.exp(tl.where(sees, sums[:, None] - sums[None, :], 0.0)) * key_scale[None, :]
             system = float_dot(k, tl.trans(k), EXACT) * fall * (beta * key_scale)[:, None]
@@ -222,20 +250,22 @@ def solve_systems(systems, factors, chunk_spans, num_spans, EARLY: tl.constexpr 
     if tl.load(chunk_spans + chunk) < num_spans:
         number = chunk * tl.num_programs(1) + head
         _solve(
-            systems + number * (2 * CHUNK * CHUNK), factors + number * (_NUM_FACTORS * CHUNK) + _BETA * CHUNK
+            systems + number * (2 * CHUNK * CHUNK),
+            factors + number * (NUM_FACTORS * CHUNK) + BETA_FACTOR * CHUNK,
         )
 
 
 @triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans", "num_sequences"])
 def many_tokens(
-    mixed, systems, factors, memory, source, target, starts, firsts, chunk_begins, sequences, out,
+    mixed, sums, systems, factors, memory, source, target, starts, firsts, chunk_begins, sequences, out,
     page_stride, first_page, num_spans, num_sequences,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (programs, KEY_HEADS * GROUP, cdiv(V, TILE)): a program computes every so many-th sequence. mixed:
-    what `convolve` gives; systems, factors: what `solve_systems` leaves."""
+    what `convolve` gives; systems, factors: what `solve_systems` leaves; sums: what `channel_sums` gives, None
+    where a head has one decay."""
     begin(EARLY)
     head, tile = tl.program_id(1), tl.program_id(2)
     for rank in range(tl.program_id(0), num_sequences, tl.num_programs(0)):
@@ -270,16 +300,25 @@ def many_tokens(
                     matrix = systems + number * (2 * CHUNK * CHUNK) + square
                     solver = tl.load(matrix, mask=is_lower, other=0.0)
                     seen = tl.load(matrix + CHUNK * CHUNK)
-                    own = factors + number * (_NUM_FACTORS * CHUNK)
-                    of_query = tl.load(own + _QUERY * CHUNK + members)
-                    of_key = tl.load(own + _KEY * CHUNK + members)
-                    left = tl.load(own + _LEFT * CHUNK + members)
-                    kept = tl.load(own + _KEPT * CHUNK)
+                    own = factors + number * (NUM_FACTORS * CHUNK)
+                    of_query = tl.load(own + QUERY * CHUNK + members)
+                    of_key = tl.load(own + KEY * CHUNK + members)
+                    if sums is None:
+                        left = tl.load(own + _LEFT * CHUNK + members)
+                        kept = tl.load(own + _KEPT * CHUNK)
+                        leaving = k
+                    else:
+                        own_sums = sums + number * (CHUNK * K) + keys
+                        grown = tl.load(own_sums[None, :] + members[:, None] * K, mask=key_mask, other=0.0)
+                        total = tl.load(own_sums + (CHUNK - 1) * K, mask=keys < K, other=0.0)
+                        leaving = k * tl.exp(total[None, :] - grown)
+                        q, k = q * tl.exp(grown), k * tl.exp(grown)
+                        left, kept = of_key, tl.exp(total)[:, None]
                     delta = float_dot(solver, v - of_key[:, None] * float_dot(k, state, EXACT), EXACT)
                     answer = of_query[:, None] * float_dot(q, state, EXACT) + float_dot(seen, delta, EXACT)
                     answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
                     tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
-                    state = state * kept + float_dot(tl.trans(k), left[:, None] * delta, EXACT)
+                    state = state * kept + float_dot(tl.trans(leaving), left[:, None] * delta, EXACT)
                 written = target + span * page_stride + first_page
                 places, inside = state_places(
                     written, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE
@@ -291,9 +330,10 @@ def many_tokens(
 def gated_norm(
     x, rows, weight, out, row_stride, epsilon,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr,
-    Z0: tl.constexpr, VALUE_STEP: tl.constexpr, EARLY: tl.constexpr = False,
+    Z0: tl.constexpr, VALUE_STEP: tl.constexpr, IS_SIGMOID: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (T, cdiv(HEADS, TILE)). x [T, HEADS, V], normed, times weight [V], times silu(z). out as x."""
+    """Grid (T, cdiv(HEADS, TILE)). x [T, HEADS, V], normed, times weight [V], times silu(z), or the sigmoid,
+    where nothing is rounded in between. out as x."""
     begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
@@ -302,10 +342,13 @@ def gated_norm(
     place = (token * HEADS + heads) * V + columns
     numbers = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 1) / V + epsilon)
-    numbers = rounded(numbers * scale[:, None], x.dtype.element_ty)
     factors = tl.load(weight + columns, mask=columns < V, other=0.0).to(tl.float32)
-    numbers = rounded(numbers * factors, weight.dtype.element_ty)
+    if IS_SIGMOID:
+        numbers = numbers * scale[:, None] * factors
+    else:
+        numbers = rounded(numbers * scale[:, None], x.dtype.element_ty)
+        numbers = rounded(numbers * factors, weight.dtype.element_ty)
     gates = token * row_stride + Z0 + heads // GROUP * VALUE_STEP + heads % GROUP * V + columns
     z = tl.load(rows + gates, mask=mask, other=0.0).to(tl.float32)
-    numbers = numbers * (z / (1.0 + tl.exp(-z)))
+    numbers *= tl.sigmoid(z) if IS_SIGMOID else z / (1.0 + tl.exp(-z))
     tl.store(out + place, numbers.to(out.dtype.element_ty), mask=mask)

@@ -1,12 +1,13 @@
 """Mixers that keep states, by Triton kernels over the pages where the states lie: the gated delta rule
-(`delta`), Mamba 2 (`mamba`), and short convolutions. One to three launches beside the products serve all
-answers of a step, two or three more all its longer sequences, whatever their number. The sizes that a launch
+(`delta`), Kimi's delta attention (`kimi`), Mamba 2 (`mamba`), and short convolutions. One to three launches
+beside the products serve all answers of a step, two to four more all its longer sequences, whatever their
+number. The sizes that a launch
 needs are those of the step's tensors, so every step can be recorded. A mixer is recognised by the names and
 sizes of its parts; `replace_mixers` compares it with what transformers computes before it is used.
 
 Runs on the engine's thread; enqueues on the current stream and reads nothing on the host. An H100 gave the
 right tokens for tiny models with the gated delta rule and short convolutions; not timed. No GPU has run
-Mamba 2.
+Mamba 2 and Kimi's delta attention.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.model.cuda.delta import gated_delta
+from cluster.model.cuda.kimi import kimi_delta
 from cluster.model.cuda.mamba import state_space
 from cluster.model.cuda.mixer_calls import CHANNEL_TILE, Linears, Pages
 from cluster.model.cuda.tiles import power_of_two
@@ -54,7 +56,7 @@ def kernel_of(forward: StatefulForward) -> MixerKernel | None:
     """None: it is no such mixer, or of a form that no kernel knows."""
     if forward.layout.page_bytes % 4:
         return None
-    if (found := gated_delta(forward) or state_space(forward)) is not None:
+    if (found := gated_delta(forward) or kimi_delta(forward) or state_space(forward)) is not None:
         return found
     return ShortConvolution(forward) if _is_short_convolution(forward) else None
 

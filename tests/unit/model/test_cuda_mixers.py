@@ -61,12 +61,20 @@ FALCON: dict[str, Any] = {
     "mamba_d_ssm": 96, "mamba_n_heads": 3, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 3,
     "mamba_chunk_size": 8, "ssm_in_multiplier": 0.7, "ssm_multipliers": [0.9, 1.2, 0.6, 1.1, 0.8],
 }  # fmt: skip
+KIMI: dict[str, Any] = {
+    "layer_types": BLOCKS, "mlp_layer_types": ["dense"] * 2, "num_key_value_heads": 2, "linear_num_heads": 3,
+    "linear_head_dim": 24, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16, "num_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5Text": ("Qwen3_5ForCausalLM", WIDE),
     "Qwen3Next": ("Qwen3NextForCausalLM", DELTA),
     "OlmoHybrid": ("OlmoHybridForCausalLM", DELTA),
     "Lfm2": ("Lfm2ForCausalLM", CONV),
     "Lfm3": ("Lfm3ForCausalLM", CONV),
+    "KimiLinear": ("KimiLinearForCausalLM", KIMI),
+    "BailingHybrid": ("BailingHybridForCausalLM", KIMI),
+    "BailingHybrid, unbounded": ("BailingHybridForCausalLM", {**KIMI, "kda_safe_gate": False}),
     "Bamba": ("BambaForCausalLM", BAMBA),
     "NemotronH": ("NemotronHForCausalLM", NEMOTRON),
     "FalconH1": ("FalconH1ForCausalLM", FALCON),
@@ -85,7 +93,7 @@ def stateful(name: str, dtype: torch.dtype) -> StepStates:
     torch.manual_seed(0)
     model, changes = FORMS[name]
     text = (
-        getattr(hf, model)(getattr(hf, f"{name.partition(',')[0]}Config")(**SIZES, **changes))
+        getattr(hf, model)(getattr(hf, f"{name.partition(',')[0]}Config")(**{**SIZES, **changes}))
         .to(dtype)
         .eval()
         .model
@@ -111,7 +119,7 @@ def test_a_mixer_is_replaced_as_it_agrees(name: str, dtype: torch.dtype, caplog)
     assert replaced == len(step.forwards) > 0, caplog.text
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5Text", "OlmoHybrid", "Bamba"])
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "OlmoHybrid", "Bamba", "KimiLinear"])
 def test_prompts_of_several_chunks_are_those_of_the_module(name: str) -> None:
     """Beside an answer; one prompt keeps states within it, and both go on with one. All tokens of the second
     are the same: their keys are, too, which is the worst that its systems can be."""
