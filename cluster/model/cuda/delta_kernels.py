@@ -291,7 +291,6 @@ def many_tokens(
                     own_rows = mixed + tokens[:, None] * width
                     key_places = own_rows + head // GROUP * K + keys[None, :]
                     key_mask = is_new[:, None] & (keys < K)[None, :]
-                    q = tl.load(key_places, mask=key_mask, other=0.0)
                     k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
                     value_places = own_rows + 2 * KEY_HEADS * K + head * V + columns[None, :]
                     value_mask = is_new[:, None] & mask[None, :]
@@ -299,26 +298,32 @@ def many_tokens(
                     number = (first_chunk + index) * heads + head
                     matrix = systems + number * (2 * CHUNK * CHUNK) + square
                     solver = tl.load(matrix, mask=is_lower, other=0.0)
-                    seen = tl.load(matrix + CHUNK * CHUNK)
                     own = factors + number * (NUM_FACTORS * CHUNK)
                     of_query = tl.load(own + QUERY * CHUNK + members)
                     of_key = tl.load(own + KEY * CHUNK + members)
-                    if sums is None:
-                        left = tl.load(own + _LEFT * CHUNK + members)
-                        kept = tl.load(own + _KEPT * CHUNK)
-                        leaving = k
-                    else:
-                        own_sums = sums + number * (CHUNK * K) + keys
-                        grown = tl.load(own_sums[None, :] + members[:, None] * K, mask=key_mask, other=0.0)
-                        total = tl.load(own_sums + (CHUNK - 1) * K, mask=keys < K, other=0.0)
-                        leaving = k * tl.exp(total[None, :] - grown)
-                        q, k = q * tl.exp(grown), k * tl.exp(grown)
-                        left, kept = of_key, tl.exp(total)[:, None]
-                    delta = float_dot(solver, v - of_key[:, None] * float_dot(k, state, EXACT), EXACT)
+                    own_sums, grown = sums, k
+                    if sums is not None:
+                        own_sums = sums + (number * CHUNK + members[:, None]) * K + keys[None, :]
+                        grown = k * tl.exp(tl.load(own_sums, mask=key_mask, other=0.0))
+                    delta = float_dot(solver, v - of_key[:, None] * float_dot(grown, state, EXACT), EXACT)
+                    q = tl.load(key_places, mask=key_mask, other=0.0)
+                    if sums is not None:
+                        q = q * tl.exp(tl.load(own_sums, mask=key_mask, other=0.0))
+                    seen = tl.load(matrix + CHUNK * CHUNK)
                     answer = of_query[:, None] * float_dot(q, state, EXACT) + float_dot(seen, delta, EXACT)
                     answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
                     tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
-                    state = state * kept + float_dot(tl.trans(leaving), left[:, None] * delta, EXACT)
+                    if sums is None:
+                        left = tl.load(own + _LEFT * CHUNK + members)
+                        kept = tl.load(own + _KEPT * CHUNK)
+                    else:
+                        total = tl.load(
+                            sums + (number * CHUNK + CHUNK - 1) * K + keys, mask=keys < K, other=0.0
+                        )
+                        k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
+                        k = k * tl.exp(total[None, :] - tl.load(own_sums, mask=key_mask, other=0.0))
+                        left, kept = of_key, tl.exp(total)[:, None]
+                    state = state * kept + float_dot(tl.trans(k), left[:, None] * delta, EXACT)
                 written = target + span * page_stride + first_page
                 places, inside = state_places(
                     written, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE

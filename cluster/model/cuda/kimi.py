@@ -19,7 +19,7 @@ from cluster.model.layers.mixer_parts import KimiInputs, kimi_inputs
 from cluster.model.state_step import StatefulForward, StepState
 
 _BLOCK = 16  # tokens: rows of a chunk that a program of `channel_systems` computes
-_SUM_WARPS, _SYSTEM_WARPS = 8, 4
+_SUM_WARPS, _SYSTEM_WARPS = 8, 8
 
 
 class PagedKimi:

@@ -20,7 +20,7 @@ from cluster.model.states import StateSpan
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.recorded_attention import RecordedAttention
 from tests.fakes.strict_triton import strict_triton
-from tests.flow.hybrid_models import CONFIGS
+from tests.flow.hybrid_models import CONFIGS, OTHERS
 from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
 
 SIZES = RecordedSizes([answers_of(1), answers_of(4)], [StepSizes(32, 8, 12)])
@@ -86,16 +86,18 @@ STATE_SPACE = (
     ("convolve", "few_tokens", "gated_norm"),
     ("convolve", "few_tokens", "chunk_scores", "many_tokens", "gated_norm"),
 )
+CHANNELS = (DELTA[0], (*DELTA[0][:2], "channel_sums", "channel_systems", *DELTA[1][3:]))
 CONVOLUTION = ("short_convolution",), ("short_convolution",)
 
 
 @pytest.mark.parametrize(
-    ("name", "names"), [("qwen3_5_text", DELTA), ("falcon_h1", STATE_SPACE), ("lfm2", CONVOLUTION)]
+    ("name", "names"),
+    [("qwen3_5_text", DELTA), ("falcon_h1", STATE_SPACE), ("kimi_linear", CHANNELS), ("lfm2", CONVOLUTION)],
 )
 def test_kernels_of_mixers_are_launched_once_for_all_sequences(name, names, device) -> None:
     """Of answers, and of a step with prompts, which is recorded, too. What they compute:
     test_cuda_mixers.py."""
-    model = language(device, CONFIGS[name])
+    model = language(device, (CONFIGS | OTHERS)[name])
     with strict_triton() as launches:
         num_mixers = len(on_kernels(model))
         size, first = model.state_blocks, 1 + max(map(max, TABLES))

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +29,9 @@ from cluster.model.probe import probe_backbone
 from cluster.model.state_step import StepState, StepStates, install
 from cluster.model.states import StateSpan
 from tests.fakes.interpreted_bfloat16 import rounded_bfloat16
-from tests.flow.hybrid_models import CONFIGS
+from tests.flow.hybrid_models import CONFIGS, save_hybrid
+from tests.flow.text_models import draw_prompts, generated
+from tests.gpu.cases import HYBRID_PLACES, hybrid_answers
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -172,3 +175,22 @@ def test_a_model_with_mixers_and_gated_attention_runs_whole(monkeypatch) -> None
     monkeypatch.setattr(parts.text, "forward", found.append)  # the whole runs without it
     torch.testing.assert_close(logits(), expected, rtol=1e-3, atol=1e-3)
     assert not found
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "kimi_linear"])
+def test_a_model_on_kernels_gives_the_tokens_of_generate(name: str, tmp_path: Path) -> None:
+    """A prompt in two chunks, a state kept within the second, then answers; another prompt beside them."""
+    prompts, folder = draw_prompts((40, 5)), save_hybrid(tmp_path, name)
+    own = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    plain = probed_parts(own, 16, "auto")
+    assert plain.states is not None
+    kernels = CudaLayerKernels(
+        torch.float32, CudaAttention(TorchAttention(), num_processors=2), is_timed=False
+    )
+    for forward in plain.states.forwards:
+        forward.kernel = kernels.mixer(forward)
+        assert forward.kernel is not None
+    model = LanguageModel(plain)
+    num_blocks = len(prompts) * (4 + HYBRID_PLACES * model.state_blocks)
+    kv = BlockMemory(model.kv_layout, num_blocks, model.device)
+    assert hybrid_answers(model, model, kv, prompts, 4, 4) == generated(folder, prompts, 4)
