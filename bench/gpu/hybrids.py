@@ -1,9 +1,9 @@
 """What steps of a hybrid model cost on a GPU: recorded and from Python, with our kernels for the mixers
 and with transformers' own code.
 
-Random models of Qwen3.5's form, and of Nemotron-H's with Mamba 2. s: until it is written, loaded (kernels compiled and compared with its
-modules), its steps recorded. us: until the device has the logits. What tells most comes first. Beside the
-times with our kernels: which kernels each step launches.
+Random models of Qwen3.5's form, and of Nemotron-H's with Mamba 2. s: until one is written, loaded (kernels
+compiled and compared with its modules), its steps recorded. us: until the device has the logits. What tells
+most comes first. Beside the times with our kernels: which kernels each step launches.
 """
 
 from __future__ import annotations

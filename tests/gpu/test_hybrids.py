@@ -1,5 +1,5 @@
-"""Tiny hybrid models on a GPU in float32, with our kernels for their mixers: recorded steps of answers, prompts
-in chunks next to them. The tokens are those of `generate`."""
+"""Tiny hybrid models on a GPU in float32, with our kernels for their mixers: recorded steps of answers,
+prompts in chunks next to them. The tokens are those of `generate`."""
 
 from __future__ import annotations
 

@@ -122,8 +122,8 @@ class PagedDelta:
         delta_kernels.gated_norm[(len(x), -(-self._heads // tile))](
             x, projected, self._norm.weight, out, projected.stride(0), self._epsilon,
             GROUP=self._sizes["GROUP"], HEADS=self._heads, TILE=tile, V=self._values,
-            PAD=power_of_two(self._values), Z0=self._gate_column, VALUE_STEP=self._value_step, IS_SIGMOID=False,
-            num_warps=4, **early(out.device),
+            PAD=power_of_two(self._values), Z0=self._gate_column, VALUE_STEP=self._value_step,
+            IS_SIGMOID=False, num_warps=4, **early(out.device),
         )  # fmt: skip
         return out
 

@@ -255,6 +255,57 @@ def solve_systems(systems, factors, chunk_spans, num_spans, EARLY: tl.constexpr 
         )
 
 
+@triton.jit
+def _after_chunk(
+    state, mixed, sums, systems, factors, out, first, end, chunk, head, columns, mask,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Writes the answers of a chunk's tokens from `first` on; returns the state after them. What is scaled
+    by channels is loaded again where it is needed again: all of it does not fit into registers."""
+    width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
+    heads: tl.constexpr = KEY_HEADS * GROUP
+    members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
+    square = members[:, None] * CHUNK + members[None, :]
+    is_lower = members[:, None] >= members[None, :]
+    tokens = first.to(tl.int64) + members
+    is_new = tokens < end
+    own_rows = mixed + tokens[:, None] * width
+    key_places = own_rows + head // GROUP * K + keys[None, :]
+    key_mask = is_new[:, None] & (keys < K)[None, :]
+    k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
+    value_places = own_rows + 2 * KEY_HEADS * K + head * V + columns[None, :]
+    value_mask = is_new[:, None] & mask[None, :]
+    v = tl.load(value_places, mask=value_mask, other=0.0).to(tl.float32)
+    number = chunk * heads + head
+    matrix = systems + number * (2 * CHUNK * CHUNK) + square
+    solver = tl.load(matrix, mask=is_lower, other=0.0)
+    own = factors + number * (NUM_FACTORS * CHUNK)
+    of_query = tl.load(own + QUERY * CHUNK + members)
+    of_key = tl.load(own + KEY * CHUNK + members)
+    own_sums, grown = sums, k
+    if sums is not None:
+        own_sums = sums + (number * CHUNK + members[:, None]) * K + keys[None, :]
+        grown = k * tl.exp(tl.load(own_sums, mask=key_mask, other=0.0))
+    delta = float_dot(solver, v - of_key[:, None] * float_dot(grown, state, EXACT), EXACT)
+    q = tl.load(key_places, mask=key_mask, other=0.0)
+    if sums is not None:
+        q = q * tl.exp(tl.load(own_sums, mask=key_mask, other=0.0))
+    seen = tl.load(matrix + CHUNK * CHUNK)
+    answer = of_query[:, None] * float_dot(q, state, EXACT) + float_dot(seen, delta, EXACT)
+    answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
+    tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
+    if sums is None:
+        left = tl.load(own + _LEFT * CHUNK + members)
+        kept = tl.load(own + _KEPT * CHUNK)
+    else:
+        total = tl.load(sums + (number * CHUNK + CHUNK - 1) * K + keys, mask=keys < K, other=0.0)
+        k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
+        k = k * tl.exp(total[None, :] - tl.load(own_sums, mask=key_mask, other=0.0))
+        left, kept = of_key, tl.exp(total)[:, None]
+    return state * kept + float_dot(tl.trans(k), left[:, None] * delta, EXACT)
+
+
 @triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans", "num_sequences"])
 def many_tokens(
     mixed, sums, systems, factors, memory, source, target, starts, firsts, chunk_begins, sequences, out,
@@ -264,66 +315,27 @@ def many_tokens(
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (programs, KEY_HEADS * GROUP, cdiv(V, TILE)): a program computes every so many-th sequence. mixed:
-    what `convolve` gives; systems, factors: what `solve_systems` leaves; sums: what `channel_sums` gives, None
-    where a head has one decay."""
+    what `convolve` gives; systems, factors: what `solve_systems` leaves; sums: what `channel_sums` gives,
+    None where a head has one decay."""
     begin(EARLY)
     head, tile = tl.program_id(1), tl.program_id(2)
     for rank in range(tl.program_id(0), num_sequences, tl.num_programs(0)):
         sequence = tl.load(sequences + rank)
         if sequence < num_spans:
             last = sequence_end(firsts, sequence, num_spans)
-            width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
-            heads: tl.constexpr = KEY_HEADS * GROUP
-            members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
-            columns = tile * TILE + tl.arange(0, TILE)
+            keys, columns = tl.arange(0, K_PAD), tile * TILE + tl.arange(0, TILE)
             mask = columns < V
             read = source + sequence * page_stride + first_page
             places, inside = state_places(read, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE)
             state = tl.load(memory + places, mask=inside, other=0.0)
-            square = members[:, None] * CHUNK + members[None, :]
-            is_lower = members[:, None] >= members[None, :]
             for span in range(sequence, last):
                 start, end = tl.load(starts + span), tl.load(starts + span + 1)
                 first_chunk = tl.load(chunk_begins + span)
                 for index in range(tl.cdiv(end - start, CHUNK)):
-                    tokens = (start + index * CHUNK).to(tl.int64) + members
-                    is_new = tokens < end
-                    own_rows = mixed + tokens[:, None] * width
-                    key_places = own_rows + head // GROUP * K + keys[None, :]
-                    key_mask = is_new[:, None] & (keys < K)[None, :]
-                    k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
-                    value_places = own_rows + 2 * KEY_HEADS * K + head * V + columns[None, :]
-                    value_mask = is_new[:, None] & mask[None, :]
-                    v = tl.load(value_places, mask=value_mask, other=0.0).to(tl.float32)
-                    number = (first_chunk + index) * heads + head
-                    matrix = systems + number * (2 * CHUNK * CHUNK) + square
-                    solver = tl.load(matrix, mask=is_lower, other=0.0)
-                    own = factors + number * (NUM_FACTORS * CHUNK)
-                    of_query = tl.load(own + QUERY * CHUNK + members)
-                    of_key = tl.load(own + KEY * CHUNK + members)
-                    own_sums, grown = sums, k
-                    if sums is not None:
-                        own_sums = sums + (number * CHUNK + members[:, None]) * K + keys[None, :]
-                        grown = k * tl.exp(tl.load(own_sums, mask=key_mask, other=0.0))
-                    delta = float_dot(solver, v - of_key[:, None] * float_dot(grown, state, EXACT), EXACT)
-                    q = tl.load(key_places, mask=key_mask, other=0.0)
-                    if sums is not None:
-                        q = q * tl.exp(tl.load(own_sums, mask=key_mask, other=0.0))
-                    seen = tl.load(matrix + CHUNK * CHUNK)
-                    answer = of_query[:, None] * float_dot(q, state, EXACT) + float_dot(seen, delta, EXACT)
-                    answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
-                    tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
-                    if sums is None:
-                        left = tl.load(own + _LEFT * CHUNK + members)
-                        kept = tl.load(own + _KEPT * CHUNK)
-                    else:
-                        total = tl.load(
-                            sums + (number * CHUNK + CHUNK - 1) * K + keys, mask=keys < K, other=0.0
-                        )
-                        k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
-                        k = k * tl.exp(total[None, :] - tl.load(own_sums, mask=key_mask, other=0.0))
-                        left, kept = of_key, tl.exp(total)[:, None]
-                    state = state * kept + float_dot(tl.trans(k), left[:, None] * delta, EXACT)
+                    state = _after_chunk(
+                        state, mixed, sums, systems, factors, out, start + index * CHUNK, end,
+                        first_chunk + index, head, columns, mask, KEY_HEADS, GROUP, K, K_PAD, V, EXACT,
+                    )  # fmt: skip
                 written = target + span * page_stride + first_page
                 places, inside = state_places(
                     written, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE

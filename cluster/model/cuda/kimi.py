@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cluster.model.cuda import delta
 from cluster.model.cuda.early import early
@@ -140,7 +140,7 @@ def kimi_delta(forward: StatefulForward) -> PagedKimi | None:
     weight, heads, width = own.conv1d.weight, own.num_heads, own.head_dim
     kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]
     is_known = (
-        all(isinstance(linear, nn.Linear) for linear in inputs.linears)
+        all(hasattr(linear, "out_features") for linear in inputs.linears)
         and own.conv1d.bias is None
         and width <= delta.MAX_WIDTH
         and hasattr(own.o_norm, "variance_epsilon")

@@ -1,7 +1,7 @@
-"""Mixers of Mamba 2 by `mamba_kernels` over the pages where their states lie: Bamba's, Nemotron-H's, Granite's
-and Falcon-H1's. All answers of a step are three launches between the products, its longer sequences two more;
-Falcon-H1's multipliers are one each. Runs on the engine's thread; enqueues on the current stream and reads
-nothing on the host. No GPU has run it."""
+"""Mixers of Mamba 2 by `mamba_kernels` over the pages where their states lie: those of Bamba, Nemotron-H,
+Granite and Falcon-H1. All answers of a step are three launches between the products, its longer sequences two
+more; Falcon-H1's multipliers are one each. Runs on the engine's thread; enqueues on the current stream and
+reads nothing on the host. No GPU has run it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STATE_TILE, _ROW_TILE, _CHUNK_WARPS, _STAGES, _SEQUENCES, _SCORE_HEADS = 4096, 
 
 
 @dataclass(frozen=True)
-class _Norm:
+class _GatedNorm:
     """The gated norm. weight None: it gates alone."""
 
     weight: Tensor | None
@@ -143,13 +143,13 @@ class PagedMamba:
         return sequences, self._heads, -(-self._sizes["P"] // tile)
 
 
-def _norm_of(module: nn.Module, width: int) -> _Norm:
+def _norm_of(module: nn.Module, width: int) -> _GatedNorm:
     """Names say how it gates; the comparison of the mixer says whether that is so."""
     own = cast(Any, module)
     if isinstance(module, nn.Identity):
-        return _Norm(None, 0.0, False, min(CHANNEL_TILE, width))
+        return _GatedNorm(None, 0.0, False, min(CHANNEL_TILE, width))
     groups = getattr(own, "n_groups", None)
-    return _Norm(
+    return _GatedNorm(
         own.weight, own.variance_epsilon, bool(getattr(own, "norm_before_gate", False)),
         width // groups if groups else own.group_size,
     )  # fmt: skip

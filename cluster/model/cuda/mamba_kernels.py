@@ -1,7 +1,7 @@
 """Triton kernels of Mamba 2's state space (Dao and Gu, "Transformers are SSMs", 2024) and of the gated norm
-behind it, as transformers' modules of Bamba, Nemotron-H, Granite and Falcon-H1 compute them. In front of it is
-a convolution (`mixer_kernels.convolve`). Importing them needs triton; `mamba` launches them and says what they
-compute. No GPU has run them.
+behind it, as transformers' modules of Bamba, Nemotron-H, Granite and Falcon-H1 compute them. In front of it
+is a convolution (`mixer_kernels.convolve`). Importing them needs triton; `mamba` launches them. No GPU has
+run them.
 
     x, B, C = silu(conv(rows));  dt = softplus(row + shift), for a head;  rate < 0, skip: of a head
     S = S * exp(dt * rate);  S += dt * x outer B;  out = S C + skip * x
@@ -12,8 +12,8 @@ tokens, so all answers, are computed token by token (`few_tokens`); longer ones 
 products (`many_tokens`). So an answer's numbers do not depend on prompts in its step.
 
 Within a chunk, with G the running sum of dt * rate: out[i] = exp(G[i]) S C[i] + the sum over j <= i of
-(C[i] · B[j]) exp(G[i] - G[j]) dt[j] x[j]. C · B, G and dt do not depend on S and are computed for all chunks
-side by side (`chunk_scores`).
+(C[i] · B[j]) exp(G[i] - G[j]) dt[j] x[j]. C · B, G and dt do not depend on S and are computed for all
+chunks side by side (`chunk_scores`).
 
 Units for products multiply bfloat16 exactly, so a float32 number times a bfloat16 one is two products, of the
 number's first 8 and next 8 bits. For other models (EXACT) a product is three, which see 21 bits.

@@ -1,6 +1,6 @@
-"""What mixers by Triton kernels share (`mixers`, `mamba`): where the states of a step lie, products of inputs,
-and the launch of the convolution. Runs on the engine's thread; enqueues on the current stream and reads
-nothing on the host."""
+"""What mixers by Triton kernels share (`mixers`): where the states of a step lie, products of inputs, and the
+launch of the convolution. Runs on the engine's thread; enqueues on the current stream and reads nothing on
+the host."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Linears:
 class Convolution:
     """One whose outputs silu follows.
 
-    columns: where its channels lie in a row, as `mixer_kernels.convolve` takes them. page: elements of one."""
+    columns: where its channels lie in a row, as `mixer_kernels.convolve` takes them. page: its elements."""
 
     weight: Tensor  # [channels, 1, taps]
     bias: Tensor | None

@@ -52,9 +52,9 @@ CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
 BLOCKS = ["linear_attention", "full_attention"]
 # Of Mamba 2: sizes that are no powers of two; groups; limits that most steps of time pass
 BAMBA: dict[str, Any] = {
-    "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 80, "mamba_d_state": 24, "mamba_n_groups": 2,
-    "mamba_expand": 5, "mamba_chunk_size": 8, "mamba_conv_bias": False, "mamba_d_conv": 3,
-    "time_step_limit": (0.6, 0.8),
+    "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 80, "mamba_d_state": 24,
+    "mamba_n_groups": 2, "mamba_expand": 5, "mamba_chunk_size": 8, "mamba_conv_bias": False,
+    "mamba_d_conv": 3, "time_step_limit": (0.6, 0.8),
 }  # fmt: skip
 NEMOTRON: dict[str, Any] = {
     "layers_block_type": BLOCKS, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 80,
