@@ -36,12 +36,13 @@ from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
-from cluster.model.cuda.coded_products import scratch_bytes, whole_product
+from cluster.model.cuda.coded_choice import CODED_KERNELS
+from cluster.model.cuda.coded_products import scratch_bytes
 from cluster.model.cuda.experts import optimise_experts
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.half_files import CheckRoom, own_share
 from cluster.model.kv_format import KvCacheDtype, kv_segments
-from cluster.model.layers.codes import CodedLinear
+from cluster.model.layers.codes import CodedLinear, CodedModule
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
 from cluster.model.layers.trial import Trial, WholeDecoder
@@ -93,7 +94,7 @@ def load_parts(
     def make(making: Making) -> LanguageParts:
         half = load_half(
             path, Half.LANGUAGE, dtype=dtype, device=device, sharding=sharding, mapped=making.mapped,
-            coded=whole_product if has_coded_kernels else None, check_room=check_room,
+            coded=CODED_KERNELS if has_coded_kernels else None, check_room=check_room,
         )  # fmt: skip
         notes = making.notes.get("probed")
         probed = None if notes is None else Probed.from_json(notes)
@@ -142,7 +143,8 @@ def probed_parts(
     first = kv_segments(kv_row_shapes(shapes[:1]), block_size, dtype, kv_cache_dtype)
     shape = _attention_shape(model, text, probed, MemoryLayout(first), block_size)
     weights = map(own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
-    coded = [linear for linear in text.modules() if isinstance(linear, CodedLinear)]
+    coded = [module for module in text.modules() if isinstance(module, CodedModule)]
+    linears = [module for module in coded if isinstance(module, CodedLinear)]
     return LanguageParts(
         model=model,
         family=family,
@@ -157,9 +159,9 @@ def probed_parts(
         block_size=block_size,
         kv_layout=layout,
         attention=make_backend(device, dtype, shape),
-        weight_bytes=sum(own.nbytes for own in weights) + sum(linear.codes.nbytes for linear in coded),
+        weight_bytes=sum(own.nbytes for own in weights) + sum(module.codes.nbytes for module in coded),
         # gate and up are one matrix
-        scratch_bytes=max((2 * scratch_bytes(linear.codes, dtype) for linear in coded), default=0),
+        scratch_bytes=max((2 * scratch_bytes(linear.codes, dtype) for linear in linears), default=0),
     )
 
 
