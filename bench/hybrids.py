@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3_5TextConfig
 
 from bench.tables import table
 from cluster.kvcache.memory import BlockMemory
@@ -45,16 +45,19 @@ def write(
     hidden: int, layers: int, folder: Path, dtype: torch.dtype, device: torch.device = CPU,
 ) -> None:  # fmt: skip
     """device: where the weights are drawn; a CPU takes ten seconds for a billion."""
-    from transformers import Qwen3_5ForCausalLM
-
     config = Qwen3_5TextConfig(
         hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers, vocab_size=32_000,
         num_attention_heads=hidden // 128, num_key_value_heads=2, head_dim=256,
         linear_num_key_heads=hidden // 64, linear_num_value_heads=hidden // 64,
     )  # fmt: skip
+    write_config(config, folder, dtype, device)
+
+
+def write_config(config: PreTrainedConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    """A random model."""
     torch.manual_seed(0)
     with device:
-        model = Qwen3_5ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     torch.nn.Module.to(model, "cpu", dtype)
     model.save_pretrained(folder)
 

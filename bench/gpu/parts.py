@@ -309,7 +309,7 @@ MORE: dict[str, Part] = {
     "products": Part(60, products),
     "experts": Part(120, experts_of_a_layer),
     "adapters": Part(120, steps_with_adapters),
-    "hybrids": Part(180, hybrid_steps),
+    "hybrids": Part(300, hybrid_steps),
     "loading": Part(180, loading),
     "preparing": Part(90, preparing),
 }

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cuda.delta_chunks import DeltaChunks
+from cluster.model.cuda.mixer_chunks import MixerChunks
 from cluster.model.cuda.uploads import upload
 from cluster.model.states import LayerStates, PackedSpans, SpanTensors, StateLayout, StateSpan, StateTensor
 from cluster.model.step_adapters import StepAdapters
@@ -81,8 +81,8 @@ class StepState:
         return self.layout.page_ids(self.tensors.target, self.kv)
 
     @cached_property
-    def chunks(self) -> DeltaChunks:
-        return DeltaChunks.of(self.tensors)
+    def chunks(self) -> MixerChunks:
+        return MixerChunks.of(self.tensors)
 
     @cached_property
     def batches(self) -> Sequence[_MixerRows]:

@@ -29,6 +29,8 @@ KERNELS = (
     "cluster.model.cuda.expert_kernels",
     "cluster.model.cuda.mixer_kernels",
     "cluster.model.cuda.delta_kernels",
+    "cluster.model.cuda.channel_kernels",
+    "cluster.model.cuda.mamba_kernels",
     "kv_transfer.codecs.triton_codec",
     "kv_transfer.codecs.triton_checksum",
 )

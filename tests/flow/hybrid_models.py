@@ -25,7 +25,20 @@ CONFIGS: dict[str, hf.PretrainedConfig] = {
     "lfm2": hf.Lfm2Config(**_LAYERS, layer_types=["conv", "conv", "full_attention", "conv"]),
     "falcon_h1": hf.FalconH1Config(**_LAYERS, **_MAMBA, mamba_d_ssm=128),
 }  # fmt: skip
+# Of other kinds of mixers: what kernels compute is compared with `generate`
+OTHERS: dict[str, hf.PretrainedConfig] = {
+    "nemotron_h": hf.NemotronHConfig(
+        **{**SIZES, "pad_token_id": None}, layers_block_type=["linear_attention", "mlp", "full_attention"],
+        head_dim=16, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=16, n_groups=2, chunk_size=8,
+    ),
+    "kimi_linear": hf.KimiLinearConfig(
+        **{**SIZES, "pad_token_id": None, "num_key_value_heads": 4, "num_hidden_layers": 2},
+        layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense"] * 2, num_experts=2,
+        moe_intermediate_size=32, linear_num_heads=4, linear_head_dim=16, kv_lora_rank=32, q_lora_rank=None,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    ),
+}  # fmt: skip
 
 
 def save_hybrid(folder: Path, name: str) -> Path:
-    return save_text_model(folder, CONFIGS[name], seed=7)
+    return save_text_model(folder, (CONFIGS | OTHERS)[name], seed=7)

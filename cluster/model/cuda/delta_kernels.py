@@ -1,6 +1,6 @@
 """Triton kernels of the gated delta rule (Yang et al., "Gated Delta Networks", 2024, equation 10), with the
-convolution in front of it and the gated norm behind it, as transformers' modules of Qwen3-Next and Qwen3.5
-compute them. Importing them needs triton; `mixers` launches them.
+gated norm behind it, as transformers' modules of Qwen3-Next and Qwen3.5 compute them. In front of it is a
+convolution (`mixer_kernels.convolve`). Importing them needs triton; `mixers` launches them.
 
     x = silu(conv(rows)), cut into q, k, v;  q and k are normalised, q is divided by sqrt(K)
     S = S * decay;  S += k outer ((v - kT S) * beta);  out = qT S
@@ -20,7 +20,7 @@ exp(G) k S) and its two uses follow one chunk after the other.
 Units for products cut operands to 11 bits: q, k and v in bfloat16 have no more. For other models (EXACT) a
 product is three of them, which see 21 bits.
 
-Which chunks there are says `delta_chunks`, on the device; the host knows a bound of their number.
+Which chunks there are says `mixer_chunks`, on the device; the host knows a bound of their number.
 
 Columns of rows: head h of the keys has q at Q0 + h * KEY_STEP, and k at K0; value head g of key head h has v
 at V0 + h * VALUE_STEP + g * V, z at Z0, and beta and decay at B0 + h * GATE_STEP + g, A0. Channels of the
@@ -33,128 +33,63 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from cluster.model.cuda.early_kernels import begin
-from cluster.model.cuda.mixer_kernels import keep_inputs, load_state, rounded, sequence_end, silu
+from cluster.model.cuda.mixer_kernels import (
+    CHUNK,
+    LONG,
+    float_dot,
+    rounded,
+    sequence_end,
+    softplus,
+    state_places,
+)
 
 EPSILON = tl.constexpr(1e-6)  # under the root of the norms of q and k
-LONG = tl.constexpr(16)  # tokens
-CHUNK = tl.constexpr(64)  # tokens
 BLOCK = tl.constexpr(16)  # tokens: the smallest matrix that units for products take
 # numbers of a token in `factors`: of q and k before products with S, of corrections after it, beta, and what
 # the chunk leaves of S
-_QUERY, _KEY, _LEFT, _BETA, _KEPT = (tl.constexpr(i) for i in range(5))
-_NUM_FACTORS = tl.constexpr(5)
+QUERY, KEY, _LEFT, BETA_FACTOR, _KEPT = (tl.constexpr(i) for i in range(5))
+NUM_FACTORS = tl.constexpr(5)
 
 
 @triton.jit
-def _dot(x, y, EXACT: tl.constexpr):
-    return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="tf32x3" if EXACT else "tf32")
-
-
-@triton.jit
-def _softplus(x):
-    """As torch computes it: log(1 + exp(x)), exact for small exp(x), too."""
-    grown = tl.exp(tl.minimum(x, 20.0))
-    one = 1.0 + grown
-    exact = tl.log(one) * (grown / tl.where(one == 1.0, 1.0, one - 1.0))
-    return tl.where(x > 20.0, x, tl.where(one == 1.0, grown, exact))
-
-
-@triton.jit
-def _gates(rows, places, mask, rate, shift, B0: tl.constexpr, A0: tl.constexpr, BETA: tl.constexpr):
-    """How much of new values is written, and the logarithm of what is kept of the old ones."""
+def betas(rows, places, mask, B0: tl.constexpr, BETA: tl.constexpr):
+    """How much of new values is written."""
     beta = tl.load(rows + places + B0, mask=mask, other=0.0).to(tl.float32)
     beta = rounded(rounded(tl.sigmoid(beta), rows.dtype.element_ty) * BETA, rows.dtype.element_ty)
-    decay = tl.load(rows + places + A0, mask=mask, other=0.0).to(tl.float32)
-    return tl.where(mask, beta, 0.0), tl.where(mask, rate * _softplus(decay + shift), 0.0)
+    return tl.where(mask, beta, 0.0)
 
 
 @triton.jit
-def _state_places(
-    pages, head, columns, mask, OFFSET: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
-    PAGE: tl.constexpr,
-):  # fmt: skip
-    """Where the elements of S [K_PAD, TILE] are in the memory of pages, and a mask of those that are
-    there."""
-    keys = tl.arange(0, K_PAD)
-    inside = (keys < K)[:, None] & mask[None, :]
-    if PAGE % V == 0 and OFFSET % V == 0:  # a row lies in one page
-        per_page: tl.constexpr = PAGE // V
-        numbers = OFFSET // V + head * K + keys
-        ids = tl.load(pages + numbers // per_page, mask=keys < K, other=-1)
-        places = (ids * PAGE + numbers % per_page * V)[:, None] + columns[None, :]
-        return places, inside & (ids >= 0)[:, None]
-    else:
-        offsets = OFFSET + (head * K + keys)[:, None] * V + columns[None, :]
-        ids = tl.load(pages + offsets // PAGE, mask=inside, other=-1)
-        return ids * PAGE + offsets % PAGE, inside & (ids >= 0)
+def _decays(rows, places, mask, rate, shift, A0: tl.constexpr):
+    """The logarithm of what is kept of old values."""
+    decay = tl.load(rows + places + A0, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, rate * softplus(decay + shift), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "page_stride", "first_page"])
-def convolve(
-    rows, weight, memory, source, target, starts, firsts, spans, out,
-    num_tokens, row_stride, page_stride, first_page,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, TOKENS: tl.constexpr,
-    TILE: tl.constexpr, TAPS: tl.constexpr, PAGE: tl.constexpr, Q0: tl.constexpr, K0: tl.constexpr,
-    V0: tl.constexpr, KEY_STEP: tl.constexpr, VALUE_STEP: tl.constexpr, EARLY: tl.constexpr = False,
-):  # fmt: skip
-    """Grid (cdiv(T, TOKENS), cdiv(channels, TILE)). out [T, channels]: silu of the convolution. Inputs before
-    a sequence's first token are in its state [channels, TAPS]."""
-    begin(EARLY)
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    channels = (tl.program_id(1) * TILE + tl.arange(0, TILE))[None, :]
-    key_width: tl.constexpr = KEY_HEADS * K
-    width: tl.constexpr = 2 * key_width + KEY_HEADS * GROUP * V
-    span = tl.load(spans + tokens, mask=tokens < num_tokens, other=-1)
-    is_token = span >= 0
-    first = tl.load(firsts + span, mask=is_token, other=0)
-    origin = tl.load(starts + first, mask=is_token, other=0)
-    end = tl.load(starts + span + 1, mask=is_token, other=0)
-    mask = is_token[:, None] & (channels < width)
-    if key_width == K0 - Q0 and key_width == V0 - K0 and KEY_STEP == K and VALUE_STEP == GROUP * V:
-        columns = Q0 + channels
+@triton.jit
+def channel_decays(decays, places, mask, rate, shift, LOWEST: tl.constexpr):
+    """The same where each channel of a key has its own. LOWEST below 0: a bound, which it comes near to by a
+    sigmoid, and it is rounded."""
+    raw = tl.load(decays + places, mask=mask, other=0.0).to(tl.float32) + shift
+    if LOWEST < 0:
+        decay = rounded(LOWEST * tl.sigmoid(-rate * raw), decays.dtype.element_ty)
     else:
-        keys, values = channels % key_width, channels - 2 * key_width
-        key_columns = keys // K * KEY_STEP + keys % K
-        value_columns = V0 + values // (GROUP * V) * VALUE_STEP + values % (GROUP * V)
-        columns = tl.where(channels < key_width, Q0 + key_columns, K0 + key_columns)
-        columns = tl.where(channels < 2 * key_width, columns, value_columns)
-    total = tl.zeros([TOKENS, TILE], tl.float32)
-    for tap in tl.static_range(TAPS):
-        at = tokens - (TAPS - 1 - tap)
-        is_new = mask & (at >= origin)[:, None]
-        x = tl.load(rows + (at * row_stride)[:, None] + columns, mask=is_new, other=0.0).to(tl.float32)
-        factor = tl.load(weight + channels * TAPS + tap, mask=channels < width, other=0.0).to(tl.float32)
-        total += factor * x
-    read = (source + first * page_stride + first_page)[:, None]
-    age = tl.where(is_token, tokens - origin, TAPS)
-    if tl.min(age, 0) < TAPS - 1:
-        for tap in tl.static_range(TAPS - 1):
-            before = (age + tap + 1)[:, None]  # of the state's TAPS inputs
-            x = load_state(memory, read, channels * TAPS + before, mask & (before < TAPS), PAGE)
-            factor = tl.load(weight + channels * TAPS + tap, mask=channels < width, other=0.0).to(tl.float32)
-            total += factor * x
-    y = silu(rounded(total, rows.dtype.element_ty), rows.dtype.element_ty)
-    tl.store(out + (tokens * width)[:, None] + channels, y.to(out.dtype.element_ty), mask=mask)
-    is_last = is_token & (tokens + 1 == end)
-    if tl.max(is_last.to(tl.int32), 0) > 0:
-        written = (target + span * page_stride + first_page)[:, None]
-        keep_inputs(
-            rows, memory, read, written, (tokens + 1)[:, None], origin[:, None], channels, columns, columns,
-            mask & is_last[:, None], row_stride, TAPS, PAGE, False,
-        )  # fmt: skip
+        decay = rate * softplus(raw)
+    return tl.where(mask, decay, 0.0)
 
 
 @triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans"])
 def few_tokens(
-    rows, mixed, rates, shifts, memory, source, target, starts, firsts, out,
-    row_stride, page_stride, first_page, num_spans,
+    rows, mixed, decays, rates, shifts, memory, source, target, starts, firsts, out,
+    row_stride, decay_stride, page_stride, first_page, num_spans,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, B0: tl.constexpr, A0: tl.constexpr,
-    GATE_STEP: tl.constexpr, BETA: tl.constexpr, IS_DECODE: tl.constexpr, EARLY: tl.constexpr = False,
+    GATE_STEP: tl.constexpr, BETA: tl.constexpr, LOWEST: tl.constexpr, IS_DECODE: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (S, KEY_HEADS * GROUP, cdiv(V, TILE)). mixed: what `convolve` gives. out [T, KEY_HEADS * GROUP,
-    V]. IS_DECODE: every span is a sequence of one token, or padding. Sequences of LONG tokens and more are
-    left out."""
+    V]. decays [T, heads * K]: of channels; None: a head has one, in rows. IS_DECODE: every span is a sequence
+    of one token, or padding. Sequences of LONG tokens and more are left out."""
     begin(EARLY)
     sequence, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     origin, last = tl.load(starts + sequence).to(tl.int64), sequence
@@ -166,9 +101,13 @@ def few_tokens(
         keys, columns = tl.arange(0, K_PAD), tile * TILE + tl.arange(0, TILE)
         key_mask, mask = keys < K, columns < V
         read = source + sequence * page_stride + first_page
-        places, inside = _state_places(read, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+        places, inside = state_places(read, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE)
         state = tl.load(memory + places, mask=inside, other=0.0)
-        rate, shift = tl.load(rates + head), tl.load(shifts + head)
+        rate = tl.load(rates + head)
+        if decays is None:
+            shift = tl.load(shifts + head)
+        else:
+            shift = tl.load(shifts + head * K + keys, mask=key_mask, other=0.0)
         for span in range(sequence, last):
             start, end = tl.load(starts + span).to(tl.int64), tl.load(starts + span + 1).to(tl.int64)
             for token in range(start, end):
@@ -180,15 +119,21 @@ def few_tokens(
                 q = q * (1.0 / tl.sqrt(tl.sum(q * q, 0) + EPSILON)) * (1.0 / K**0.5)
                 k = k * (1.0 / tl.sqrt(tl.sum(k * k, 0) + EPSILON))
                 place = token * row_stride + key_head * GATE_STEP + member
-                beta, decay = _gates(rows, place, place >= 0, rate, shift, B0, A0, BETA)
-                state *= tl.exp(decay)
+                beta = betas(rows, place, place >= 0, B0, BETA)
+                if decays is None:
+                    state *= tl.exp(_decays(rows, place, place >= 0, rate, shift, A0))
+                else:
+                    place = token * decay_stride + head * K + keys
+                    state *= tl.exp(channel_decays(decays, place, key_mask, rate, shift, LOWEST))[:, None]
                 delta = (v - tl.sum(state * k[:, None], 0)) * beta
                 state += k[:, None] * delta[None, :]
                 answer = tl.sum(state * q[:, None], 0)
                 target_row = (token * (KEY_HEADS * GROUP) + head) * V
                 tl.store(out + target_row + columns, answer.to(out.dtype.element_ty), mask=mask)
             written = target + span * page_stride + first_page
-            places, inside = _state_places(written, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+            places, inside = state_places(
+                written, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE
+            )  # fmt: skip
             tl.store(memory + places, state, mask=inside)
 
 
@@ -224,19 +169,20 @@ def chunk_systems(
             key_scale = 1.0 / tl.sqrt(tl.sum(k * k, 1) + EPSILON)
             rate, shift = tl.load(rates + head), tl.load(shifts + head)
             gates = tokens * row_stride + key_head * GATE_STEP + member
-            beta, decay = _gates(rows, gates, is_new, rate, shift, B0, A0, BETA)
+            beta = betas(rows, gates, is_new, B0, BETA)
+            decay = _decays(rows, gates, is_new, rate, shift, A0)
             sums, total = tl.cumsum(decay, 0), tl.sum(decay, 0)
             number = chunk * heads + head
-            own = factors + number * (_NUM_FACTORS * CHUNK) + members
-            tl.store(own + _QUERY * CHUNK, query_scale * tl.exp(sums))
-            tl.store(own + _KEY * CHUNK, key_scale * tl.exp(sums))
+            own = factors + number * (NUM_FACTORS * CHUNK) + members
+            tl.store(own + QUERY * CHUNK, query_scale * tl.exp(sums))
+            tl.store(own + KEY * CHUNK, key_scale * tl.exp(sums))
             tl.store(own + _LEFT * CHUNK, key_scale * tl.exp(total - sums))
-            tl.store(own + _BETA * CHUNK, beta)
+            tl.store(own + BETA_FACTOR * CHUNK, beta)
             tl.store(own + _KEPT * CHUNK, tl.exp(total + tl.zeros([CHUNK], tl.float32)))
             fall = tl.exp(tl.where(sees, sums[:, None] - sums[None, :], 0.0)) * key_scale[None, :]
-            system = _dot(k, tl.trans(k), EXACT) * fall * (beta * key_scale)[:, None]
+            system = float_dot(k, tl.trans(k), EXACT) * fall * (beta * key_scale)[:, None]
             system = tl.where(members[:, None] > members[None, :], system, 0.0)
-            seen = tl.where(sees, _dot(q, tl.trans(k), EXACT) * fall * query_scale[:, None], 0.0)
+            seen = tl.where(sees, float_dot(q, tl.trans(k), EXACT) * fall * query_scale[:, None], 0.0)
             squares = systems + number * (2 * CHUNK * CHUNK) + members[:, None] * CHUNK + members[None, :]
             tl.store(squares, system)
             tl.store(squares + CHUNK * CHUNK, seen)
@@ -304,66 +250,96 @@ def solve_systems(systems, factors, chunk_spans, num_spans, EARLY: tl.constexpr 
     if tl.load(chunk_spans + chunk) < num_spans:
         number = chunk * tl.num_programs(1) + head
         _solve(
-            systems + number * (2 * CHUNK * CHUNK), factors + number * (_NUM_FACTORS * CHUNK) + _BETA * CHUNK
+            systems + number * (2 * CHUNK * CHUNK),
+            factors + number * (NUM_FACTORS * CHUNK) + BETA_FACTOR * CHUNK,
         )
+
+
+@triton.jit
+def _after_chunk(
+    state, mixed, sums, systems, factors, out, first, end, chunk, head, columns, mask,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
+    EXACT: tl.constexpr,
+):  # fmt: skip
+    """Writes the answers of a chunk's tokens from `first` on; returns the state after them. What is scaled
+    by channels is loaded again where it is needed again: all of it does not fit into registers."""
+    width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
+    heads: tl.constexpr = KEY_HEADS * GROUP
+    members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
+    square = members[:, None] * CHUNK + members[None, :]
+    is_lower = members[:, None] >= members[None, :]
+    tokens = first.to(tl.int64) + members
+    is_new = tokens < end
+    own_rows = mixed + tokens[:, None] * width
+    key_places = own_rows + head // GROUP * K + keys[None, :]
+    key_mask = is_new[:, None] & (keys < K)[None, :]
+    k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
+    value_places = own_rows + 2 * KEY_HEADS * K + head * V + columns[None, :]
+    value_mask = is_new[:, None] & mask[None, :]
+    v = tl.load(value_places, mask=value_mask, other=0.0).to(tl.float32)
+    number = chunk * heads + head
+    matrix = systems + number * (2 * CHUNK * CHUNK) + square
+    solver = tl.load(matrix, mask=is_lower, other=0.0)
+    own = factors + number * (NUM_FACTORS * CHUNK)
+    of_query = tl.load(own + QUERY * CHUNK + members)
+    of_key = tl.load(own + KEY * CHUNK + members)
+    own_sums, grown = sums, k
+    if sums is not None:
+        own_sums = sums + (number * CHUNK + members[:, None]) * K + keys[None, :]
+        grown = k * tl.exp(tl.load(own_sums, mask=key_mask, other=0.0))
+    delta = float_dot(solver, v - of_key[:, None] * float_dot(grown, state, EXACT), EXACT)
+    q = tl.load(key_places, mask=key_mask, other=0.0)
+    if sums is not None:
+        q = q * tl.exp(tl.load(own_sums, mask=key_mask, other=0.0))
+    seen = tl.load(matrix + CHUNK * CHUNK)
+    answer = of_query[:, None] * float_dot(q, state, EXACT) + float_dot(seen, delta, EXACT)
+    answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
+    tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
+    if sums is None:
+        left = tl.load(own + _LEFT * CHUNK + members)
+        kept = tl.load(own + _KEPT * CHUNK)
+    else:
+        total = tl.load(sums + (number * CHUNK + CHUNK - 1) * K + keys, mask=keys < K, other=0.0)
+        k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
+        k = k * tl.exp(total[None, :] - tl.load(own_sums, mask=key_mask, other=0.0))
+        left, kept = of_key, tl.exp(total)[:, None]
+    return state * kept + float_dot(tl.trans(k), left[:, None] * delta, EXACT)
 
 
 @triton.jit(do_not_specialize=["page_stride", "first_page", "num_spans", "num_sequences"])
 def many_tokens(
-    mixed, systems, factors, memory, source, target, starts, firsts, chunk_begins, sequences, out,
+    mixed, sums, systems, factors, memory, source, target, starts, firsts, chunk_begins, sequences, out,
     page_stride, first_page, num_spans, num_sequences,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, V: tl.constexpr,
     TILE: tl.constexpr, PAGE: tl.constexpr, OFFSET: tl.constexpr, EXACT: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (programs, KEY_HEADS * GROUP, cdiv(V, TILE)): a program computes every so many-th sequence. mixed:
-    what `convolve` gives; systems, factors: what `solve_systems` leaves."""
+    what `convolve` gives; systems, factors: what `solve_systems` leaves; sums: what `channel_sums` gives,
+    None where a head has one decay."""
     begin(EARLY)
     head, tile = tl.program_id(1), tl.program_id(2)
     for rank in range(tl.program_id(0), num_sequences, tl.num_programs(0)):
         sequence = tl.load(sequences + rank)
         if sequence < num_spans:
             last = sequence_end(firsts, sequence, num_spans)
-            width: tl.constexpr = (2 * K + GROUP * V) * KEY_HEADS
-            heads: tl.constexpr = KEY_HEADS * GROUP
-            members, keys = tl.arange(0, CHUNK), tl.arange(0, K_PAD)
-            columns = tile * TILE + tl.arange(0, TILE)
+            keys, columns = tl.arange(0, K_PAD), tile * TILE + tl.arange(0, TILE)
             mask = columns < V
             read = source + sequence * page_stride + first_page
-            places, inside = _state_places(read, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+            places, inside = state_places(read, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE)
             state = tl.load(memory + places, mask=inside, other=0.0)
-            square = members[:, None] * CHUNK + members[None, :]
-            is_lower = members[:, None] >= members[None, :]
             for span in range(sequence, last):
                 start, end = tl.load(starts + span), tl.load(starts + span + 1)
                 first_chunk = tl.load(chunk_begins + span)
                 for index in range(tl.cdiv(end - start, CHUNK)):
-                    tokens = (start + index * CHUNK).to(tl.int64) + members
-                    is_new = tokens < end
-                    own_rows = mixed + tokens[:, None] * width
-                    key_places = own_rows + head // GROUP * K + keys[None, :]
-                    key_mask = is_new[:, None] & (keys < K)[None, :]
-                    q = tl.load(key_places, mask=key_mask, other=0.0)
-                    k = tl.load(key_places + KEY_HEADS * K, mask=key_mask, other=0.0)
-                    value_places = own_rows + 2 * KEY_HEADS * K + head * V + columns[None, :]
-                    value_mask = is_new[:, None] & mask[None, :]
-                    v = tl.load(value_places, mask=value_mask, other=0.0).to(tl.float32)
-                    number = (first_chunk + index) * heads + head
-                    matrix = systems + number * (2 * CHUNK * CHUNK) + square
-                    solver = tl.load(matrix, mask=is_lower, other=0.0)
-                    seen = tl.load(matrix + CHUNK * CHUNK)
-                    own = factors + number * (_NUM_FACTORS * CHUNK)
-                    of_query = tl.load(own + _QUERY * CHUNK + members)
-                    of_key = tl.load(own + _KEY * CHUNK + members)
-                    left = tl.load(own + _LEFT * CHUNK + members)
-                    kept = tl.load(own + _KEPT * CHUNK)
-                    delta = _dot(solver, v - of_key[:, None] * _dot(k, state, EXACT), EXACT)
-                    answer = of_query[:, None] * _dot(q, state, EXACT) + _dot(seen, delta, EXACT)
-                    answer_places = out + (tokens[:, None] * heads + head) * V + columns[None, :]
-                    tl.store(answer_places, answer.to(out.dtype.element_ty), mask=value_mask)
-                    state = state * kept + _dot(tl.trans(k), left[:, None] * delta, EXACT)
+                    state = _after_chunk(
+                        state, mixed, sums, systems, factors, out, start + index * CHUNK, end,
+                        first_chunk + index, head, columns, mask, KEY_HEADS, GROUP, K, K_PAD, V, EXACT,
+                    )  # fmt: skip
                 written = target + span * page_stride + first_page
-                places, inside = _state_places(written, head, columns, mask, OFFSET, K, K_PAD, V, PAGE)
+                places, inside = state_places(
+                    written, head * K + keys, keys < K, columns, mask, OFFSET, V, PAGE
+                )  # fmt: skip
                 tl.store(memory + places, state, mask=inside)
 
 
@@ -371,9 +347,10 @@ def many_tokens(
 def gated_norm(
     x, rows, weight, out, row_stride, epsilon,
     GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr,
-    Z0: tl.constexpr, VALUE_STEP: tl.constexpr, EARLY: tl.constexpr = False,
+    Z0: tl.constexpr, VALUE_STEP: tl.constexpr, IS_SIGMOID: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (T, cdiv(HEADS, TILE)). x [T, HEADS, V], normed, times weight [V], times silu(z). out as x."""
+    """Grid (T, cdiv(HEADS, TILE)). x [T, HEADS, V], normed, times weight [V], times silu(z), or the sigmoid,
+    where nothing is rounded in between. out as x."""
     begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
@@ -382,10 +359,13 @@ def gated_norm(
     place = (token * HEADS + heads) * V + columns
     numbers = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 1) / V + epsilon)
-    numbers = rounded(numbers * scale[:, None], x.dtype.element_ty)
     factors = tl.load(weight + columns, mask=columns < V, other=0.0).to(tl.float32)
-    numbers = rounded(numbers * factors, weight.dtype.element_ty)
+    if IS_SIGMOID:
+        numbers = numbers * scale[:, None] * factors
+    else:
+        numbers = rounded(numbers * scale[:, None], x.dtype.element_ty)
+        numbers = rounded(numbers * factors, weight.dtype.element_ty)
     gates = token * row_stride + Z0 + heads // GROUP * VALUE_STEP + heads % GROUP * V + columns
     z = tl.load(rows + gates, mask=mask, other=0.0).to(tl.float32)
-    numbers = numbers * (z / (1.0 + tl.exp(-z)))
+    numbers *= tl.sigmoid(z) if IS_SIGMOID else z / (1.0 + tl.exp(-z))
     tl.store(out + place, numbers.to(out.dtype.element_ty), mask=mask)

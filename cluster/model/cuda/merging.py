@@ -1,5 +1,5 @@
 """Matrices with one input become one matrix while they move to a GPU: [q; k; v] and [gate; up] of every
-decoder layer, and the inputs of mixers with the gated delta rule, which one product then multiplies. The
+decoder layer, and the inputs of mixers with a delta rule, which one product then multiplies. The
 weights of the modules become views of it, so that modules and kernels share one copy, and no second one
 exists at any time. What was merged is seen by the addresses alone (`merged`). Runs on the thread that
 loads the model."""
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.model.layers.codes import CodedLinear, Codes, alike
-from cluster.model.layers.mixer_parts import mixer_inputs
+from cluster.model.layers.mixer_parts import kimi_inputs, mixer_inputs
 from cluster.model.layers.parts import decoder_parts
 
 _CODES = ("numbers", "scales", "zeros")
@@ -35,8 +35,8 @@ def merge_shares(model: nn.Module, device: torch.device) -> None:
 
 
 def merge_layer(module: nn.Module, device: torch.device, copy: Copy) -> None:
-    """Moves these matrices if the module is a decoder layer, or a mixer with the gated delta rule."""
-    if (inputs := mixer_inputs(module)) is not None:
+    """Moves these matrices if the module is a decoder layer, or a mixer with a delta rule."""
+    if (inputs := mixer_inputs(module) or kimi_inputs(module)) is not None:
         _merge(inputs.linears, device, copy)
     if (parts := decoder_parts(module)) is None:
         return

@@ -1,5 +1,6 @@
-"""The parts of a mixer with the gated delta rule, found by the names of its modules. The tables hold the
-names that families use; what the parts compute is left to a comparison (`mixers`)."""
+"""The parts of a mixer with the gated delta rule, or with Kimi's delta attention, found by the names of its
+modules. The tables hold the names that families use; what the parts compute is left to a comparison
+(`mixers`)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ _APART = (
     (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "norm", "out_proj"),  # Qwen3.5
     (("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), "o_norm", "o_proj"),  # OLMo-Hybrid
 )
+# Of Kimi's delta attention
+_KIMI_SIZES = ("conv1d", "forget_gate", "num_heads", "head_dim", "o_norm", "o_proj")
+_KIMI_INPUTS = ("q_proj", "k_proj", "v_proj", "b_proj")
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,35 @@ def mixer_inputs(mixer: nn.Module) -> MixerInputs | None:
             *linears, norm, out = cast("list[Any]", parts)
             return MixerInputs((*linears,), _columns(mixer, is_grouped=len(names) == 2), norm, out)
     return None
+
+
+@dataclass(frozen=True)
+class KimiInputs:
+    """A gate is a linear of the input, or two, one after the other."""
+
+    linears: tuple[nn.Linear, ...]  # q, k, v, beta, and the first linears of both gates
+    decay: nn.Module | None  # the second one of what is kept
+    gate: nn.Module | None  # of the answers
+
+
+def kimi_inputs(mixer: nn.Module) -> KimiInputs | None:
+    """None: it is no mixer with Kimi's delta attention."""
+    if not all(hasattr(mixer, name) for name in (*_KIMI_SIZES, *_KIMI_INPUTS)):
+        return None
+    own = cast(Any, mixer)
+    decays, gates = _gate(own.forget_gate, "f"), _gate(mixer, "g")
+    if decays is None or gates is None:
+        return None
+    inputs = [getattr(mixer, name) for name in _KIMI_INPUTS]
+    return KimiInputs((*inputs, decays[0], gates[0]), decays[1], gates[1])
+
+
+def _gate(module: nn.Module, letter: str) -> tuple[nn.Linear, nn.Module | None] | None:
+    whole = getattr(module, f"{letter}_proj", None)
+    if whole is not None:
+        return whole, None
+    parts = [getattr(module, f"{letter}_{part}_proj", None) for part in "ab"]
+    return cast("tuple[nn.Linear, nn.Module]", (*parts,)) if None not in parts else None
 
 
 def _columns(mixer: nn.Module, *, is_grouped: bool) -> Columns:

@@ -111,6 +111,8 @@ NOT_REHEARSED = {
     "cluster/model/cuda/expert_kernels.py:module": "Triton: test_cuda_experts.py, likewise",
     "cluster/model/cuda/adapter_kernels.py:module": "Triton: test_cuda_adapters.py, likewise",
     "cluster/model/cuda/delta_kernels.py:module": "Triton: test_cuda_mixers.py, likewise",
+    "cluster/model/cuda/channel_kernels.py:module": "Triton: test_cuda_mixers.py, likewise",
+    "cluster/model/cuda/mamba_kernels.py:module": "Triton: test_cuda_mixers.py, likewise",
     "cluster/model/cuda/mixer_kernels.py:module": "Triton: test_cuda_mixers.py, likewise",
     "kv_transfer/codecs/triton_codec.py:module": "Triton: test_triton_codec.py, interpreted and compiled",
     "kv_transfer/codecs/triton_checksum.py:module": "Triton: test_triton_checksum.py, likewise",

@@ -20,7 +20,7 @@ from cluster.model.states import StateSpan
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.recorded_attention import RecordedAttention
 from tests.fakes.strict_triton import strict_triton
-from tests.flow.hybrid_models import CONFIGS
+from tests.flow.hybrid_models import CONFIGS, OTHERS
 from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
 
 SIZES = RecordedSizes([answers_of(1), answers_of(4)], [StepSizes(32, 8, 12)])
@@ -82,14 +82,22 @@ DELTA = (
     ("convolve", "few_tokens", "gated_norm"),
     ("convolve", "few_tokens", "chunk_systems", "solve_systems", "many_tokens", "gated_norm"),
 )
+STATE_SPACE = (
+    ("convolve", "few_tokens", "gated_norm"),
+    ("convolve", "few_tokens", "chunk_scores", "many_tokens", "gated_norm"),
+)
+CHANNELS = (DELTA[0], (*DELTA[0][:2], "channel_sums", "channel_systems", *DELTA[1][3:]))
 CONVOLUTION = ("short_convolution",), ("short_convolution",)
 
 
-@pytest.mark.parametrize(("name", "names"), [("qwen3_5_text", DELTA), ("lfm2", CONVOLUTION)])
+@pytest.mark.parametrize(
+    ("name", "names"),
+    [("qwen3_5_text", DELTA), ("falcon_h1", STATE_SPACE), ("kimi_linear", CHANNELS), ("lfm2", CONVOLUTION)],
+)
 def test_kernels_of_mixers_are_launched_once_for_all_sequences(name, names, device) -> None:
     """Of answers, and of a step with prompts, which is recorded, too. What they compute:
     test_cuda_mixers.py."""
-    model = language(device, CONFIGS[name])
+    model = language(device, (CONFIGS | OTHERS)[name])
     with strict_triton() as launches:
         num_mixers = len(on_kernels(model))
         size, first = model.state_blocks, 1 + max(map(max, TABLES))
@@ -107,7 +115,7 @@ def test_kernels_of_mixers_are_launched_once_for_all_sequences(name, names, devi
             model.forward(step, compared.kvs[0])
             assert [each.kernel for each in launches] == [*expected] * num_mixers
             grids.append(launches[0].grid)
-        assert grids[1][0] == (4 if name == "qwen3_5_text" else 27)  # of 8 tokens; tokens
+        assert grids[1][0] == (27 if name == "lfm2" else 4)  # of 8 tokens; tokens
         tables = [TABLES[i] for i in range(2)]
         launches.clear()
         compared.graphed.decode([7, 7], [3, 4], [0, 0], tables, compared.kvs[0], states=spans)

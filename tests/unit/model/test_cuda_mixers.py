@@ -5,8 +5,10 @@ are kept within a prompt."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +28,10 @@ from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
 from cluster.model.state_step import StepState, StepStates, install
 from cluster.model.states import StateSpan
-from tests.flow.hybrid_models import CONFIGS
+from tests.fakes.interpreted_bfloat16 import rounded_bfloat16
+from tests.flow.hybrid_models import CONFIGS, save_hybrid
+from tests.flow.text_models import draw_prompts, generated
+from tests.gpu.cases import HYBRID_PLACES, hybrid_answers
 
 pytestmark = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -44,34 +49,80 @@ DELTA: dict[str, Any] = {
 # wider than a program's tile, and no powers of two
 WIDE = {**DELTA, "linear_key_head_dim": 24, "linear_value_head_dim": 40}
 CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+BLOCKS = ["linear_attention", "full_attention"]
+# Of Mamba 2: sizes that are no powers of two; groups; limits that most steps of time pass
+BAMBA: dict[str, Any] = {
+    "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 80, "mamba_d_state": 24,
+    "mamba_n_groups": 2, "mamba_expand": 5, "mamba_chunk_size": 8, "mamba_conv_bias": False,
+    "mamba_d_conv": 3, "time_step_limit": (0.6, 0.8),
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": BLOCKS, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 80,
+    "n_groups": 1, "chunk_size": 8, "use_bias": True, "time_step_min": 0.5,
+}  # fmt: skip
+FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 96, "mamba_n_heads": 3, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 3,
+    "mamba_chunk_size": 8, "ssm_in_multiplier": 0.7, "ssm_multipliers": [0.9, 1.2, 0.6, 1.1, 0.8],
+}  # fmt: skip
+KIMI: dict[str, Any] = {
+    "layer_types": BLOCKS, "mlp_layer_types": ["dense"] * 2, "num_key_value_heads": 2, "linear_num_heads": 3,
+    "linear_head_dim": 24, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16, "num_experts": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3_5Text": ("Qwen3_5ForCausalLM", WIDE),
     "Qwen3Next": ("Qwen3NextForCausalLM", DELTA),
     "OlmoHybrid": ("OlmoHybridForCausalLM", DELTA),
     "Lfm2": ("Lfm2ForCausalLM", CONV),
     "Lfm3": ("Lfm3ForCausalLM", CONV),
+    "KimiLinear": ("KimiLinearForCausalLM", KIMI),
+    "BailingHybrid": ("BailingHybridForCausalLM", KIMI),
+    "BailingHybrid, unbounded": ("BailingHybridForCausalLM", {**KIMI, "kda_safe_gate": False}),
+    "Bamba": ("BambaForCausalLM", BAMBA),
+    "NemotronH": ("NemotronHForCausalLM", NEMOTRON),
+    "FalconH1": ("FalconH1ForCausalLM", FALCON),
+    "FalconH1, norm first": (
+        "FalconH1ForCausalLM",
+        {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True},
+    ),
+    "FalconH1, gate first": (
+        "FalconH1ForCausalLM",
+        {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    ),
 }
 
 
 def stateful(name: str, dtype: torch.dtype) -> StepStates:
     torch.manual_seed(0)
     model, changes = FORMS[name]
-    text = getattr(hf, model)(getattr(hf, f"{name}Config")(**SIZES, **changes)).to(dtype).eval().model
+    text = (
+        getattr(hf, model)(getattr(hf, f"{name.partition(',')[0]}Config")(**{**SIZES, **changes}))
+        .to(dtype)
+        .eval()
+        .model
+    )
     for parameter in text.parameters():
         parameter.requires_grad_(False).add_(0.1 * torch.randn_like(parameter))
     probed = probe_backbone(text, HIDDEN)
     return install(text, probed.states, probed.attention, MemoryLayout(kv_segments([(1, 16)] * 2, 16, dtype)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.fixture(autouse=True)
+def bfloat16() -> Iterator[None]:
+    with rounded_bfloat16():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_mixer_is_replaced_as_it_agrees(name: str, dtype: torch.dtype, caplog) -> None:
     step = stateful(name, dtype)
     attention = CudaAttention(TorchAttention(), num_processors=2)
-    assert replace_mixers(step, CudaLayerKernels(dtype, attention, is_timed=False), HIDDEN) == 1, caplog.text
+    replaced = replace_mixers(step, CudaLayerKernels(dtype, attention, is_timed=False), HIDDEN)
+    assert replaced == len(step.forwards) > 0, caplog.text
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5Text", "OlmoHybrid"])
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "OlmoHybrid", "Bamba", "KimiLinear"])
 def test_prompts_of_several_chunks_are_those_of_the_module(name: str) -> None:
     """Beside an answer; one prompt keeps states within it, and both go on with one. All tokens of the second
     are the same: their keys are, too, which is the worst that its systems can be."""
@@ -124,3 +175,22 @@ def test_a_model_with_mixers_and_gated_attention_runs_whole(monkeypatch) -> None
     monkeypatch.setattr(parts.text, "forward", found.append)  # the whole runs without it
     torch.testing.assert_close(logits(), expected, rtol=1e-3, atol=1e-3)
     assert not found
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h", "kimi_linear"])
+def test_a_model_on_kernels_gives_the_tokens_of_generate(name: str, tmp_path: Path) -> None:
+    """A prompt in two chunks, a state kept within the second, then answers; another prompt beside them."""
+    prompts, folder = draw_prompts((40, 5)), save_hybrid(tmp_path, name)
+    own = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
+    plain = probed_parts(own, 16, "auto")
+    assert plain.states is not None
+    kernels = CudaLayerKernels(
+        torch.float32, CudaAttention(TorchAttention(), num_processors=2), is_timed=False
+    )
+    for forward in plain.states.forwards:
+        forward.kernel = kernels.mixer(forward)
+        assert forward.kernel is not None
+    model = LanguageModel(plain)
+    num_blocks = len(prompts) * (4 + HYBRID_PLACES * model.state_blocks)
+    kv = BlockMemory(model.kv_layout, num_blocks, model.device)
+    assert hybrid_answers(model, model, kv, prompts, 4, 4) == generated(folder, prompts, 4)

@@ -1,6 +1,6 @@
-"""Which chunks of a step's tokens the kernels of the gated delta rule compute by products (`delta_kernels`):
-those of sequences of LONG tokens and more. Made once a step, on the device, so that a recorded step finds
-those of its own lengths. Enqueues; nothing waits for the device."""
+"""Which chunks of a step's tokens the kernels of mixers compute by products (`delta_kernels`,
+`mamba_kernels`): those of sequences of LONG tokens and more. Made once a step, on the device, so that a
+recorded step finds those of its own lengths. Enqueues; nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from cluster.model.states import SpanTensors
 
-LONG, CHUNK = 16, 64  # tokens; those of `delta_kernels`
+LONG, CHUNK = 16, 64  # tokens; those of `mixer_kernels`
 
 
 @dataclass(frozen=True)
-class DeltaChunks:
+class MixerChunks:
     """int64. A place that no chunk or sequence takes holds S, the number of spans."""
 
     spans: Tensor  # [T // CHUNK + S]: which span each chunk belongs to
@@ -23,7 +23,7 @@ class DeltaChunks:
     sequences: Tensor  # [min(S, T // LONG)]: the first spans of these sequences
 
     @classmethod
-    def of(cls, tensors: SpanTensors) -> DeltaChunks:
+    def of(cls, tensors: SpanTensors) -> MixerChunks:
         num_spans, num_tokens = len(tensors.firsts), len(tensors.spans)
         starts, firsts = tensors.starts.long(), tensors.firsts.long()
         device = starts.device
