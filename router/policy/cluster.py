@@ -13,6 +13,7 @@ Messages about a worker or a request that is not there are ignored, because they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
@@ -69,6 +70,8 @@ class ClusterView:
         self.pending = PendingPrompts()
         self.holding_s = HOLDING_S
         self.context_tokens = CONTEXT_TOKENS
+        # To compute of a prompt, and of a media item, on average; NaN before the first request
+        self.usual_tokens = self.usual_rows = math.nan
         self._calibration = Calibration()
         self.in_flight: dict[str, InFlightRequest] = {}
         self._now = 0.0  # the latest instant of any call
@@ -214,6 +217,9 @@ class ClusterView:
         self.prefixes.expect(slot, in_flight.expected)
         context = num_cached + max(0.0, num_tokens - pool.step_units[slot]) / 2
         self.context_tokens += FORGETTING * (context - self.context_tokens)
+        self.usual_tokens = _follow(self.usual_tokens, num_tokens)
+        for item in request.media:
+            self.usual_rows = _follow(self.usual_rows, item.num_rows)
 
     def item_moved(self, request_id: str, item_idx: int, encoder: str) -> None:
         """Another encoder is asked for the item."""
@@ -373,6 +379,11 @@ class ClusterView:
     def _end_prefill(self, in_flight: InFlightRequest) -> None:
         self.prefills.discharge(in_flight.work)
         self.pending.remove(in_flight.request.request_id)
+
+
+def _follow(mean: float, value: float) -> float:
+    """The mean after one more observation."""
+    return value if math.isnan(mean) else mean + FORGETTING * (value - mean)
 
 
 def _num_usable_blocks(request: RequestView) -> int:

@@ -26,6 +26,7 @@ from router.policy.views import Worker
 
 UNMEASURED_S = 1e-4  # per unit of work before any measurement
 UNMEASURED_STEP_UNITS = 2048
+LEAST_UNIT_S = 1e-12  # of a curve that says that units cost nothing
 
 Floats = NDArray[np.float64]
 
@@ -272,10 +273,16 @@ class WorkerPool:
 
     # --- how busy they are
 
-    def num_waiting(self, rest: Floats) -> Floats:
-        """[…, slots]: requests outside the running step, if `rest` of the units are outside it."""
-        total = np.maximum(1.0, self.reported_units + self.sent_units)
-        return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
+    def num_waiting(self, left: Floats, usual_units: float) -> Floats:
+        """[…, slots]: requests there, by what is left of them: `left` units, those of the running step by the
+        time that it still takes. A request of `usual_units` that is half done counts half. NaN: the requests
+        there count as usual ones."""
+        num_requests = self.reported_requests + self.sent_requests
+        if np.isnan(usual_units):
+            return num_requests * np.minimum(
+                1.0, left / np.maximum(1.0, self.reported_units + self.sent_units)
+            )
+        return np.minimum(num_requests, left / max(1.0, usual_units))
 
     def reported(self, replica_id: str, load: LoadReport, now: float, round_trip_s: float) -> None:
         """A report does not contain work that was sent less than a round trip ago. If it contains less than
@@ -340,6 +347,11 @@ class WorkerPool:
 
     def _columns(self) -> dict[str, NDArray]:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+
+
+def unfinished_units(running: Floats, left_s: Floats, per_unit_s: Floats) -> Floats:
+    """What `running_step` gives, as units that the running step has still to compute."""
+    return np.minimum(running, left_s / np.maximum(per_unit_s, LEAST_UNIT_S))
 
 
 def running_step(
