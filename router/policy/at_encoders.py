@@ -1,6 +1,6 @@
 """The encoders' part of an estimate: when each item of a request would be ready at each encoder.
 
-An encoder computes its queue in calls of at most `step_units` rows; meanwhile CPU threads prepare the item.
+An encoder computes its queue in calls by its own fit (`cluster.scheduling.encoder_calls`); meanwhile CPU threads prepare the item.
 Items of one request on one encoder are encoded one after the other.
 """
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import UnavailableError
+from cluster.scheduling.encoder_calls import num_calls, rows_of_a_call
 from router.policy.cluster import ClusterView
 from router.policy.index import slots_of
 from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step, unfinished_units
@@ -66,7 +67,7 @@ class EncodeEstimate:
         prepare_fixed_s, prepare_per_row_s = _curves(pool, "prepare", items, 0.0)
         self.prepare_s = (prepare_fixed_s + prepare_per_row_s * rows) * factors
         self.encode_s = np.ceil(rows / pool.step_units) * fixed_s + rows * per_row_s
-        self.device_s, waiting = _queue(pool, fixed_s, per_row_s, cluster.usual_rows, now)
+        self.device_s, waiting = _queue(pool, rows, fixed_s, per_row_s, cluster.usual_rows, now)
         beside = beside_encoding(cluster)
         if beside is not None:
             self.device_s = self.device_s + np.minimum(beside.queue_s, self.device_s + self.encode_s)
@@ -188,14 +189,16 @@ def _curves(
 
 
 def _queue(
-    pool: WorkerPool, fixed_s: Floats, per_row_s: Floats, usual_rows: float, now: float
+    pool: WorkerPool, rows: Floats, fixed_s: Floats, per_row_s: Floats, usual_rows: float, now: float
 ) -> tuple[Floats, Floats]:
-    """[items, encoders]: until the device has computed its queue, all of it assumed to be of the item's kind;
-    and the number of items in it."""
-    total = pool.reported_units + pool.sent_units
-    running, left_s = running_step(
-        pool, np.minimum(pool.first_units, total), pool.step_units, fixed_s, per_row_s, now
-    )
+    """[items, encoders]: until the device has computed its queue, all of it assumed to be of the item's kind
+    and in items of `usual_rows` (NaN: of its size); and the number of items in it."""
+    total, max_rows = pool.reported_units + pool.sent_units, pool.step_units
+    item_rows = np.minimum(rows if np.isnan(usual_rows) else usual_rows, max_rows)
+    first = np.minimum(pool.first_units, total)
+    call_rows = np.clip(rows_of_a_call(first, fixed_s, per_row_s), item_rows, max_rows)
+    running, left_s = running_step(pool, first, call_rows, fixed_s, per_row_s, now)
     rest = total - running
-    queue_s = left_s + np.ceil(rest / pool.step_units) * fixed_s + rest * per_row_s
+    calls = num_calls(rest, item_rows, max_rows, fixed_s, per_row_s)
+    queue_s = left_s + calls * fixed_s + rest * per_row_s
     return queue_s, pool.num_waiting(rest + unfinished_units(running, left_s, per_row_s), usual_rows)

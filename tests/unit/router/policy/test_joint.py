@@ -69,10 +69,11 @@ def test_the_bounds_leave_little_to_look_at():
 
 def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_little():
     """Equal workers with unequal queues: bounds say little, for all items would go to the same encoder."""
-    rng, cluster = random.Random(2), cluster_of(24, 24, 24)
+    rng, cluster = random.Random(3), cluster_of(24, 24, 24)
     for prefix in "ep":
         for idx in range(24):
-            cluster.reported(f"{prefix}{idx}", load(rng.randint(0, 4000), rng.randint(1, 9)), 1.0)
+            num_units = rng.randint(0, 4000)
+            cluster.reported(f"{prefix}{idx}", load(num_units, -(-num_units // 500)), 1.0)
     requests = [media(*[rng.randint(200, 900) for _ in range(4)], name=f"r{idx}") for idx in range(10)]
     estimates = [Estimate(request, cluster, 1.0) for request in requests]
     searches = [Search(estimate) for estimate in estimates]
@@ -82,7 +83,7 @@ def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_li
     least = [Search(estimate, max_prefills=24, max_steps=10**6) for estimate in estimates]
     least_s = [each.best().cost_s for each in least]
     assert sum(each.num_steps for each in least) > 5 * sum(each.num_steps for each in searches)
-    assert sum(found_s) <= 1.01 * sum(least_s)
+    assert sum(found_s) <= 1.005 * sum(least_s)
 
 
 def test_a_prompt_delays_others_by_what_is_left_of_them():
