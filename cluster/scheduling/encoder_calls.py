@@ -1,9 +1,10 @@
 """How many rows an encoder call should have: encoders form calls by it, and doors predict by it.
 
-In calls of r rows, each of `fixed + row · r` seconds, R rows are ready after (R / r + 1) · (fixed + row · r) / 2
-on average, which is least at r = √(R · fixed / row): where a call's fixed part is small, items wait for no
-others, and under a backlog calls become large. As rows become fewer, calls become smaller: R rows take
-about 2 · √(R · row / fixed) - 1 calls, of which the last one takes the last fixed / row rows.
+In calls of r rows, each of `fixed + row · r` seconds, R rows are ready after
+(R / r + 1) · (fixed + row · r) / 2 on average, which is least at r = √(R · fixed / row): where a call's fixed
+part is small, items wait for no others, and under a backlog calls become large. As rows become fewer, calls
+become smaller: R rows take about 2 · √(R · row / fixed) - 1 calls, of which the last one takes the last
+fixed / row rows.
 
 All functions take numbers or arrays; seconds and rows.
 """

@@ -1,6 +1,7 @@
 """The encoders' part of an estimate: when each item of a request would be ready at each encoder.
 
-An encoder computes its queue in calls by its own fit (`cluster.scheduling.encoder_calls`); meanwhile CPU threads prepare the item.
+An encoder computes its queue in calls by its own fit (`cluster.scheduling.encoder_calls`); meanwhile CPU
+threads prepare the item.
 Items of one request on one encoder are encoded one after the other.
 """
 
@@ -201,4 +202,4 @@ def _queue(
     rest = total - running
     calls = num_calls(rest, item_rows, max_rows, fixed_s, per_row_s)
     queue_s = left_s + calls * fixed_s + rest * per_row_s
-    return queue_s, pool.num_waiting(rest + unfinished_units(running, left_s, per_row_s), usual_rows)
+    return queue_s, pool.num_left(rest + unfinished_units(running, left_s, per_row_s), item_rows)

@@ -24,7 +24,7 @@ from cluster.scheduling.budget import is_left_for_item
 from router.policy.calibration import Kind
 from router.policy.cluster import ClusterView
 from router.policy.pending import block_key
-from router.policy.pool import Floats, WorkerPool, running_step, unfinished_units
+from router.policy.pool import Floats, WorkerPool, running_step
 from router.policy.shared import ANSWER_WEIGHT, PromptSteps, encoding_beside, prompts_beside
 from router.policy.views import RequestView
 
@@ -36,7 +36,6 @@ class _Queue(NamedTuple):
     before: Floats  # ahead of the prompt
     text_before: Floats  # ahead of the prompt, of prompts without media
     behind: Floats  # behind the prompt, but may share its steps
-    unfinished: Floats  # of the running step, by the time that it still takes
 
 
 class PrefillEstimate:
@@ -93,8 +92,7 @@ class PrefillEstimate:
         half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.max_tokens))
         self._half_step_s = np.where(others > 0, half_step_s, self._decode_wait_s)
         waiting = (
-            pool.num_waiting(queue.unfinished + others, cluster.usual_tokens)
-            + np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
+            pool.num_waiting(others) + np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
         )
         encoding = encoding_beside(cluster)
         if encoding is not None:
@@ -171,7 +169,6 @@ class PrefillEstimate:
         others = np.maximum(0.0, pool.reported_units - np.maximum(0.0, own.total - pool.sent_units))
         running = np.minimum(others + own.running, total)
         running, left_s = running_step(pool, running, self.max_tokens, self._fixed_s, token_s, now)
-        unfinished = unfinished_units(running, left_s, token_s)
         left_s = self._blocks_s + np.maximum(left_s, self._decode_wait_s)
         running_before = np.minimum(running, others + own.running_before)
         soon = now + media_s
@@ -184,7 +181,6 @@ class PrefillEstimate:
             np.maximum(0.0, before - running_before),
             np.maximum(0.0, text_before - running_before),
             np.maximum(0.0, np.minimum(ahead.behind, total - before) - (running - running_before)),
-            unfinished,
         )
 
     def _compute(self, request: RequestView, queue: _Queue, text_share: float) -> None:

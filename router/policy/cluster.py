@@ -70,8 +70,7 @@ class ClusterView:
         self.pending = PendingPrompts()
         self.holding_s = HOLDING_S
         self.context_tokens = CONTEXT_TOKENS
-        # To compute of a prompt, and of a media item, on average; NaN before the first request
-        self.usual_tokens = self.usual_rows = math.nan
+        self.usual_rows = math.nan  # of a media item, on average; NaN before the first one
         self._calibration = Calibration()
         self.in_flight: dict[str, InFlightRequest] = {}
         self._now = 0.0  # the latest instant of any call
@@ -217,9 +216,9 @@ class ClusterView:
         self.prefixes.expect(slot, in_flight.expected)
         context = num_cached + max(0.0, num_tokens - pool.step_units[slot]) / 2
         self.context_tokens += FORGETTING * (context - self.context_tokens)
-        self.usual_tokens = _follow(self.usual_tokens, num_tokens)
         for item in request.media:
-            self.usual_rows = _follow(self.usual_rows, item.num_rows)
+            mean = item.num_rows if math.isnan(self.usual_rows) else self.usual_rows
+            self.usual_rows = mean + FORGETTING * (item.num_rows - mean)
 
     def item_moved(self, request_id: str, item_idx: int, encoder: str) -> None:
         """Another encoder is asked for the item."""
@@ -379,11 +378,6 @@ class ClusterView:
     def _end_prefill(self, in_flight: InFlightRequest) -> None:
         self.prefills.discharge(in_flight.work)
         self.pending.remove(in_flight.request.request_id)
-
-
-def _follow(mean: float, value: float) -> float:
-    """The mean after one more observation."""
-    return value if math.isnan(mean) else mean + FORGETTING * (value - mean)
 
 
 def _num_usable_blocks(request: RequestView) -> int:

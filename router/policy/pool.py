@@ -273,16 +273,16 @@ class WorkerPool:
 
     # --- how busy they are
 
-    def num_waiting(self, left: Floats, usual_units: float) -> Floats:
+    def num_waiting(self, rest: Floats) -> Floats:
+        """[…, slots]: requests outside the running step, if `rest` of the units are outside it."""
+        total = np.maximum(1.0, self.reported_units + self.sent_units)
+        return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
+
+    def num_left(self, left: Floats, usual_units: Floats | float) -> Floats:
         """[…, slots]: requests there, by what is left of them: `left` units, those of the running step by the
-        time that it still takes. A request of `usual_units` that is half done counts half. NaN: the requests
-        there count as usual ones."""
+        time that it still takes. A request of `usual_units` that is half done counts half."""
         num_requests = self.reported_requests + self.sent_requests
-        if np.isnan(usual_units):
-            return num_requests * np.minimum(
-                1.0, left / np.maximum(1.0, self.reported_units + self.sent_units)
-            )
-        return np.minimum(num_requests, left / max(1.0, usual_units))
+        return np.minimum(num_requests, left / np.maximum(1.0, usual_units))
 
     def reported(self, replica_id: str, load: LoadReport, now: float, round_trip_s: float) -> None:
         """A report does not contain work that was sent less than a round trip ago. If it contains less than
