@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from cluster.scheduling.encoder_calls import rows_of_a_call
 from cluster.scheduling.fit import StepFit
 from cluster.types.curves import Curve
 from cluster.types.media import Modality
@@ -18,14 +19,9 @@ class EncoderFits:
         self.prepare = {modality: StepFit(large_rows, 1) for modality in Modality}
 
     def rows_of_a_batch(self, modality: Modality, num_ready: int) -> float:
-        """Rows of a call with which `num_ready` rows are encoded soonest on average.
-
-        In calls of r rows, each of `fixed + per_row · r` seconds, R rows are ready after
-        (R / r + 1) · (fixed + per_row · r) / 2 on average, which is least at r = √(R · fixed / per_row):
-        where a call's fixed part is small, items wait for no others, and under a backlog calls become
-        large."""
+        """Returns `rows_of_a_call` by this device's fit."""
         fixed_s, per_row_s = self._parts(modality)
-        return math.sqrt(num_ready * fixed_s / per_row_s) if per_row_s else math.inf
+        return float(rows_of_a_call(num_ready, fixed_s, per_row_s)) if per_row_s else math.inf
 
     def rows_within(self, modality: Modality, seconds: float) -> float:
         """Rows of a call that lasts no longer; 0 before the first observation."""

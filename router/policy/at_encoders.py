@@ -1,6 +1,7 @@
 """The encoders' part of an estimate: when each item of a request would be ready at each encoder.
 
-An encoder computes its queue in calls of at most `step_units` rows; meanwhile CPU threads prepare the item.
+An encoder computes its queue in calls by its own fit (`cluster.scheduling.encoder_calls`); meanwhile CPU
+threads prepare the item.
 Items of one request on one encoder are encoded one after the other.
 """
 
@@ -12,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import UnavailableError
+from cluster.scheduling.encoder_calls import num_calls, rows_of_a_call
 from router.policy.cluster import ClusterView
 from router.policy.index import slots_of
-from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step
+from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step, unfinished_units
 from router.policy.shared import beside_encoding
 from router.policy.views import ItemPrediction, ItemView
 
@@ -32,7 +34,8 @@ class EncodeEstimate:
     prepare_s   on a CPU thread, beside the device
     encode_s    encoder calls; zero at an encoder that has the item or has taken it on
     finish_s    until the embeddings are ready, with no other item of the request ahead
-    cost_s      delay of others: the item's device time, for every item, prompt and answer there
+    cost_s      delay of others: the item's device time, for every item, prompt and answer there; with no
+                other item of the request ahead
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class EncodeEstimate:
         prepare_fixed_s, prepare_per_row_s = _curves(pool, "prepare", items, 0.0)
         self.prepare_s = (prepare_fixed_s + prepare_per_row_s * rows) * factors
         self.encode_s = np.ceil(rows / pool.step_units) * fixed_s + rows * per_row_s
-        self.device_s, waiting = _queue(pool, fixed_s, per_row_s, now)
+        self.device_s, waiting = _queue(pool, rows, fixed_s, per_row_s, cluster.usual_rows, now)
         beside = beside_encoding(cluster)
         if beside is not None:
             self.device_s = self.device_s + np.minimum(beside.queue_s, self.device_s + self.encode_s)
@@ -129,6 +132,22 @@ class EncodeEstimate:
         begin_s = max(self.device_s[idx, encoder] + device_s, self.prepare_s[idx, encoder])
         return float(begin_s + self.encode_s[idx, encoder])
 
+    def cost_after(self, idx: int, encoder: int, device_s: float) -> float:
+        """`cost_s` if items of the same request use the encoder's device for `device_s` first: this one waits
+        for them."""
+        return float(self.cost_s[idx, encoder]) + (0.0 if self.is_held[idx, encoder] else device_s)
+
+    def total_cost_s(self, encoders: Sequence[int], is_needed: NDArray[np.bool_]) -> float:
+        """Returns the cost of an assignment: of each item after those before it on the same encoder."""
+        used_s: dict[int, float] = {}
+        cost_s = 0.0
+        for idx, encoder in enumerate(encoders):
+            if is_needed[idx]:
+                before_s = used_s.get(encoder, 0.0)
+                cost_s += self.cost_after(idx, encoder, before_s)
+                used_s[encoder] = before_s + float(self.encode_s[idx, encoder])
+        return cost_s
+
     def default(self) -> list[int]:
         """The best encoder per item, as if each were alone; for items that prefill does not need."""
         return [int(encoder) for encoder in (self.finish_s + self.cost_s).argmin(1)] if self.items else []
@@ -170,13 +189,17 @@ def _curves(
     return fixed_s, np.array([curve.per_unit_s for curve in curves]).reshape(shape)
 
 
-def _queue(pool: WorkerPool, fixed_s: Floats, per_row_s: Floats, now: float) -> tuple[Floats, Floats]:
-    """[items, encoders]: until the device has computed its queue, all of it assumed to be of the item's kind;
-    and the number of waiting items."""
-    total = pool.reported_units + pool.sent_units
-    running, left_s = running_step(
-        pool, np.minimum(pool.first_units, total), pool.step_units, fixed_s, per_row_s, now
-    )
+def _queue(
+    pool: WorkerPool, rows: Floats, fixed_s: Floats, per_row_s: Floats, usual_rows: float, now: float
+) -> tuple[Floats, Floats]:
+    """[items, encoders]: until the device has computed its queue, all of it assumed to be of the item's kind
+    and in items of `usual_rows` (NaN: of its size); and the number of items in it."""
+    total, max_rows = pool.reported_units + pool.sent_units, pool.step_units
+    item_rows = np.minimum(rows if np.isnan(usual_rows) else usual_rows, max_rows)
+    first = np.minimum(pool.first_units, total)
+    call_rows = np.clip(rows_of_a_call(first, fixed_s, per_row_s), item_rows, max_rows)
+    running, left_s = running_step(pool, first, call_rows, fixed_s, per_row_s, now)
     rest = total - running
-    queue_s = left_s + np.ceil(rest / pool.step_units) * fixed_s + rest * per_row_s
-    return queue_s, pool.num_waiting(rest)
+    calls = num_calls(rest, item_rows, max_rows, fixed_s, per_row_s)
+    queue_s = left_s + calls * fixed_s + rest * per_row_s
+    return queue_s, pool.num_left(rest + unfinished_units(running, left_s, per_row_s), item_rows)

@@ -13,6 +13,7 @@ Messages about a worker or a request that is not there are ignored, because they
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TypeVar
 
@@ -69,6 +70,7 @@ class ClusterView:
         self.pending = PendingPrompts()
         self.holding_s = HOLDING_S
         self.context_tokens = CONTEXT_TOKENS
+        self.usual_rows = math.nan  # of a media item, on average; NaN before the first one
         self._calibration = Calibration()
         self.in_flight: dict[str, InFlightRequest] = {}
         self._now = 0.0  # the latest instant of any call
@@ -214,6 +216,9 @@ class ClusterView:
         self.prefixes.expect(slot, in_flight.expected)
         context = num_cached + max(0.0, num_tokens - pool.step_units[slot]) / 2
         self.context_tokens += FORGETTING * (context - self.context_tokens)
+        for item in request.media:
+            mean = item.num_rows if math.isnan(self.usual_rows) else self.usual_rows
+            self.usual_rows = mean + FORGETTING * (item.num_rows - mean)
 
     def item_moved(self, request_id: str, item_idx: int, encoder: str) -> None:
         """Another encoder is asked for the item."""

@@ -56,8 +56,7 @@ class Estimate:
             return np.inf
         ttft_s = self.ttft_s(prefill, encoders)
         end_s = float(kv_transfer.end_s(ttft_s)[decode])
-        needed = self.prefills.is_needed[:, prefill]
-        encode_cost_s = sum(self.encoders.cost_s[idx, e] for idx, e in enumerate(encoders) if needed[idx])
+        encode_cost_s = self.encoders.total_cost_s(encoders, self.prefills.is_needed[:, prefill])
         return end_s + float(self.decodes.cost_s[decode] + self.prefills.cost_s[prefill] + encode_cost_s)
 
     def ttft_s(self, prefill: int, encoders: Sequence[int]) -> float:

@@ -120,7 +120,7 @@ class _AtPrefill:
             added_s = np.maximum(assignment.ttft_s, self._rows[idx]) + self._costs[idx]
             for encoder, device_s in assignment.used_s.items():
                 row_s = max(assignment.ttft_s, self._row(idx, encoder, device_s))
-                added_s[encoder] = row_s + self._costs[idx, encoder]
+                added_s[encoder] = row_s + self._estimate.encoders.cost_after(idx, encoder, device_s)
             assignment = self._assign(assignment, idx, int(added_s.argmin()))
         return assignment
 
@@ -168,7 +168,7 @@ class _AtPrefill:
         }
         return _Assignment(
             max(assignment.ttft_s, self._row(idx, encoder, before_s)),
-            assignment.cost_s + float(self._costs[idx, encoder]),
+            assignment.cost_s + self._estimate.encoders.cost_after(idx, encoder, before_s),
             used_s,
             (*assignment.encoders, encoder),
         )
