@@ -132,5 +132,8 @@ def _arguments(parts: BlockParts, lengths: Sequence[int]) -> tuple[Tensor, dict[
         keywords = {"attention_mask": None}
     if parts.is_rotated:
         angles = torch.randn(shape[-1], parts.head_width, generator=generator)
-        keywords["position_embeddings"] = (angles.cos().to(device), angles.sin().to(device))
+        dtype = torch.float32 if parts.is_packed else parts.dtype  # Pixtral rotates in the model's
+        keywords["position_embeddings"] = tuple(
+            each.to(device, dtype) for each in (angles.cos(), angles.sin())
+        )
     return x.to(device, parts.dtype), keywords
