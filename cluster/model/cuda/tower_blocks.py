@@ -38,7 +38,7 @@ from cluster.model.cuda.layer import Tried
 from cluster.model.cuda.layer_calls import GateActivation, Norm, gate
 from cluster.model.cuda.merging import merged
 from cluster.model.cuda.packed_attention import MAX_WIDTH, PackedAttention
-from cluster.model.cuda.tower_calls import Heads, LayerNorm, activate, add_norm, rotate
+from cluster.model.cuda.tower_calls import LayerNorm, QkvHeads, activate, add_norm, rotate
 from cluster.model.layers.block_search import replace_blocks
 from cluster.model.layers.blocks import BlockParts
 from cluster.model.layers.codes import CodedLinear
@@ -65,7 +65,7 @@ class _Recipe:
 
     norms: tuple[Norm | LayerNorm, Norm | LayerNorm]  # before attention, before the MLP
     qkv: _Linear
-    heads: Heads
+    heads: QkvHeads
     out: _Linear
     up: _Linear  # or [gate; up]
     activation: GateActivation
@@ -180,7 +180,7 @@ def _recipe(parts: BlockParts) -> _Recipe | None:
         return None
     if len({norm.form for norm in head_norms if norm is not None}) > 1:
         return None
-    heads = Heads(parts.num_heads, parts.num_kv_heads, width, *head_norms)
+    heads = QkvHeads(parts.num_heads, parts.num_kv_heads, width, *head_norms)
     qkv, out, up, down = cast("list[_Linear]", linears)
     return _Recipe((norms[0], norms[1]), qkv, heads, out, up, activation, down)
 

@@ -32,8 +32,9 @@ class LayerNorm:
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Of q, k and v in a row of their product. Norms are per head: both or none, of one form."""
+class QkvHeads:
+    """How the heads of q, k and v lie in a row of their product. Norms are per head: both or none, of one
+    form."""
 
     num_query: int
     num_kv: int
@@ -60,7 +61,7 @@ def add_norm(x: Tensor, added: Tensor | None, norm: Norm | LayerNorm) -> tuple[T
     return total, out
 
 
-def rotate(qkv: Tensor, heads: Heads, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+def rotate(qkv: Tensor, heads: QkvHeads, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
     """qkv [T, (Hq + 2·Hk)·D], contiguous. rotary: cos and sin [R, D], in any float dtype, rows with one
     stride and contiguous columns; row t has the angles t modulo R. Returns q and k [T, Hq + Hk, D], normed
     and then rotated: channels i and i + D / 2 turn together. Rounds to qkv's dtype: norms as their form says,

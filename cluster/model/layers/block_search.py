@@ -82,7 +82,7 @@ def _replace(block: nn.Module, kernels: BlockKernels) -> str | None:
         return "its form is not known"
     if (build := kernels.builder(parts)) is None:
         return "no kernel takes its parts"
-    trial = _Trial(parts, kernels.trial_lengths)
+    trial = _BlockTrial(parts, kernels.trial_lengths)
     forward = kernels.source.replacement(
         block, trial.candidates(), lambda settings: build(settings["returns_tuple"]),
         lambda candidate, _settings: trial.agrees(candidate),
@@ -93,7 +93,7 @@ def _replace(block: nn.Module, kernels: BlockKernels) -> str | None:
     return None
 
 
-class _Trial:
+class _BlockTrial:
     """Random rows, and what the block adds to them. The block runs only if a candidate is asked for."""
 
     def __init__(self, parts: BlockParts, lengths: Sequence[int]):

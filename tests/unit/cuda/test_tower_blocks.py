@@ -20,7 +20,7 @@ from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.tower_blocks import CudaBlockKernels, FusedBlock, is_fused, optimise_tower_blocks
 from cluster.model.encoder import EncoderModel
 from cluster.model.layers.block_search import replace_forward
-from cluster.model.layers.blocks import block_parts
+from cluster.model.layers.blocks import BlockParts, block_parts
 from cluster.types.media import Modality
 from tests.fakes.cuda_device import CudaTensor, SimulatedCuda
 from tests.fakes.strict_triton import Launch, strict_triton
@@ -70,6 +70,10 @@ def siglip(num_blocks: int) -> tuple[nn.Module, dict[str, Tensor]]:
     return randomized(hf.LlavaForConditionalGeneration(config)), {"pixel_values": noise(1, 3, 32, 32)}
 
 
+def blocks_of(model: nn.Module) -> list[BlockParts]:
+    return [parts for each in model.modules() if (parts := block_parts(each)) is not None]
+
+
 class Tower:
     """A model on the simulated GPU."""
 
@@ -85,11 +89,11 @@ class Tower:
         """Here launches compute nothing, so no comparison could find a block."""
         kernels, fused = CudaBlockKernels(), []
         with torch.inference_mode():
-            for block in [each for each in self.model.modules() if block_parts(each) is not None]:
-                build = kernels.builder(block_parts(block))
+            for parts in blocks_of(self.model):
+                build = kernels.builder(parts)
                 assert build is not None
-                replace_forward(block, build(False))
-                fused.append(block)
+                replace_forward(parts.block, build(False))
+                fused.append(parts.block)
         assert optimise_packed_attention(self.model) == 0
         return fused
 
@@ -179,9 +183,9 @@ def num_bytes() -> int:
 
 def test_blocks_whose_matrices_are_apart_stay(device, launches) -> None:
     model: Any = device.put(siglip(1)[0])
-    (block,) = [each for each in model.modules() if block_parts(each) is not None]
+    (parts,) = blocks_of(model)
     with torch.inference_mode():
-        assert CudaBlockKernels().builder(block_parts(block)) is None
+        assert CudaBlockKernels().builder(parts) is None
 
 
 def test_what_is_not_fused_is_named(device, launches, caplog, monkeypatch) -> None:

@@ -20,7 +20,7 @@ from cluster.model.cuda.layer_calls import ActivationKind, GateActivation
 from cluster.model.cuda.merging import merge_inputs
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.tower_blocks import optimise_tower_blocks
-from cluster.model.cuda.tower_calls import Heads, LayerNorm, activate, add_norm, rotate
+from cluster.model.cuda.tower_calls import LayerNorm, QkvHeads, activate, add_norm, rotate
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import Modality
 from tests.fakes.slow_params import often
@@ -78,7 +78,7 @@ def test_heads_are_normed_and_rotated_as_the_family_does(num_query, num_kv, widt
     qkv = torch.randn(7, (num_query + 2 * num_kv) * width).to(dtype)
     angles = torch.randn(7, width)
     norms = [rms_norm(width, dtype) for _ in range(2)] if has_norms else []
-    heads = Heads(num_query, num_kv, width, *map(norm_of, norms))
+    heads = QkvHeads(num_query, num_kv, width, *map(norm_of, norms))
     actual = rotate(qkv, heads, (angles.cos(), angles.sin()))
     query, key, _ = qkv.view(7, -1, width).split([num_query, num_kv, num_kv], dim=1)
     if has_norms:
@@ -95,7 +95,7 @@ def test_heads_are_normed_and_rotated_as_the_family_does(num_query, num_kv, widt
 
 def test_sequences_of_one_length_share_their_angles() -> None:
     qkv, angles = torch.randn(6, 3 * 2 * 16), torch.randn(3, 16)
-    heads = Heads(2, 2, 16)
+    heads = QkvHeads(2, 2, 16)
     together = rotate(qkv, heads, (angles.cos(), angles.sin()))
     apart = [rotate(rows, heads, (angles.cos(), angles.sin())) for rows in qkv.split(3)]
     assert torch.equal(together, torch.cat(apart))
@@ -124,7 +124,7 @@ def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
     layer_norm = LayerNorm(weight, shift, 1e-6)
     norm, angles = norm_of(rms_norm(HIDDEN, dtype)), torch.randn(9, width)
     head_norms = [norm_of(rms_norm(width, dtype)) for _ in range(2)]
-    heads, qkv = Heads(4, 4, width, *head_norms), torch.randn(9, 12 * width).to(dtype)
+    heads, qkv = QkvHeads(4, 4, width, *head_norms), torch.randn(9, 12 * width).to(dtype)
     gelu = activation_of(nn.GELU(), rows)
     assert norm is not None and gelu is not None
 
