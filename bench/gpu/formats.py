@@ -21,6 +21,7 @@ from cluster.model.adapters import AdapterSlots
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.cuda.coded_choice import keep_right_codes
 from cluster.model.cuda.coded_products import whole_product
+from cluster.model.cuda.expert_products import experts_forward
 from cluster.model.cuda.graphs import RecordedSizes, recording_of
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs
@@ -30,10 +31,12 @@ from cluster.model.layers.codes import RUN, WORDS, CodedLinear, CodedProduct, Co
 from cluster.worker.language import Language
 
 PLAIN, FP8, NIBBLES = "bf16", "fp8 in blocks of 128", "4 bits in groups of 128, with zeros"
+MXFP4 = "MXFP4"
 ANSWERS, CONTEXT, PROMPTS = (1, 16, 64), 2048, (512, 2048)
 _STD = 0.02  # of a weight
 _E4M3_END, _E4M3_STD = 0x70, 32.0  # of codes that are drawn: from 0 to below 128
 _NIBBLE_STD = 4.6
+_EXPONENT = 120  # of MXFP4's scales, plus 127: its codes are about 3
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,14 @@ class Form:
 
     def codes(self, num_rows: int, width: int, device: torch.device) -> Codes:
         grid = -(-num_rows // self.scale_rows), -(-width // self.group)
-        if self.kind is CodeKind.NIBBLE:
+        if self.kind in (CodeKind.NIBBLE, CodeKind.E2M1):
             shape = num_rows, -(-width // RUN), WORDS
             numbers = torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=device)
         else:
             numbers = torch.randint(_E4M3_END, (num_rows, width), dtype=torch.uint8, device=device)
+        if self.kind is CodeKind.E2M1:
+            scales = torch.full(grid, _EXPONENT, dtype=torch.uint8, device=device)
+            return Codes(self.kind, numbers, scales, None, width, self.group, self.scale_rows)
         std = _STD / (_NIBBLE_STD if self.kind is CodeKind.NIBBLE else _E4M3_STD)
         scales = torch.full(grid, std, dtype=torch.bfloat16, device=device)
         zeros = torch.full(grid, 8, dtype=torch.uint8, device=device) if self.has_zeros else None
@@ -62,6 +68,12 @@ FORMS: dict[str, Form | None] = {
     NIBBLES: Form(CodeKind.NIBBLE, 128, has_zeros=True),
 }
 
+EXPERT_FORMS: dict[str, Form] = {
+    FP8: Form(CodeKind.E4M3, 128, 128),
+    NIBBLES: Form(CodeKind.NIBBLE, 128, has_zeros=True),
+    MXFP4: Form(CodeKind.E2M1, 32),
+}
+
 
 def measure(speed: DeviceSpeed, rehearse: bool) -> Iterator[dict[str, object]]:
     """`right`: the part of the linears whose products are those of their plain weights."""
@@ -71,7 +83,7 @@ def measure(speed: DeviceSpeed, rehearse: bool) -> Iterator[dict[str, object]]:
         model = model_of(form, shape, speed, by_torch if rehearse else whole_product)
         if form is not None:
             before = _num_coded(model)
-            keep_right_codes(model, speed.dtype)
+            keep_right_codes(model, speed.dtype, experts_forward)
             yield {"what": f"{name}, right", "right": _num_coded(model) / before}
         num_blocks = max(answers) * blocks_of(context + 1) + blocks_of(max(prompts))
         language = language_of(model, max(answers), max(prompts), num_blocks)

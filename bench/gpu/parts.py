@@ -307,7 +307,7 @@ MORE: dict[str, Part] = {
     "steps-7b": Part(240, partial(steps, ("7b",), ("auto", "int8"), BATCHES)),
     "attention": Part(90, partial(attention, CASES, FORMATS)),
     "products": Part(60, products),
-    "experts": Part(60, experts_of_a_layer),
+    "experts": Part(120, experts_of_a_layer),
     "adapters": Part(120, steps_with_adapters),
     "hybrids": Part(180, hybrid_steps),
     "loading": Part(180, loading),

@@ -44,6 +44,7 @@ class Answers:
         """`probe`: see `Blame.together`. `window`: no layer of the model sees more tokens than that, the
         newest included."""
         self.running: deque[LanguageRequest] = deque()
+        self.num_waiting = 0  # of them, which no step can continue now
         self._state = state
         self._lifecycle = lifecycle
         self._blame = blame
@@ -56,6 +57,7 @@ class Answers:
         """Those that the next step continues. Not one whose structure takes its time."""
         structured = [request for request in self.running if request.request.structure is not None]
         waiting = {request.request_id for request in structured if not self._may_draw(request)}
+        self.num_waiting = len(waiting)
         return select_batch(self.running, max_sequences, waiting)
 
     def _may_draw(self, request: LanguageRequest) -> bool:

@@ -35,6 +35,9 @@ from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import SamplingParams
 
 Choices = Sequence[tuple[LanguageRequest, AnswerChoice]]
+# Tokens are drawn, [rows] int64, or enqueued: all but those in these rows and behind them, of choices whose
+# masks are late
+OnTokens = Callable[[Tensor, frozenset[int]], None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class Drawer:
         _start(self._masks, [(self._state_of(*each), each[1].drafts) for each in changed])
 
     def next_tokens(
-        self, logits: Tensor, choices: Choices, on_drawn: Callable[[Tensor], None] = lambda tokens: None
+        self, logits: Tensor, choices: Choices, on_drawn: OnTokens = lambda tokens, late: None
     ) -> Drawn:
         """A token behind the last one of each choice, and behind each of its drafts. logits: [rows, V]
         float32 as the model gave them, one row for each of these tokens, and behind it that of the negative
@@ -95,7 +98,7 @@ class Drawer:
             params = [choice.sampling for _, choice in choices]
             positions = [len(choice.token_ids) for _, choice in choices]
         if all(request.is_plain for request, _ in choices):
-            return Drawn(sample(logits, params, positions, on_drawn))
+            return Drawn(sample(logits, params, positions, lambda tokens: on_drawn(tokens, frozenset())))
         changed, first, raw = [], 0, 0
         for request, choice in choices:
             if not request.is_plain:
@@ -105,7 +108,9 @@ class Drawer:
             raw += (len(choice.drafts) + 1) * len(request.request.prompts)
         raw_logprobs = _raw_logprobs(logits, changed, range(first))
         logits, late = self._changed(logits, changed)
-        tokens, logprobs = _sample(raw_logprobs, logits, params, positions, on_drawn)
+        tokens, logprobs = _sample(
+            raw_logprobs, logits, params, positions, lambda tokens: on_drawn(tokens, late)
+        )
         return Drawn(tokens, logprobs, late=late)
 
     def first_tokens(self, requests: Sequence[LanguageRequest]) -> Drawn:

@@ -291,7 +291,7 @@ class LanguageEngine:
             began_at = self._clock.now()
             for request in requests:
                 request.stopwatch.turn_to(Part.COMPUTING, began_at)
-            is_all = len(answers) == len(self._answers.running)
+            is_all = len(answers) + self._answers.num_waiting == len(self._answers.running)
             done = self._forward.run(answers, prompts, is_all=is_all)
         self._forward.learn([work for work, _ in done], is_long)
         for work, result in done:

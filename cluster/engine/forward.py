@@ -45,7 +45,7 @@ class StepForward:
         self, answers: Sequence[AnswerWork], prompts: Sequence[PromptWork], *, is_all: bool
     ) -> list[tuple[Work, WorkResult]]:
         """Inside a CPU slot. Returns what has succeeded; requests whose work raises alone, too, have failed.
-        `is_all`: all answers that run here are in the step."""
+        `is_all`: all answers that can be continued here are in the step."""
         is_alone = is_all and not prompts and not self._planner.has_runnable
         then = iter([self._ahead.plan([work.request for work in answers], is_alone=is_alone)])
         works = [*(work for work in answers if work.request.live_choices), *prompts]

@@ -114,8 +114,9 @@ class LanguageRunner:
         the CPU its KV is written then; on a GPU it is enqueued, and is written once `ready()` is true, and
         only steps with KV to send call: others may be recorded. Blocks; synchronises the device.
 
-        `then`: choices of the answers, if nothing but answers without drafts is computed. Their next forward
-        is enqueued before the tokens are read (`cluster.engine.ahead`). It is not waited for."""
+        `then`: choices of the answers, if nothing but answers is computed, all of whose drafts are certainly
+        right. Their next forward is enqueued before the tokens are read (`cluster.engine.ahead`), but for
+        those whose masks are late. It is not waited for."""
         ahead, self._in_flight = self._in_flight, None
         answers = [work.request for work in works if isinstance(work, AnswerWork)]
         prompts = [work for work in works if isinstance(work, PromptWork)]
@@ -131,7 +132,8 @@ class LanguageRunner:
             chunks += computed
             tells = not self._kv.enqueues or any(work.request.sends for work in prompts)
             logits = self._steps.forward(chunks, self._kv, self._marked(on_layer) if tells else None)
-            self._kv.synchronize()
+            if prompts:
+                self._kv.synchronize()
         else:
             logits = None if ahead is None else ahead.logits_of([choice for _, choice in choices])
             if logits is None:
@@ -166,6 +168,10 @@ class LanguageRunner:
             for each in known:
                 self._speculator.forget(each.sequence.request_id)
             raise
+
+    def is_in_flight(self, choice: AnswerChoice) -> bool:
+        """Whether the forward is enqueued from which the choice's next token is drawn."""
+        return self._in_flight is not None and self._in_flight.is_next_of(choice)
 
     def drop_ahead(self) -> None:
         """Waits for the forward in flight, whose results are not wanted."""
@@ -241,22 +247,37 @@ class LanguageRunner:
         """Its slot, or 0. A request holds its adapter's slot from its start on."""
         return self._model.adapter_slots[prompt.adapter] if prompt.adapter else 0
 
-    def _go_ahead(self, choices: Choices, then: Sequence[AnswerChoice], tokens: Tensor) -> None:
-        """tokens: those of the choices, on the device."""
-        index_of = {choice: i for i, (_, choice) in enumerate(choices)} if then else {}
-        rows = [(index_of[choice], sequence) for choice in then for sequence in choice.sequences]
+    def _go_ahead(
+        self, choices: Choices, then: Sequence[AnswerChoice], tokens: Tensor, late: frozenset[int]
+    ) -> None:
+        """tokens, late: of the choices, as `OnTokens` has them, on the device. The last one of each choice
+        goes on."""
+        last: dict[AnswerChoice, int] = {}
+        end = 0
+        for _, choice in choices if then else ():
+            first, end = end, end + len(choice.drafts) + 1
+            if first not in late:
+                last[choice] = end - 1
+        then = [choice for choice in then if choice in last]
+        rows = [(last[choice], sequence) for choice in then for sequence in choice.sequences]
         if not rows:
             return
+        lens = [
+            sequence.num_computed_tokens + len(choice.drafts) + 1
+            for choice in then
+            for sequence in choice.sequences
+        ]
         places = [place for place, _ in rows]
         if places != list(range(len(tokens))):
             tokens = tokens[to_device(places, tokens.device)]
         logits = self._steps.decode(
             tokens,
-            [sequence.num_computed_tokens + 1 for _, sequence in rows],
+            lens,
             [sequence.position_delta for _, sequence in rows],
             [sequence.block_table for _, sequence in rows],
             self._kv,
             self._adapters_of(sequence for _, sequence in rows),
+            [span for _, sequence in rows for span in sequence.span_ahead()],
         )
         self._in_flight = _InFlight.of(then, logits)
 
@@ -337,12 +358,16 @@ class _InFlight:
         for choice in choices:
             start, end = end, end + len(choice.sequences)
             rows[choice] = range(start, end)
-        return cls(rows, {choice: len(choice.token_ids) + 1 for choice in choices}, logits)
+        num_tokens = {choice: len(choice.token_ids) + len(choice.drafts) + 1 for choice in choices}
+        return cls(rows, num_tokens, logits)
+
+    def is_next_of(self, choice: AnswerChoice) -> bool:
+        return self.num_tokens.get(choice) == len(choice.token_ids)
 
     def logits_of(self, choices: Sequence[AnswerChoice]) -> Tensor | None:
         """[rows of the choices, vocab_size]. None: they are not the logits that a step of these choices
         wants."""
-        if any(self.num_tokens.get(choice) != len(choice.token_ids) for choice in choices):
+        if not all(map(self.is_next_of, choices)):
             return None
         rows = [row for choice in choices for row in self.rows[choice]]
         if rows == list(range(len(rows))):

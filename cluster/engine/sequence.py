@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from cluster.errors import UnavailableError
 from cluster.kvcache.hashing import BlockHashes
 from cluster.model.language import PromptPositions
 from cluster.model.states import StateSpan
@@ -43,6 +44,8 @@ class TokenSequence:
     next_state: Sequence[int] = ()
     # The state lies here instead, in blocks that the prefix cache shares; empty: in its own
     shared_state: list[int] = field(default_factory=list)
+    # A forward that is enqueued behind the step writes over the state that the step begins with
+    is_overwritten: bool = False
     # By number of tokens: blocks for the state after them, which the prefix cache is to know
     snapshots: dict[int, list[int]] = field(default_factory=dict)
     num_dropped: int = 0
@@ -134,9 +137,12 @@ class TokenSequence:
 
     def state_spans(self, num_tokens: int, num_drafts: int = 0) -> tuple[StateSpan, ...]:
         """The tokens behind the settled ones, cut where the state is kept; empty if the model keeps none. Of
-        the `num_drafts` tokens behind these it is not kept."""
+        the `num_drafts` tokens behind these it is not kept. Raises UnavailableError behind `span_ahead`,
+        until the step's tokens are counted: the state is lost, and another attempt can go on."""
         if not self.state:
             return ()
+        if self.is_overwritten:
+            raise UnavailableError("a step failed behind which the next one had been enqueued")
         at, end = self.num_settled_tokens, self.num_settled_tokens + num_tokens
         source: Sequence[int] = self.shared_state or (self.state if at else ())
         spans = []
@@ -148,6 +154,14 @@ class TokenSequence:
         if num_drafts:
             spans.append(StateSpan(num_drafts, self.next_state))
         return tuple(spans)
+
+    def span_ahead(self) -> tuple[StateSpan, ...]:
+        """Returns the span of the token behind the step that is enqueued now, without drafts: it begins with
+        what the step leaves, and writes over what the step begins with. Empty if no state is kept."""
+        if not self.state:
+            return ()
+        self.is_overwritten = True
+        return (StateSpan(1, self.next_state, self.state),)
 
     def take_snapshots(self) -> dict[int, list[int]]:
         """Returns the snapshots whose tokens are computed: the caller makes them findable and frees them."""
@@ -192,6 +206,7 @@ class TokenSequence:
         """The KV of the next tokens has been computed here, by one step. `last_logits`: if the prompt is
         complete with them."""
         self.num_computed_tokens += num_tokens
+        self.is_overwritten = False
         if self.num_computed_tokens not in self.snapshots:
             self.state, self.next_state = self.next_state, self.state
         self.last_logits = last_logits

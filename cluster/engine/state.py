@@ -82,6 +82,7 @@ class AnswerChoice:
     # Under the prompt, then under the negative prompt.
     sequences: list[TokenSequence] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # guesses of the next tokens, to be verified in this step
+    num_steps_without: int = 0  # drafts, since the last that had some
     draw_state: DrawState | None = None  # None: the request is plain, or no step has drawn for it yet
     is_done: bool = False
     num_counted_tokens: int = 0  # tokens of this choice in `SequenceCounts.num_context_tokens`
@@ -101,6 +102,7 @@ class AnswerChoice:
     def propose(self, drafts: list[int]) -> None:
         """Sets the guesses that this step verifies."""
         self.drafts = drafts
+        self.num_steps_without = 0 if drafts else self.num_steps_without + 1
 
     def drop_drafts(self) -> None:
         self.drafts = []

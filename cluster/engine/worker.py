@@ -107,10 +107,7 @@ class LanguageWorker(PhaseService):
             adapters=self._adapters,
             # what a state has taken in, it cannot give back or compute from the middle
             allows_recompute=args.transfer.recompute == "auto" and not model.state_blocks,
-            runs_ahead=speculator is None
-            and ranks is None
-            and not model.state_blocks
-            and may_run_ahead(model.device),
+            runs_ahead=speculator is None and ranks is None and may_run_ahead(model.device),
             on_ended=functools.partial(_on_ended, process, calls),
         )
         self._calls = calls

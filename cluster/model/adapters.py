@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from cluster.config.adapters import AdaptedModule, Adapter, AdapterRoom, content_digest, tensor_names
 from cluster.errors import ConfigError
 from cluster.model.layers.codes import CodedLinear
+from cluster.model.rank_linears import SummedLinear
 from cluster.model.step_adapters import StepAdapters
 
 logger = logging.getLogger(__name__)
@@ -385,6 +386,6 @@ def _linears_of(text_model: nn.Module) -> dict[str, tuple[int, int]]:
     linears = {
         path: cast(nn.Linear, module)
         for path, module in text_model.named_modules()
-        if type(module) in (nn.Linear, CodedLinear)
+        if type(module) in (nn.Linear, CodedLinear, SummedLinear)
     }
     return {path: (linear.in_features, linear.out_features) for path, linear in linears.items()}

@@ -1,4 +1,4 @@
-"""Loads a quantised checkpoint whose linears keep their codes.
+"""Loads a quantised checkpoint whose linears and experts keep their codes.
 
 transformers alone knows which tensor belongs to which module (renamed keys, merged experts). So it is given
 a stand-in for every weight whose codes can stay: one row of NaN that is repeated without taking memory.
@@ -8,8 +8,8 @@ a stand-in for every weight whose codes can stay: one row of NaN that is repeate
 * It is found nowhere, because transformers has computed something from it: the model is loaded again, with
   this weight plain.
 
-So the plain weights of the linears exist nowhere. Runs on the thread that loads the model, while the files
-are open.
+So the plain weights of the linears exist nowhere. Experts are loaded in another way: `coded_experts`. Runs on
+the thread that loads the model, while the files are open.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cluster.errors import ConfigError
+from cluster.model.coded_experts import ExpertLoading, is_of_experts
 from cluster.model.dequantising import DequantisedSlice
 from cluster.model.layers.codes import CodedLinear, CodedProduct
 
 logger = logging.getLogger(__name__)
 
-_EXPERTS = ".experts."  # transformers merges them
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
 
 
@@ -53,25 +54,36 @@ class StandIn:
 
 def load_with_codes(
     read: Callable[[], Loaded],
-    tensors: dict[str, Any],
+    experts: ExpertLoading,
     text_of: Callable[[PreTrainedModel], nn.Module],
     product: CodedProduct,
 ) -> Loaded:
-    """tensors: what `read` loads a model from; quantised weights in it are replaced."""
+    """experts: take their places while `read` runs, which loads a model from their tensors; quantised weights
+    in these are replaced."""
+    tensors = experts.tensors
     weights = {
         name: tensor
         for name, tensor in tensors.items()
-        if isinstance(tensor, DequantisedSlice) and tensor.has_codes and _EXPERTS not in name
+        if isinstance(tensor, DequantisedSlice) and tensor.has_codes and not is_of_experts(name, tensor)
     }
     while True:
         stand_ins = {name: StandIn(weight) for name, weight in weights.items()}
         tensors.update(stand_ins)
-        model, report = read()
+        experts.begin()
+        try:
+            model, report = read()
+        except ConfigError:
+            if not experts.has_places:
+                raise
+            experts.give_up()  # if that was not the reason, it is raised again
+            continue
         lost = _replace(model, text_of(model), stand_ins, product)
-        if not lost:
+        if experts.settle() and not lost:
             return model, report
-        logger.info("%d weights are converted and cannot keep their codes: %s", len(lost), lost[0])
-        tensors.update({name: weights.pop(name) for name in lost})
+        del model, report  # before there is another one
+        if lost:
+            logger.info("%d weights are converted and cannot keep their codes: %s", len(lost), lost[0])
+            tensors.update({name: weights.pop(name) for name in lost})
 
 
 def _replace(

@@ -27,17 +27,16 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cluster.config.weight_formats import MXFP4, WORD_BITS, Header, Quantisation, StoredWeight
+from cluster.config.weight_formats import MXFP4, MXFP4_GROUP, WORD_BITS, Header, Quantisation, StoredWeight
 from cluster.errors import ConfigError
-from cluster.model.layers.codes import WORDS, CodeKind, Codes, in_words
+from cluster.model.layers.codes import E2M1, WORDS, CodeKind, Codes, in_words
 
 # The median of a matrix is about 0.01. Scales that were meant to divide make it 10⁵. There is no lower bound:
 # experts that training never used decay to almost nothing.
 _LARGEST_MEDIAN = 1.0
 _NUM_ROWS = 8  # of each matrix that are looked at
 _CHUNK = 1 << 22  # weights that are float32 at once, in each of transformers' threads
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by MXFP4's codes
-_MXFP4_BIAS = 127  # of exponents
+_MXFP4_BIAS, _MXFP4_NAN = 127, 255  # of exponents
 _PLAIN_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL",
@@ -75,33 +74,55 @@ class DequantisedSlice:
 
     @property
     def has_codes(self) -> bool:
-        """Whether kernels compute with such codes: all but MXFP4, and groups that are no multiples of 16."""
-        (_, columns), group = self._num_blocks, self._weight.block[1]
-        return self._form.layout is not MXFP4 and (columns == 1 or group % WORDS == 0)
+        """Whether kernels compute with such codes: all but groups that are no multiples of 16."""
+        group, width = self._weight.block[1], self._width
+        return group >= width or group % WORDS == 0
 
-    def codes(self, name: str) -> Codes:
-        """The weight as it is held where kernels compute with it. Raises ConfigError, with the name, if a
-        code or a scale is not finite."""
-        layout, (num_rows, width) = self._form.layout, self._weight.shape
-        scales, zeros = self._grid(self._tensors[self._weight.scales][...]), None
-        if layout.dtype == "I32":
+    @property
+    def num_experts(self) -> int:
+        """How many matrices the weight has, one for each expert; 0: it is one matrix."""
+        return self._weight.shape[0] if self._form.layout is MXFP4 else 0
+
+    @property
+    def num_rows(self) -> int:
+        """Outputs of a matrix."""
+        return self._weight.shape[-1] if self._form.layout is MXFP4 else self._weight.shape[0]
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows that have one scale."""
+        return self._weight.block[0]
+
+    def codes(self, name: str, expert: int = 0) -> Codes:
+        """The weight as it is held where kernels compute with it. expert: whose matrix. Raises ConfigError,
+        with the name, if a code or a scale is not finite."""
+        block_rows, group = self._weight.block
+        if self._form.layout is MXFP4:
+            scales, zeros = self._tensors[self._weight.scales][expert : expert + 1][0], None
+            kind, are_finite = CodeKind.E2M1, bool((scales != _MXFP4_NAN).all())
+        else:
+            scales, zeros = self._grid(self._tensors[self._weight.scales][...]), None
+            kind, are_finite = CodeKind.E4M3, bool(scales.isfinite().all())
+        if self._form.layout.dtype == "I32":
             kind = CodeKind.NIBBLE if self._form.bits == 4 else CodeKind.BYTE
             if self._weight.zeros and not self._form.is_symmetric:
                 zeros = self._zeros().to(torch.uint8)
-        else:
-            kind = CodeKind.E4M3
-        step = max(_NUM_ROWS, _CHUNK // width)
-        parts = []
-        for first in range(0, num_rows, step):
-            codes = self._stored(first, min(first + step, num_rows))
+        parts, step = [], max(_NUM_ROWS, _CHUNK // self._width)
+        for first in range(0, self.num_rows, step):
+            end = min(first + step, self.num_rows)
+            if kind is CodeKind.E2M1:
+                codes = self._mxfp4_codes(slice(expert, expert + 1), slice(first, end))[0]
+            else:
+                codes = self._stored(first, end)
             if kind is CodeKind.E4M3:
                 codes = codes.view(torch.uint8)
-            parts.append(in_words(codes) if kind is CodeKind.NIBBLE else codes.to(torch.uint8))
+            parts.append(
+                in_words(codes) if kind in (CodeKind.NIBBLE, CodeKind.E2M1) else codes.to(torch.uint8)
+            )
         numbers = torch.cat(parts)
-        if not scales.isfinite().all() or (kind is CodeKind.E4M3 and ((numbers & 0x7F) == 0x7F).any()):
+        if not are_finite or (kind is CodeKind.E4M3 and ((numbers & 0x7F) == 0x7F).any()):
             self._refuse(f"{name} has weights that are not finite")
-        block_rows, group = self._weight.block
-        return Codes(kind, numbers, scales, zeros, width, group, block_rows)
+        return Codes(kind, numbers, scales, zeros, self._width, group, block_rows)
 
     def check(self) -> None:
         """Raises ConfigError if the values contradict the headers, or if the scales make no plausible
@@ -192,12 +213,20 @@ class DequantisedSlice:
             return scales.reshape(columns, rows).T.contiguous()
         return scales.reshape(rows, columns)
 
+    @property
+    def _width(self) -> int:
+        return self._weight.shape[1]
+
     def _mxfp4(self, experts: slice, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Codes [experts, rows, groups, 32] and scales [experts, rows, groups, 1], float32."""
-        packed = self._tensors[self._weight.codes][experts, rows]
         exponents = self._tensors[self._weight.scales][experts, rows].float() - _MXFP4_BIAS
-        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).long()
-        return _E2M1[codes], exponents.exp2().unsqueeze(-1)
+        codes = self._mxfp4_codes(experts, rows).unflatten(-1, (-1, MXFP4_GROUP))
+        return E2M1[codes.long()], exponents.exp2().unsqueeze(-1)
+
+    def _mxfp4_codes(self, experts: slice, rows: slice) -> Tensor:
+        """[experts, rows, columns] uint8."""
+        packed = self._tensors[self._weight.codes][experts, rows]
+        return torch.stack((packed & 15, packed >> 4), -1).flatten(2)
 
 
 def read_pickled_headers(folder: Path) -> dict[str, Header]:

@@ -88,6 +88,7 @@ class LanguageModel:
         self.vocab_size: int = parts.vocab_size
         shapes = parts.probed.shapes
         self._kv_owners = {i: shape.owner for i, shape in enumerate(shapes) if shape.owner is not None}
+        self.collectives = parts.collectives
         self.num_layers: int = len(shapes) - len(self._kv_owners)
         self.states = parts.states
         self.state_blocks: int = 0 if parts.states is None else parts.states.layout.num_blocks

@@ -32,22 +32,26 @@ from cluster.model.attention import ATTENTION_NAME, AttentionShape, LayerAttenti
 from cluster.model.attention_cpu import CpuAttention
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
+from cluster.model.collectives import Collectives
 from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.cpu.library import load as load_kernels
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_through
-from cluster.model.cuda.coded_products import scratch_bytes, whole_product
+from cluster.model.cuda.coded_choice import CODED_KERNELS
+from cluster.model.cuda.coded_products import scratch_bytes
 from cluster.model.cuda.experts import optimise_experts
 from cluster.model.cuda.layer import CudaLayerKernels
+from cluster.model.cuda.merging import merge_shares
 from cluster.model.half_files import CheckRoom, own_share
 from cluster.model.kv_format import KvCacheDtype, kv_segments
-from cluster.model.layers.codes import CodedLinear
+from cluster.model.layers.codes import CodedLinear, CodedModule
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.layers.search import LayerKernels, replace_layers, whole_decoder
 from cluster.model.layers.trial import Trial, WholeDecoder
 from cluster.model.loading import Half, load_half
 from cluster.model.positions import RULES
 from cluster.model.probe import Probed, check_post_head, kv_row_shapes, probe_backbone
+from cluster.model.rank_linears import settle_linears
 from cluster.model.sharding import Sharding, distributing, divided_oddly
 from cluster.model.state_step import StepStates, install
 from cluster.model.step_adapters import StepAdapters
@@ -75,6 +79,7 @@ class LanguageParts:
     decoder: WholeDecoder | None = None  # runs a step in one call, if one can
     evictable_bytes: int = 0  # of weights in a mapped file that are not locked in memory
     adapters: AdapterSlots | None = None  # that its linears may add; None: there is no room for any
+    collectives: Collectives | None = None  # of a rank
 
 
 def load_parts(
@@ -93,16 +98,23 @@ def load_parts(
     def make(making: Making) -> LanguageParts:
         half = load_half(
             path, Half.LANGUAGE, dtype=dtype, device=device, sharding=sharding, mapped=making.mapped,
-            coded=whole_product if has_coded_kernels else None, check_room=check_room,
+            coded=CODED_KERNELS if has_coded_kernels else None, check_room=check_room,
         )  # fmt: skip
         notes = making.notes.get("probed")
         probed = None if notes is None else Probed.from_json(notes)
+        ranks = Collectives(half.device) if num_ranks > 1 else None
+        if ranks is not None:
+            settle_linears(half, ranks)
+            if half.device.type == "cuda":
+                merge_shares(half, half.device)
         with distributing(half.config.model_type, num_ranks):
-            parts = probed_parts(half, block_size, kv_cache_dtype, probed)
+            parts = probed_parts(half, block_size, kv_cache_dtype, probed, ranks)
         if parts.embed.weight.device.type == "cuda":
             optimise_experts(parts.text)
         making.notes["probed"] = parts.probed.to_json()
-        ours = _layer_kernels(parts, weight_dtype, making) if num_ranks == 1 else None
+        ours = _layer_kernels(parts, weight_dtype, making)
+        if ranks is not None and (adapters.num_slots or not ranks.all_agree(ours is not None)):
+            ours = None
         if adapters.num_slots:
             parts = _adapted(parts, adapters, num_ranks)
         served = parts if ours is None else on_kernels(parts, ours)
@@ -121,10 +133,10 @@ def load_parts(
 
 def probed_parts(
     model: PreTrainedModel, block_size: int, kv_cache_dtype: KvCacheDtype,
-    probed: Probed | None = None,
+    probed: Probed | None = None, collectives: Collectives | None = None,
 ) -> LanguageParts:  # fmt: skip
     """Returns the parts with transformers' own modules. probed: what probing this model gave before; None: it
-    is probed. Raises ConfigError for everything that is not supported."""
+    is probed. collectives: of a rank. Raises ConfigError for everything that is not supported."""
     family, text = family_of(model.config), text_of(model)
     check_class(type(text))
     leave_out_query_scales(text)
@@ -141,8 +153,13 @@ def probed_parts(
     states = install(text, probed.states, probed.attention, layout) if probed.states else None
     first = kv_segments(kv_row_shapes(shapes[:1]), block_size, dtype, kv_cache_dtype)
     shape = _attention_shape(model, text, probed, MemoryLayout(first), block_size)
-    weights = map(own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
-    coded = [linear for linear in text.modules() if isinstance(linear, CodedLinear)]
+    # by address: of tied weights, ranks hold one share under two names
+    weights = {
+        own.data_ptr() or id(own): own
+        for own in map(own_share, {*text.parameters(), *embed.parameters(), *head.parameters()})
+    }.values()
+    coded = [module for module in text.modules() if isinstance(module, CodedModule)]
+    linears = [module for module in coded if isinstance(module, CodedLinear)]
     return LanguageParts(
         model=model,
         family=family,
@@ -150,16 +167,17 @@ def probed_parts(
         embed=embed,
         inputs=_token_inputs(model, family, text, embed),
         head=head,
-        vocab_size=head.weight.shape[0],
+        vocab_size=head.out_features,
         post_head=after,
         probed=probed,
         states=states,
         block_size=block_size,
         kv_layout=layout,
         attention=make_backend(device, dtype, shape),
-        weight_bytes=sum(own.nbytes for own in weights) + sum(linear.codes.nbytes for linear in coded),
+        weight_bytes=sum(own.nbytes for own in weights) + sum(module.codes.nbytes for module in coded),
         # gate and up are one matrix
-        scratch_bytes=max((2 * scratch_bytes(linear.codes, dtype) for linear in coded), default=0),
+        scratch_bytes=max((2 * scratch_bytes(linear.codes, dtype) for linear in linears), default=0),
+        collectives=collectives,
     )
 
 
@@ -231,7 +249,9 @@ def _layer_kernels(parts: LanguageParts, weight_dtype: WeightDtype, making: Maki
     if device.type == "cpu":
         kernels = making.kernels_for(parts.model)
         return None if kernels is None else CpuLayerKernels(kernels, weight_dtype)
-    return CudaLayerKernels(dtype, parts.attention) if isinstance(parts.attention, CudaAttention) else None
+    if not isinstance(parts.attention, CudaAttention):
+        return None
+    return CudaLayerKernels(dtype, parts.attention, collectives=parts.collectives)
 
 
 def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
@@ -241,7 +261,7 @@ def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
         slots.fill()
     trial = Trial(
         parts.text, parts.kv_layout, parts.attention, RULES[parts.family.positions].with_axes,
-        adapters=StepAdapters() if slots is None else slots.step,
+        adapters=StepAdapters() if slots is None else slots.step, collectives=parts.collectives,
     )  # fmt: skip
     parts = _replaced(parts, kernels, trial)
     if slots is not None:
@@ -254,7 +274,7 @@ def _replaced(parts: LanguageParts, kernels: LayerKernels, trial: Trial) -> Lang
     if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
         parts.model.set_output_embeddings(head)  # the old one's weights are not kept
         parts = replace(parts, head=head)
-    if parts.states is not None:
+    if parts.states is not None and parts.collectives is None:
         replace_mixers(parts.states, kernels, parts.embed.embedding_dim)
     if parts.post_head is not None:
         return parts

@@ -32,6 +32,7 @@ from cluster.config.families import MEDIA_FAMILIES, ModelFamily, part_of_whole
 from cluster.config.machine import available_memory
 from cluster.config.weight_formats import Quantisation
 from cluster.errors import ConfigError
+from cluster.model.coded_experts import ExpertLoading
 from cluster.model.coded_loading import Loaded, load_with_codes
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.cuda.coded_choice import keep_right_codes
@@ -41,7 +42,7 @@ from cluster.model.expert_layout import has_two_layouts, in_model_layout, stored
 from cluster.model.failures import LOADING_ERRORS
 from cluster.model.half_files import CheckRoom, HalfFiles, own_share, sizes_of, taken_names
 from cluster.model.hybrid_plans import complete_plan
-from cluster.model.layers.codes import CodedLinear, CodedProduct
+from cluster.model.layers.codes import CodedExperts, CodedKernels, CodedLinear
 from cluster.model.mixer_shares import MixerShares
 from cluster.model.reading import Reading, pieces_of
 from cluster.model.sharding import UNDIVIDED, Sharding, read_share
@@ -72,13 +73,13 @@ class AbsentHalf(nn.Module):
 
 def load_half(
     path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str,
-    sharding: Sharding = UNDIVIDED, mapped: MappedWeights | None = None, coded: CodedProduct | None = None,
+    sharding: Sharding = UNDIVIDED, mapped: MappedWeights | None = None, coded: CodedKernels | None = None,
     check_room: CheckRoom | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """transformers' model with only this rank's share of `half` in memory. Blocks while reading. mapped: its
     parameters, which are then not read from the checkpoint; those that exist in packed form only are on the
-    meta device. coded: how linears of a quantised text model are computed, which then keep their codes; None:
-    they are dequantised. Not for ranks. check_room: is asked before a weight is read, and may refuse.
+    meta device. coded: how linears and experts of a quantised text model are computed, which then keep their
+    codes; None: they are dequantised. Not for ranks. check_room: may refuse before a weight is read.
 
     Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
     half, a weight file is missing or truncated, a weight is not finite or is quantised in a form that is not
@@ -96,22 +97,23 @@ def load_half(
     half_files = HalfFiles(files, quantisation)
     with ExitStack() as opened:
         reading = opened.enter_context(Reading(f"{path}, {half} half"))
-        tensors = None
+        tensors, experts = None, None
         if quantisation is not None:
             tensors = opened.enter_context(plain_tensors(files, quantisation, dtype))
             if mapped is None:
                 check_values(tensors)
+            if coded is not None:
+                experts = ExpertLoading(tensors, text_of, torch.device(device))
         elif has_two_layouts(config.model_type) or mixers is not None:
             tensors = opened.enter_context(stored_tensors(files))
         elif sharding.num_ranks == 1:
             tensors = half_files.mapped()
-        begin = partial(_begin, reading, half_files, sharding, coded, check_room)
+        begin = partial(_begin, reading, half_files, sharding, experts, check_room)
         half_class = _reading_class(half_class, tensors, begin, mixers)
         read = partial(_read, half_class, path, config, dtype, sharding, mixers)
-        if quantisation is None or tensors is None or coded is None:
-            model, report = read()
-        else:
-            model, report = load_with_codes(read, tensors, text_of, coded)
+        if experts is not None and coded is not None:
+            read = partial(load_with_codes, read, experts, text_of, coded.product)
+        model, report = read()
         if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
             what = ", ".join(wrong[:5])
             raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {what}")
@@ -125,24 +127,26 @@ def load_half(
         model.to(device)
         _check_finite(model, path)
     if coded is not None:
-        keep_right_codes(model, dtype)
+        keep_right_codes(model, dtype, coded.experts)
     if mapped is not None:
         _register(model)
     return model
 
 
 def _begin(
-    reading: Reading, files: HalfFiles, sharding: Sharding, coded: CodedProduct | None,
+    reading: Reading, files: HalfFiles, sharding: Sharding, experts: ExpertLoading | None,
     check_room: CheckRoom | None, model: PreTrainedModel, conversions: Sequence[WeightTransform],
 ) -> None:  # fmt: skip
     """Called with the model on the meta device, before a weight is read."""
     ranges = files.taken(model, conversions)
     num_stored = sum(each.end - each.begin for each in ranges)
     if check_room is not None:
-        check_room(sizes_of(model, None if coded is None else num_stored))
+        check_room(sizes_of(model, None if experts is None else num_stored))
     is_divided = sharding.num_ranks > 1
     rank = dist.get_rank() if is_divided else 0
     reading.begin(pieces_of(ranges, rank=rank, num_ranks=sharding.num_ranks, room=available_memory()))
+    if experts is not None:
+        experts.take_places(model, conversions)
 
 
 def _class_of_half(config: PreTrainedConfig, half: Half) -> type[PreTrainedModel]:
@@ -159,11 +163,10 @@ def _class_of_half(config: PreTrainedConfig, half: Half) -> type[PreTrainedModel
 def _log_quantised(model: nn.Module, what: str, quantisation: Quantisation, dtype: torch.dtype) -> None:
     held = sum(own.numel() * own.element_size() for own in map(own_share, model.parameters()))
     logger.info("%s is held dequantised, from %s: %.2f GiB of %s", what, quantisation, held / _GIB, dtype)
-    if linears := [module for module in model.modules() if isinstance(module, CodedLinear)]:
-        codes = sum(linear.codes.nbytes for linear in linears)
-        logger.info(
-            "%s: beside that, %d linears keep their codes: %.2f GiB", what, len(linears), codes / _GIB
-        )
+    for kind, name in ((CodedLinear, "linears"), (CodedExperts, "products of experts")):
+        if coded := [module.codes.nbytes for module in model.modules() if isinstance(module, kind)]:
+            held = sum(coded) / _GIB
+            logger.info("%s: beside that, %d %s keep their codes: %.2f GiB", what, len(coded), name, held)
     if unused := len(quantisation.unused):
         logger.info("%s: %d scales of activations or KV are not used", what, unused)
 

@@ -34,7 +34,7 @@ from cluster.model.failures import DeviceLostError
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.logprobs import PromptScores
 from cluster.model.states import StateSpan
-from cluster.model.step_model import StepModel
+from cluster.model.step_model import OnLayer, StepModel
 from cluster.types.transfer import Mark
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # ranks may read their shares of the weights at different speeds
@@ -117,7 +117,8 @@ class ForwardProgress:
         if self._done >= number:
             return True
         layers = self._layers
-        if self._number != number or len(layers) < num_layers:
+        # without layers: of a forward that does not report them
+        if self._number != number or not 0 < num_layers <= len(layers):
             return False
         ready = layers[num_layers - 1]
         return ready is None or ready()
@@ -144,22 +145,23 @@ class LeadingModel:
 
     @property
     def recorded_tokens(self) -> int:
-        """Ranks report every step with prompts layer by layer, so none of these is recorded."""
-        return 0
+        """All ranks have recorded the same steps, and take the same one for a call."""
+        return self._model.recorded_tokens
 
     def forward(
-        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: Callable[[int], None] | None = None
+        self, chunks: Sequence[SequenceChunk], kv: BlockMemory, on_layer: OnLayer | None = None
     ) -> Tensor:
+        """Without `on_layer` no rank reports its layers, so that steps may be recorded which do not."""
 
-        def on_written(layer_idx: int) -> None:
+        def on_written(layer_idx: int, ready: Callable[[], bool] | None = None, /) -> None:
             self._progress.layer(None)
-            if on_layer is not None:
-                on_layer(layer_idx)
+            assert on_layer is not None
+            on_layer(layer_idx, ready)
 
         with _in_step():
-            self._tell_chunks(chunks)
+            self._tell_chunks(chunks, reports=on_layer is not None)
             self._progress.begin()
-            return self._model.forward(chunks, kv, on_written)
+            return self._model.forward(chunks, kv, None if on_layer is None else on_written)
 
     def decode(
         self,
@@ -171,13 +173,14 @@ class LeadingModel:
         adapters: Sequence[int] = (),
         states: Sequence[StateSpan] = (),
     ) -> Tensor:
-        """Tokens on the device are read: the other ranks are sent numbers. No model of several ranks keeps
-        states."""
-        if isinstance(token_ids, Tensor):
-            token_ids = token_ids.tolist()
+        """Tokens on the device go to the other ranks' devices: nothing waits for them."""
+        numbers = () if isinstance(token_ids, Tensor) else token_ids
         with _in_step():
-            self._tell(_Decode(token_ids, context_lens, deltas, block_tables, adapters))
-            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters)
+            self._tell(_Decode(numbers, context_lens, deltas, block_tables, adapters, states))
+            if isinstance(token_ids, Tensor):
+                token_ids = token_ids.contiguous()
+                dist.broadcast(token_ids, src=0)
+            return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         with _in_step():
@@ -195,8 +198,13 @@ class LeadingModel:
                 dist.broadcast(torch.cat(parts).to(self._device), src=0)
             self._model.set_adapter(slot, prepared)
 
-    def _tell_chunks(self, chunks: Sequence[SequenceChunk]) -> None:
-        self._tell(_Forward([_to_wire(chunk) for chunk in chunks]))
+    def close(self) -> None:
+        """No call follows. Frees recorded steps: NCCL does not end a group while a graph contains its
+        collectives."""
+        del self._model
+
+    def _tell_chunks(self, chunks: Sequence[SequenceChunk], *, reports: bool) -> None:
+        self._tell(_Forward([_to_wire(chunk) for chunk in chunks], reports))
         rows = [piece.rows.to(self._device, self._dtype) for chunk in chunks for piece in chunk.features]
         if rows:
             dist.broadcast(torch.cat(rows), src=0)
@@ -235,19 +243,26 @@ def follow(
         except EOFError:
             return
         match call:
-            case _Decode(token_ids, context_lens, deltas, block_tables, adapters):
-                model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters)
+            case _Decode(token_ids, context_lens, deltas, block_tables, adapters, states):
+                if not token_ids:
+                    token_ids = torch.empty(len(context_lens), dtype=torch.int64, device=group.device)
+                    dist.broadcast(token_ids, src=0)
+                model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
             case _CopyCall(sources, targets):
                 model.copy_blocks(sources, targets, kv)
             case _SetAdapter(slot, digest, shapes):
                 updates = _received_updates(shapes, group.device)
                 model.set_adapter(slot, prepare(digest, updates))
-            case _Forward(wires):
+            case _Forward(wires, reports):
                 chunks = _with_features(wires, dtype, group.device, feature_width)
                 progress.begin()
-                model.forward(chunks, kv, lambda _: progress.layer(kv.mark()))
+                model.forward(chunks, kv, _reporting(progress, kv) if reports else None)
                 kv.synchronize()
                 progress.end()
+
+
+def _reporting(progress: ForwardProgress, kv: BlockMemory) -> OnLayer:
+    return lambda _layer_idx, ready=None, /: progress.layer(ready or kv.mark())
 
 
 # Messages on the pipe
@@ -257,8 +272,9 @@ class _WireChunk(msgspec.Struct, array_like=True):
     """A `SequenceChunk` without its feature rows. The rows of all chunks follow as one tensor."""
 
     token_ids: Sequence[int]
-    position_ids: int | bytes  # the first of a run, or int64
+    position_ids: int | bytes  # the first of a run, or int64, or float64
     position_axes: int  # 0: position_ids are one-dimensional
+    has_broken_positions: bool  # they are float64
     num_computed_tokens: int
     block_table: Sequence[int]
     features: list[tuple[int, int]]  # (start, rows)
@@ -271,14 +287,16 @@ class _WireChunk(msgspec.Struct, array_like=True):
 
 class _Forward(msgspec.Struct, array_like=True, tag=True):
     chunks: list[_WireChunk]
+    reports: bool  # its layers
 
 
 class _Decode(msgspec.Struct, array_like=True, tag=True):
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # none: they follow as a tensor
     context_lens: Sequence[int]
     deltas: Sequence[int]
     block_tables: Sequence[Sequence[int]]
     adapters: Sequence[int]
+    states: Sequence[StateSpan]
 
 
 class _SetAdapter(msgspec.Struct, array_like=True, tag=True):
@@ -311,14 +329,17 @@ def _received_updates(shapes: Mapping[str, tuple[int, int, int]], device: torch.
 
 
 def _to_wire(chunk: SequenceChunk) -> _WireChunk:
-    position_ids, axes = chunk.position_ids, 0
+    position_ids, axes, are_broken = chunk.position_ids, 0, False
     if isinstance(position_ids, Tensor):
         axes = len(position_ids) if position_ids.ndim == 2 else 0
-        position_ids = position_ids.to("cpu", torch.int64).contiguous().numpy().tobytes()
+        are_broken = position_ids.is_floating_point()
+        dtype = torch.float64 if are_broken else torch.int64
+        position_ids = position_ids.to("cpu", dtype).contiguous().numpy().tobytes()
     return _WireChunk(
         list(chunk.token_ids),
         position_ids,
         axes,
+        are_broken,
         chunk.num_computed_tokens,
         list(chunk.block_table),
         [(piece.start, len(piece.rows)) for piece in chunk.features],
@@ -352,7 +373,9 @@ def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> Sequence
     if isinstance(wire.position_ids, int):
         position_ids = wire.position_ids
     else:
-        position_ids = torch.frombuffer(bytearray(wire.position_ids), dtype=torch.int64)
+        dtype = torch.float64 if wire.has_broken_positions else torch.int64
+        position_ids = torch.frombuffer(bytearray(wire.position_ids), dtype=dtype)
+        position_ids = position_ids.float() if wire.has_broken_positions else position_ids
         if wire.position_axes:
             position_ids = position_ids.view(wire.position_axes, -1)
     return SequenceChunk(

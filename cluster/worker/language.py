@@ -73,7 +73,7 @@ def load_language(
     model = _model(args, setup, sharding, partial(_check_room, args, setup, sizes, sharding.num_ranks))
     if role.decodes:
         keep_rows(args, model, sizes.max_step_tokens)
-    recording = _recording(model, args.decode, role, sizes.max_step_tokens, group)
+    recording = _recording(model, args.decode, role, sizes.max_step_tokens)
     codec = _codec(args, model)
     wire_groups = args.transfer.wire_tokens // GROUP_TOKENS
     plan = MemoryPlan(
@@ -164,13 +164,11 @@ def _step_bytes(model: LanguageModel, sizes: LanguageSizes) -> int:
 
 
 def _recording(
-    model: LanguageModel, decode: DecodeArgs, role: Role, max_step_tokens: int, group: ParallelGroup | None
+    model: LanguageModel, decode: DecodeArgs, role: Role, max_step_tokens: int
 ) -> Recording | None:
-    """Ranks report each layer of steps with prompts to each other, so none of these is recorded."""
+    """Equal on all ranks, but for its bytes."""
     if not role.decodes:
-        return recording_of(model, RecordedSizes.of_prompts(max_step_tokens)) if group is None else None
-    if group is not None:
-        return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, 0))
+        return recording_of(model, RecordedSizes.of_prompts(max_step_tokens))
     drafts = 0 if decode.speculation.method == "off" else decode.speculation.num_speculative_tokens
     return recording_of(model, RecordedSizes.up_to(decode.max_batch_sequences, max_step_tokens, drafts))
 

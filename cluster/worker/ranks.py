@@ -6,7 +6,7 @@ they load theirs (cluster/worker/follower.py). Each has two pipes: one for model
 a rank ends, the worker ends: `on_lost` is called at the end of the pipe. A rank ends when its pipes end, so
 also when rank 0 is killed.
 
-Order: `load_with_ranks` → `attach` → `stop`.
+Order: `load_with_ranks` → `attach` → `stop`, after the last model call.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Ranks:
         self._lost: int | None = None  # the first rank that ended unexpectedly
         self._on_lost: Callable[[int], None] | None = None
         self.progress = ForwardProgress()  # of rank 0
+        self._leading: LeadingModel | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._calls: list[Connection] = []
         self.links: list[RankLink] = []
@@ -127,6 +128,7 @@ class Ranks:
             raise ConfigError(str(error), param="tensor_parallel_size") from error
         dtype = language.model.dtype
         leading = LeadingModel(language.steps, self._calls, self.progress, dtype, group.device)
+        self._leading = leading
         return dataclasses.replace(language, steps=leading)
 
     @property
@@ -145,8 +147,8 @@ class Ranks:
             on_lost(lost)
 
     def stop(self) -> None:
-        """Lets the other ranks finish their transfers, then ends them. Blocks up to `STOP_TIMEOUT_S`. May be
-        repeated."""
+        """Lets the other ranks finish their transfers, then ends them. Blocks up to twice `STOP_TIMEOUT_S`.
+        May be repeated."""
         with self._lock:
             self._is_stopping = True
         for calls in self._calls:
@@ -159,7 +161,13 @@ class Ranks:
                 logger.error("rank process %d does not end; it is killed", process.pid)
                 process.kill()
                 process.wait()
-        leave_group()
+        if self._leading is not None:
+            self._leading.close()
+            self._leading = None
+        # NCCL's own end has no deadline: a recorded collective may wait for a rank that is lost
+        leaving = threading.Thread(target=leave_group, name="leave-group", daemon=True)
+        leaving.start()
+        leaving.join(STOP_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _listen(self, rank: int) -> None:

@@ -1,8 +1,8 @@
 """How fast simulated workers are: curves of models on accelerators, derived from published figures.
 
 Every figure names its source. *Sheet*: the vendor's data sheet. *Card*: the model's published configuration.
-*Roofline*: work divided by a part of the peak, and then the part is an assumption that the line names.
-Nothing here was measured by us.
+*Roofline*: work divided by a part of the peak. Which part is reached (`Reached`) was measured on an H100, and
+is an assumption for all others.
 """
 
 from __future__ import annotations
@@ -15,15 +15,29 @@ from cluster.types.media import Modality
 
 BLOCK_SIZE = 64  # tokens, of the workloads; large, for the simulator keeps one key a block
 
-# Roofline: parts of the peak that are reached.
-LANGUAGE_UTILISATION = 0.5  # dense prefill; assumed, between 0.4 and 0.6 of what engines commonly report
-# LMSYS's EPD post (2026-01-12): 4 images of 1080p through the vision encoder of Qwen2.5-VL-72B take 492 ms on
-# two H20 (148 TFLOP/s each). 42,300 patches of 2 × 0.68 GFLOP in that time are 0.39 of the peak.
-VISION_UTILISATION = 0.39
-MEMORY_UTILISATION = 0.8  # of the bandwidth, in decode; assumed
-# Scheduling and launching a step; assumed, of the order that graphs and an asynchronous scheduler leave.
-CALL_S = 2e-3
-ENCODER_CALL_S = 3e-3  # 32 layers without graphs; assumed
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """Which parts of an accelerator's peaks the phases reach, and what a call lasts without any work."""
+
+    prompts: float  # of the operations
+    vision: float
+    memory: float  # of the bandwidth, while answers are computed
+    prompts_s: float
+    answers_s: float
+    encoder_s: float  # of a tower of 32 layers
+
+
+# Prompts: between 0.4 and 0.6 of what engines commonly report. Vision: LMSYS's EPD post (2026-01-12): 4 images
+# of 1080p through the encoder of Qwen2.5-VL-72B take 492 ms on two H20 (148 TFLOP/s each). 42,300 patches of
+# 2 × 0.68 GFLOP in that time are 0.39 of the peak. A step's own time: of the order that graphs and an
+# asynchronous scheduler leave; an encoder's without graphs.
+ASSUMED = Reached(prompts=0.5, vision=0.39, memory=0.8, prompts_s=2e-3, answers_s=2e-3, encoder_s=3e-3)
+
+# `bench/gpu/results-2026-11-27.jsonl`, commit 1ca1cc9f, the 7B shape in bfloat16: prompts of 512 and 2,048
+# tokens took 12.0 and 42.7 ms; 1, 32 and 64 answers of 2,048 tokens 5.7, 8.1 and 9.8 ms. 16 images of 256
+# patches took 14.3 ms in a tower of 12 layers, one 2.4, which is 0.16 of the peak.
+ON_H100 = Reached(prompts=0.77, vision=0.16, memory=0.82, prompts_s=2e-3, answers_s=2e-4, encoder_s=4.4e-3)
 
 # Decoding, resizing and patching on one CPU thread; assumed: about 10 ms for a 640 × 640 JPEG of 400 rows.
 PREPARE = Curve(2e-3, 2e-5)
@@ -45,15 +59,17 @@ class Accelerator:
     num_bytes: float
     num_devices: int = 1
     max_step_tokens: int = 8192  # of prefill
+    reached: Reached = ASSUMED
 
 
 # Sheet: H200 SXM, dense bfloat16 and HBM3e. The step: what vLLM takes for large GPUs by default.
 H200 = Accelerator("h200", 989e12, 4.8e12, 141e9)
 # Sheet: H100 SXM, dense bfloat16 and HBM3.
-H100 = Accelerator("h100", 989e12, 3.35e12, 80e9)
+H100 = Accelerator("h100", 989e12, 3.35e12, 80e9, reached=ON_H100)
 # Sheet: A100 SXM 80 GB. The step: vLLM's default for smaller GPUs.
 A100 = Accelerator("a100", 312e12, 2.04e12, 80e9, max_step_tokens=2048)
-H100_PAIR = Accelerator("h100x2", 2 * 989e12, 2 * 3.35e12, 2 * 80e9, num_devices=2)
+# What dividing a model over devices costs is in none of these.
+H100_PAIR = Accelerator("h100x2", 2 * 989e12, 2 * 3.35e12, 2 * 80e9, num_devices=2, reached=ON_H100)
 H200_PAIR = Accelerator("h200x2", 2 * 989e12, 2 * 4.8e12, 2 * 141e9, num_devices=2)
 H200_QUAD = Accelerator("h200x4", 4 * 989e12, 4 * 4.8e12, 4 * 141e9, num_devices=4)
 
@@ -71,7 +87,7 @@ class Model:
     bytes_per_row: int  # of embeddings
     block_size: int = BLOCK_SIZE
     num_active_parameters: float = 0.0  # that a token computes with, of a model with experts; 0: all
-    num_coded: float = 0.0  # parameters of linears, which stay codes where a checkpoint is quantised
+    num_coded: float = 0.0  # of linears and experts, which stay codes where a checkpoint is quantised
     code_bytes: float = 2.0  # of such a parameter and its part of a scale
     state_bytes: int = 0  # of what layers without KV keep of a sequence
 
@@ -97,16 +113,18 @@ VL_7B = Model("vl-7b", 7.6e9, 28, 3584, 57_344, 0.68e9, 7168, num_coded=6.525e9)
 # Card: 64 layers, 64 heads and 8 KV heads of 128, hidden size 5120, MLP of 25,600; 151,936 words.
 VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240, num_coded=31.2e9)
 # Card: 48 layers, 32 heads and 4 KV heads of 128, hidden size 2048; 128 experts of 768, of which a token
-# chooses 8. Three layers add rows of their own, so an embedding is four rows. Experts do not stay codes:
-# attention does. Encoder: 27 layers of 1152, 4304 between, 0.41 G parameters.
+# chooses 8. Three layers add rows of their own, so an embedding is four rows. Encoder: 27 layers of
+# 1152, 4304 between, 0.41 G parameters.
 VL_30B_A3B = Model(
-    "vl-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.41e9, 16_384, num_active_parameters=3.3e9, num_coded=0.906e9
+    "vl-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.41e9, 16_384, num_active_parameters=3.3e9, num_coded=29.9e9
 )  # fmt: skip
 # Card: 94 layers, 4 KV heads of 128, hidden size 4096; experts and encoder as before.
-VL_235B_A22B = Model("vl-235b-a22b", 235e9, 94, 4096, 192_512, 0.41e9, 32_768, num_active_parameters=22e9)
+VL_235B_A22B = Model(
+    "vl-235b-a22b", 235e9, 94, 4096, 192_512, 0.41e9, 32_768, num_active_parameters=22e9, num_coded=233.8e9
+)
 # Card of Qwen3-Omni's thinker: the text model of VL_30B_A3B.
 OMNI_30B = Model(
-    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_active_parameters=3.3e9, num_coded=0.906e9
+    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_active_parameters=3.3e9, num_coded=29.9e9
 )  # fmt: skip
 # transformers' default configuration of Qwen3.5: of 32 layers 8 have KV (4 heads of 256), the others a state
 # of 32 × 128 × 128 float32 and 4 inputs of a convolution over 8,192 channels. Hidden size 4096.
@@ -118,7 +136,7 @@ VL_9B_HYBRID = Model(
 # state as before. Hidden size 2048; 256 experts of 512, of which a token chooses 8.
 VL_35B_A3B_HYBRID = Model(
     "vl-35b-a3b-hybrid", 34.66e9, 10, 2048, 20_480, 0.454e9, 4096, num_active_parameters=3.45e9,
-    num_coded=1.41e9, state_bytes=30 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
+    num_coded=33.62e9, state_bytes=30 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
 )  # fmt: skip
 
 MODELS = {
@@ -140,30 +158,33 @@ def in_format(model: Model, name: str) -> Model:
 def encode_curve(model: Model, accelerator: Accelerator) -> Curve:
     """Roofline: two operations for each parameter and patch. One device, whatever the replica has: LMSYS saw
     no gain from splitting a vision encoder (492, 466 and 524 ms on 2, 4 and 8 GPUs)."""
-    flops = VISION_UTILISATION * accelerator.peak_flops / accelerator.num_devices
-    return Curve(ENCODER_CALL_S, 4 * 2 * model.num_vision_parameters / flops)
+    reached = accelerator.reached
+    flops = reached.vision * accelerator.peak_flops / accelerator.num_devices
+    return Curve(reached.encoder_s, 4 * 2 * model.num_vision_parameters / flops)
 
 
 def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
     """Roofline: two operations for each parameter and token; attention four for each layer, channel and
     earlier token. Codes are read and plain weights written once a step
     (`cluster.model.cuda.coded_products`)."""
-    flops = LANGUAGE_UTILISATION * accelerator.peak_flops
+    reached = accelerator.reached
+    flops = reached.prompts * accelerator.peak_flops
     per_pair_s = 4 * model.num_layers * model.hidden_size / flops
     unpacked = (model.code_bytes + 2) * model.num_coded if model.code_bytes < 2 else 0.0
-    unpack_s = unpacked / (MEMORY_UTILISATION * accelerator.bytes_per_s)
-    return Curve(CALL_S + unpack_s, model.flops_per_token / flops, per_pair_s)
+    unpack_s = unpacked / (reached.memory * accelerator.bytes_per_s)
+    return Curve(reached.prompts_s + unpack_s, model.flops_per_token / flops, per_pair_s)
 
 
 def decode_curve(model: Model, accelerator: Accelerator) -> Curve:
     """Roofline: weights are read once a step, KV once for each sequence and token, a state read and written
     for each sequence; a sequence computes what a prompt token does. All experts are read: 16 sequences that
     choose 8 of 128 miss a third of them, 64 a sixtieth."""
-    bytes_per_s = MEMORY_UTILISATION * accelerator.bytes_per_s
-    per_sequence_s = model.flops_per_token / (LANGUAGE_UTILISATION * accelerator.peak_flops)
+    reached = accelerator.reached
+    bytes_per_s = reached.memory * accelerator.bytes_per_s
+    per_sequence_s = model.flops_per_token / (reached.prompts * accelerator.peak_flops)
     per_sequence_s += 2 * model.state_bytes / bytes_per_s
     weights_s = model.weight_bytes / bytes_per_s
-    return Curve(CALL_S + weights_s, per_sequence_s, model.kv_bytes_per_token / bytes_per_s)
+    return Curve(reached.answers_s + weights_s, per_sequence_s, model.kv_bytes_per_token / bytes_per_s)
 
 
 Chunks = Sequence[tuple[int, int]]  # of each prompt in a step: (computed tokens, tokens to compute)

@@ -26,8 +26,8 @@ def size_lines(model: Model, accelerators: Iterable[str]) -> list[str]:
 
 
 def plan_table(plans: Sequence[Plan]) -> list[str]:
-    """The best first. E, P, D, PD, EPD: workers of each role; `*`: decode workers compute short prompts themselves
-    where that is sooner."""
+    """The best first. E, P, D, PD, EPD: workers of each role; `*`: decode workers compute short prompts
+    themselves where that is sooner."""
     lines = [
         "| division | requests/s | by arithmetic | TTFT p50, ms | p99 | TPOT p99, ms | tokens/s |",
         "| --- | --- | --- | --- | --- | --- | --- |",

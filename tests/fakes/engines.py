@@ -78,10 +78,11 @@ class Rig:
         tier_levels: Sequence[Slots] = (),
         cpu_slots: Any = None,
         runs_ahead: bool = False,
+        state_blocks: int = 0,
     ):
         """`window`: tokens that decode's model looks back; None: all. `step_tokens`: of a prefill step.
         `tier_levels`: where prefill keeps what its cache loses. `feature_blocks`: prefill's and decode's.
-        `cpu_slots`, `runs_ahead`: of the language engines."""
+        `cpu_slots`, `runs_ahead`, `state_blocks`: of the language engines."""
         self.clock = ManualClock()
         self.network = InProcessNetwork()
         self.executor = ManualExecutor()
@@ -112,7 +113,7 @@ class Rig:
         self.workers: dict[str, Worker] = {}
         self.runners: dict[str, Any] = {}  # in place of the models
         self.models: dict[str, Any] = {}  # what engines ask of theirs
-        self._cpu_slots, self._runs_ahead = cpu_slots, runs_ahead
+        self._cpu_slots, self._runs_ahead, self._state_blocks = cpu_slots, runs_ahead, state_blocks
         for name in ("encoder", "prefill", "decode"):
             self.start_worker(name)
 
@@ -237,7 +238,7 @@ class Rig:
         model: Any = SimpleNamespace(
             positions=place,
             chunk_cut_spans=False,
-            state_blocks=0,
+            state_blocks=self._state_blocks,
             kv_layout=runner.kv.layout,
             num_layers=1,
             sliding_window=self._window if limits.max_sequences else None,

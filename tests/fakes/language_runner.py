@@ -50,6 +50,7 @@ class ScriptedRunner:
         self.num_drafted = self.num_accepted = 0
         self.num_ahead = 0  # steps behind which a forward was enqueued
         self._in_flight: list[tuple[list[int], int, int]] = []
+        self._num_tokens: dict[AnswerChoice, int] = {}  # of the choices in flight, when they are drawn from
         self._features = features
         self._on_prompts, self._on_answers = on_prompts, on_answers
         self._draft = draft
@@ -76,6 +77,7 @@ class ScriptedRunner:
         self, works: Sequence[Work], on_layer: Callable[[int, Any], None], then: Sequence[AnswerChoice] = ()
     ) -> list[WorkResult]:
         self._write_late()
+        self._num_tokens = {}
         prompts, answers = prompts_in(works), answers_in(works)
         assert list(works) == [*answers, *prompts]
         for work in prompts:
@@ -84,16 +86,28 @@ class ScriptedRunner:
             self._on_prompts()
         if answers:
             self._on_answers()
+        news = {choice: len(choice.drafts) + 1 for choice in then}
         results = [WorkResult(tokens=self.answer(work.request)) for work in answers]
         self._in_flight = [
-            (list(sequence.block_table), sequence.num_computed_tokens + 1, choice.token_ids[-1] + 1)
-            for choice in then
+            (
+                list(sequence.block_table),
+                sequence.num_computed_tokens + num_new,
+                choice.token_ids[-1] + num_new,
+            )
+            for choice, num_new in news.items()
             for sequence in choice.sequences
         ]
+        for choice in then:
+            for sequence in choice.sequences:
+                sequence.span_ahead()
+        self._num_tokens = {choice: len(choice.token_ids) + num_new for choice, num_new in news.items()}
         self.num_ahead += bool(then)
         if prompts:
             on_layer(0, None)
         return results + [WorkResult(logits=torch.empty(0))] * len(prompts)
+
+    def is_in_flight(self, choice: AnswerChoice) -> bool:
+        return self._num_tokens.get(choice) == len(choice.token_ids)
 
     def drop_ahead(self) -> None:
         self._write_late()

@@ -8,7 +8,7 @@ import itertools
 import multiprocessing
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -126,9 +126,11 @@ def answers(
     scores = PromptScores([0, 1, 3], [31, 32, 34], 2)
     of_first, of_second = slots
     pairs = [StatePair(language, NUM_BLOCKS + 2 * i * language.state_blocks) for i in range(2)]
+    # of clips with sound, positions may be broken numbers
+    positions = torch.arange(6) + 0.5 if language.family == "llama" else torch.arange(6)
     first = [
         SequenceChunk(
-            list(range(5, 11)), torch.arange(6), 0, TABLES[0], features, num_logits=0, adapter=of_first,
+            list(range(5, 11)), positions, 0, TABLES[0], features, num_logits=0, adapter=of_first,
             states=pairs[0].of(6),
         ),
         SequenceChunk(
@@ -140,31 +142,40 @@ def answers(
     def decode(new: list[int], step: int, tables: Sequence[Sequence[int]]) -> list[int]:
         lens = [9 + step, 5 + step]
         if not language.state_blocks:
-            return model.decode(new, lens, [0, 0], tables, kv, slots).argmax(-1).tolist()
+            # as a forward ahead has them: on the device
+            tokens = torch.tensor(new) if step % 2 else new
+            return model.decode(tokens, lens, [0, 0], tables, kv, slots).argmax(-1).tolist()
+        if step % 2:
+            last = [pair.of(1)[0] for pair in pairs]
+            return model.decode(new, lens, [0, 0], tables, kv, slots, last).argmax(-1).tolist()
         chunks = [
             SequenceChunk([token], at, at, table, states=pair.of(1), adapter=slot)
             for token, at, table, pair, slot in zip(new, lens, tables, pairs, slots, strict=True)
         ]
-        return model.forward(chunks, kv).argmax(-1).tolist()
+        return model.forward(chunks, kv, _sent).argmax(-1).tolist()
 
     last = [
         SequenceChunk([40, 41, 42], torch.arange(6, 9), 6, TABLES[0], adapter=of_first, states=pairs[0].of(3))
     ]
-    second_token = model.forward(first, kv)[0].argmax()
-    tokens = [[int(model.forward(last, kv)[0].argmax()), int(second_token)]]
+    second_token = model.forward(first, kv, _sent)[0].argmax()
+    tokens = [[int(model.forward(last, kv, _sent)[0].argmax()), int(second_token)]]
     for step in range(4):
         tokens.append(decode(tokens[-1], step, TABLES))
     model.copy_blocks(TABLES[1][:3], [11, 12, 13], kv)
     for step in range(4, 6):
         tokens.append(decode(tokens[-1], step, (TABLES[0], [11, 12, 13])))
     both = SequenceChunk([7, 8], 15, 15, TABLES[0], num_logits=2, adapter=of_first, states=pairs[0].of(2))
-    verified = model.forward([both], kv).flatten()
+    verified = model.forward([both], kv, _sent).flatten()
     return tokens, torch.cat([verified, torch.tensor([each.drawn for each in scores.found()])])
 
 
+def _sent(_layer_idx: int, _ready: Callable[[], bool] | None = None, /) -> None:
+    """A worker that sends KV asks for its layers."""
+
+
 def num_forwards(language: LanguageModel) -> int:
-    """Of `answers`: with states, decoding is one, too."""
-    return 9 if language.state_blocks else 3
+    """Of `answers`: with states, every second step is one, too."""
+    return 6 if language.state_blocks else 3
 
 
 def memory(language: LanguageModel) -> BlockMemory:

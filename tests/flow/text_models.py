@@ -53,14 +53,18 @@ def generated(folder: Path, prompts: Sequence[tuple[int, ...]], num_tokens: int)
     return generated_by(model, prompts, num_tokens)
 
 
-def generated_by(model: Any, prompts: Sequence[tuple[int, ...]], num_tokens: int) -> list[list[int]]:
+def generated_by(
+    model: Any, prompts: Sequence[tuple[int, ...]], num_tokens: int, **options: Any
+) -> list[list[int]]:
+    """options: of `generate`."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
-            )
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
+                **options,
+            )  # fmt: skip
         answers.append(output[0, len(prompt) :].tolist())
     return answers
 

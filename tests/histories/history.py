@@ -128,8 +128,8 @@ class History:
             state_blocks, drafts = states.choice([1, 2]), states.choice([0.0, 0.7])
             kv_blocks = sizes.kv_blocks + (12 if sizes.tier_bytes else 44) * state_blocks
             sizes = replace(sizes, state_blocks=state_blocks, kv_blocks=kv_blocks, window=None)
-            return replace(shape, sizes=sizes, drafts=drafts)
-        runs_ahead = not shape.drafts and Random(f"{self.seed} runs ahead").random() < 0.5
+            shape = replace(shape, sizes=sizes, drafts=drafts)
+        runs_ahead = Random(f"{self.seed} runs ahead").random() < 0.5
         return replace(shape, sizes=replace(sizes, runs_ahead=runs_ahead))
 
     def run(self) -> Counter[str]:
@@ -149,6 +149,9 @@ class History:
         counts += self._seen()
         counts["histories at depth 1"] = int(self.world.sizes.runs_ahead)
         counts["histories with states"] = int(self.world.sizes.state_blocks > 0)
+        if self.world.sizes.runs_ahead:
+            counts["histories at depth 1 with states"] = counts["histories with states"]
+            counts["histories at depth 1 with forced tokens"] = int(self.world.shape.drafts > 0)
         return +counts
 
     def trace_lines(self) -> Iterator[str]:

@@ -20,6 +20,8 @@ NAMED = {
     # The pool gives out last what was freed last: histories rarely need the block before the next step.
     "forward_ahead_holds_nothing": "tests/unit/engine/test_ahead.py::"
     "test_the_block_that_is_written_is_held_until_the_forward_has_ended",
+    "state_ahead_not_held": "tests/unit/engine/test_ahead.py::"
+    "test_the_state_that_is_written_is_held_until_the_forward_has_ended",
     "former_connection_heard": "tests/unit/worker/test_lost_grants.py::"
     "test_what_an_earlier_connection_still_holds_is_not_read",
     "former_encoder_heard": "tests/unit/router/test_language_flow.py::"

@@ -12,7 +12,7 @@ answer shows is found (`on_foreign`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from zlib import crc32
 
@@ -110,16 +110,18 @@ class ChainRunner:
         compute: Callable[[float], None],
         on_foreign: Callable[[BlockMemory, str, Sequence[int]], None],
         draft: Callable[[AnswerChoice], Sequence[bool]] = lambda choice: (),
+        is_late: Callable[[], bool] = lambda: False,
     ):
-        """`draft`: which of the next guesses are right."""
+        """`draft`: which of the next guesses are right. `is_late`: whether the mask of a choice is."""
         self.kv = kv
         self.copy_blocks = kv.copy_blocks
         self.run = bookkeeping(self._run)
         self.first_tokens = bookkeeping(self._first_tokens)
-        self._in_flight: list[tuple[list[int], int, int]] = []
+        self._in_flight: list[Callable[[], None]] = []  # each writes a row, or a state
+        self._num_tokens: dict[AnswerChoice, int] = {}  # of the choices in flight, when they are drawn from
         self._rows = kv.segments[0].view(kv.num_blocks * BLOCK_SIZE).numpy()
         self._features, self._feature_memory = features, feature_memory
-        self._compute, self._on_foreign, self._draft = compute, on_foreign, draft
+        self._compute, self._on_foreign, self._draft, self._is_late = compute, on_foreign, draft, is_late
 
     def propose(self, requests: Sequence[LanguageRequest]) -> None:
         for request in requests:
@@ -156,12 +158,16 @@ class ChainRunner:
             on_layer(0, None)
         return results
 
+    def is_in_flight(self, choice: AnswerChoice) -> bool:
+        return self._num_tokens.get(choice) == len(choice.token_ids)
+
     def drop_ahead(self) -> None:
         """What was enqueued behind the last step is written as late as it may be: when the next step has
         ended, whatever has become of the blocks since then."""
-        for block_table, position, value in self._in_flight:
-            self._write(block_table, position, value)
+        for write in self._in_flight:
+            write()
         self._in_flight = []
+        self._num_tokens = {}
 
     def _compute_prompt(self, work: PromptWork) -> None:
         sequence, prompt = work.sequence, work.sequence.prompt
@@ -209,13 +215,24 @@ class ChainRunner:
             self._move_states(request.request_id, sequence, every, len(known), num_drafts)
             lasts_of.append(rows[-1 - num_drafts :])
         drawn = [draw(lasts, choice.sampling.seed) for lasts in zip(*lasts_of, strict=True)]
-        for sequence, (last, *drafted) in zip(choice.sequences, lasts_of, strict=True) if goes_on else ():
-            assert not drafted
-            position = sequence.num_computed_tokens + 1
-            self._in_flight.append((list(sequence.block_table), position, mix(last, drawn[0])))
-        tokens = accept(choice.drafts, drawn)
+        tokens = [] if self._is_late() else accept(choice.drafts, drawn)
+        if goes_on and tokens:
+            assert len(tokens) == len(drawn), "all drafts are right"
+            for sequence, lasts in zip(choice.sequences, lasts_of, strict=True):
+                self._enqueue(
+                    request.request_id, sequence, len(tokens), lasts[-1], mix(lasts[-1], tokens[-1])
+                )
+            self._num_tokens[choice] = len(choice.token_ids) + len(tokens)
         choice.drop_drafts()
         return tokens
+
+    def _enqueue(self, request_id: str, sequence: TokenSequence, num_new: int, before: int, row: int) -> None:
+        """The forward ahead, of one token: `row`, behind `num_new` tokens whose last row is `before`."""
+        table, position = list(sequence.block_table), sequence.num_computed_tokens + num_new
+        self._in_flight.append(lambda: self._write(table, position, row))
+        for span in sequence.span_ahead():
+            self._check_state(request_id, span.source, before)  # what the step has left, on the same device
+            self._in_flight.append(partial(self._write_state, list(span.target), row))
 
     def _first_tokens(self, requests: Sequence[LanguageRequest]) -> list[FirstTokens]:
         tokens: list[FirstTokens] = []
@@ -265,15 +282,18 @@ class ChainRunner:
         every row of its blocks, mixed with its place."""
         at = len(rows) - num_tokens - num_drafts
         for span in sequence.state_spans(num_tokens, num_drafts):
-            for block_ids, end in ((span.source, at), (span.target, at + span.num_tokens)):
-                for i, block_id in enumerate(block_ids):
-                    wanted = mix(rows[end - 1], i)
-                    own = self._rows[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE]
-                    if block_ids is span.target:
-                        own[:] = wanted
-                    elif (own != wanted).any():
-                        self._on_foreign(self.kv, request_id, [block_id])
+            self._check_state(request_id, span.source, rows[at - 1])
             at += span.num_tokens
+            self._write_state(span.target, rows[at - 1])
+
+    def _check_state(self, request_id: str, block_ids: Sequence[int], row: int) -> None:
+        for i, block_id in enumerate(block_ids):
+            if (self._rows[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] != mix(row, i)).any():
+                self._on_foreign(self.kv, request_id, [block_id])
+
+    def _write_state(self, block_ids: Sequence[int], row: int) -> None:
+        for i, block_id in enumerate(block_ids):
+            self._rows[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE] = mix(row, i)
 
     def _write(self, block_table: Sequence[int], position: int, value: int) -> None:
         self._rows[block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE] = value

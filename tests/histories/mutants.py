@@ -17,6 +17,7 @@ from cluster.engine.sequence import TokenSequence
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory
 from cluster.kvcache.tier import KvTier
+from cluster.model.states import StateSpan
 from cluster.rpc import SentLog
 from cluster.worker.outbox import Outbox
 from cluster.worker.shell import WorkerShell
@@ -281,15 +282,29 @@ def stale_tier() -> Change:
 
 def forward_ahead_holds_nothing() -> Change:
     """The blocks that a forward in flight writes to are free when its answers have ended."""
-    plan = ForwardAhead.plan
+    return ForwardAhead, "_hold", nothing
 
-    def plans(self: ForwardAhead, batch: Any, *, is_alone: bool) -> Any:
-        with patch.object(self._state.blocks, "share", nothing):
-            choices = plan(self, batch, is_alone=is_alone)
-        self._next = (frozenset(choices), [])
-        return choices
 
-    return ForwardAhead, "plan", plans
+def state_ahead_not_held() -> Change:
+    """The states that a forward in flight writes to are free when its answers have ended."""
+    hold = ForwardAhead._hold
+
+    def holds(self: ForwardAhead, choices: Any) -> None:
+        hold(self, choices)
+        states = {block for each in choices for sequence in each.sequences for block in sequence.state}
+        self._state.blocks.free([block for block in self._held_next if block in states])
+        self._held_next = [block for block in self._held_next if block not in states]
+
+    return ForwardAhead, "_hold", holds
+
+
+def state_ahead_of_wrong_place() -> Change:
+    """The forward ahead begins with the state that the step behind which it is enqueued began with."""
+
+    def begins(self: TokenSequence) -> Any:
+        return (StateSpan(1, self.state, self.next_state),) if self.state else ()
+
+    return TokenSequence, "span_ahead", begins
 
 
 def drafts_in_states() -> Change:
@@ -320,6 +335,6 @@ ALL = (
     cancel_lost, door_drop_frees_the_first, encoder_keeps_dropped_doors, companion_forgotten,
     partial_block_shared, preempted_keeps_blocks, stop_token_ignored, registered_too_early,
     last_block_not_sent, rows_not_released, shared_rows_not_granted_again, encoder_lost_ignored, pin_kept,
-    unwanted_grant_kept, stale_tier, forward_ahead_holds_nothing, drafts_in_states, one_draft_in_states,
-    outbox_forgets_doors,
+    unwanted_grant_kept, stale_tier, forward_ahead_holds_nothing, state_ahead_not_held,
+    state_ahead_of_wrong_place, drafts_in_states, one_draft_in_states, outbox_forgets_doors,
 )  # fmt: skip

@@ -84,6 +84,7 @@ class WorkerHost(ThreadHost):
     has_ended: Callable[[ProcessId], bool]
     make_agent: Callable[[str, SimulatedThread], Any]
     draft: Callable[..., Sequence[bool]]
+    is_late: Callable[[], bool]
     hangs: dict[SimulatedProcess, float]
     num_media_at_decode: int  # prompts with media that a worker that does not prefill was to compute
     num_expired: int  # leases that have ended by their time
@@ -162,6 +163,7 @@ class SimulatedLanguage(Inbox):
             partial(worker.compute, "engine"),
             partial(host.on_foreign, worker),
             host.draft,
+            host.is_late,
         )
         self._tier = self._make_tier(worker) if sizes.tier_bytes else None
         model: Any = SimpleNamespace(

@@ -99,7 +99,12 @@ class World(WorkerHost):
     def draft(self, choice: Any) -> Sequence[bool]:
         if not self.shape.drafts:
             return ()
+        if self.sizes.runs_ahead:  # then guesses are what a grammar forces
+            return [True] * self.rng.randrange(5) if self.rng.random() < self.shape.drafts else ()
         return [self.rng.random() < self.shape.drafts for _ in range(self.rng.randrange(3))]
+
+    def is_late(self) -> bool:
+        return self.sizes.runs_ahead and self.shape.drafts > 0 and self.rng.random() < 0.1
 
     def on_foreign(
         self, worker: SimulatedWorker, memory: BlockMemory, request_id: str, block_ids: Sequence[int]

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cluster.model.collectives import Collectives
+
 Replay = Callable[[], Tensor]  # enqueues the recorded work; always returns the same tensor
 
 
@@ -23,15 +25,19 @@ class Capture(Protocol):
 _abandoned: list[object] = []
 
 
-def capture_cuda(*, is_alone: bool = True) -> Capture:
+def capture_cuda(*, is_alone: bool = True, collectives: Collectives | None = None) -> Capture:
     """A capture whose graphs share one memory pool, so only one of them may run at a time. `is_alone`: no
     other thread uses the device while it records; otherwise the work must be known to read nothing on the
-    host."""
+    host. `collectives`: of a rank; all of them record the same work. What fails on one rank alone fails on
+    all, if it does so without collectives. The runs before the recording are those that NCCL needs, too: its
+    communicators are not made inside of one."""
     pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def capture(work: Callable[[], Tensor]) -> Replay:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            if collectives is not None:
+                collectives.rehearse(work)
             work()  # compiles kernels and initialises libraries outside the recording
             if is_alone:
                 with refusing_reads():

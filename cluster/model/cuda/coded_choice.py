@@ -1,28 +1,45 @@
-"""Which linears of a model compute from their codes on this GPU: those whose products are the products of
-the plain weight. The others become plain, and the log names them. Runs once, on the loading thread; takes
-seconds, most of it for compiling."""
+"""Which linears and experts of a model compute from their codes on this GPU: those whose products are the
+products of the plain weight. The others become plain, and the log names them. Runs once, on the loading
+thread; takes seconds, most of it for compiling."""
 
 from __future__ import annotations
 
+import copy
 import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
 
-from cluster.model.cuda.coded_products import CODED_ROWS
-from cluster.model.layers.codes import CodedLinear
+from cluster.model.cuda.coded_products import CODED_ROWS, whole_product
+from cluster.model.cuda.expert_products import MANY_ROWS, experts_forward
+from cluster.model.layers.codes import CodedExperts, CodedKernels, CodedLinear, ExpertsForward
 
 logger = logging.getLogger(__name__)
 
+CODED_KERNELS = CodedKernels(whole_product, experts_forward)
 _ROWS = (1, 2, 17, CODED_ROWS + 1)  # each by another kernel
 # Relative, by the 2-norm. Sums of 16 bit numbers are rounded once, and of many rows the weights, too.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 1e-2}
 
 
+_EXPERTS = "epdg_coded_experts"  # the name by which transformers calls our function
+_NUM_CHOSEN = 2  # of the experts that are compared
+
+
 @torch.inference_mode()
-def keep_right_codes(model: nn.Module, dtype: torch.dtype) -> None:
-    """All tensors of `model` are on the device. One linear of each form and size is compared."""
+def keep_right_codes(model: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> None:
+    """All tensors of `model` are on the device. One linear, and one layer's experts, of each form and size is
+    compared. forward: of experts."""
+    has_linears = _keep_right_linears(model, dtype)
+    if _keep_right_experts(model, dtype, forward) or has_linears:
+        torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
+
+
+def _keep_right_linears(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Returns whether there are any."""
     faults: dict[object, str | None] = {}
     num_kept = 0
     for parent in [*model.modules()]:
@@ -42,8 +59,8 @@ def keep_right_codes(model: nn.Module, dtype: torch.dtype) -> None:
             else:
                 setattr(parent, name, _plain(child, dtype))
     if faults:
-        torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
         logger.info("codes: %d linears compute from their codes", num_kept)
+    return bool(faults)
 
 
 def _fault(linear: CodedLinear, dtype: torch.dtype) -> str | None:
@@ -70,3 +87,96 @@ def _plain(linear: CodedLinear, dtype: torch.dtype) -> nn.Linear:
     plain.weight = nn.Parameter(linear.codes.plain(dtype), requires_grad=False)
     plain.bias = linear.bias
     return plain
+
+
+def _keep_right_experts(model: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> bool:
+    """Returns whether there are any."""
+    faults: dict[object, str | None] = {}
+    num_kept = 0
+    for experts in [*model.modules()]:
+        coded = {name: each for name, each in experts.named_children() if isinstance(each, CodedExperts)}
+        if not coded:
+            continue
+        form = (type(experts), *(each.codes.form for each in coded.values()))
+        if form not in faults:
+            faults[form] = fault_of_experts(experts, dtype, forward)
+            if faults[form] is not None:
+                logger.warning(
+                    "codes: %d %s of %s: dequantised, because %s",
+                    len(coded["down_proj"]), type(experts).__name__, coded["down_proj"].codes.kind.name,
+                    faults[form],
+                )  # fmt: skip
+        if faults[form] is None:
+            num_kept += 1
+            _call(experts, forward)
+        else:
+            for name, each in coded.items():
+                _make_plain(experts, name, each, dtype)
+    if faults:
+        logger.info("codes: the experts of %d layers compute from their codes", num_kept)
+    return bool(faults)
+
+
+def _call(experts: nn.Module, forward: ExpertsForward) -> None:
+    own: Any = experts
+    ExpertsInterface.register(_EXPERTS, forward)
+    own.config = copy.copy(own.config)
+    own.config._experts_implementation = _EXPERTS
+
+
+def fault_of_experts(experts: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> str | None:
+    """Why they must not compute from their codes, by a few of them; None: they are right."""
+    down: Any = experts.down_proj
+    num_experts, width, device = len(down), down.num_outputs, down.numbers.device
+    compared = sorted({0, num_experts // 3, num_experts // 2, num_experts - 1})
+    num_chosen = min(_NUM_CHOSEN, len(compared))
+    generator = torch.Generator().manual_seed(0)
+    many = () if dtype == torch.float32 else (MANY_ROWS * num_experts // num_chosen,)  # by other tiles
+    for num_tokens in (1, 17, *many):
+        scores = torch.rand(num_tokens, len(compared), generator=generator)
+        chosen = torch.tensor(compared)[scores.topk(num_chosen).indices].to(device)
+        x = torch.randn(num_tokens, width, generator=generator).to(device, dtype)
+        weights = torch.rand(num_tokens, num_chosen, generator=generator).to(device, dtype)
+        expected = _plain_forward(experts, x, chosen, weights, compared)
+        try:
+            found = forward(experts, x, chosen, weights).float()
+            error = float((found - expected).norm() / expected.norm())
+        except Exception as error:  # compilers raise what they like; a device that broke raises it again
+            return f"their kernel for {num_tokens} tokens fails: {error}"
+        if not error <= _TOLERANCES[dtype]:  # also for NaN
+            return f"their products of {num_tokens} tokens are wrong by {error:.1%}"
+    return None
+
+
+def _plain_forward(
+    experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, compared: list[int]
+) -> Tensor:
+    """What transformers computes with plain weights of x's dtype, in float32, one expert after the other."""
+    own: Any = experts
+    name = "gate_up_proj" if own.has_gate else "up_proj"
+    out = torch.zeros(x.shape, device=x.device)
+    for expert in compared:
+        first, second = (
+            getattr(own, each).of(expert).plain(x.dtype).float() for each in (name, "down_proj")
+        )  # fmt: skip
+        first_bias, bias = (
+            getattr(own, f"{each}_bias")[expert].float() if own.has_bias else None
+            for each in (name, "down_proj")
+        )
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        rows = F.linear(x[token].float(), first, first_bias)
+        rows = own._apply_gate(rows) if own.has_gate else own.act_fn(rows)
+        products = F.linear(rows, second, bias) * weights[token, place, None].float()
+        out.index_add_(0, token, products)
+    return out
+
+
+def _make_plain(experts: nn.Module, name: str, coded: CodedExperts, dtype: torch.dtype) -> None:
+    own: Any = experts
+    shape = len(coded), coded.num_outputs, coded.codes.width
+    plain = torch.empty(shape, dtype=dtype, device=coded.numbers.device)
+    for expert, matrix in enumerate(plain):
+        matrix.copy_(coded.of(expert).plain(dtype))
+    delattr(experts, name)
+    turned = plain.transpose(1, 2).contiguous() if own.is_transposed else plain
+    own.register_parameter(name, nn.Parameter(turned, requires_grad=False))

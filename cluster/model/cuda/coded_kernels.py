@@ -5,8 +5,8 @@ A code becomes a number by operations on bits, the same on every GPU:
 
 * An integer is put into the low bits of the float32 of 2**23, from which 2**23 and the zero are subtracted at
   once, exactly.
-* E4M3 has the bits of a float16 that is 256 times smaller, subnormal numbers as well. Its scale is multiplied
-  by 256.
+* E4M3 has the bits of a float16 that is 256 times smaller, E2M1 of one that is 2**14 times smaller, subnormal
+  numbers as well. Their scales are multiplied by that.
 
 Numbers are exact in bfloat16 and float16, their products are summed in float32, a group of columns is
 multiplied by its scale in float32, and the sum is rounded once where it is stored. How a sum is cut follows
@@ -21,18 +21,19 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from cluster.model.cuda.early_kernels import begin, let_next_begin, wait_for_last
 
-E4M3, NIBBLE = tl.constexpr(0), tl.constexpr(2)  # `CodeKind`
+E4M3, NIBBLE, E2M1 = tl.constexpr(0), tl.constexpr(2), tl.constexpr(3)  # `CodeKind`
 RUN, WORDS = tl.constexpr(128), tl.constexpr(16)  # columns of a run of 4 bit codes, and its words
 MAGIC_BITS, MAGIC = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)  # 2**23
-E4M3_FACTOR = tl.constexpr(256.0)
+E4M3_FACTOR, E2M1_FACTOR = tl.constexpr(256.0), tl.constexpr(16384.0)
+LEAST_POWER = tl.constexpr(0x00400000)  # the bits of 2**-127
 NO_BIT_14 = tl.constexpr(-0x4001)
 
 
 @triton.jit
 def _codes(numbers, outputs, is_output, first, width, KIND: tl.constexpr, STEP: tl.constexpr):
     """Returns STEP columns from `first` on, [len(outputs), STEP] float32: integers plus 2**23, or E4M3
-    divided by 256."""
-    if KIND == NIBBLE:
+    divided by 256, or E2M1 by 2**14."""
+    if KIND >= NIBBLE:  # of 4 bits
         stride = tl.cdiv(width, RUN) * WORDS
         rows = numbers + outputs.to(tl.int64)[:, None] * stride
         if STEP >= RUN:
@@ -57,10 +58,13 @@ def _codes(numbers, outputs, is_output, first, width, KIND: tl.constexpr, STEP: 
     if KIND == E4M3:
         # the sign is repeated in two bits, of which the lower one is cleared
         bits = (codes.to(tl.int8, bitcast=True).to(tl.int16) << 7) & NO_BIT_14
-        decoded = bits.to(tl.float16, bitcast=True).to(tl.float32)
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == E2M1:
+        bits = (((codes & 8) << 12) | ((codes & 7) << 9)).to(tl.int16)
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        decoded = (codes.to(tl.int32) | MAGIC_BITS).to(tl.float32, bitcast=True)
-    return decoded
+        values = (codes.to(tl.int32) | MAGIC_BITS).to(tl.float32, bitcast=True)
+    return values
 
 
 @triton.jit
@@ -73,9 +77,16 @@ def _groups(
     groups = (first + tl.arange(0, GROUPS) * GROUP) // group
     places = (outputs // scale_rows).to(tl.int64)[:, None] * num_groups + groups[None, :]
     mask = is_output[:, None] & (groups < num_groups)[None, :]
-    scale = tl.load(scales + places, mask=mask, other=0.0).to(tl.float32)
+    if KIND == E2M1:  # exponents
+        power = tl.load(scales + places, mask=mask, other=0).to(tl.int32)
+        power = tl.where(power == 0, LEAST_POWER, power << 23)
+        scale = power.to(tl.float32, bitcast=True) * E2M1_FACTOR
+    else:
+        scale = tl.load(scales + places, mask=mask, other=0.0).to(tl.float32)
     if KIND == E4M3:
         scale *= E4M3_FACTOR
+        zero = tl.zeros_like(scale)
+    elif KIND == E2M1:
         zero = tl.zeros_like(scale)
     elif zeros is None:
         zero = tl.zeros_like(scale) + (MAGIC + MIDDLE)
@@ -86,7 +97,7 @@ def _groups(
 
 
 @triton.jit
-def _decoded(
+def decoded(
     numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
     KIND: tl.constexpr, MIDDLE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -123,14 +134,14 @@ def coded_row(
     is_output = outputs < num_outputs
     start = share * share_width
     end = tl.minimum(start + share_width, width)
-    codes, scale = _decoded(
+    codes, scale = decoded(
         numbers, scales, zeros, outputs, is_output, start, width, scale_rows, group, num_groups,
         KIND, MIDDLE, TILE, STEP, GROUP,
     )  # fmt: skip
     wait_for_last(EARLY)
     products = codes * _columns(x, start, end, STEP, GROUP) * scale
     for first in range(start + STEP, end, STEP):
-        codes, scale = _decoded(
+        codes, scale = decoded(
             numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
             KIND, MIDDLE, TILE, STEP, GROUP,
         )  # fmt: skip

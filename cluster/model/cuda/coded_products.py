@@ -44,7 +44,7 @@ def coded_product(x: Tensor, codes: Codes, bias: Tensor | None, *, is_whole: boo
     (num_tokens, width), num_outputs = x.shape, len(codes.numbers)
     is_one = num_tokens == 1
     tile = _ROW_TILE if is_one else _FLOAT_TILE if x.dtype == torch.float32 else _TILE
-    step = _ROW_STEP if is_one else _same_scale(codes, _STEP)
+    step = _ROW_STEP if is_one else same_scale(codes, _STEP)
     share_width = width if is_whole else _share_width(is_one, num_outputs, width)
     cut = _ROW_STEP if is_one else _STEP
     share_width = -(-share_width // cut) * cut
@@ -53,11 +53,11 @@ def coded_product(x: Tensor, codes: Codes, bias: Tensor | None, *, is_whole: boo
     dtype = torch.float32 if shares > 1 else x.dtype
     out = torch.empty(shares, num_tokens, num_outputs, dtype=dtype, device=x.device)
     arguments = (x, codes.numbers, codes.scales, codes.zeros, bias, out)
-    sizes = (num_outputs, width, share_width, *_sizes(codes))
+    sizes = (num_outputs, width, share_width, *scale_sizes(codes))
     kind = {"KIND": int(codes.kind), "MIDDLE": codes.middle, "TILE": tile, "STEP": step}
     if is_one:
         coded_kernels.coded_row[(tiles, shares)](
-            *arguments, *sizes, **kind, GROUP=_same_scale(codes, step), num_warps=4, num_stages=3,
+            *arguments, *sizes, **kind, GROUP=same_scale(codes, step), num_warps=4, num_stages=3,
             **early(x.device),
         )  # fmt: skip
     else:
@@ -81,9 +81,9 @@ def plain_weight(codes: Codes, dtype: torch.dtype) -> Tensor:
     num_outputs, step = len(codes.numbers), _PLAIN_STEP
     out = torch.empty(num_outputs, codes.width, dtype=dtype, device=codes.numbers.device)
     coded_kernels.plain_weight[(-(-num_outputs // _PLAIN_TILE), -(-codes.width // step))](
-        codes.numbers, codes.scales, codes.zeros, out, num_outputs, codes.width, *_sizes(codes),
+        codes.numbers, codes.scales, codes.zeros, out, num_outputs, codes.width, *scale_sizes(codes),
         KIND=int(codes.kind), MIDDLE=codes.middle, TILE=_PLAIN_TILE, STEP=step,
-        GROUP=_same_scale(codes, step), num_warps=4,
+        GROUP=same_scale(codes, step), num_warps=4,
     )  # fmt: skip
     return out
 
@@ -93,11 +93,12 @@ def scratch_bytes(codes: Codes, dtype: torch.dtype) -> int:
     return len(codes.numbers) * codes.width * dtype.itemsize
 
 
-def _sizes(codes: Codes) -> tuple[int, int, int]:
+def scale_sizes(codes: Codes) -> tuple[int, int, int]:
+    """Rows and columns that have one scale, and groups of columns: as the kernels take them."""
     return codes.scale_rows, codes.group, codes.scales.shape[1]
 
 
-def _same_scale(codes: Codes, limit: int) -> int:
+def same_scale(codes: Codes, limit: int) -> int:
     """A power of two, at most `limit`: so many columns, from any multiple of it on, have one scale."""
     return limit if codes.scales.shape[1] == 1 else min(limit, codes.group & -codes.group)
 

@@ -3,6 +3,10 @@
 Rows that chose one expert lie in one segment. A program multiplies a tile of a segment's rows by a tile of
 outputs of the expert's matrix. It goes along the inner dimension in equal steps, so a row's bits depend on
 the row alone, in any company. Sums are float32; float32 products are exact ones (`ieee`).
+
+A matrix of codes becomes numbers tile by tile: (code - zero) * scale in float32, rounded to the dtype of the
+rows, as a checkpoint's are that is dequantised while it is read. So products differ from those in the order
+of their sums at most.
 """
 
 from __future__ import annotations
@@ -10,26 +14,33 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+from cluster.model.cuda.coded_kernels import decoded
 from cluster.model.cuda.packed_kernels import TILE_WIDTH
+
+PLAIN = tl.constexpr(-1)  # no `CodeKind`
 
 
 @triton.jit
 def multiply_rows(
-    x, weight, bias, order, tiles, out, expert_stride, output_stride, width_stride, num_outputs, width,
-    CHOSEN: tl.constexpr, GATHERS: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+    x, weight, scales, zeros, bias, order, tiles, out,
+    expert_stride, output_stride, width_stride, num_outputs, width, scale_rows, group, num_groups,
+    CHOSEN: tl.constexpr, GATHERS: tl.constexpr, KIND: tl.constexpr, MIDDLE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, cdiv(num_outputs, OUTPUTS)). tiles: as `packed_kernels.cut_segments` makes them of the
     experts' segments. order [S]: the pair of token and choice in each row of the segments, of which a token
     has CHOSEN side by side.
 
     GATHERS: x [T, width] has a row for each token, out [S, num_outputs] one for each row of the segments.
-    Else x [S, width] has rows of the segments, and out a row for each pair. weight: an expert's matrix is
-    `expert_stride` numbers long; bias [experts, num_outputs]."""
+    Else x [S, width] has rows of the segments, and out a row for each pair. bias [experts, num_outputs].
+
+    KIND PLAIN: weight has numbers, and a matrix is `expert_stride` of them long; scales and zeros are None.
+    Else weight has codes, as one matrix of all experts' rows (`layers.codes.Codes`), and strides are not
+    read. GROUP columns of a step have one scale."""
     record = tiles + tl.program_id(0) * TILE_WIDTH
     first, end = tl.load(record), tl.load(record + 2)
     if first < end:
-        expert = tl.load(record + 3).to(tl.int64)
+        expert = tl.load(record + 3)
         rows = first + tl.arange(0, ROWS)
         is_row = rows < end
         pairs = tl.load(order + rows, mask=is_row, other=0).to(tl.int64)
@@ -39,7 +50,6 @@ def multiply_rows(
             sources, targets = rows.to(tl.int64), pairs
         outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
         is_output = outputs < num_outputs
-        weight += expert * expert_stride
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
         for start in range(0, width, STEP):
             columns = start + tl.arange(0, STEP)
@@ -48,15 +58,26 @@ def multiply_rows(
                 x + sources[:, None] * width + columns[None, :],
                 mask=is_row[:, None] & is_column[None, :], other=0.0,
             )  # fmt: skip
-            factors = tl.load(
-                weight + columns[:, None] * width_stride + outputs[None, :] * output_stride,
-                mask=is_column[:, None] & is_output[None, :], other=0.0,
-            )  # fmt: skip
+            if KIND == PLAIN:
+                factors = tl.load(
+                    weight + expert.to(tl.int64) * expert_stride
+                    + columns[:, None] * width_stride + outputs[None, :] * output_stride,
+                    mask=is_column[:, None] & is_output[None, :], other=0.0,
+                )  # fmt: skip
+            else:
+                codes, scale = decoded(
+                    weight, scales, zeros, expert * num_outputs + outputs, is_output, start, width,
+                    scale_rows, group, num_groups, KIND, MIDDLE, OUTPUTS, STEP, GROUP,
+                )  # fmt: skip
+                numbers = tl.reshape((codes * scale).to(x.dtype.element_ty), [OUTPUTS, STEP])
+                factors = tl.trans(numbers)
             total = tl.dot(contents, factors, total, input_precision="ieee")
         dtype: tl.constexpr = out.dtype.element_ty
-        numbers = total.to(dtype)
+        products = total.to(dtype)
         if bias is not None:
-            added = tl.load(bias + expert * num_outputs + outputs, mask=is_output, other=0.0)
-            numbers = (numbers.to(tl.float32) + added.to(tl.float32)[None, :]).to(dtype)
+            added = tl.load(
+                bias + expert.to(tl.int64) * num_outputs + outputs, mask=is_output, other=0.0
+            )  # fmt: skip
+            products = (products.to(tl.float32) + added.to(tl.float32)[None, :]).to(dtype)
         mask = is_row[:, None] & is_output[None, :]
-        tl.store(out + targets[:, None] * num_outputs + outputs[None, :], numbers, mask=mask)
+        tl.store(out + targets[:, None] * num_outputs + outputs[None, :], products, mask=mask)

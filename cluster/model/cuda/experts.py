@@ -27,6 +27,7 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 
 from cluster.config.machine import has_triton
 from cluster.model.cuda.expert_products import experts_forward
+from cluster.model.layers.codes import CodedExperts, ExpertsForward
 from cluster.model.layers.trial import ENCODER_TOLERANCES, agree, median_s
 
 logger = logging.getLogger(__name__)
@@ -35,16 +36,16 @@ ALWAYS, FEW = "epdg_experts", "epdg_experts_of_few_tokens"
 FEW_TOKENS = 64  # of the second; a step of answers has no more as a rule
 _TRIALS = (16, 512)  # tokens of the measurements
 _NUM_CHOSEN, _NUM_ROUNDS = 2, 5
-Forward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 
 def optimise_experts(
-    text: nn.Module, forward: Forward | None = None, clock: Callable[[], float] = time.perf_counter
+    text: nn.Module, forward: ExpertsForward | None = None, clock: Callable[[], float] = time.perf_counter
 ) -> int:
     """Gives each experts module in `text` that calls a function by its name the one that serves it
-    best; returns how many got ours. Call it in evaluation mode, with the weights on the device that computes.
-    forward: in place of `experts_forward`, which is the default where triton can be used."""
-    found = [part for part in text.modules() if hasattr(part, "has_post_expert_norm")]
+    best; returns how many got ours. Those that compute from their codes have it already (`coded_choice`).
+    Call it in evaluation mode, with the weights on the device that computes. forward: in place of
+    `experts_forward`, which is the default where triton can be used."""
+    found = [part for part in text.modules() if hasattr(part, "has_post_expert_norm") and not _is_coded(part)]
     if not found:
         return 0
     if forward is None and not has_triton():
@@ -63,13 +64,17 @@ def optimise_experts(
     return sum(count for (_, result), count in results.items() if result in (ALWAYS, FEW))
 
 
-def _of_few(ours: Forward, experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _is_coded(experts: nn.Module) -> bool:
+    return any(isinstance(child, CodedExperts) for child in experts.children())
+
+
+def _of_few(ours: ExpertsForward, experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     forward = ours if len(x) <= FEW_TOKENS else grouped_mm_experts_forward
     return forward(experts, x, chosen, weights)
 
 
 def _replace(
-    experts: nn.Module, ours: Forward, names: dict[object, str | None], clock: Callable[[], float]
+    experts: nn.Module, ours: ExpertsForward, names: dict[object, str | None], clock: Callable[[], float]
 ) -> str:
     """The name of the function that the experts got, or why they keep transformers'."""
     own: Any = experts
@@ -98,13 +103,13 @@ def _replace(
     return name
 
 
-def _agrees(experts: nn.Module, ours: Forward, num_tokens: int) -> bool:
+def _agrees(experts: nn.Module, ours: ExpertsForward, num_tokens: int) -> bool:
     rows = _random_rows(experts, num_tokens)
     expected = grouped_mm_experts_forward(experts, *rows)
     return agree(ours(experts, *rows), expected, ENCODER_TOLERANCES[expected.dtype])
 
 
-def _fastest(experts: nn.Module, ours: Forward, clock: Callable[[], float]) -> str | None:
+def _fastest(experts: nn.Module, ours: ExpertsForward, clock: Callable[[], float]) -> str | None:
     is_faster = []
     for num_tokens in _TRIALS:
         rows = _random_rows(experts, num_tokens)

@@ -13,6 +13,10 @@ A replay repeats the recorded launches at the recorded addresses. Therefore:
 * attention must not read the sizes of a step on the host (`ModelAttention.can_capture`), nor may mixers with
   states: transformers' own code takes steps of answers only (`state_step`).
 
+The ranks of a worker record the same sizes in the same order, or none of them does; a call then takes the
+same size on all of them. So their graphs, which contain collectives, begin in one order, as NCCL wants it.
+Not tried over NCCL.
+
 All graphs share one pool of memory, so only one of them may run at a time. Mixed steps above
 `MIXED_TOKENS` are not recorded: the engine cuts prompts so that few steps are larger
 (`StepModel.recorded_tokens`). What cannot be recorded runs unrecorded, with equal results; the log says why.
@@ -34,6 +38,7 @@ from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter
+from cluster.model.collectives import Collectives
 from cluster.model.cuda.capture import Capture, Replay, capture_cuda
 from cluster.model.cuda.layer_marks import LayerMarks
 from cluster.model.cuda.paged_attention import MAX_SHARES, RECORDED_PLACES, num_places
@@ -133,7 +138,11 @@ class GraphedModel:
     draw from.
     """
 
-    def __init__(self, model: CapturableModel, kv: BlockMemory, sizes: RecordedSizes, capture: Capture):
+    def __init__(
+        self, model: CapturableModel, kv: BlockMemory, sizes: RecordedSizes, capture: Capture,
+        collectives: Collectives | None = None,
+    ):  # fmt: skip
+        """collectives: of a rank."""
         max_blocks = -(-model.max_model_len // model.block_size)
         largest, device = sizes.largest, kv.buffer.device
         most_tokens = max((mixed.num_tokens for mixed in sizes.mixed), default=0)
@@ -141,6 +150,7 @@ class GraphedModel:
         self._kv = kv
         self._sizes = sizes
         self._capture = capture
+        self._collectives = collectives
         scratch = range(kv.num_blocks - num_scratch_blocks(model), kv.num_blocks)
         self._buffers = StepBuffers(
             largest, max_blocks, model.position_axes, model.block_size, scratch[-1], device, scratch[:-1]
@@ -263,9 +273,19 @@ class GraphedModel:
         embeds = None if sizes.is_decode else self._embeds[: sizes.num_tokens]
         out = self._logits[: sizes.num_wanted]
         on_layer = None if sizes.is_decode or self._marks is None else self._marks.record
-        self._replays[sizes] = self._capture(
-            lambda: out.copy_(self._model.step(inputs, self._kv, embeds, on_layer))
-        )
+
+        def work() -> Tensor:
+            return out.copy_(self._model.step(inputs, self._kv, embeds, on_layer))
+
+        if self._collectives is None:
+            self._replays[sizes] = self._capture(work)
+            return
+        error = None
+        try:
+            self._replays[sizes] = self._capture(work)
+        except Exception as raised:  # of a compiler, too: the other ranks wait for the decision
+            error = raised
+        self._collectives.settle(error)
 
     def _check(self, kv: BlockMemory) -> None:
         assert kv is self._kv, "graphs hold the addresses of one memory"
@@ -292,7 +312,10 @@ def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None
         return None
     num_blocks = num_scratch_blocks(model)
     kv = BlockMemory(model.kv_layout, num_blocks, model.device)
-    if not model.can_capture(kv):
+    can_capture = model.can_capture(kv)
+    if model.collectives is not None:
+        can_capture = model.collectives.all_agree(can_capture)
+    if not can_capture:
         logger.info("steps are not recorded: their attention needs the host")
         return None
     torch.cuda.empty_cache()
@@ -326,7 +349,8 @@ def num_scratch_blocks(model: CapturableModel | LanguageModel) -> int:
 
 def _recorded(model: LanguageModel, kv: BlockMemory, sizes: RecordedSizes) -> GraphedModel | None:
     """None: not even steps of answers can be recorded; the log says why."""
-    graphed = GraphedModel(model, kv, sizes, capture_cuda())
+    capture = capture_cuda(collectives=model.collectives)
+    graphed = GraphedModel(model, kv, sizes, capture, model.collectives)
     try:
         graphed.warm_up()
     except RuntimeError as error:

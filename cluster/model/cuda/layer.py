@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
 from cluster.model.attention_cuda import CudaAttention
+from cluster.model.collectives import Collectives
 from cluster.model.cuda.forms import norm_of
 from cluster.model.cuda.layer_calls import (
     GateActivation,
@@ -38,10 +39,19 @@ from cluster.model.cuda.layer_calls import (
 )
 from cluster.model.cuda.layer_forms import Around, Product, activation, around, is_mixer, product_of, ropes
 from cluster.model.cuda.mixers import kernel_of
+from cluster.model.half_files import own_share
 from cluster.model.kv_format import layer_cache
-from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, MlpParts, is_rms_norm
+from cluster.model.layers.parts import (
+    AttentionParts,
+    DecoderParts,
+    LayerHalf,
+    MlpParts,
+    is_linear,
+    is_rms_norm,
+)
 from cluster.model.layers.search import Compared, Replacement, Settings, TextParts
 from cluster.model.layers.trial import Heads, Observed
+from cluster.model.rank_linears import GatheredLinear
 from cluster.model.state_step import MixerKernel, StatefulForward
 
 logger = logging.getLogger(__name__)
@@ -138,10 +148,10 @@ class FusedLayer(nn.Module):
 
     def __init__(
         self, attention: FusedAttention | FusedMixer | LayerHalf[AttentionParts],
-        mlp: FusedMlp | LayerHalf[MlpParts], parts: DecoderParts,
+        mlp: FusedMlp | LayerHalf[MlpParts], parts: DecoderParts, collectives: Collectives | None = None,
     ):  # fmt: skip
         super().__init__()
-        self._attention, self._mlp = attention, mlp
+        self._attention, self._mlp, self._collectives = attention, mlp, collectives
         self.parts = nn.ModuleList([*_modules_of(attention), *_modules_of(mlp)])  # adapters look for theirs
         if hasattr(parts.layer, "attention_type"):  # some text models choose the mask by it
             self.attention_type = parts.layer.attention_type
@@ -173,9 +183,13 @@ class FusedLayer(nn.Module):
         paged: tuple[PagedBatch, AttentionBackend | None], keywords: Mapping[str, object],
     ) -> Addition | None:  # fmt: skip
         """x [T, N] becomes the layer's output, but for what is returned. The backend and `keywords` are
-        arguments of a module of attention."""
+        arguments of a module of attention. In a rehearsal only what is fused runs: modules of a rank may have
+        collectives of their own."""
+        only_fused = self._collectives is not None and self._collectives.is_rehearsing
         if isinstance(self._attention, FusedAttention):
             pending = self._attention(x, pending, rotary, paged[0])
+        elif only_fused:
+            pass
         elif isinstance(self._attention, FusedMixer):
             pending = self._attention(x, pending)
         else:
@@ -183,6 +197,8 @@ class FusedLayer(nn.Module):
             pending = _by_modules(self._attention, x, pending, more)
         if isinstance(self._mlp, FusedMlp):
             return self._mlp(x, pending)
+        if only_fused:
+            return pending
         return _by_modules(self._mlp, x, pending, {})
 
 
@@ -221,7 +237,10 @@ class FusedTextModel:
         hidden = normed(x, pending, self._norm)
         if not (batch.is_decode and len(wanted) == len(x)):
             hidden = hidden[wanted]
-        return product(hidden, self._head.weight, self._head.bias, is_whole=True)[0].float()
+        logits = product(hidden, self._head.weight, self._head.bias, is_whole=True)[0]
+        if isinstance(self._head, GatheredLinear):
+            logits = self._head.collectives.gather(logits, self._head.out_features)
+        return logits.float()
 
 
 class Tried(Compared):
@@ -248,8 +267,13 @@ class CudaLayerKernels:
     name = "Triton kernels"
     mixer_tolerances: Mapping[torch.dtype, float] = _MIXER_TOLERANCES
 
-    def __init__(self, dtype: torch.dtype, attention: CudaAttention, *, is_timed: bool = True):
+    def __init__(
+        self, dtype: torch.dtype, attention: CudaAttention, *, is_timed: bool = True,
+        collectives: Collectives | None = None,
+    ):  # fmt: skip
+        """collectives: of a rank."""
         self.source = Tried()
+        self._collectives = collectives
         self.is_timed = is_timed
         self.whole_tolerance = _TOLERANCE[dtype]
         self._attend = attention
@@ -277,9 +301,11 @@ class CudaLayerKernels:
     def build(self, parts: DecoderParts, settings: Settings) -> FusedLayer:
         if settings.get("mixer"):
             half = parts.attention
-            return FusedLayer(FusedMixer(cast(Around, around(half)), half.body), _mlp(parts), parts)
+            mixer = FusedMixer(cast(Around, around(half)), half.body)
+            return FusedLayer(mixer, _mlp(parts), parts, self._collectives)
         attention = parts.attention if settings["heads"] is None else self._attention(parts, settings)
-        return FusedLayer(attention, _mlp(parts) if settings["mlp"] else parts.mlp, parts)
+        mlp = _mlp(parts) if settings["mlp"] else parts.mlp
+        return FusedLayer(attention, mlp, parts, self._collectives)
 
     def tolerance(self, parts: DecoderParts, settings: Settings) -> float:
         return _TOLERANCE[parts.dtype]
@@ -293,11 +319,11 @@ class CudaLayerKernels:
     def whole(self, parts: TextParts) -> FusedTextModel | None:
         layers = [layer for layer in parts.layers if isinstance(layer, FusedLayer)]
         norm, head = norm_of(parts.norm) if is_rms_norm(parts.norm) else None, parts.head
-        if norm is None or len(layers) < len(parts.layers) or not isinstance(head, nn.Linear):
+        if norm is None or len(layers) < len(parts.layers) or not _is_head(head):
             return None
         if not all(layer.has_fused_attention for layer in layers):
             return None
-        return FusedTextModel(parts.rotary, layers, norm, head)
+        return FusedTextModel(parts.rotary, layers, norm, cast(nn.Linear, head))
 
     def _attention(self, parts: DecoderParts, settings: Settings) -> FusedAttention:
         inner, heads = cast(AttentionParts, parts.attention.inner), Heads.from_json(settings["heads"])
@@ -307,11 +333,16 @@ class CudaLayerKernels:
             query_norm, key_norm, settings["norms_after"], settings["gated"],
         )  # fmt: skip
         sinks = getattr(parts.attention.body, "sinks", None)
+        sinks = None if sinks is None else own_share(sinks)
         return FusedAttention(
             cast(Around, around(parts.attention)), cast(Product, product_of(inner.projections)),
             cast(Product, product_of([inner.out])), rope, heads.num_query,
             replace(heads.attention, sinks=sinks), parts.layer_idx, self._attend,
         )  # fmt: skip
+
+
+def _is_head(head: nn.Module) -> bool:
+    return is_linear(head) or isinstance(head, GatheredLinear)
 
 
 def _mlp(parts: DecoderParts) -> FusedMlp:

@@ -12,6 +12,9 @@ but attention. A layer is x ← x + scale · post(body(pre(x))) twice, and ten l
     gate
     product      of the projection down, which the next layer's `add_norm` adds
 
+On a rank, the sum over the ranks follows the two products that give what is added (`total` before it, where
+such a product is cut into shares).
+
 Modules that are not fused write K and V by `write_rows`.
 
 Nothing here reads the host's copy of anything or synchronises, and all shapes follow from the arguments'
@@ -154,6 +157,22 @@ def _share_width(num_tokens: int, num_outputs: int, width: int) -> int:
         return 4 * _ROW_STEP if num_outputs > 2048 else 2 * _ROW_STEP
     shares = min(power_of_two(-(-_PROGRAMS * _TILE // num_outputs)), _MAX_PRODUCT_SHARES)
     return -(-width // shares)
+
+
+def total(shares: Tensor, dtype: torch.dtype) -> Tensor:
+    """shares [S, T, M] → their sum [1, T, M] in `dtype`, that of the model; one share is returned itself."""
+    if len(shares) == 1:
+        return shares
+    from cluster.model.cuda import layer_kernels
+
+    _, num_tokens, width = shares.shape
+    out = torch.empty(1, num_tokens, width, dtype=dtype, device=shares.device)
+    tile = min(_GATE_TILE, power_of_two(width))
+    layer_kernels.total[(num_tokens, -(-width // tile))](
+        shares, out, shares.stride(0), WIDTH=width, TILE=tile, SHARES=len(shares), num_warps=4,
+        **early(shares.device),
+    )  # fmt: skip
+    return out
 
 
 def add_norm(

@@ -11,16 +11,18 @@ from typing import cast
 from torch import Tensor, nn
 
 from cluster.model.adapters import SlotMatrices, merged_updates, without_adapters
+from cluster.model.collectives import Collectives
 from cluster.model.cuda.adapter_products import add_adapters
 from cluster.model.cuda.coded_products import coded_product
 from cluster.model.cuda.forms import activation_of, norm_of
-from cluster.model.cuda.layer_calls import GateActivation, Norm, Rotation, Table, product
+from cluster.model.cuda.layer_calls import GateActivation, Norm, Rotation, Table, product, total
 from cluster.model.cuda.merging import merged, merged_codes
 from cluster.model.cuda.paged_attention import MAX_WIDTH
 from cluster.model.layers.codes import CodedLinear, Codes
 from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, Linear
 from cluster.model.layers.search import Settings
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
+from cluster.model.rank_linears import SummedLinear
 from cluster.model.state_step import StatefulForward
 
 _NO_ROTATION = (0, Rotation.HALVES, Table.FULL)
@@ -33,16 +35,19 @@ class Product:
     weight: Tensor | Codes
     bias: Tensor | None
     updates: SlotMatrices | None  # of LoRA adapters
+    collectives: Collectives | None = None  # that sum it over the ranks
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, N] → shares [S, T, M]."""
+        """[T, N] → shares [S, T, M]; of a sum over the ranks one, in x's dtype."""
         if isinstance(self.weight, Codes):
             shares = coded_product(x, self.weight, self.bias)
         else:
             shares = product(x, self.weight, self.bias)
         if self.updates is not None:
             add_adapters(shares[0], x, self.updates)
-        return shares
+        if self.collectives is None:
+            return shares
+        return self.collectives.sum(total(shares, x.dtype))
 
 
 def product_of(adapted: Sequence[Linear]) -> Product | None:
@@ -56,7 +61,8 @@ def product_of(adapted: Sequence[Linear]) -> Product | None:
     bias = merged(biases) if biases else None
     if weight is None or (biases and (bias is None or len(biases) < len(linears))):
         return None
-    return Product(weight, bias, merged_updates(adapted))
+    summed = linears[0].collectives if isinstance(linears[0], SummedLinear) else None
+    return Product(weight, bias, merged_updates(adapted), summed)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,8 @@ def _rotations(rotary: object, key_width: int) -> Iterator[tuple[int, Rotation, 
 
 
 def _outputs(inner: AttentionParts) -> int:
-    return sum(linear.out_features for linear in inner.projections)
+    linears = map(without_adapters, inner.projections)
+    return sum(len(each.codes.numbers if isinstance(each, CodedLinear) else each.weight) for each in linears)
 
 
 def _rows(heads: Heads) -> int:

@@ -42,6 +42,21 @@ def _summed(shares, offsets, mask, share_stride, SHARES: tl.constexpr, dtype: tl
 
 
 @triton.jit
+def total(
+    shares, out, share_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """Grid (T, cdiv(WIDTH, TILE))."""
+    begin(EARLY)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < WIDTH
+    offsets = tl.program_id(0).to(tl.int64) * WIDTH + columns
+    dtype: tl.constexpr = out.dtype.element_ty
+    added = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
+    tl.store(out + offsets, added.to(dtype), mask=mask)
+
+
+@triton.jit
 def weighted(scaled, weight, columns, mask, FORM: tl.constexpr, dtype: tl.constexpr):
     """An RMSNorm after its division by the root mean square. Returns float32, rounded to `dtype`."""
     if weight is not None:

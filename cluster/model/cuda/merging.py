@@ -27,6 +27,14 @@ def merge_inputs(model: nn.Module, device: torch.device) -> None:
         merge_layer(module, device, Tensor.copy_)
 
 
+@torch.no_grad()
+def merge_shares(model: nn.Module, device: torch.device) -> None:
+    """Merges these matrices of a rank, whose weights are on the device already: while one is merged, it is
+    there twice. Blocks."""
+    merge_inputs(model, device)
+    torch.cuda.empty_cache()  # torch keeps the memory that each of them had
+
+
 def merge_layer(module: nn.Module, device: torch.device, copy: Copy) -> None:
     """Moves these matrices if the module is a decoder layer, a block of a tower or a mixer with the gated
     delta rule."""

@@ -1,7 +1,7 @@
-"""Weights that stay codes: how they lie in memory, whatever the checkpoint's layout was, and a linear that
-has them in place of a weight.
+"""Weights that stay codes: how they lie in memory, whatever the checkpoint's layout was, and what has them in
+place of weights: a linear, and the matrices of a layer's experts.
 
-Letters: N outputs (rows), K inputs (columns), G groups of columns that have one scale.
+Letters: N outputs (rows), K inputs (columns), G groups of columns that have one scale, E experts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 RUN = 128  # columns whose 4 bit codes lie in 16 words
 WORDS = 16
 _CHUNK = 1 << 22  # weights that are float32 at once
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by their codes
+_EXPONENT_BIAS = 127
 
 
 class CodeKind(IntEnum):
@@ -25,6 +27,7 @@ class CodeKind(IntEnum):
     E4M3 = 0
     BYTE = 1  # an integer of 8 bits
     NIBBLE = 2  # an integer of 4 bits
+    E2M1 = 3  # a float of 4 bits, whose scales are exponents of 2 plus 127: MXFP4
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class Codes:
 
     numbers     of 8 bits: [N, K] uint8. Of 4 bits: [N, ceil(K / 128), 16] int32, where four bits of a word,
                 from bit 4 * j on, are column 16 * j + i of the run, for word i; columns from K on are zero
-    scales      [ceil(N / scale_rows), G], in the checkpoint's dtype
-    zeros       uint8 of the same shape; None: all are the middle of the integers, and of E4M3 there are none
+    scales      [ceil(N / scale_rows), G], in the checkpoint's dtype; of E2M1 uint8, exponents of 2 plus 127
+    zeros       uint8 of the same shape; None: all are the middle of the integers, and floats have none
     width       K
     group       columns that have one scale: a multiple of 16, or all
     scale_rows  rows that have one scale
@@ -51,7 +54,7 @@ class Codes:
     @property
     def middle(self) -> int:
         """The code of 0 where there are no `zeros`."""
-        return {CodeKind.E4M3: 0, CodeKind.BYTE: 128, CodeKind.NIBBLE: 8}[self.kind]
+        return {CodeKind.BYTE: 128, CodeKind.NIBBLE: 8}.get(self.kind, 0)
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -76,7 +79,10 @@ class Codes:
         for first, part in zip(range(0, num_rows, step), out.split(step), strict=True):
             blocks = torch.arange(first, first + len(part), device=device) // self.scale_rows
             zeros = self.middle if self.zeros is None else self.zeros[blocks].float()[:, groups]
-            part.copy_((self._floats(first, len(part)) - zeros) * self.scales[blocks].float()[:, groups])
+            scales = self.scales[blocks].float()
+            if self.kind is CodeKind.E2M1:
+                scales = (scales - _EXPONENT_BIAS).exp2()
+            part.copy_((self._floats(first, len(part)) - zeros) * scales[:, groups])
         return out
 
     def _floats(self, first: int, num_rows: int) -> Tensor:
@@ -86,8 +92,14 @@ class Codes:
         if self.kind is CodeKind.BYTE:
             return numbers.float()
         shifts = 4 * torch.arange(8, dtype=torch.int32, device=numbers.device)
-        columns = (numbers.unsqueeze(2) >> shifts[:, None]) & 15
-        return columns.flatten(1)[:, : self.width].float()
+        columns = ((numbers.unsqueeze(2) >> shifts[:, None]) & 15).flatten(1)[:, : self.width]
+        return E2M1.to(numbers.device)[columns] if self.kind is CodeKind.E2M1 else columns.float()
+
+    def rows(self, first: int, end: int) -> Codes:
+        """Some of the rows, without a copy. first: where those begin that share a scale."""
+        blocks = slice(first // self.scale_rows, -(-end // self.scale_rows))
+        zeros = None if self.zeros is None else self.zeros[blocks]
+        return replace(self, numbers=self.numbers[first:end], scales=self.scales[blocks], zeros=zeros)
 
     def with_scales_of(self, scale_rows: int) -> Codes:
         """With scales (and zeros) repeated for so many rows each, a divisor of those that share one now."""
@@ -120,26 +132,29 @@ def alike(matrices: Sequence[Codes]) -> list[Codes] | None:
 
 
 CodedProduct = Callable[[Tensor, Codes, Tensor | None], Tensor]
+# as transformers calls a function of experts: the module, x [T, H], chosen experts and their weights [T, k]
+ExpertsForward = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 
-class CodedLinear(nn.Linear):
-    """A linear whose weight is codes. product: x [T, K], the codes and the bias → [T, N] in x's dtype. The
-    codes are buffers, because a layer's dtype is that of its parameters."""
+@dataclass(frozen=True)
+class CodedKernels:
+    """What computes from codes. product: x [T, K], the codes and the bias → [T, N] in x's dtype."""
+
+    product: CodedProduct
+    experts: ExpertsForward
+
+
+class CodedModule(nn.Module):
+    """Has a weight as codes. They are buffers, because a layer's dtype is that of its parameters."""
 
     numbers: Tensor
     scales: Tensor
     zeros: Tensor | None
 
-    def __init__(self, codes: Codes, bias: Tensor | None, product: CodedProduct):
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = codes.width, len(codes.numbers)
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-        self._product = product
-        self.set_codes(codes)
-
     def set_codes(self, codes: Codes) -> None:
         """Other tensors of the same weight."""
-        self._kind, self._group, self._scale_rows = codes.kind, codes.group, codes.scale_rows
+        self._kind, self._width = codes.kind, codes.width
+        self._group, self._scale_rows = codes.group, codes.scale_rows
         self.register_buffer("numbers", codes.numbers)
         self.register_buffer("scales", codes.scales)
         self.register_buffer("zeros", codes.zeros)
@@ -147,8 +162,19 @@ class CodedLinear(nn.Linear):
     @property
     def codes(self) -> Codes:
         return Codes(
-            self._kind, self.numbers, self.scales, self.zeros, self.in_features, self._group, self._scale_rows
+            self._kind, self.numbers, self.scales, self.zeros, self._width, self._group, self._scale_rows
         )  # fmt: skip
+
+
+class CodedLinear(CodedModule, nn.Linear):
+    """A linear whose weight is codes."""
+
+    def __init__(self, codes: Codes, bias: Tensor | None, product: CodedProduct):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = codes.width, len(codes.numbers)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self._product = product
+        self.set_codes(codes)
 
     @property
     def weight(self) -> Tensor:
@@ -158,3 +184,23 @@ class CodedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         return self._product(rows, self.codes, self.bias).view(*x.shape[:-1], self.out_features)
+
+
+class CodedExperts(CodedModule):
+    """One matrix of each expert, in place of a parameter [E, N, K] or [E, K, N]. codes: their rows, expert by
+    expert [E × N, K]; no scale is for rows of two experts."""
+
+    def __init__(self, codes: Codes, num_experts: int):
+        super().__init__()
+        self._num_experts = num_experts
+        self.set_codes(codes)
+
+    def __len__(self) -> int:
+        return self._num_experts
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.numbers) // self._num_experts
+
+    def of(self, expert: int) -> Codes:
+        return self.codes.rows(expert * self.num_outputs, (expert + 1) * self.num_outputs)

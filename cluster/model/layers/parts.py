@@ -12,7 +12,7 @@ comparison finds the right one (`search`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cluster.model.adapters import AdaptedLinear
 from cluster.model.layers.codes import CodedLinear
+from cluster.model.rank_linears import SummedLinear
 
 Linear = nn.Linear | AdaptedLinear
 
@@ -138,7 +139,7 @@ def attention_parts(attention: nn.Module) -> AttentionParts | None:
     linears = [*projections, *out]
     if len(children) > len(linears) + len(head_norms):
         return None
-    if not (all(map(_is_projection, linears)) and all(map(is_rms_norm, head_norms))):
+    if not (_are_projections(linears) and all(map(is_rms_norm, head_norms))):
         return None
     *inputs, output = cast("list[Linear]", linears)
     return AttentionParts(tuple(inputs), output, tuple(head_norms))
@@ -150,7 +151,7 @@ def mlp_parts(mlp: nn.Module) -> MlpParts | None:
     activation = next((children[name] for name in _ACTIVATIONS if name in children), None)
     if linears is None or activation is None or len(children) > len(linears) + 1:
         return None
-    if not all(map(_is_projection, linears)):
+    if not _are_projections(linears):
         return None
     *inputs, down = cast("list[Linear]", linears)
     return MlpParts(tuple(inputs), down, activation)
@@ -169,7 +170,15 @@ def _children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) in (nn.Linear, CodedLinear)
+    """Whether it is a whole linear, or a rank's piece of its outputs. One with a `forward` of its own is
+    divided in another way."""
+    return type(module) in (nn.Linear, CodedLinear) and "forward" not in vars(module)
+
+
+def _are_projections(linears: Sequence[nn.Module]) -> bool:
+    """The last one gives what is added to the residual: on a rank, a part of it."""
+    *inputs, output = linears
+    return all(map(_is_projection, inputs)) and (_is_projection(output) or isinstance(output, SummedLinear))
 
 
 def _is_projection(module: nn.Module) -> bool:

@@ -179,6 +179,8 @@ def whole_decoder(
         return None
     with torch.inference_mode():
         decoder = kernels.whole(TextParts(rotary, [*layers], norm, head))
-        if decoder is None or not trial.agrees_whole(decoder, head, kernels.whole_tolerance):
+        if not trial.all_agree(decoder is not None) or decoder is None:
+            return None
+        if not trial.agrees_whole(decoder, head, kernels.whole_tolerance):
             return None
     return decoder

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import AttentionBackend, LayerAttention, PagedBatch
+from cluster.model.collectives import Collectives
 from cluster.model.kv_format import LayerCache, layer_cache
 from cluster.model.layers.parts import dtype_of
 from cluster.model.step_adapters import StepAdapters
@@ -116,9 +117,11 @@ class Trial:
     def __init__(
         self, text_model: nn.Module, layout: MemoryLayout, attention: AttentionBackend,
         positions: Callable[[Tensor], Tensor], clock: Callable[[], float] = time.perf_counter,
-        adapters: StepAdapters | None = None,
+        adapters: StepAdapters | None = None, collectives: Collectives | None = None,
     ):  # fmt: skip
-        """adapters: where adapted modules ask for a step's; None: none is adapted."""
+        """adapters: where adapted modules ask for a step's; None: none is adapted. collectives: of a rank;
+        all of them run the same layers, and learn the same."""
+        self._collectives = collectives
         # a parameter that is known packed only is on the meta device
         self._device = next(own.device for own in text_model.parameters() if not own.is_meta)
         self._text_model, self._attention, self._clock = text_model, attention, clock
@@ -147,20 +150,34 @@ class Trial:
         return Observed(added, heads, self._first_call[1].get("position_embeddings"))
 
     def agrees(self, replacement: nn.Module, observed: Observed, tolerance: float) -> bool:
-        """Whether it adds to its input what the observed layer adds, but for a relative error (2-norm)."""
-        return agree(cast(Tensor, self._added(replacement, self._attention)), observed.added, tolerance)
+        """Whether it adds to its input what the observed layer adds, but for a relative error (2-norm).
+        Raises what the replacement raises; on ranks, if it raises on one of them."""
+        if self._collectives is not None:
+            self._collectives.rehearse(lambda: self._added(replacement, self._attention))
+        added = cast(Tensor, self._added(replacement, self._attention))
+        return self.all_agree(agree(added, observed.added, tolerance))
+
+    def all_agree(self, agrees: bool) -> bool:
+        """Whether all ranks do."""
+        return agrees if self._collectives is None else self._collectives.all_agree(agrees)
 
     def seconds(self, layer: nn.Module) -> float:
-        """The median of some runs."""
-        return median_s(lambda: self._added(layer, self._attention), self._device, _NUM_ROUNDS, self._clock)
+        """The median of some runs; on ranks, of the slowest."""
+        own_s = median_s(lambda: self._added(layer, self._attention), self._device, _NUM_ROUNDS, self._clock)
+        return own_s if self._collectives is None else self._collectives.largest(own_s)
 
     def agrees_whole(self, decoder: WholeDecoder, head: nn.Module, tolerance: float) -> bool:
         """Whether the decoder gives the logits of the text model and the head."""
-        hidden = self._run_text_model().last_hidden_state
+        expected = head(self._run_text_model().last_hidden_state)[0].float()
         wanted = torch.arange(NUM_TOKENS, device=self._device)
-        with self._adapters.of_step(self._slots):
-            logits = decoder.logits(self._x.clone(), self._positions, self._step.batch(), wanted)
-        return agree(logits, head(hidden)[0].float(), tolerance)
+
+        def run() -> Tensor:
+            with self._adapters.of_step(self._slots):
+                return decoder.logits(self._x.clone(), self._positions, self._step.batch(), wanted)
+
+        if self._collectives is not None:
+            self._collectives.rehearse(run)
+        return self.all_agree(agree(run(), expected, tolerance))
 
     def _added(self, layer: nn.Module, attention: AttentionBackend) -> Tensor | None:
         keywords = {**self._first_call[1], "paged": (self._step.batch(), attention)}

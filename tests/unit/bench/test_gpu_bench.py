@@ -75,7 +75,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
         ("throughput-engine", 1),
         ("wire", 5),
         ("encoder", 4),
-        ("experts", 2),
+        ("experts", 8),
         ("formats", 11),
         ("hybrids", 13),
         ("loading", 2),

@@ -15,9 +15,18 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.state import AnswerWork, LanguageRequest, PromptWork
 from cluster.engine.timing import Stopwatch
 from cluster.model.cuda.draw import to_device
-from cluster.types.request import GenerateRequest, LogitChanges, Prompt, SamplingParams, StopParams
+from cluster.types.request import (
+    NUM_PLACES,
+    GenerateRequest,
+    LogitChanges,
+    Prompt,
+    SamplingParams,
+    StopParams,
+)
 from tests.fakes.cuda_device import SimulatedCuda
-from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
+from tests.flow.hybrid_models import CONFIGS
+from tests.unit.cuda.recorded_and_plain import NUM_BLOCKS, PROMPTS, SIZES, TABLES, Compared
+from tests.unit.cuda.test_recorded_states import language as hybrid
 from tests.unit.cuda.test_recorded_steps import FEATURES, text_model
 
 NUM_STEPS = 6
@@ -45,7 +54,9 @@ def test_workers_run_ahead_on_a_gpu_only() -> None:
     assert may_run_ahead(torch.device("cuda", 0)) and not may_run_ahead(torch.device("cpu"))
 
 
-def answering(runner: LanguageRunner, row: int, sampling: SamplingParams | None = None) -> LanguageRequest:
+def answering(
+    runner: LanguageRunner, row: int, sampling: SamplingParams | None = None, state_blocks: int = 0
+) -> LanguageRequest:
     """A request whose prompt is computed and whose first token is known. `sampling`: with changes of logits,
     and with log-probabilities."""
     asked = GenerateRequest(f"r{row}", Prompt(tuple(PROMPTS[row])), (SAMPLING[row],), StopParams(99))
@@ -54,6 +65,8 @@ def answering(runner: LanguageRunner, row: int, sampling: SamplingParams | None 
         asked = msgspec.structs.replace(asked, sampling=(sampling,), changes=changes, num_logprobs=row)
     request = LanguageRequest(asked, 1, 1.0, 0.0, Stopwatch(0.0), computes=True, sends=False)
     sequence = TokenSequence(f"r{row}/0", asked.prompt, block_table=TABLES[row])
+    first = NUM_BLOCKS + row * NUM_PLACES * state_blocks
+    sequence.hold_states(range(first, first + NUM_PLACES * state_blocks))
     request.add_prompt(sequence)
     runner.run([PromptWork(request, sequence, len(PROMPTS[row]))], lambda layer, ready: None)
     sequence.computed(len(PROMPTS[row]))
@@ -74,15 +87,19 @@ def step(runner: LanguageRunner, requests: Sequence[LanguageRequest], goes_on: S
     return [(result.tokens, result.logprobs) for result in results]
 
 
+@pytest.mark.parametrize("name", [None, "qwen3_5_text"])
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_tokens_are_those_of_steps_that_wait(is_recorded: bool, device: SimulatedCuda) -> None:
+def test_tokens_are_those_of_steps_that_wait(
+    is_recorded: bool, name: str | None, device: SimulatedCuda
+) -> None:
     """One forward ahead leaves a row out, one is dropped, and one has more rows than are drawn from."""
-    compared = Compared(text_model(device))
+    model = text_model(device) if name is None else hybrid(device, CONFIGS[name])
+    compared = Compared(model, SIZES, NUM_BLOCKS + 3 * NUM_PLACES * model.state_blocks)
     steps = compared.graphed if is_recorded else compared.model
     found = []
     for is_ahead in (False, True):
         runner = LanguageRunner(compared.model, steps, compared.kvs[0], FEATURES)
-        requests = [answering(runner, row, SAMPLING[row]) for row in range(3)]
+        requests = [answering(runner, row, SAMPLING[row], model.state_blocks) for row in range(3)]
         tokens = []
         for number in range(NUM_STEPS):
             goes_on = [0, 2] if number == 2 else [0, 1, 2]
@@ -117,3 +134,27 @@ def test_the_host_waits_for_the_tokens_and_not_for_the_forward_behind_them(
         assert happened[at:] == ["forward", one]
     else:  # for the previous step's inputs, which have long been copied; for tokens, and log-probabilities
         assert happened == [one, "forward", one, one]
+
+
+def test_states_add_no_wait_and_no_copy(device: SimulatedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their places are a part of the one copy of a recorded step's inputs."""
+    told: list[list[str]] = []
+    for model in (text_model(device), hybrid(device, CONFIGS["qwen3_5_text"])):
+        compared = Compared(model, SIZES, NUM_BLOCKS + 3 * NUM_PLACES * model.state_blocks)
+        runner = LanguageRunner(model, compared.graphed, compared.kvs[0], FEATURES)
+        requests = [answering(runner, row, None, model.state_blocks) for row in range(3)]
+        step(runner, requests, [0, 1, 2])
+        happened: list[str] = []
+        decode, sync, crosses = compared.graphed.decode, device.sync, device.crosses
+        with monkeypatch.context() as patched:
+            for owner, name, function in (
+                (compared.graphed, "decode", decode), (device, "sync", sync), (device, "crosses", crosses)
+            ):  # fmt: skip
+                patched.setattr(
+                    owner, name, lambda *args, f=function, n=name, to=happened: to.append(n) or f(*args)
+                )
+            step(runner, requests, [0, 1, 2])
+        told.append(happened)
+    assert told[0] == told[1] and told[0].count("decode") == 1
+    behind = told[0][told[0].index("decode") :]
+    assert behind.count("crosses") == 1, behind

@@ -44,6 +44,7 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/recorded_calls.py:RecordedCalls._record
         cluster/model/cuda/capture.py:_recording """,
     "test_experts.py": "cluster/model/cuda/experts.py:_replace",
+    "test_ranks.py": "cluster/model/cuda/merging.py:merge_shares",
     "test_codes.py": "cluster/model/cuda/coded_choice.py:keep_right_codes",
     "test_layers.py": "cluster/model/layers/trial.py:median_s",
     "test_draws.py": """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor, nn
+from torch import nn
 
 from cluster.model import language_parts
 from cluster.model.cuda import choice
@@ -26,6 +26,7 @@ from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.strict_triton import strict_triton
 from tests.flow.quantised_folders import is_linear, plain
 from tests.flow.quantised_formats import FORMS, in_form
+from tests.unit.model.test_cuda_coded_models import OF_PLAIN, coded_experts
 
 
 @pytest.fixture
@@ -42,16 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return stored.save(path / "stored")
 
 
-def product_of_plain(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
-    return nn.functional.linear(x, codes.plain(x.dtype), bias)
-
-
 def coded(model: nn.Module) -> list[CodedLinear]:
     return [each for each in model.modules() if isinstance(each, CodedLinear)]
 
 
 def test_codes_lie_merged_on_the_device(folder: Path, device: SimulatedCuda) -> None:
-    model: Any = load_half(folder, Half.LANGUAGE, dtype=torch.float32, device="cuda", coded=product_of_plain)
+    model: Any = load_half(folder, Half.LANGUAGE, dtype=torch.float32, device="cuda", coded=OF_PLAIN)
     assert len(coded(model)) == 21
     assert {each.numbers.device.type for each in coded(model)} == {"cuda"}
     for layer in model.model.layers:
@@ -59,6 +56,16 @@ def test_codes_lie_merged_on_the_device(folder: Path, device: SimulatedCuda) -> 
         for linears in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]):
             whole = merged_codes([linear.codes for linear in linears])
             assert whole is not None and whole.numbers.data_ptr() == linears[0].numbers.data_ptr()
+
+
+def test_codes_of_experts_go_to_the_device_one_by_one(tmp_path: Path, device: SimulatedCuda) -> None:
+    """And are all that is there of their weights."""
+    stored, _ = in_form(plain("qwen3_moe", tmp_path), FORMS["AWQ"], is_linear)
+    path = stored.save(tmp_path / "stored")
+    model: Any = load_half(path, Half.LANGUAGE, dtype=torch.float32, device="cuda", coded=OF_PLAIN)
+    experts = coded_experts(model)
+    assert len(experts) == 6 and {each.numbers.device.type for each in experts.values()} == {"cuda"}
+    assert not [name for name, _ in model.named_parameters() if ".experts." in name]
 
 
 def test_kernels_that_compute_nothing_leave_plain_weights(folder: Path, device, monkeypatch, caplog) -> None:

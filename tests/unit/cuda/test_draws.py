@@ -175,7 +175,7 @@ def test_what_changes_a_draw_is_enqueued_without_waiting_in_as_many_operations_f
                 drawer.begin(choices)
             there = logits.clone().to(where)
             num_syncs, before, at = device.num_syncs, len(device.operators), []
-            step = drawer.next_tokens(there, choices, lambda _, at=at: at.append(device.num_syncs))
+            step = drawer.next_tokens(there, choices, lambda _, late, at=at: at.append(device.num_syncs))
             found.append(step)
         assert at == [num_syncs] and device.num_syncs == num_syncs + 2  # copies enqueued before `on_drawn`
         counts.append(len(device.operators) - before)

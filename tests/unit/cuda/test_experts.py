@@ -16,11 +16,13 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from cluster.model.cuda.expert_products import experts_forward
 from cluster.model.cuda.experts import FEW_TOKENS, optimise_experts
+from cluster.model.layers.codes import CodedExperts, CodeKind
 from cluster.model.parallel import join_group, leave_group
 from tests.fakes.cuda_device import CudaTensor, SimulatedCuda
 from tests.fakes.strict_triton import strict_triton
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
+from tests.unit.model.test_cuda_experts import coded_and_plain, codes_of
 
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
 
@@ -125,6 +127,31 @@ def test_a_step_is_two_launches_and_waits_for_nothing(num_tokens: int, device: S
     assert first.arguments["GATHERS"] and not second.arguments["GATHERS"]
     assert first.arguments["output_stride"] == 1  # these are transposed
     assert device.num_syncs == num_syncs
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(1, 64), (127, 64), (128, 128)])
+def test_a_step_of_codes_is_two_launches_as_well(num_tokens: int, rows: int, device: SimulatedCuda) -> None:
+    """By tiles that follow from the rows of an expert, on average; nothing else is made of the codes."""
+    experts = device.put(coded_and_plain("gpt_oss_sinks_window", "MXFP4")[0].bfloat16())
+    x = CudaTensor(torch.randn(num_tokens, 64).bfloat16())
+    chosen, weights = CudaTensor(torch.zeros(num_tokens, 2).long()), CudaTensor(torch.rand(num_tokens, 2))
+    num_syncs = device.num_syncs
+    with strict_triton() as launches, torch.inference_mode():
+        experts_forward(experts, x, chosen, weights)
+    assert [launch.kernel for launch in launches] == ["cut_segments", "multiply_rows", "multiply_rows"]
+    for launch, name in zip(launches[1:], ("gate_up_proj", "down_proj"), strict=True):
+        assert launch.arguments["ROWS"] == rows and launch.arguments["KIND"] == CodeKind.E2M1
+        assert launch.arguments["weight"].data_ptr() == experts.get_submodule(name).numbers.data_ptr()
+    assert device.num_syncs == num_syncs
+
+
+def test_experts_of_codes_keep_their_function() -> None:
+    text, ours = text_of("qwen3_moe"), Ours()
+    for part in experts_of(text):
+        codes, _ = codes_of("AWQ", tuple(part.down_proj.shape))
+        del part.down_proj
+        part.add_module("down_proj", CodedExperts(codes, 4))
+    assert optimise_experts(text, ours, ours.clock) == 0 and not ours.num_rows
 
 
 def test_a_rank_tries_its_own_share(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers as hf
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.attention import LayerAttention, PagedBatch
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
+from cluster.model.collectives import Collectives
 from cluster.model.cuda.graphs import capture_cuda
 from cluster.model.cuda.layer import CudaLayerKernels, FusedTextModel
 from cluster.model.cuda.merging import merge_inputs, merged
@@ -27,7 +30,9 @@ from cluster.model.language_parts import on_kernels, probed_parts
 from cluster.model.layers.parts import decoder_parts
 from cluster.model.layers.search import TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
+from cluster.model.rank_linears import SummedLinear
 from tests.fakes.cuda_device import SimulatedCuda
+from tests.fakes.cuda_ranks import collectives_on
 from tests.fakes.strict_triton import Launch, strict_triton
 
 SIZES: dict[str, Any] = {
@@ -60,10 +65,31 @@ class Fused:
         return self.decoder.logits(embeds, positions, batch, wanted)
 
 
-@pytest.fixture
-def fused() -> Iterator[Fused]:
-    with SimulatedCuda() as device, strict_triton() as launches, torch.inference_mode():
+@contextmanager
+def as_rank(model: Any, device: SimulatedCuda) -> Iterator[None]:
+    """Two linears of each layer give sums over ranks, of which there is one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    collectives = Collectives(torch.device("cuda", 0))
+    for layer in model.model.layers:
+        for parent, name in ((layer.self_attn, "o_proj"), (layer.mlp, "down_proj")):
+            plain = getattr(parent, name)
+            summed = SummedLinear(plain.in_features, plain.out_features, plain.bias is not None)
+            summed.weight, summed.bias, summed.collectives = plain.weight, plain.bias, collectives
+            setattr(parent, name, summed)
+    try:
+        with collectives_on(device):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(params=[False])
+def fused(request: pytest.FixtureRequest) -> Iterator[Fused]:
+    """The parameter: whether it is a rank's."""
+    with SimulatedCuda() as device, strict_triton() as launches, torch.inference_mode(), ExitStack() as stack:
         model = MODEL(hf.Qwen3Config(**SIZES)).eval()
+        if request.param:
+            stack.enter_context(as_rank(model, device))
         merge_inputs(model, torch.device("cuda", 0))
         device.put(model)
         attention = CudaAttention(TorchAttention(), num_processors=132)
@@ -95,8 +121,13 @@ def test_modules_and_kernels_share_one_copy_of_the_weights(fused: Fused) -> None
         assert merged([mlp.down_proj.weight, attention.o_proj.weight]) is None
 
 
-@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 5]])
-def test_a_layer_is_ten_launches_and_one_more_where_prompts_have_their_own(fused: Fused, counts) -> None:
+@pytest.mark.parametrize(
+    ("fused", "counts"), [(False, [1, 1, 1]), (False, [1, 5]), (True, [1, 1, 1])], indirect=["fused"]
+)
+def test_a_layer_is_ten_launches_and_one_more_where_prompts_have_their_own(
+    fused: Fused, counts, request: pytest.FixtureRequest
+) -> None:
+    """On ranks, and two sums over them."""
     batch = fused.batch(counts, [30, 9, 4][: len(counts)])
     fused.launches.clear()
     fused.device.operators.clear()
@@ -115,6 +146,8 @@ def test_a_layer_is_ten_launches_and_one_more_where_prompts_have_their_own(fused
     counted = Counter(name.split(".")[1] if "." in name else name for name in fused.device.operators)
     products = sum(number for name, number in counted.items() if name in PRODUCTS)
     assert products == 4 * 3 + 1, counted
+    is_rank = request.node.callspec.params["fused"]
+    assert counted["all_reduce"] == (2 * 3 if is_rank else 0)
 
 
 def test_a_step_is_recorded_without_the_host(fused: Fused) -> None:

@@ -3,10 +3,14 @@ writes what it has enqueued as late as it may."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from cluster.engine.sequence import TokenSequence
+from cluster.engine.state import AnswerChoice
+from cluster.errors import BookkeepingError
+from cluster.kvcache.blocks import BlockPool
 from cluster.types.messages import Cancel, FinishReason
 from tests.fakes.engines import Rig
 from tests.fakes.relay import Relay
@@ -46,17 +50,78 @@ def test_choices_and_guided_answers_go_ahead(rig, relay, field):
     assert num_ahead(rig) == 18
 
 
-def test_the_block_that_is_written_is_held_until_the_forward_has_ended(rig, relay):
-    """The answer ends, and its forward goes on: the block is free a turn later."""
-    story = relay.start(make_request("r", 6, max_tokens=20, stop=(55,)))
-    pool = rig.pools["decode"]
+@pytest.mark.parametrize("stop", range(54, 58))
+def test_the_block_that_is_written_is_held_until_the_forward_has_ended(rig, relay, stop):
+    """The answer ends, and its forward goes on, whose row may be the first in a block: it is free a turn
+    later."""
+    story = relay.start(make_request("r", 6, max_tokens=20, stop=(stop,)))
+    pool, sequences = rig.pools["decode"], []
     while story.finish_reason is None:
-        num_before = pool.num_referenced
+        sequences += sequences_of(rig)
         relay.play(1)
-    assert story.finish_reason is FinishReason.STOP and num_before > 0
-    assert pool.num_referenced == 1, "the forward in flight writes there"
+    assert story.finish_reason is FinishReason.STOP
+    written = sequences[-1].block_table[-1]
+    assert pool.num_referenced == 1 and is_held(pool, written), "the forward in flight writes there"
     rig.decode.step()
     assert pool.num_referenced == 0
+
+
+def test_the_state_that_is_written_is_held_until_the_forward_has_ended():
+    """Of two places, it writes the one that the last step of the answer began with."""
+    rig = Rig(kv_blocks=40, decode_blocks=40, runs_ahead=True, state_blocks=2)
+    relay = Relay(rig)
+    story = relay.start(make_request("r", 6, max_tokens=20, stop=(55,)))
+    pool, places = rig.pools["decode"], []
+    while story.finish_reason is None:
+        places += [[*sequence.state] for sequence in sequences_of(rig)]
+        relay.play(1)
+    assert pool.num_referenced == 3 and all(is_held(pool, block) for block in places[-1])
+    rig.decode.step()
+    assert pool.num_referenced == 0
+    relay.finish()
+
+
+def sequences_of(rig: Rig) -> list[TokenSequence]:
+    """Of answers."""
+    requests = rig.decode.engine.requests.values()
+    choices = [choice for request in requests for choice in request.live_choices]
+    return [sequence for choice in choices for sequence in choice.sequences]
+
+
+def is_held(pool: BlockPool, block_id: int) -> bool:
+    try:
+        pool.share([block_id])
+    except BookkeepingError:
+        return False
+    pool.free([block_id])
+    return True
+
+
+def test_a_step_in_flight_takes_the_first_forced_token_of_each_answer(rig, relay):
+    """Tokens 5 to 9 and 15 to 19 are forced. The first of them comes alone; behind it nothing is enqueued,
+    and the next step computes what is left."""
+    rig.draft = forced(lambda choice: 10 - choice.num_generated % 10 if choice.num_generated % 10 > 4 else 0)
+    steps: list[int] = []
+    rig.mid_decode = lambda: steps.append(num_ahead(rig))
+    relay.start(make_request("r", 6, max_tokens=20))
+    relay.play(60)
+    assert relay.stories["r"].tokens == SAID
+    assert len(steps) == 12 and num_ahead(rig) == 9
+
+
+def test_forced_text_of_one_answer_does_not_stop_another(rig, relay):
+    """Two forced tokens are as many as there are answers: one each is taken, and all steps go ahead."""
+    rig.draft = forced(lambda choice: 2 if choice.request_id.startswith("forced") else 0)
+    for name in ("forced", "plain"):
+        relay.start(make_request(name, 6, max_tokens=20))
+    relay.play(60)
+    assert all(relay.stories[name].tokens == SAID for name in ("forced", "plain"))
+    assert num_ahead(rig) >= 17
+
+
+def forced(num_tokens: Callable[[AnswerChoice], int]) -> Callable[[AnswerChoice], list[int]]:
+    """Drafts that are right."""
+    return lambda choice: [choice.token_ids[-1] + 1 + i for i in range(num_tokens(choice))]
 
 
 def test_what_is_new_joins_after_the_forward_in_flight(rig, relay):

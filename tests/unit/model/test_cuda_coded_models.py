@@ -20,18 +20,31 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
+from cluster.model.coded_experts import ExpertLoading
 from cluster.model.coded_loading import load_with_codes
-from cluster.model.cuda.coded_products import whole_product
+from cluster.model.cuda.coded_choice import CODED_KERNELS
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs, merged_codes
 from cluster.model.dequantising import plain_tensors
 from cluster.model.language import LanguageModel
 from cluster.model.language_parts import LanguageParts, on_kernels, probed_parts
-from cluster.model.layers.codes import CodedLinear, Codes
+from cluster.model.layers.codes import CodedExperts, CodedKernels, CodedLinear, Codes
 from cluster.model.loading import Half, load_half
 from cluster.model.support import text_of
 from tests.fakes.slow_params import often
-from tests.flow.quantised_folders import Checkpoint, is_linear, plain
+from tests.flow.quantised_folders import (
+    FP8_ENTRY,
+    MXFP4_ENTRY,
+    Checkpoint,
+    declared,
+    dequantised,
+    in_fp8_blocks,
+    in_mxfp4,
+    is_expert,
+    is_linear,
+    plain,
+    quantised,
+)
 from tests.flow.quantised_formats import FORMS, in_form
 from tests.unit.model.test_cuda_whole_layer import (
     ATTENTION,
@@ -57,6 +70,8 @@ CASES = (  # family, format, what is fused
     ("qwen2_5_vl", "compressed fp8 by rows", WHOLE),
     ("gemma2_softcap_window", "GPTQ", LAYERS),
     ("qwen3_moe", "AWQ", ATTENTION),
+    ("gpt_oss_sinks_window", "MXFP4", ATTENTION),
+    ("qwen3_moe", "fp8 in blocks", ATTENTION),
     ("cohere2_logit_scale", "fp8 with static scales", None),
     ("deepseek_v3_mla", "W4A16 by rows", MLP),
 )
@@ -72,7 +87,17 @@ def is_of_text(name: str) -> bool:
 
 def folders(family: str, form: str, folder: Path) -> tuple[Path, Checkpoint]:
     """A quantised checkpoint, and the plain one that it stands for."""
-    stored, expected = in_form(plain(family, folder / "original"), FORMS[form], is_of_text)
+    original = plain(family, folder / "original")
+    if form == "MXFP4":
+        stored = declared(quantised(original, in_mxfp4, is_expert), MXFP4_ENTRY)
+        expected = dequantised(stored)
+    elif form == "fp8 in blocks":  # as the official folders
+        stored = declared(quantised(original, in_fp8_blocks, is_of_text), FP8_ENTRY)
+        expected = dequantised(stored)
+    else:
+        stored, expected = in_form(original, FORMS[form], is_of_text)
+    expected = expected.copied()
+    expected.config.pop("quantization_config", None)
     expected.save(folder / "plain")
     return stored.save(folder / "stored"), expected
 
@@ -81,12 +106,33 @@ def coded(model: nn.Module) -> dict[str, CodedLinear]:
     return {name: each for name, each in model.named_modules() if isinstance(each, CodedLinear)}
 
 
-def load(folder: Path, product=product_of_plain, dtype: torch.dtype = torch.float32):
-    return load_half(folder, Half.LANGUAGE, dtype=dtype, device="cpu", coded=product)
+def experts_of_plain(experts: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Gated, one expert after the other."""
+    out = torch.zeros_like(x)
+    for expert in range(len(experts.down_proj)):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        first, second = (own.of(expert).plain(x.dtype) for own in (experts.gate_up_proj, experts.down_proj))
+        has_bias = experts.has_bias
+        first_bias = experts.gate_up_proj_bias[expert] if has_bias else None
+        rows = experts._apply_gate(nn.functional.linear(x[token], first, first_bias))
+        products = nn.functional.linear(rows, second, experts.down_proj_bias[expert] if has_bias else None)
+        out.index_add_(0, token, products * weights[token, place, None])
+    return out
+
+
+OF_PLAIN = CodedKernels(product_of_plain, experts_of_plain)
+
+
+def coded_experts(model: nn.Module) -> dict[str, CodedExperts]:
+    return {name: each for name, each in model.named_modules() if isinstance(each, CodedExperts)}
+
+
+def load(folder: Path, kernels: CodedKernels = OF_PLAIN, dtype: torch.dtype = torch.float32):
+    return load_half(folder, Half.LANGUAGE, dtype=dtype, device="cpu", coded=kernels)
 
 
 def fused(folder: Path) -> LanguageParts:
-    parts = probed_parts(load(folder, whole_product), 16, "auto")
+    parts = probed_parts(load(folder, CODED_KERNELS), 16, "auto")
     with torch.inference_mode():
         merge_inputs(parts.model, torch.device("cpu"))
     attention = CudaAttention(TorchAttention(), num_processors=2)
@@ -95,7 +141,7 @@ def fused(folder: Path) -> LanguageParts:
 
 
 @interpreted
-@pytest.mark.parametrize(("family", "form", "what"), often(CASES, (CASES[1], CASES[2], CASES[8], CASES[9])))
+@pytest.mark.parametrize(("family", "form", "what"), often(CASES, (CASES[1], CASES[2], CASES[9], CASES[11])))
 def test_a_model_of_codes_gives_the_tokens_of_generate(
     family: str, form: str, what: str | None, tmp_path: Path
 ) -> None:
@@ -110,17 +156,25 @@ def test_a_model_of_codes_gives_the_tokens_of_generate(
 
 @pytest.mark.parametrize("form", ["AWQ", "modelopt fp8", "W4A16 with zeros", "GPTQ of 8 bits"])
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "qwen3_moe"])
-def test_linears_keep_their_codes_and_all_else_is_plain(family: str, form: str, tmp_path: Path) -> None:
+def test_linears_and_experts_keep_their_codes_and_all_else_is_plain(
+    family: str, form: str, tmp_path: Path
+) -> None:
     stored, _ = folders(family, form, tmp_path)
     model, expected = (
         load(stored),
         load_half(tmp_path / "plain", Half.LANGUAGE, dtype=torch.float32, device="cpu"),
     )
     names = {name for name in expected.state_dict() if is_of_text(name) and ".experts." not in name}
-    linears = coded(model)
+    linears, experts = coded(model), coded_experts(model)
     assert {f"{name}.weight" for name in linears} == names
+    assert {*experts} == {name for name in expected.state_dict() if ".experts." in name}
     for name, parameter in expected.named_parameters():
-        found = linears[name.removesuffix(".weight")].weight if name in names else model.get_parameter(name)
+        if name in experts:
+            found = experts[name].codes.plain(torch.float32).view(parameter.shape)
+        else:
+            found = (
+                linears[name.removesuffix(".weight")].weight if name in names else model.get_parameter(name)
+            )
         assert torch.equal(found, parameter), name
 
 
@@ -193,6 +247,7 @@ def test_a_weight_from_which_transformers_computes_is_plain(tmp_path: Path, capl
     assert quantisation is not None
     with plain_tensors(weight_files(stored), quantisation, torch.float32) as tensors:
         expected = 2 * tensors[doubled][...]
+        experts = ExpertLoading(tensors, text_of, torch.device("cpu"))
 
         def read() -> tuple[hf.PreTrainedModel, dict]:
             num_reads.append(1)
@@ -203,7 +258,7 @@ def test_a_weight_from_which_transformers_computes_is_plain(tmp_path: Path, capl
                 model.get_submodule(path).register_parameter(leaf, nn.Parameter(own, requires_grad=False))
             return model, {}
 
-        model, _ = load_with_codes(read, tensors, text_of, product_of_plain)
+        model, _ = load_with_codes(read, experts, text_of, product_of_plain)
     assert len(num_reads) == 2 and f"cannot keep their codes: {doubled}" in caplog.text
     assert torch.equal(model.get_parameter(doubled), expected)
     assert len(coded(model)) == 20
@@ -222,15 +277,55 @@ def fails_for_wide_rows(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
 def test_a_linear_whose_product_is_wrong_becomes_plain_and_is_named(tmp_path: Path, caplog) -> None:
     stored, _ = folders("llama", "AWQ", tmp_path)
     expected = {name: each.weight for name, each in coded(load(stored)).items()}
-    model = load(stored, wrong_for_many_rows)
+    model = load(stored, replace(OF_PLAIN, product=wrong_for_many_rows))
     assert not coded(model)
     for name, weight in expected.items():
         assert torch.equal(model.get_submodule(name).get_parameter("weight"), weight)
     assert "NIBBLE of 96 × 64: dequantised, because its product of 17 rows is wrong by 10.0%" in caplog.text
 
 
+def wrong_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    return 1.1 * experts_of_plain(experts, x, chosen, weights)
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3_moe", "AWQ"), ("gpt_oss_sinks_window", "MXFP4")])
+def test_experts_whose_products_are_wrong_become_plain_and_are_named(
+    family: str, form: str, tmp_path: Path, caplog
+) -> None:
+    stored, _ = folders(family, form, tmp_path)
+    model = load(stored, replace(OF_PLAIN, experts=wrong_experts))
+    assert not coded_experts(model) and "their products of 1 tokens are wrong by 10.0%" in caplog.text
+    whole = load_half(tmp_path / "plain", Half.LANGUAGE, dtype=torch.float32, device="cpu")
+    for name, parameter in whole.named_parameters():
+        if ".experts." in name:
+            assert torch.equal(model.get_parameter(name), parameter), name
+
+
+def test_experts_that_differ_in_more_than_their_numbers_are_plain(tmp_path: Path, caplog) -> None:
+    """Here the scales of one of them have another dtype; and one has a plain matrix."""
+    caplog.set_level("INFO")
+    stored, expected = in_form(plain("qwen3_moe", tmp_path / "original"), FORMS["W4A16"], is_linear)
+    name = "model.layers.{}.mlp.experts.2.{}_proj"
+    stored.tensors[name.format(0, "down") + ".weight_scale"] = (
+        stored.tensors[name.format(0, "down") + ".weight_scale"].half()
+    )  # fmt: skip
+    for part in ("packed", "scale", "shape"):
+        del stored.tensors[name.format(2, "up") + f".weight_{part}"]
+    left = name.format(2, "up") + ".weight"
+    stored.tensors[left] = expected.tensors[left]
+    experts = coded_experts(model := load(stored.save(tmp_path / "stored")))
+    assert sum("layers.0." in each for each in experts) == 0 and "cannot keep their codes" in caplog.text
+    assert sum("layers.1." in each for each in experts) == 2 and not any(
+        "layers.2." in each for each in experts
+    )
+    found = model.get_parameter("model.layers.2.mlp.experts.gate_up_proj")[2]
+    assert torch.equal(
+        found, torch.cat([expected.tensors[name.format(2, each) + ".weight"] for each in ("gate", "up")])
+    )
+
+
 def test_a_kernel_that_fails_leaves_the_other_linears_their_codes(tmp_path: Path, caplog) -> None:
     stored, _ = folders("llama", "AWQ", tmp_path)
-    model = load(stored, fails_for_wide_rows)
+    model = load(stored, replace(OF_PLAIN, product=fails_for_wide_rows))
     assert len(coded(model)) == 18 and type(model.model.layers[0].mlp.down_proj) is nn.Linear
     assert "64 × 96: dequantised, because its kernel for 1 rows fails: does not compile" in caplog.text

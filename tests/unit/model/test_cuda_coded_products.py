@@ -37,6 +37,9 @@ CODED: dict[str, Form] = {
     "fp8 in blocks of 128": fp8(
         {"quant_method": "fp8", "weight_block_size": [128, 128]}, ".weight_scale_inv", (128, 128), (0, 0)
     ),
+    "fp8 in blocks of 16": fp8(
+        {"quant_method": "fp8", "weight_block_size": [16, 16]}, ".weight_scale_inv", (16, 16), (0, 0)
+    ),
     "W4A16 in groups of 32": compressed_integers(4, 32),
     "W4A16 in groups of 48": compressed_integers(4, 48),
     "AWQ in groups of 128": awq(128),

@@ -59,6 +59,9 @@ ROPE = {
 # kernels that read weights before the kernel before has ended
 BEFORE_ATTENTION = {"rope_write", "write_rows", "plan", "attend"}  # whose programs leave no room early
 READ_BEFORE = {"product_row", "product_rows", "coded_row", "shrink", "expand"}
+EXPERT_SIZES = dict.fromkeys(
+    ("expert_stride", "output_stride", "width_stride", "scale_rows", "group", "num_groups"), "i32"
+)
 SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
 
@@ -103,6 +106,7 @@ def check_compiles(
     # weights, and what a step has from its beginning on, are read before
     reads_before = name in READ_BEFORE and not waits_first
     assert not wait or (("ld.global" in before) == reads_before and "ld.global" in after)
+    return made
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -137,11 +141,12 @@ def check_compiles(
         ("product_rows", {"ROWS": 16, "TILE": 64, "STEP": 128, "bias": None}, {}),
         ("product_rows", {"ROWS": 64, "TILE": 64, "STEP": 128}, {"out": "*fp32"}),
         ("gate", {"WIDTH": 4864, "TILE": 1024, "SHARES": 1, "KIND": 1, "HAS_LIMIT": True}, {}),
+        ("total", {"WIDTH": 5120, "TILE": 1024, "SHARES": 4}, {"shares": "*fp32"}),
     ],
     ids=[
         "add_norm", "norm", "rope_write", "rope_write int8", "gate_heads", "write_rows",
         "write_rows int8", "product_row",
-        "product_rows", "product_rows 64", "gate",
+        "product_rows", "product_rows 64", "gate", "total",
     ],
 )  # fmt: skip
 def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: int) -> None:
@@ -259,13 +264,42 @@ def test_products_of_experts_compile(dtype, has_bias: bool, gathers: bool, capab
     tiles = expert_products.tiles_for(dtype)
     constants: dict[str, Any] = {
         "CHOSEN": 8, "GATHERS": gathers, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "STEP": tiles.step,
+        "KIND": -1, "MIDDLE": 0, "GROUP": tiles.step, "scales": None, "zeros": None,
     }  # fmt: skip
     if not has_bias:
         constants["bias"] = None
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds: dict[str, str] = dict.fromkeys(("x", "weight", "bias", "out"), kind) | {"order": "*i64"}
-    kinds |= dict.fromkeys(("expert_stride", "output_stride", "width_stride"), "i32")
+    kinds |= EXPERT_SIZES
     check_compiles(expert_kernels, "multiply_rows", constants, kinds, capability, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(("kind", "group", "zeros"), [(0, 128, None), (2, 128, "*u8"), (3, 32, None)])
+@pytest.mark.parametrize(
+    ("dtype", "has_many"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)]
+)
+def test_products_of_coded_experts_compile(
+    dtype, has_many: bool, kind: int, group: int, zeros: str | None, capability: int
+) -> None:
+    """In 16 bits on Hopper by its own matrix instruction, in both forms of tiles."""
+    tiles = expert_products.tiles_for(dtype, is_coded=True, has_many=has_many)
+    constants: dict[str, Any] = {
+        "CHOSEN": 8, "GATHERS": True, "ROWS": tiles.rows, "OUTPUTS": tiles.outputs, "STEP": tiles.step,
+        "KIND": kind, "MIDDLE": 8, "GROUP": min(group, tiles.step), "bias": None,
+    }  # fmt: skip
+    constants |= {} if zeros else {"zeros": None}
+    number = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    kinds: dict[str, str] = {
+        "x": number, "out": number, "order": "*i64", "zeros": zeros or "",
+        "weight": "*i32" if kind > 1 else "*u8", "scales": "*u8" if kind == 3 else "*bf16", **EXPERT_SIZES,
+    }  # fmt: skip
+    made = check_compiles(
+        expert_kernels, "multiply_rows", constants, kinds, capability, num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )  # fmt: skip
+    if dtype == torch.bfloat16 and capability == 90:
+        assert "wgmma.mma_async" in made.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -29,6 +29,7 @@ from cluster.model.cuda.layer_calls import (
     product,
     product_of_few,
     rope_write,
+    total,
     write_rows,
 )
 from cluster.model.kv_format import KvCacheDtype, LayerCache, QuantisedRows, kv_segments, layer_cache
@@ -275,6 +276,14 @@ def test_gates_equal_those_of_the_families(name: str, dtype: torch.dtype) -> Non
     module, x = without_down(mlp(name)).to(dtype), torch.randn(3, 12).to(dtype)
     merged = torch.cat([module.gate_proj(x), module.up_proj(x)], -1)
     assert_close(gate(merged[None], MLPS[name], dtype), module(x))
+
+
+def test_shares_are_summed_in_order_and_rounded_once() -> None:
+    """For the sum over ranks."""
+    shares = torch.randn(3, 5, 1500)
+    out = total(shares, torch.float16)
+    assert torch.equal(out, (shares[0] + shares[1] + shares[2]).half()[None])
+    assert total(out, torch.float16) is out
 
 
 def test_the_clamped_gate_of_gpt_oss() -> None:

@@ -21,6 +21,7 @@ from cluster.model.cuda.merging import merge_inputs
 from cluster.model.kv_format import KvCacheDtype
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.language_parts import LanguageParts, on_kernels, probed_parts
+from cluster.model.step_model import StepModel
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES
 
@@ -76,7 +77,7 @@ def what_is_fused(parts: LanguageParts) -> str | None:
     return ATTENTION if has_attention else MLP
 
 
-def greedy(model: LanguageModel, kv: BlockMemory, adapters: Sequence[int] = (0, 0)) -> list[list[int]]:
+def greedy(model: StepModel, kv: BlockMemory, adapters: Sequence[int] = (0, 0)) -> list[list[int]]:
     """Of both prompts side by side: one in two chunks, beside an answer."""
     of_long, of_short = adapters
     first = [SequenceChunk(PROMPTS[0][:7], 0, 0, TABLES[0], num_logits=0, adapter=of_long)]

@@ -1,0 +1,138 @@
+"""Linears and embeddings of a rank as plain modules over its own share of the weights.
+
+transformers keeps a divided weight as a `DTensor` in a module whose `forward` it has replaced. In a call, it
+puts the local share in its place. Here the share becomes the weight, and what the ranks owe each other a part
+of the module, so that kernels can take the place of such linears (`cluster.model.layers`), and a call is one
+product and at most one collective:
+
+    nn.Linear        divided by outputs; the result is this rank's piece
+    SummedLinear     divided by inputs, which are this rank's piece; the ranks' products are summed
+    GatheredLinear   the head, divided by outputs, which are gathered
+    SummedEmbedding  divided by rows; a row is there on one rank, and zero on the others
+
+Modules that transformers divides in another way stay as it has made them. `in_features` and `out_features`
+are those of the whole. Runs on the thread that loads the model.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from cluster.model.collectives import Collectives
+from cluster.model.half_files import own_share
+from cluster.model.sharding import name_in_plan
+
+
+class SummedLinear(nn.Linear):
+    """weight [outputs, this rank's inputs]. bias: rank 0's alone, as the sum has it once."""
+
+    collectives: Collectives
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., this rank's inputs] → [..., outputs]."""
+        return self.collectives.sum(F.linear(x, self.weight, self.bias))
+
+
+class GatheredLinear(nn.Linear):
+    """weight [this rank's outputs, inputs], of as many ranks as `torch.chunk` gives some."""
+
+    collectives: Collectives
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] → [..., outputs]."""
+        return self.collectives.gather(F.linear(x, self.weight, self.bias), self.out_features)
+
+
+class SummedEmbedding(nn.Module):
+    """An embedding of any kind that looks up a row for each token by itself, and may scale it."""
+
+    def __init__(self, embedding: nn.Embedding, collectives: Collectives):
+        """embedding: as transformers divides it."""
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self._collectives = collectives
+        self._first = collectives.rank * -(-self.num_embeddings // collectives.num_ranks)
+        embedding.weight = _parameter(embedding.weight)
+        embedding.padding_idx = None  # it may be another rank's, and matters in training only
+        del embedding.forward  # that of transformers, which divides: the class's own remains
+        self.embedding = embedding
+
+    @property
+    def weight(self) -> Tensor:
+        """[this rank's rows, embedding_dim]."""
+        return self.embedding.weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[...] int64 → [..., embedding_dim]."""
+        places = token_ids - self._first
+        is_here = (places >= 0) & (places < len(self.weight))
+        rows = self.embedding(places.masked_fill(~is_here, 0))
+        return self._collectives.sum(rows.masked_fill(~is_here[..., None], 0.0))
+
+
+_Kind = TypeVar("_Kind", nn.Linear, SummedLinear, GatheredLinear)
+# transformers' way, and the dimension of the weight that it divides
+_KINDS: dict[str, tuple[type[nn.Linear], int]] = {
+    "colwise": (nn.Linear, 0),
+    "rowwise": (SummedLinear, 1),
+}
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+
+
+@torch.no_grad()
+def settle_linears(model: PreTrainedModel, collectives: Collectives) -> int:
+    """Replaces the linears and embeddings of a model that `sharding.read_share` has read; returns how many.
+    All ranks call it."""
+    plan, head = model.tp_plan, model.get_output_embeddings()
+    settled = {
+        path: made
+        for path, module in list(model.named_modules())
+        if (made := _settled(module, plan.get(name_in_plan(path), ""), module is head, collectives))
+        is not None
+    }
+    for path, made in settled.items():
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, made)
+    return len(settled)
+
+
+def _settled(module: nn.Module, way: str, is_head: bool, collectives: Collectives) -> nn.Module | None:
+    """None: it stays."""
+    if isinstance(module, nn.Embedding) and way == "embedding_rowwise" and _is_divided(module.weight, 0):
+        return SummedEmbedding(module, collectives).eval()
+    if type(module) is not nn.Linear:
+        return None
+    kind, dim = (GatheredLinear, 0) if is_head and way in _GATHERED else _KINDS.get(way, (None, 0))
+    if kind is None or not _is_divided(module.weight, dim):
+        return None
+    return _linear(module, kind, collectives)
+
+
+def _is_divided(weight: Tensor, dim: int) -> bool:
+    if not isinstance(weight, DTensor) or len(weight.placements) != 1:
+        return False
+    (placement,) = weight.placements
+    return type(placement) is Shard and placement.dim % 2 == dim
+
+
+def _linear(linear: nn.Linear, kind: type[_Kind], collectives: Collectives) -> _Kind:
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.in_features, made.out_features = linear.in_features, linear.out_features
+    made.weight = _parameter(linear.weight)
+    bias = cast("Tensor | None", linear.bias)
+    if isinstance(made, SummedLinear | GatheredLinear):
+        made.collectives = collectives
+    has_bias = bias is not None and (collectives.rank == 0 or not isinstance(made, SummedLinear))
+    made.register_parameter("bias", _parameter(cast(Tensor, bias)) if has_bias else None)
+    return made.eval()
+
+
+def _parameter(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(own_share(weight.detach()).contiguous(), requires_grad=False)
