@@ -1,7 +1,8 @@
 """Latencies of towers with random weights: one call, until its rows are computed.
 
-A tower of Qwen2.5-VL's form (12 blocks, every fourth over whole images) by the attention that workers use,
-and by transformers' own calls, one for each window or image; SigLIP-L in LLaVA, with its projector."""
+A tower of Qwen2.5-VL's form (12 blocks, every fourth over whole images) by the blocks and the attention that
+workers use, and by transformers' own calls, one for each window or image; SigLIP-L in LLaVA, with its
+projector."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from bench.gpu.machine import DeviceSpeed, median_s, wait
 from bench.gpu.served import Measurements
 from cluster.model.cuda.capture import capture_cuda
+from cluster.model.cuda.merging import merge_inputs
 from cluster.model.cuda.packed_towers import optimise_packed_attention
+from cluster.model.cuda.tower_blocks import optimise_tower_blocks
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import Modality
 
@@ -43,8 +46,9 @@ _TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "depth": 1,
 
 def latencies(speed: DeviceSpeed, rehearse: bool) -> Measurements:
     """us: as a worker serves a form that comes again, on a GPU from a recording. eager_us: as it serves a new
-    form. own_us: with transformers' own attention. record_us: how long a recording keeps the encoder.
-    equal: whether recorded rows are those of the unrecorded call, bit by bit."""
+    form. own_us: by transformers' own modules. record_us: how long a recording keeps the encoder.
+    fused_blocks: blocks of the tower that are ours. equal: whether recorded rows are those of the unrecorded
+    call, bit by bit."""
     tiny: dict[str, Any] = _TINY if rehearse else {}
     config = hf.Qwen2_5_VLConfig(text_config=_TEXT, vision_config=_VISION | tiny)
     model = _random(hf.Qwen2_5_VLForConditionalGeneration, config, speed)
@@ -75,10 +79,15 @@ def _measured(model: Any, calls: Mapping[str, Call], speed: DeviceSpeed, rehears
         return 1e6 * median_s(partial(encoder.encode, *call), speed.device, num_rounds)
 
     own = {what: us(call) for what, call in calls.items()}
+    merge_inputs(model, speed.device)
+    num_fused = optimise_tower_blocks(model)
     optimise_packed_attention(model)
     eager = {what: us(call) for what, call in calls.items()}
     if speed.device.type != "cuda":
-        yield from ({"what": what, "us": eager[what], "own_us": own[what]} for what in calls)
+        yield from (
+            {"what": what, "us": eager[what], "own_us": own[what], "fused_blocks": num_fused}
+            for what in calls
+        )
         return
     encoder.record(capture_cuda(is_alone=False))
     for what, call in calls.items():
@@ -91,7 +100,7 @@ def _measured(model: Any, calls: Mapping[str, Call], speed: DeviceSpeed, rehears
         equal = all(map(torch.equal, encoder.encode(*call), expected))
         yield {
             "what": what, "us": us(call), "eager_us": eager[what], "own_us": own[what],
-            "record_us": record_us if is_recorded else None, "equal": equal,
+            "record_us": record_us if is_recorded else None, "equal": equal, "fused_blocks": num_fused,
         }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from cluster.model.cpu.weight_cache import Making, WeightCache, WeightKey, load_
 from cluster.model.cuda.capture import Capture, capture_cuda
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.recorded_calls import RecordedCalls, max_bytes
+from cluster.model.cuda.tower_blocks import optimise_tower_blocks
 from cluster.model.cuda.uploads import Finish, Uploads
 from cluster.model.half_files import CheckRoom
 from cluster.model.loading import Half, fingerprint, load_half
@@ -63,8 +64,9 @@ class EncoderModel:
         weight_cache: WeightCache | None = None, check_room: CheckRoom | None = None,
     ) -> EncoderModel:  # fmt: skip
         """Reads only the encoder half of the checkpoint. On the CPU its blocks (or else their linears, gated
-        MLPs and norms) and patch projections run on native kernels, if these can be built; on a GPU packed
-        attention makes one launch a block, and calls of forms that come again are recorded. `weight_cache`:
+        MLPs and norms) and patch projections run on native kernels, if these can be built; on a GPU its
+        blocks are ten launches, other packed attention is one a block, and calls of forms that come again are
+        recorded. `weight_cache`:
         where packed weights are kept and shared. `check_room`: is asked before a weight is read, and may
         refuse. Raises ConfigError for models that are not supported."""
 
@@ -80,6 +82,7 @@ class EncoderModel:
                 optimise_patches(encoder._base, kernels)
                 optimise_modules(encoder._base, kernels)
             else:
+                optimise_tower_blocks(encoder._base)
                 optimise_packed_attention(encoder._base)
                 encoder.record(capture_cuda(is_alone=False))
             return encoder

@@ -123,7 +123,7 @@ def load_half(
         model = model.eval().requires_grad_(False)
         # mapped weights, which only CPUs have, are not the model's parameters yet
         if sharding.num_ranks == 1 and mapped is None and model.device != torch.device(device):
-            move_weights(model, torch.device(device), merges=half is Half.LANGUAGE)
+            move_weights(model, torch.device(device))
         model.to(device)
         _check_finite(model, path)
     if coded is not None:

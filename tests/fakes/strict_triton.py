@@ -26,6 +26,7 @@ KERNELS = (
     "cluster.model.cuda.coded_kernels",
     "cluster.model.cuda.layer_kernels",
     "cluster.model.cuda.packed_kernels",
+    "cluster.model.cuda.tower_kernels",
     "cluster.model.cuda.expert_kernels",
     "cluster.model.cuda.mixer_kernels",
     "cluster.model.cuda.delta_kernels",

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from cluster.model.cuda.capture import Replay, capture_cuda
+from cluster.model.cuda.merging import merge_inputs
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.recorded_calls import InputForm
+from cluster.model.cuda.tower_blocks import optimise_tower_blocks
 from cluster.model.encoder import EncoderModel
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.gpu.device import triton_device
@@ -28,6 +30,8 @@ def test_recorded_rows_are_those_of_plain_calls(name: str, dtype: torch.dtype, c
     caplog.set_level("INFO")
     case = MEDIA_FAMILIES[name]()
     nn.Module.to(case.model, DEVICE, dtype)
+    merge_inputs(case.model, DEVICE)
+    optimise_tower_blocks(case.model)
     optimise_packed_attention(case.model)
     encoder = EncoderModel.from_model(case.model)
     calls = []

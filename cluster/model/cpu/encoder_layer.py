@@ -3,9 +3,8 @@
 The call does norms, fused q/k/v, the rotary embedding, attention inside sequences, projection, MLP and both
 residuals. `encoder_search` decides which blocks it replaces and how they are called.
 
-Runs on its caller's thread and on as many OpenMP threads as torch would use there. The blocks of a tower
-share what follows from the arguments of a call (`EncoderSteps`), so only one thread may run a tower at a
-time.
+Runs on its caller's thread and on as many OpenMP threads as torch would use there. The blocks of a model
+share what follows from the arguments of a call (`EncoderSteps`), so only one thread may run them at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import cast
 
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from cluster.errors import InternalError
 from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import PackedWeights, pointer
+from cluster.model.layers.blocks import BlockParts
 from cluster.model.layers.parts import epsilon_of
 
 _NUM_KEPT_STEPS = 2  # windows and whole images alternate in a tower
@@ -35,32 +34,6 @@ class Activation(IntEnum):
     GELU = 1
     GELU_TANH = 2
     QUICK_GELU = 3
-
-
-@dataclass(frozen=True)
-class BlockParts:
-    """The modules of a block, whatever its family calls them."""
-
-    attention_norm: nn.Module
-    mlp_norm: nn.Module
-    projections: Sequence[nn.Linear]  # one for q, k and v together, or three
-    out: nn.Linear
-    up: Sequence[nn.Linear]  # one, or gate and up
-    down: nn.Linear
-    activation: Activation
-    num_heads: int
-
-    @property
-    def hidden_size(self) -> int:
-        return self.projections[0].in_features
-
-    @property
-    def head_width(self) -> int:
-        return self.out.in_features // self.num_heads
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.out.weight.dtype
 
 
 class _EncoderLayer(ctypes.Structure):
@@ -85,7 +58,7 @@ class _EncoderStep(ctypes.Structure):
 
 
 class EncoderSteps:
-    """What the blocks of a tower are told about the rows of a call; made by the first block of the call that
+    """What the blocks of towers are told about the rows of a call; made by the first block of the call that
     attends to these sequences.
 
     A step is found again by the tensors it was made from. It keeps them, so no other tensor has their
@@ -143,10 +116,9 @@ class NativeEncoderLayer:
     """Takes the place of a block's `forward`. Holds a packed copy of all weights."""
 
     def __init__(
-        self, parts: BlockParts, kernels: Kernels, steps: EncoderSteps, *,
-        argument_names: Sequence[str], returns_tuple: bool
+        self, parts: BlockParts, activation: Activation, kernels: Kernels, steps: EncoderSteps, *,
+        returns_tuple: bool
     ):  # fmt: skip
-        """argument_names: of the block's positional arguments behind the rows."""
         up, gate_up = parts.up[0], parts.up[1] if len(parts.up) == 2 else None
         weights = (
             PackedWeights(kernels, _joined_weight(parts.projections), bias=_joined_bias(parts.projections)),
@@ -162,13 +134,13 @@ class NativeEncoderLayer:
         self._kept = (weights, kept)
         self._layer = _EncoderLayer(
             *(packed.address for packed in weights), *map(pointer, kept), parts.num_heads, parts.head_width,
-            parts.activation, parts.dtype == torch.bfloat16,
+            activation, parts.dtype == torch.bfloat16,
             *(cast(float, epsilon_of(norm)) for norm in norms), parts.head_width**-0.5,
         )  # fmt: skip
         self._address = ctypes.addressof(self._layer)
         self._dtype, self._hidden, self._width = parts.dtype, parts.hidden_size, parts.head_width
         self._steps = steps
-        self._argument_names, self._returns_tuple = tuple(argument_names), returns_tuple
+        self._argument_names, self._returns_tuple = parts.arguments, returns_tuple
         self._run: Callable[..., None] = kernels.cdll.encoder_layer
         self._run.argtypes, self._run.restype = (c_void_p,) * 4, None
 

@@ -27,7 +27,7 @@ SILU, GELU, GELU_TANH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # `Ac
 
 
 @triton.jit
-def _rounded(numbers, dtype: tl.constexpr):
+def rounded(numbers, dtype: tl.constexpr):
     """numbers float32, rounded to `dtype`, as float32."""
     return numbers.to(dtype).to(tl.float32)
 
@@ -38,7 +38,7 @@ def _summed(shares, offsets, mask, share_stride, SHARES: tl.constexpr, dtype: tl
     total = tl.load(shares + offsets, mask=mask, other=0.0).to(tl.float32)
     for share in range(1, SHARES):
         total += tl.load(shares + share * share_stride + offsets, mask=mask, other=0.0).to(tl.float32)
-    return _rounded(total, dtype)
+    return rounded(total, dtype)
 
 
 @triton.jit
@@ -57,17 +57,17 @@ def total(
 
 
 @triton.jit
-def _weighted(scaled, weight, columns, mask, FORM: tl.constexpr, dtype: tl.constexpr):
+def weighted(scaled, weight, columns, mask, FORM: tl.constexpr, dtype: tl.constexpr):
     """An RMSNorm after its division by the root mean square. Returns float32, rounded to `dtype`."""
     if weight is not None:
         factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
         if FORM == ROUNDED:
-            scaled = factors * _rounded(scaled, dtype)
+            scaled = factors * rounded(scaled, dtype)
         elif FORM == PLUS_ONE:
             scaled = scaled * (1.0 + factors)
         else:
             scaled = factors * scaled
-    return _rounded(scaled, dtype)
+    return rounded(scaled, dtype)
 
 
 @triton.jit
@@ -89,14 +89,14 @@ def add_norm(
         added = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
         if HAS_POST:
             scaled = added * tl.rsqrt(tl.sum(added * added, 0) / WIDTH + post_epsilon)
-            added = _weighted(scaled, post_weight, columns, mask, POST_FORM, dtype)
+            added = weighted(scaled, post_weight, columns, mask, POST_FORM, dtype)
         if HAS_SCALE:
-            added = _rounded(added * scale, dtype)
-        total = _rounded(total + added, dtype)
+            added = rounded(added * scale, dtype)
+        total = rounded(total + added, dtype)
         tl.store(residual + offsets, total.to(dtype), mask=mask)
     if HAS_PRE:
         scaled = total * tl.rsqrt(tl.sum(total * total, 0) / WIDTH + pre_epsilon)
-        normed = _weighted(scaled, pre_weight, columns, mask, PRE_FORM, dtype)
+        normed = weighted(scaled, pre_weight, columns, mask, PRE_FORM, dtype)
         tl.store(out + offsets, normed.to(dtype), mask=mask)
 
 
@@ -116,7 +116,7 @@ def _rotated(
     own = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
     if NORM_BEFORE:
         inverse = tl.rsqrt(tl.sum(own * own, 1) / WIDTH + epsilon)[:, None]
-        own = _weighted(own * inverse, weight, columns[None, :], mask, FORM, dtype)
+        own = weighted(own * inverse, weight, columns[None, :], mask, FORM, dtype)
     if ROTARY > 0:
         half: tl.constexpr = ROTARY // 2
         rotates = columns < ROTARY
@@ -130,7 +130,7 @@ def _rotated(
         offsets = heads[:, None] * STEP + partners[None, :]
         other = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
         if NORM_BEFORE:
-            other = _weighted(other * inverse, weight, partners[None, :], mask, FORM, dtype)
+            other = weighted(other * inverse, weight, partners[None, :], mask, FORM, dtype)
         angles = columns
         if TABLE == HALF:
             angles = columns % half
@@ -139,10 +139,10 @@ def _rotated(
         cosines = tl.load(cos + angles, mask=rotates, other=1.0).to(tl.float32)[None, :]
         sines = tl.load(sin + angles, mask=rotates, other=0.0).to(tl.float32)[None, :]
         own = tl.where(rotates[None, :], own * cosines + (other * signs[None, :]) * sines, own)
-        own = _rounded(own, dtype)
+        own = rounded(own, dtype)
     if NORM_AFTER:
         inverse = tl.rsqrt(tl.sum(own * own, 1) / WIDTH + epsilon)[:, None]
-        own = _weighted(own * inverse, weight, columns[None, :], mask, FORM, dtype)
+        own = weighted(own * inverse, weight, columns[None, :], mask, FORM, dtype)
     return tl.where(mask, own, 0.0)
 
 
@@ -273,6 +273,18 @@ def write_rows(
 
 
 @triton.jit
+def acted(x, alpha, KIND: tl.constexpr):
+    """x float32 → the same."""
+    if KIND == SILU:
+        out = x * tl.sigmoid(alpha * x)
+    elif KIND == GELU:
+        out = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:  # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
+        out = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return out
+
+
+@triton.jit
 def gate(
     shares, out, share_stride, limit, alpha, offset,
     WIDTH: tl.constexpr, TILE: tl.constexpr, SHARES: tl.constexpr, KIND: tl.constexpr,
@@ -288,15 +300,9 @@ def gate(
     gates = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
     ups = _summed(shares, offsets + WIDTH, mask, share_stride, SHARES, dtype)
     if HAS_LIMIT:
-        gates = _rounded(tl.minimum(gates, limit), dtype)
-        ups = _rounded(tl.minimum(tl.maximum(ups, -limit), limit), dtype)
-    if KIND == SILU:
-        acted = gates * tl.sigmoid(alpha * gates)
-    elif KIND == GELU:
-        acted = 0.5 * gates * (1.0 + tl.erf(gates * 0.7071067811865476))
-    else:  # 0.5 * (1 + tanh(x)) is sigmoid(2 * x)
-        acted = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates))
-    product = _rounded(acted, dtype) * _rounded(ups + offset, dtype)
+        gates = rounded(tl.minimum(gates, limit), dtype)
+        ups = rounded(tl.minimum(tl.maximum(ups, -limit), limit), dtype)
+    product = rounded(acted(gates, alpha, KIND), dtype) * rounded(ups + offset, dtype)
     tl.store(out + token * WIDTH + columns, product.to(dtype), mask=mask)
 
 
@@ -313,7 +319,7 @@ def gate_heads(
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < HEADS * WIDTH
     offsets = token * row_width + columns // WIDTH * (2 * WIDTH) + WIDTH + columns % WIDTH
-    gates = _rounded(tl.sigmoid(_summed(shares, offsets, mask, share_stride, SHARES, dtype)), dtype)
+    gates = rounded(tl.sigmoid(_summed(shares, offsets, mask, share_stride, SHARES, dtype)), dtype)
     places = token * (HEADS * WIDTH) + columns
     numbers = tl.load(x + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + places, (numbers * gates).to(dtype), mask=mask)

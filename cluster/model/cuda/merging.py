@@ -1,8 +1,8 @@
 """Matrices with one input become one matrix while they move to a GPU: [q; k; v] and [gate; up] of every
-decoder layer, and the inputs of mixers with a delta rule, which one product then multiplies. The
-weights of the modules become views of it, so that modules and kernels share one copy, and no second one
-exists at any time. What was merged is seen by the addresses alone (`merged`). Runs on the thread that
-loads the model."""
+decoder layer and of every block of a tower, and the inputs of mixers with a delta rule, which one product
+then multiplies. The weights of the modules become views of it, so that modules and kernels share one
+copy, and no second one exists at any time. What was merged is seen by the addresses alone (`merged`). Runs on
+the thread that loads the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from cluster.model.layers.blocks import block_parts
 from cluster.model.layers.codes import CodedLinear, Codes, alike
 from cluster.model.layers.mixer_parts import kimi_inputs, mixer_inputs
 from cluster.model.layers.parts import decoder_parts
@@ -35,9 +36,14 @@ def merge_shares(model: nn.Module, device: torch.device) -> None:
 
 
 def merge_layer(module: nn.Module, device: torch.device, copy: Copy) -> None:
-    """Moves these matrices if the module is a decoder layer, or a mixer with a delta rule."""
+    """Moves these matrices if the module is a decoder layer, a block of a tower or a mixer with a delta
+    rule."""
     if (inputs := mixer_inputs(module) or kimi_inputs(module)) is not None:
         _merge(inputs.linears, device, copy)
+    if (block := block_parts(module)) is not None:
+        _give_biases(block.projections)
+        _merge(block.projections, device, copy)
+        _merge(block.up, device, copy)
     if (parts := decoder_parts(module)) is None:
         return
     if parts.attention.inner is not None:
@@ -78,6 +84,16 @@ def _merge(linears: Sequence[nn.Linear], device: torch.device, copy: Copy) -> No
         return
     for leaf in (*weights, "bias") if has_bias == {True} else weights:
         _move([(linear, leaf) for linear in linears], device, copy)
+
+
+def _give_biases(linears: Sequence[nn.Linear]) -> None:
+    """Zeros, where others have a bias (Whisper's keys have none)."""
+    if all(linear.bias is None for linear in linears):
+        return
+    for linear in linears:
+        if linear.bias is None:
+            zeros = torch.zeros(linear.out_features, dtype=linear.weight.dtype, device=linear.weight.device)
+            linear.bias = nn.Parameter(zeros, requires_grad=False)
 
 
 def _weights(linears: Sequence[nn.Linear]) -> tuple[str, ...] | None:

@@ -57,17 +57,15 @@ class Staging:
                 copied.synchronize()
 
 
-def move_weights(model: nn.Module, device: torch.device, *, merges: bool) -> None:
-    """Moves all parameters, which lie on the CPU, and what merging moves. merges: decoder layers get merged
-    inputs. Other buffers stay. Blocks until all is there. Memory of the CPU is free as soon as it is
-    copied."""
+def move_weights(model: nn.Module, device: torch.device) -> None:
+    """Moves all parameters, which lie on the CPU, and what merging moves. Other buffers stay. Blocks until
+    all is there. Memory of the CPU is free as soon as it is copied."""
     staging = Staging(device)
     modules = list(model.modules())
     num_names = Counter(id(own) for module in modules for own in module.parameters(recurse=False))
     tied: dict[Tensor, nn.Parameter] = {}
     for module in modules:
-        if merges:
-            merge_layer(module, device, staging.copy)
+        merge_layer(module, device, staging.copy)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.device.type != "cpu":
                 continue

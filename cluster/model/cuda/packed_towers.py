@@ -5,7 +5,8 @@ attention once for each segment. If the name of their attention holds "flash", t
 where the segments begin. So our function has such a name, and each packed attention gets a copy of its
 configuration with that name. All else, the tower's own masks and configuration too, stays as it was.
 
-An attention is packed if it takes `cu_seqlens`, and no part of it does. It is run over the same random rows
+An attention is packed if it takes `cu_seqlens`, and no part of it does or is a fused block, which attends
+itself (`tower_blocks`). It is run over the same random rows
 before and after; it keeps our function only if both agree. What does not is named in the log.
 """
 
@@ -24,6 +25,7 @@ from transformers import AttentionInterface
 
 from cluster.config.machine import has_triton
 from cluster.model.cuda.packed_attention import MAX_WIDTH, PackedAttention
+from cluster.model.cuda.tower_blocks import is_fused
 from cluster.model.layers.trial import ENCODER_TOLERANCES, agree
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,7 @@ class _Interface:
 
 def _is_packed(module: nn.Module) -> bool:
     return _takes_segments(module) and not any(
-        _takes_segments(part) for part in module.modules() if part is not module
+        _takes_segments(part) or is_fused(part) for part in module.modules() if part is not module
     )
 
 

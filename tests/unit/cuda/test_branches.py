@@ -106,6 +106,7 @@ NOT_REHEARSED = {
     "cluster/model/cuda/coded_kernels.py:module": "Triton: test_cuda_coded_products.py, likewise",
     "cluster/model/cuda/attention_kernels.py:module": "Triton: test_cuda_paged_attention.py, likewise",
     "cluster/model/cuda/packed_kernels.py:module": "Triton: test_cuda_packed_attention.py, likewise",
+    "cluster/model/cuda/tower_kernels.py:module": "Triton: test_cuda_tower_blocks.py, likewise",
     "cluster/model/cuda/draw_kernels.py:module": "Triton: test_cuda_draw.py, likewise",
     "cluster/model/cuda/filter_kernels.py:module": "Triton: test_cuda_draw.py, likewise",
     "cluster/model/cuda/expert_kernels.py:module": "Triton: test_cuda_experts.py, likewise",

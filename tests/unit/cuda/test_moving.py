@@ -28,7 +28,7 @@ def test_weights_are_moved_once_merged_and_tied(device: SimulatedCuda) -> None:
     )  # fmt: skip
     model: Any = hf.Qwen2ForCausalLM(config).requires_grad_(False)
     expected = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    move_weights(model, torch.device("cuda"), merges=True)
+    move_weights(model, torch.device("cuda"))
     moved = dict(model.named_parameters())
     assert moved.keys() == expected.keys() and all(each.is_cuda for each in moved.values())
     assert all(torch.equal(moved[name].cpu(), tensor) for name, tensor in expected.items())

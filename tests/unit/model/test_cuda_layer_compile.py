@@ -33,6 +33,7 @@ from cluster.model.cuda import (  # noqa: E402
     mixer_kernels,
     packed_attention,
     packed_kernels,
+    tower_kernels,
 )
 from cluster.model.cuda.paged_attention import tiles_for  # noqa: E402
 from cluster.model.kv_format import KvCacheDtype, kv_segments, layer_cache  # noqa: E402
@@ -243,6 +244,28 @@ def test_the_table_of_segments_compiles(capability: int) -> None:
     constants = {"ROWS": 64, "TILES": 128, "SEGMENTS": 64}
     kinds = {"starts": "*i32", "num_segments": "i32", "capacity": "i32"}
     check_compiles(packed_kernels, "cut_segments", constants, kinds, capability, num_warps=4)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("name", "constants", "kinds"),
+    [
+        ("add_norm_row", {"WIDTH": 1280, "PAD": 2048, "FORM": 0, "shift": None}, {}),
+        ("add_norm_row", {"WIDTH": 1152, "PAD": 2048, "FORM": 1, "added": None, "total": None}, {}),
+        ("rotate_heads", {"query_weight": None, "key_weight": None}, {"cos": "*fp32", "sin": "*fp32"}),
+        ("rotate_heads", {}, {}),
+        ("rotate_heads", {"cos": None, "sin": None}, {}),
+        ("activate", {"TILE": 1024, "KIND": 2}, {}),
+    ],
+    ids=["add and norm", "layer norm", "rotate", "norm and rotate", "norms of heads", "activate"],
+)
+def test_a_kernel_of_a_tower_compiles(name: str, constants, kinds, capability: int) -> None:
+    given = {"added": "*bf16", "total": "*bf16", "shift": "*bf16", "qkv": "*bf16", "epsilon": "fp32"}
+    given |= {**dict.fromkeys(("size", "num_table_rows"), "i32"), **kinds}
+    if name == "rotate_heads":
+        sizes = {"QUERY_HEADS": 16, "KV_HEADS": 16, "WIDTH": 80, "HALF_PAD": 64, "HEADS": 16, "FORM": 0}
+        constants = {**sizes, **constants}
+    check_compiles(tower_kernels, name, constants, given, capability, num_warps=4, enable_fp_fusion=False)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
