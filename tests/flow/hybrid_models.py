@@ -34,8 +34,8 @@ OTHERS: dict[str, hf.PretrainedConfig] = {
     "kimi_linear": hf.KimiLinearConfig(
         **{**SIZES, "pad_token_id": None, "num_key_value_heads": 4, "num_hidden_layers": 2},
         layer_types=["linear_attention", "full_attention"], mlp_layer_types=["dense"] * 2,
-        num_local_experts=2, moe_intermediate_size=32, linear_num_heads=4, linear_head_dim=16, kv_lora_rank=32, q_lora_rank=None,
-        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        num_local_experts=2, moe_intermediate_size=32, linear_num_heads=4, linear_head_dim=16,
+        kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
     ),
 }  # fmt: skip
 
