@@ -25,6 +25,7 @@ from bench.tables import table
 
 OTHER, MIXERS = "other", "mixers"
 OURS = {
+    "total": "products",
     "attend": "attention", "merge": "attention", "plan": "attention", "attend_segments": "attention",
     "cut_segments": "attention", "add_norm": "norms",
     "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation",

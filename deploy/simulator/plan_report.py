@@ -104,11 +104,14 @@ def plan_config(best: Plan, promise: str, model: Model, command: str) -> str:
 
 
 def _pools(best: Plan) -> tuple[str, dict[Role, int]]:
-    """The kind of GPU, and the workers of each role that has some."""
+    """Returns the kind of GPU, and the number of replicas of each role that has some."""
     if len(best.division) != 1:
         raise ValueError("a file can be written for one kind of GPU only")
     ((name, layout),) = best.division
-    return name, {ROLES[kind]: count for kind, count in layout.counts.items() if count}
+    counts = {ROLES[kind]: count for kind, count in layout.counts.items() if count}
+    if Role.ENCODE in counts:  # an encoder takes one GPU, whatever the others take: each of a group has one
+        counts[Role.ENCODE] *= ACCELERATORS[name].num_devices
+    return name, counts
 
 
 def _heading(best: Plan, promise: str) -> str:

@@ -90,9 +90,12 @@ async def test_answers_that_gave_way_are_computed_anew(folder, prompts, expected
     args = let_all_in(window_args(folder, kv_blocks=4 * (2 * state_blocks + 2)))
     async with local_cluster(args, (0, 1, 1), overcommits=True) as cluster:
         cluster.let_prefill_locally(lambda _: False)
-        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts[:2] * 4))
+        for _ in range(5):  # on a busy machine requests may come too far apart to preempt each other
+            got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts[:2] * 4))
+            assert got == [[answer] for answer in expected[:2]] * 4
+            if cluster.decodes[0].engine.load().totals.num_preempted > 0:
+                break
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
-    assert got == [[answer] for answer in expected[:2]] * 4
 
 
 async def test_a_worker_of_both_phases_computes_prompts_beside_answers(folder, prompts, expected):

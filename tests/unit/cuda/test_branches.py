@@ -92,7 +92,8 @@ REHEARSED = {  # test file: places
         cluster/worker/setup.py:set_up """,
     "../engine/test_mixed_roles.py": "cluster/engine/limits.py:_num_kv_blocks",
     "../serving/test_composition.py": "deploy/app.py:actor_options_of",
-    "../serving/test_preflight.py": """ deploy/serving/preflight.py:_check_machine
+    "../serving/test_preflight.py": """
+        cluster/config/combinations.py:_check_weights deploy/serving/preflight.py:_check_machine
         deploy/serving/preflight.py:_is_on_gpu
     """,
     "../serving/test_fork_server.py": "deploy/serving/fork_server.py:check_forkable",

@@ -336,8 +336,8 @@ def test_the_memory_of_graphs_is_measured_on_the_largest_ones(device: SimulatedC
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: reserved[0])
 
     class Growing(GraphedModel):
-        def __init__(self, model: Any, kv: BlockMemory, sizes: RecordedSizes, capture: Any):
-            super().__init__(model, kv, sizes, capture)
+        def __init__(self, model: Any, kv: BlockMemory, sizes: RecordedSizes, *rest: Any):
+            super().__init__(model, kv, sizes, *rest)
             recorded.append(sizes)
 
         def warm_up(self) -> None:
