@@ -311,7 +311,7 @@ class _CopyCall(msgspec.Struct, array_like=True, tag=True):
 
 
 _RankCall = _Forward | _Decode | _CopyCall | _SetAdapter
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=list)  # blocks of states are an `array`
 _decoder = msgspec.msgpack.Decoder(_RankCall)
 
 

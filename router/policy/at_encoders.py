@@ -16,7 +16,7 @@ from cluster.errors import UnavailableError
 from cluster.scheduling.encoder_calls import num_calls, rows_of_a_call
 from router.policy.cluster import ClusterView
 from router.policy.index import slots_of
-from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step, unfinished_units
+from router.policy.pool import UNMEASURED_S, Floats, WorkerPool, rendezvous, running_step
 from router.policy.shared import beside_encoding
 from router.policy.views import ItemPrediction, ItemView
 
@@ -202,4 +202,4 @@ def _queue(
     rest = total - running
     calls = num_calls(rest, item_rows, max_rows, fixed_s, per_row_s)
     queue_s = left_s + calls * fixed_s + rest * per_row_s
-    return queue_s, pool.num_left(rest + unfinished_units(running, left_s, per_row_s), item_rows)
+    return queue_s, pool.num_waiting(rest)

@@ -26,7 +26,6 @@ from router.policy.views import Worker
 
 UNMEASURED_S = 1e-4  # per unit of work before any measurement
 UNMEASURED_STEP_UNITS = 2048
-LEAST_UNIT_S = 1e-12  # of a curve that says that units cost nothing
 
 Floats = NDArray[np.float64]
 
@@ -278,12 +277,6 @@ class WorkerPool:
         total = np.maximum(1.0, self.reported_units + self.sent_units)
         return (self.reported_requests + self.sent_requests) * np.minimum(1.0, rest / total)
 
-    def num_left(self, left: Floats, usual_units: Floats | float) -> Floats:
-        """[…, slots]: requests there, by what is left of them: `left` units, those of the running step by the
-        time that it still takes. A request of `usual_units` that is half done counts half."""
-        num_requests = self.reported_requests + self.sent_requests
-        return np.minimum(num_requests, left / np.maximum(1.0, usual_units))
-
     def reported(self, replica_id: str, load: LoadReport, now: float, round_trip_s: float) -> None:
         """A report does not contain work that was sent less than a round trip ago. If it contains less than
         the last report and the work sent since, a step has ended and the next one has begun."""
@@ -347,11 +340,6 @@ class WorkerPool:
 
     def _columns(self) -> dict[str, NDArray]:
         return {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-
-
-def unfinished_units(running: Floats, left_s: Floats, per_unit_s: Floats) -> Floats:
-    """What `running_step` gives, as units that the running step has still to compute."""
-    return np.minimum(running, left_s / np.maximum(per_unit_s, LEAST_UNIT_S))
 
 
 def running_step(

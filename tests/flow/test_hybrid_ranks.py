@@ -33,7 +33,7 @@ from tests.flow.test_windows import window_args
 from tests.flow.text_models import answers, draw_prompts, generated
 from tests.flow.tiny_models import randomized
 
-pytestmark = pytest.mark.slow  # `test_tensor_parallel` has some in every run
+slow = pytest.mark.slow  # `test_tensor_parallel` has some in every run
 NUM_TOKENS = 24
 # Text types with mixers of every kind; those of media: `test_tensor_parallel`
 NAMES = (
@@ -93,16 +93,19 @@ def found_by(models: dict[str, tuple[str, dict[str, Any]]], num_ranks: int, fold
     return found
 
 
+@slow
 def test_two_ranks_have_halves_of_every_kind_of_mixer(tmp_path):
     assert found_by({name: (name, {}) for name in NAMES}, 2, tmp_path) == {}
 
 
+@slow
 def test_four_ranks_answer_like_one_process_or_the_model_is_refused_by_name(tmp_path):
     found = found_by(ON_FOUR, 4, tmp_path)
     assert {name: why for name, why in found.items() if REFUSED.get(name, "no reason") not in why} == {}
     assert found.keys() == REFUSED.keys()
 
 
+@slow
 def test_adapters_of_mixers_are_divided_as_the_mixers_are(tmp_path):
     """As one process has them, which `test_hybrid_adapters` compares with PEFT."""
     names = [f"{name}{ADAPTED}" for name in ("lfm2", "falcon_h1")]
