@@ -28,8 +28,8 @@ class Reached:
     encoder_s: float  # of a tower of 32 layers
 
 
-# Prompts: between 0.4 and 0.6 of what engines commonly report. Vision: LMSYS's EPD post (2026-01-12): 4 images
-# of 1080p through the encoder of Qwen2.5-VL-72B take 492 ms on two H20 (148 TFLOP/s each). 42,300 patches of
+# Prompts: between 0.4 and 0.6 of what engines commonly report. Vision: LMSYS's EPD post (2026-01-12): 4
+# images of 1080p through the encoder of Qwen2.5-VL-72B take 492 ms on two H20 (148 TFLOP/s each). 42,300 patches of
 # 2 × 0.68 GFLOP in that time are 0.39 of the peak. A step's own time: of the order that graphs and an
 # asynchronous scheduler leave; an encoder's without graphs.
 ASSUMED = Reached(prompts=0.5, vision=0.39, memory=0.8, prompts_s=2e-3, answers_s=2e-3, encoder_s=3e-3)
@@ -88,6 +88,7 @@ class Model:
     block_size: int = BLOCK_SIZE
     num_active_parameters: float = 0.0  # that a token computes with, of a model with experts; 0: all
     num_coded: float = 0.0  # of linears and experts, which stay codes where a checkpoint is quantised
+    num_in_experts: float = 0.0  # of these
     code_bytes: float = 2.0  # of such a parameter and its part of a scale
     state_bytes: int = 0  # of what layers without KV keep of a sequence
 
@@ -116,15 +117,18 @@ VL_32B = Model("vl-32b", 32.8e9, 64, 5120, 262_144, 0.68e9, 10_240, num_coded=31
 # chooses 8. Three layers add rows of their own, so an embedding is four rows. Encoder: 27 layers of
 # 1152, 4304 between, 0.41 G parameters.
 VL_30B_A3B = Model(
-    "vl-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.41e9, 16_384, num_active_parameters=3.3e9, num_coded=29.9e9
+    "vl-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.41e9, 16_384, num_active_parameters=3.3e9, num_coded=29.9e9,
+    num_in_experts=28.99e9,
 )  # fmt: skip
 # Card: 94 layers, 4 KV heads of 128, hidden size 4096; experts and encoder as before.
 VL_235B_A22B = Model(
-    "vl-235b-a22b", 235e9, 94, 4096, 192_512, 0.41e9, 32_768, num_active_parameters=22e9, num_coded=233.8e9
-)
+    "vl-235b-a22b", 235e9, 94, 4096, 192_512, 0.41e9, 32_768, num_active_parameters=22e9, num_coded=233.8e9,
+    num_in_experts=227.1e9,
+)  # fmt: skip
 # Card of Qwen3-Omni's thinker: the text model of VL_30B_A3B.
 OMNI_30B = Model(
-    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_active_parameters=3.3e9, num_coded=29.9e9
+    "omni-30b-a3b", 30.5e9, 48, 2048, 98_304, 0.54e9, 16_384, num_active_parameters=3.3e9, num_coded=29.9e9,
+    num_in_experts=28.99e9,
 )  # fmt: skip
 # transformers' default configuration of Qwen3.5: of 32 layers 8 have KV (4 heads of 256), the others a state
 # of 32 × 128 × 128 float32 and 4 inputs of a convolution over 8,192 channels. Hidden size 4096.
@@ -136,7 +140,7 @@ VL_9B_HYBRID = Model(
 # state as before. Hidden size 2048; 256 experts of 512, of which a token chooses 8.
 VL_35B_A3B_HYBRID = Model(
     "vl-35b-a3b-hybrid", 34.66e9, 10, 2048, 20_480, 0.454e9, 4096, num_active_parameters=3.45e9,
-    num_coded=33.62e9, state_bytes=30 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
+    num_coded=33.62e9, num_in_experts=32.21e9, state_bytes=30 * (32 * 128 * 128 * 4 + 8192 * 4 * 2),
 )  # fmt: skip
 
 MODELS = {
@@ -165,13 +169,13 @@ def encode_curve(model: Model, accelerator: Accelerator) -> Curve:
 
 def prefill_curve(model: Model, accelerator: Accelerator) -> Curve:
     """Roofline: two operations for each parameter and token; attention four for each layer, channel and
-    earlier token. Codes are read and plain weights written once a step
-    (`cluster.model.cuda.coded_products`)."""
+    earlier token. Codes of linears are read and plain weights written once a step
+    (`cluster.model.cuda.coded_products`); experts are multiplied as they are."""
     reached = accelerator.reached
     flops = reached.prompts * accelerator.peak_flops
     per_pair_s = 4 * model.num_layers * model.hidden_size / flops
-    unpacked = (model.code_bytes + 2) * model.num_coded if model.code_bytes < 2 else 0.0
-    unpack_s = unpacked / (reached.memory * accelerator.bytes_per_s)
+    num_unpacked = model.num_coded - model.num_in_experts if model.code_bytes < 2 else 0.0
+    unpack_s = (model.code_bytes + 2) * num_unpacked / (reached.memory * accelerator.bytes_per_s)
     return Curve(reached.prompts_s + unpack_s, model.flops_per_token / flops, per_pair_s)
 
 

@@ -41,6 +41,7 @@ def test_the_parameters_are_those_of_the_cards() -> None:
         VL_7B: 2 * 152_064 * 3584, VL_32B: 2 * 151_936 * 5120,
         OMNI_30B: 2 * 152_064 * 2048,
     }  # fmt: skip
+    assert OMNI_30B.num_in_experts == pytest.approx(48 * 128 * 3 * 2048 * 768, rel=0.001)
     for model, size in coded.items():
         assert model.num_coded == pytest.approx(size, rel=0.002)
         assert model.num_parameters == pytest.approx(size + plain[model], rel=0.005)
@@ -63,6 +64,8 @@ def test_codes_make_answers_faster_and_prompts_no_faster() -> None:
     assert times == sorted(times, reverse=True) and times[0] > 1.4 * times[1]
     for model in coded:
         assert prefill_curve(model, H100).seconds(2048, 0) > prefill_curve(plain, H100).seconds(2048, 0)
+    fixed_s = [prefill_curve(in_format(OMNI_30B, weights), H100).fixed_s for weights in ("bf16", "fp8")]
+    assert 0 < fixed_s[1] - fixed_s[0] < 2e-3  # its experts are not made plain
 
 
 def test_a_quantised_model_fits_where_the_plain_one_does_not(capsys) -> None:
