@@ -29,9 +29,9 @@ class Reached:
 
 
 # Prompts: between 0.4 and 0.6 of what engines commonly report. Vision: LMSYS's EPD post (2026-01-12): 4
-# images of 1080p through the encoder of Qwen2.5-VL-72B take 492 ms on two H20 (148 TFLOP/s each). 42,300 patches of
-# 2 × 0.68 GFLOP in that time are 0.39 of the peak. A step's own time: of the order that graphs and an
-# asynchronous scheduler leave; an encoder's without graphs.
+# images of 1080p through the encoder of Qwen2.5-VL-72B take 492 ms on two H20 (148 TFLOP/s each). 42,300
+# patches of 2 × 0.68 GFLOP in that time are 0.39 of the peak. A step's own time: of the order that graphs
+# and an asynchronous scheduler leave; an encoder's without graphs.
 ASSUMED = Reached(prompts=0.5, vision=0.39, memory=0.8, prompts_s=2e-3, answers_s=2e-3, encoder_s=3e-3)
 
 # `bench/gpu/results-2026-11-27.jsonl`, commit 1ca1cc9f, the 7B shape in bfloat16: prompts of 512 and 2,048
