@@ -12,7 +12,11 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+from collections.abc import Callable, Iterable
+from itertools import chain
+from multiprocessing import Pipe
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any
 
 LOADED = (
@@ -32,3 +36,42 @@ def call_with(environment: dict[str, str], module: str, name: str, *arguments: A
     """In a child: a function of a module that is imported after the environment has changed."""
     os.environ.update(environment)
     getattr(importlib.import_module(module), name)(*arguments)
+
+
+def results_of_ranks(
+    run_rank: Callable[..., None], names: Iterable[str], meeting: Path, *given: Any,
+    num_ranks: int = 2, deadline_s: float = 120.0,
+) -> list[list[Any]]:  # fmt: skip
+    """By rank: what it has sent before it sent None, in a group that meets at the file `meeting`.
+
+    Each rank is `run_rank(rank, num_ranks, meeting, *given, calls, results)`. calls: by name, the ends of
+    rank 0's pipes to the others, or that of the rank's own pipe; it closes them when the case of that name
+    is over. results: takes what it sends. Fails if a rank sends nothing for `deadline_s`, or does not end
+    well."""
+    context = fork_server()
+    pipes = {name: [Pipe() for _ in range(1, num_ranks)] for name in names}
+    ours, theirs = zip(*(Pipe() for _ in range(num_ranks)), strict=True)
+    processes = []
+    try:
+        for rank in range(num_ranks):
+            calls = {
+                name: [end for end, _ in pairs] if rank == 0 else [pairs[rank - 1][1]]
+                for name, pairs in pipes.items()
+            }
+            args = (rank, num_ranks, meeting, *given, calls, theirs[rank])
+            processes.append(context.Process(target=run_rank, args=args, daemon=True))
+            processes[-1].start()
+        for end in chain.from_iterable(chain.from_iterable(pipes.values())):
+            end.close()  # or a rank would not see that the other has closed its own
+        sent: list[list[Any]] = []
+        for results in ours:
+            sent.append([])
+            while results.poll(deadline_s) and (result := results.recv()) is not None:
+                sent[-1].append(result)
+        for process in processes:
+            process.join(30)
+        assert [process.exitcode for process in processes] == [0] * num_ranks
+        return sent
+    finally:
+        for process in processes:
+            process.kill()

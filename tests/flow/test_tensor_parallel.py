@@ -4,12 +4,11 @@ different ways."""
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 import re
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ from cluster.model.sharding import Sharding
 from cluster.model.step_model import StepModel
 from cluster.worker.setup import set_up
 from decode_service.service import decode_worker
-from tests.fakes.processes import fork_server
+from tests.fakes.processes import results_of_ranks
 from tests.flow.adapter_folders import ATTENTION, LATENT, MIXERS, MLP, save_adapter
 from tests.flow.hybrid_models import CONFIGS as HYBRIDS
 from tests.flow.hybrid_models import save_hybrid
@@ -282,34 +281,7 @@ def shared(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 def answers_of_ranks(paths: dict[str, Path], meeting: Path, num_ranks: int = 2) -> dict[str, tuple]:
     """By name: what `answers` gives, progress, and bytes of weights and of a block; or why it was refused."""
-    context = fork_server()
-    pipes = {name: [Pipe() for _ in range(1, num_ranks)] for name in paths}
-    ours, theirs = zip(*(Pipe() for _ in range(num_ranks)), strict=True)
-    processes = []
-    try:
-        for rank in range(num_ranks):
-            calls = {
-                name: [end for end, _ in pairs] if rank == 0 else [pairs[rank - 1][1]]
-                for name, pairs in pipes.items()
-            }
-            processes.append(
-                context.Process(
-                    target=run_rank, args=(rank, num_ranks, meeting, paths, calls, theirs[rank]), daemon=True
-                )
-            )
-            processes[-1].start()
-        for end in itertools.chain.from_iterable(itertools.chain.from_iterable(pipes.values())):
-            end.close()  # or a rank would not see that the other has closed its own
-        found = {}
-        while ours[0].poll(120) and (result := ours[0].recv()) is not None:
-            found[result[0]] = result[1]
-        for process in processes:
-            process.join(30)
-        assert [process.exitcode for process in processes] == [0] * num_ranks
-        return found
-    finally:
-        for process in processes:
-            process.kill()
+    return dict(results_of_ranks(run_rank, paths, meeting, paths, num_ranks=num_ranks)[0])
 
 
 def each_of(is_refused: bool) -> pytest.MarkDecorator:

@@ -11,19 +11,13 @@ from cluster.model.cuda.packed_attention import PackedAttention
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.encoder import EncoderModel
 from cluster.model.layers.trial import agree
-from cluster.types.media import Modality
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
-from tests.gpu.device import triton_device
+from tests.gpu.device import items_of, triton_device
 from tests.unit.model.test_cuda_packed_attention import LENGTHS, PACKED, WIDTHS, by_torch, random_rows
 
+pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = triton_device()
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -32,9 +26,7 @@ def test_a_packed_tower_gives_its_own_rows(name: str, dtype: torch.dtype) -> Non
     case = MEDIA_FAMILIES[name]()
     nn.Module.to(case.model, DEVICE, dtype)
     encoder = EncoderModel.from_model(case.model)
-    items: dict[Modality, list] = {}
-    for modality, item in [pair for request in case.requests for pair in request.items]:
-        items.setdefault(modality, []).append(item)
+    items = items_of(case)
     expected = {modality: encoder.encode(modality, some) for modality, some in items.items()}
     assert optimise_packed_attention(case.model) == PACKED[name]
     for modality, some in items.items():

@@ -3,7 +3,7 @@ tokens on the device, recorded or not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -35,12 +35,6 @@ SAMPLING = [
     SamplingParams(temperature=0.9, seed=3),
     SamplingParams(temperature=1.1, seed=4),
 ]
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 def test_numbers_are_sent_without_waiting(device: SimulatedCuda) -> None:

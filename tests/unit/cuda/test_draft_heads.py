@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,12 +27,6 @@ CONFIG = hf.LlamaConfig(
     num_key_value_heads=1, head_dim=16, max_position_embeddings=96, initializer_range=0.15, eos_token_id=None,
 )  # fmt: skip
 LAYERS = (1, 0, 1)
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 @pytest.fixture

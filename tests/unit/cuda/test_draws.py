@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -35,12 +33,6 @@ MIXED = [
     SamplingParams(temperature=1.0, top_p=0.7, seed=3),
     SamplingParams(temperature=1.0, min_p=0.05, seed=4),
 ]
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 def logits_of(num_rows: int) -> torch.Tensor:

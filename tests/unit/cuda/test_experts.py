@@ -3,7 +3,7 @@ they are faster. What the launches compute: test_cuda_experts.py, in Triton's in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,6 @@ from tests.flow.tiny_models import TEXT_FAMILIES
 from tests.unit.model.test_cuda_experts import coded_and_plain, codes_of
 
 FAMILIES = {**TEXT_FAMILIES, **MEDIA_FAMILIES}
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 class Ours:

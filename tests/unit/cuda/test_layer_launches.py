@@ -4,7 +4,6 @@ test_cuda_layer_kernels.py and test_cuda_paged_attention.py, in Triton's interpr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,23 +27,10 @@ from cluster.model.cuda.paged_attention import (
     tiles_for,
 )
 from cluster.model.kv_format import LayerCache, kv_segments, layer_cache
-from tests.fakes.cuda_device import SimulatedCuda
-from tests.fakes.strict_triton import Launch, strict_triton
+from tests.fakes.strict_triton import Launch
 
 HEADS, KV_HEADS, WIDTH, BLOCK_SIZE, HIDDEN, INNER = 6, 2, 80, 16, 48, 100
 BF16, CAUSAL = torch.bfloat16, LayerAttention(0.3)
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
-
-
-@pytest.fixture
-def launches(device: SimulatedCuda) -> Iterator[list[Launch]]:
-    with strict_triton() as made:
-        yield made
 
 
 def memory(kv_cache_dtype, width: int = WIDTH) -> BlockMemory:

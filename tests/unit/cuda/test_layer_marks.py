@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
-import pytest
 import torch
 
 from cluster.model.cuda import graphs
@@ -15,12 +14,6 @@ from cluster.model.cuda.step_inputs import StepSizes
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.unit.cuda.recorded_and_plain import SIZES, Compared
 from tests.unit.cuda.test_recorded_steps import Answering, mixed_steps, text_model
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 def test_a_recorded_step_reports_its_layers(device: SimulatedCuda) -> None:

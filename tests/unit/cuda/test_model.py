@@ -4,7 +4,6 @@ decode steps that can be recorded."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -37,12 +36,6 @@ PROMPTS = [list(range(5, 45)), list(range(50, 53)), list(range(60, 81))]
 TABLES = [list(range(16 * i, 16 * i + 16)) for i in range(3)]
 NUM_STEPS = 3
 ANSWERS = RecordedSizes([answers_of(4)], [])  # with room to spare; several sizes: `test_recorded_steps`
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 def computed(model: LanguageModel, where: str, decode_by=None) -> list[Tensor]:

@@ -4,7 +4,6 @@ test_cuda_packed_attention.py, in Triton's interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +44,6 @@ def by_torch(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scaling:
     return torch.cat(
         [F.scaled_dot_product_attention(*each, scale=scaling)[0].transpose(0, 1) for each in heads]
     )
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 def make_encoder(device: SimulatedCuda, num_blocks: int) -> tuple[nn.Module, EncoderModel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -29,7 +29,7 @@ from cluster.model.sharding import Sharding
 from cluster.model.step_model import StepModel
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.cuda_ranks import collectives_on
-from tests.fakes.processes import fork_server
+from tests.fakes.processes import results_of_ranks
 from tests.fakes.recorded_attention import RecordedAttention
 from tests.unit.cuda.recorded_and_plain import NUM_BLOCKS, SIZES
 from tests.unit.cuda.test_recorded_steps import ANSWERS, Answering, mixed_steps
@@ -84,9 +84,12 @@ def logits_of(
     return found
 
 
-def run_rank(rank: int, meeting: Path, path: Path, calls: dict[str, Connection], results: Connection) -> None:
+def run_rank(
+    rank: int, num_ranks: int, meeting: Path, path: Path, calls: dict[str, list[Connection]],
+    results: Connection,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
-    group = replace(join_group(rank, 2, meeting, "cpu"), device=torch.device("cuda", 0))
+    group = replace(join_group(rank, num_ranks, meeting, "cpu"), device=torch.device("cuda", 0))
     for name, sizes in CASES.items():
         half = load_half(path, Half.LANGUAGE, dtype=torch.float32, device="cpu", sharding=Sharding(2))
         with SimulatedCuda() as device, collectives_on(device):
@@ -107,13 +110,14 @@ def run_rank(rank: int, meeting: Path, path: Path, calls: dict[str, Connection],
             ):
                 if rank:
                     follow(
-                        steps, model.prepared_adapter, kv, group, calls[name], progress, torch.float32, WIDTH
+                        steps, model.prepared_adapter, kv, group, calls[name][0], progress,
+                        torch.float32, WIDTH
                     )  # fmt: skip
                     num_layers = model.num_layers if name == REPORTED else 0
                     assert progress.has((len(list(mixed_steps())), num_layers))
-                    results.send((name, rank, Found(forward.call_count + decode.call_count)))
+                    results.send((name, Found(forward.call_count + decode.call_count)))
                     continue
-                leading = LeadingModel(steps, [calls[name]], progress, torch.float32, group.device)
+                leading = LeadingModel(steps, calls[name], progress, torch.float32, group.device)
                 told = Told()
                 logits = logits_of(leading, kv, told if name == REPORTED else None, decodes=name != REPORTED)
                 num_syncs = 0
@@ -129,8 +133,9 @@ def run_rank(rank: int, meeting: Path, path: Path, calls: dict[str, Connection],
                     tuple(each.numpy() for each in logits), num_syncs,
                     bool(told.layers) and all(ready() for ready in told.layers),
                 )  # fmt: skip
-                results.send((name, rank, found))
-                calls[name].close()
+                results.send((name, found))
+                calls[name][0].close()
+    results.send(None)
     leave_group()
 
 
@@ -144,32 +149,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Found]:
     """By case and rank."""
-    context, meeting = fork_server(), tmp_path_factory.mktemp("group") / "meeting"
-    pipes = {name: Pipe() for name in CASES}
-    ours, theirs = Pipe()
-    processes = [
-        context.Process(
-            target=run_rank, daemon=True,
-            args=(rank, meeting, path, {name: pair[rank] for name, pair in pipes.items()}, theirs),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    made = {}
-    try:
-        for process in processes:
-            process.start()
-        for end in (end for pair in pipes.values() for end in pair):
-            end.close()
-        while len(made) < 2 * len(CASES) and ours.poll(120):
-            name, rank, result = ours.recv()
-            made[name, rank] = result
-        for process in processes:
-            process.join(30)
-        assert [process.exitcode for process in processes] == [0, 0]
-        return made
-    finally:
-        for process in processes:
-            process.kill()
+    meeting = tmp_path_factory.mktemp("group") / "meeting"
+    sent = results_of_ranks(run_rank, CASES, meeting, path)
+    return {(name, rank): result for rank, results in enumerate(sent) for name, result in results}
 
 
 @pytest.mark.parametrize("name", CASES)

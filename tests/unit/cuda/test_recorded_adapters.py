@@ -3,11 +3,9 @@ recorded step like its id."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
 from cluster.config.adapters import read_adapters, room_for
@@ -19,12 +17,6 @@ from tests.fakes.recorded_attention import RecordedAttention
 from tests.flow.adapter_folders import ATTENTION, MLP, save_adapter
 from tests.flow.tiny_models import TEXT_FAMILIES
 from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 def adapted_model(device: SimulatedCuda, folder: Path) -> LanguageModel:

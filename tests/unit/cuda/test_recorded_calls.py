@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.recorded_calls import MAX_PLAIN_CALLS, RecordedCalls
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import Modality
-from tests.fakes.cuda_device import CudaTensor, SimulatedCuda
+from tests.fakes.cuda_device import CudaTensor
 from tests.fakes.slow_params import often
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.unit.cuda.test_packed_attention import by_torch
@@ -34,12 +34,6 @@ ON_DEVICE = (
     "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "qwen2_audio", "qwen3_asr", "qwen3_omni", "idefics3"
 )  # fmt: skip
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 def again(work: Callable[[], Tensor]) -> Replay:

@@ -3,7 +3,7 @@ unrecorded, outputs and states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,12 +24,6 @@ from tests.flow.hybrid_models import CONFIGS, OTHERS
 from tests.unit.cuda.recorded_and_plain import PROMPTS, TABLES, Compared
 
 SIZES = RecordedSizes([answers_of(1), answers_of(4)], [StepSizes(32, 8, 12)])
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
 
 
 class Sequences:

@@ -45,12 +45,6 @@ from tests.unit.cuda.recorded_and_plain import NUM_BLOCKS, PROMPTS, SIZES, TABLE
 from tests.unit.engine.drafting import Request as DraftedRequest
 
 
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
-
-
 def language(
     device: SimulatedCuda,
     whole: hf.PreTrainedModel,

@@ -5,7 +5,7 @@ interpreter."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +23,6 @@ from cluster.model.layers.block_search import replace_forward
 from cluster.model.layers.blocks import BlockParts, block_parts
 from cluster.types.media import Modality
 from tests.fakes.cuda_device import CudaTensor, SimulatedCuda
-from tests.fakes.strict_triton import Launch, strict_triton
 from tests.flow.tiny_models import noise, randomized
 from tests.unit.cuda.test_packed_attention import by_torch
 
@@ -32,18 +31,6 @@ TEXT: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-
-
-@pytest.fixture
-def device() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as simulated:
-        yield simulated
-
-
-@pytest.fixture
-def launches(device: SimulatedCuda) -> Iterator[list[Launch]]:
-    with strict_triton() as made:
-        yield made
 
 
 def qwen(num_blocks: int) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -21,16 +21,12 @@ from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
 from cluster.model.cuda import (  # noqa: E402
     adapter_kernels,
     attention_kernels,
-    channel_kernels,
     coded_kernels,
-    delta_kernels,
     draw_kernels,
     expert_kernels,
     expert_products,
     filter_kernels,
     layer_kernels,
-    mamba_kernels,
-    mixer_kernels,
     packed_attention,
     packed_kernels,
     tower_kernels,
@@ -66,29 +62,6 @@ EXPERT_SIZES = dict.fromkeys(
 )
 SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
-
-
-# Of Qwen3.5-9B over KV in blocks of 16
-DELTA = {"KEY_HEADS": 16, "GROUP": 2, "K": 128, "V": 128}
-KEYS = {"Q0": 0, "K0": 2048, "V0": 4096, "KEY_STEP": 128, "VALUE_STEP": 256}
-STATE = {"K_PAD": 128, "TILE": 32, "PAGE": 8192, "OFFSET": 16384}
-GATES = {"B0": 12288, "A0": 12320, "GATE_STEP": 2, "BETA": 1.0}
-ONE_DECAY = {"decays": None, "LOWEST": 0.0}  # of a head
-# Of Kimi Linear
-KIMI = {"KEY_HEADS": 32, "GROUP": 1, "K": 128, "V": 128}
-CHANNELS = {"HEADS": 32, "K": 128, "K_PAD": 128, "V": 128}
-# Of Bamba, and of Nemotron-H, whose groups are eight
-BAMBA = {"GROUPS": 1, "GROUP": 128, "N": 256, "P": 64}
-BAMBA_STATE = {"N_PAD": 256, "PAGE": 8192, "OFFSET": 17408}
-NEMOTRON = {"GROUPS": 8, "GROUP": 16, "N": 128, "P": 64}
-MIXER_KINDS = {
-    **dict.fromkeys(("skips", "scores", "sums"), "*fp32"), "decays": "*bf16",
-    "decay_stride": "i32", "low": "fp32", "high": "fp32",
-    "rows": "*bf16", "mixed": "*bf16", "rates": "*fp32", "shifts": "*fp32", "memory": "*fp32",
-    "systems": "*fp32", "factors": "*fp32", "chunk_spans": "*i64", "chunk_begins": "*i64",
-    "sequences": "*i64", "num_sequences": "i32", "source": "*i64", "target": "*i64", "row_stride": "i32",
-    "page_stride": "i32", "first_page": "i32", "num_spans": "i32", "epsilon": "fp32",
-}  # fmt: skip
 
 
 def check_compiles(
@@ -380,87 +353,3 @@ def test_the_products_of_adapters_compile(dtype: str, capability: int) -> None:
         check_compiles(
             adapter_kernels, "expand", constants, kinds, capability, num_warps=1, num_stages=1
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(
-    ("module", "name", "constants", "kinds"),
-    [
-        (
-            delta_kernels, "few_tokens",
-            {**ONE_DECAY, **DELTA, **GATES, **STATE, "IS_DECODE": True}, {"memory": "*fp32"},
-        ),
-        (
-            delta_kernels, "few_tokens",
-            {**ONE_DECAY, **DELTA, **GATES, **STATE, "IS_DECODE": False}, {"memory": "*fp32"},
-        ),
-        (
-            delta_kernels, "few_tokens",
-            {**KIMI, **GATES, **STATE, "LOWEST": -5.0, "IS_DECODE": False}, {"memory": "*fp32"},
-        ),
-        (channel_kernels, "channel_sums", {**CHANNELS, "B0": 12288, "LOWEST": 0.0}, {}),
-        (channel_kernels, "channel_systems", {**CHANNELS, "EXACT": False}, {}),
-        (delta_kernels, "many_tokens", {**KIMI, **STATE, "EXACT": False}, {"memory": "*fp32"}),
-        (
-            mixer_kernels, "convolve",
-            {"bias": None, **DELTA, **KEYS, "TOKENS": 8, "TILE": 256, "TAPS": 4, "PAGE": 16384},
-            {"memory": "*bf16"},
-        ),
-        (delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": False, "HEADS": 4}, {}),
-        (
-            delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": True, "HEADS": 4},
-            {"mixed": "*fp32", "rows": "*fp32"},
-        ),
-        (delta_kernels, "solve_systems", {}, {}),
-        (delta_kernels, "many_tokens", {"sums": None, **DELTA, **STATE, "EXACT": False}, {"memory": "*fp32"}),
-        (
-            delta_kernels, "many_tokens", {"sums": None, **DELTA, **STATE, "EXACT": True},
-            {"memory": "*fp32", "mixed": "*fp32", "out": "*fp32"},
-        ),
-        (
-            delta_kernels, "gated_norm",
-            {"GROUP": 2, "HEADS": 32, "TILE": 8, "V": 128, "PAD": 128, "Z0": 8192, "VALUE_STEP": 256,
-             "IS_SIGMOID": False}, {},
-        ),
-        (
-            mamba_kernels, "few_tokens",
-            {**BAMBA, **BAMBA_STATE, "TILE": 16, "T0": 16896, "IS_DECODE": False}, {"memory": "*fp32"},
-        ),
-        (mamba_kernels, "chunk_scores", {**NEMOTRON, "T0": 18432, "EXACT": False, "HEADS": 8}, {}),
-        (
-            mamba_kernels, "many_tokens", {**BAMBA, **BAMBA_STATE, "TILE": 32, "EXACT": False},
-            {"memory": "*fp32"},
-        ),
-        (
-            mamba_kernels, "many_tokens", {**BAMBA, **BAMBA_STATE, "TILE": 32, "EXACT": True},
-            {"memory": "*fp32", "mixed": "*fp32", "out": "*fp32"},
-        ),
-        (
-            mamba_kernels, "gated_norm",
-            {"WIDTH": 8192, "GROUP_WIDTH": 1024, "PAD": 1024, "NORM_FIRST": False}, {},
-        ),
-        (
-            mixer_kernels, "short_convolution",
-            {"WIDTH": 2048, "TILE": 256, "TAPS": 3, "PAGE": 8192, "bias": None}, {"memory": "*bf16"},
-        ),
-    ],
-    ids=[
-        "few_tokens, answers", "few_tokens", "few_tokens, channels", "channel_sums", "channel_systems",
-        "many_tokens, channels", "convolve", "chunk_systems", "chunk_systems, exact",
-        "solve_systems", "many_tokens", "many_tokens, exact", "gated_norm",
-        "state space, few_tokens", "chunk_scores", "state space, many_tokens",
-        "state space, many_tokens, exact", "state space, gated_norm", "short_convolution",
-    ],
-)  # fmt: skip
-def test_a_kernel_of_a_mixer_compiles(module, name: str, constants, kinds, capability: int) -> None:
-    given = {"x": "*bf16", **MIXER_KINDS, **kinds}
-    options = {
-        "many_tokens": {"num_warps": 8, "num_stages": 1},
-        "solve_systems": {"num_warps": 2},
-        "chunk_systems": {"num_stages": 1},
-        "chunk_scores": {"num_stages": 1},
-        "channel_sums": {"num_warps": 8},
-        "channel_systems": {"num_warps": 8, "num_stages": 1},
-    }
-    given_options = {"num_warps": 4, **options.get(name, {})}
-    check_compiles(module, name, constants, given, capability, **given_options)

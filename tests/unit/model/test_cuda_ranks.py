@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ from cluster.model.loading import Half, load_half
 from cluster.model.parallel import ForwardProgress, LeadingModel, follow, join_group, leave_group
 from cluster.model.rank_linears import settle_linears
 from cluster.model.sharding import Sharding
-from tests.fakes.processes import fork_server
+from tests.fakes.processes import results_of_ranks
 from tests.unit.model.test_cuda_whole_layer import (
     ATTENTION,
     LAYERS,
@@ -76,58 +76,37 @@ def fused(path: Path, kernels: type[CudaLayerKernels]) -> LanguageParts:
 
 
 def run_rank(
-    rank: int, meeting: Path, paths: dict[str, Path], calls: dict[str, Connection], results: Connection
-) -> None:
+    rank: int, num_ranks: int, meeting: Path, paths: dict[str, Path], calls: dict[str, list[Connection]],
+    results: Connection,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
-    group = join_group(rank, 2, meeting, "cpu")
+    group = join_group(rank, num_ranks, meeting, "cpu")
     for name, path in paths.items():
         parts = fused(path, BrokenKernels if name == BROKEN and rank else CudaLayerKernels)
         model, progress = LanguageModel(parts), ForwardProgress()
         kv, width = BlockMemory(model.kv_layout, 4), model.feature_width
         if rank:
             follow(
-                model, model.prepared_adapter, kv, group, calls[name], progress, torch.float32, width
+                model, model.prepared_adapter, kv, group, calls[name][0], progress, torch.float32, width
             )  # fmt: skip
             continue
-        leading = LeadingModel(model, [calls[name]], progress, torch.float32, group.device)
+        leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)
         results.send((name, what_is_fused(parts), greedy(leading, kv)))
-        calls[name].close()
+        calls[name][0].close()
+    results.send(None)
     leave_group()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str | None, list[list[int]]]]:
     """By name: what was fused, and greedy tokens."""
-    folder, context = tmp_path_factory.mktemp("ranks"), fork_server()
+    folder = tmp_path_factory.mktemp("ranks")
     paths = {name: folder / name for name in EXPECTED}
     for name, path in paths.items():
         MODELS[name]().model.save_pretrained(path)
     paths[BROKEN] = paths["qwen3"]
-    pipes = {name: Pipe() for name in paths}
-    ours, theirs = Pipe()
-    processes = [
-        context.Process(
-            target=run_rank, daemon=True,
-            args=(rank, folder / "meeting", paths, {name: pipes[name][rank] for name in paths}, theirs),
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    made = {}
-    try:
-        for process in processes:
-            process.start()
-        for end in (end for pair in pipes.values() for end in pair):
-            end.close()
-        while len(made) < len(paths) and ours.poll(300):
-            name, *result = ours.recv()
-            made[name] = tuple(result)
-        for process in processes:
-            process.join(30)
-        assert [process.exitcode for process in processes] == [0, 0]
-        return made
-    finally:
-        for process in processes:
-            process.kill()
+    results, _ = results_of_ranks(run_rank, paths, folder / "meeting", paths, deadline_s=300)
+    return {name: (what, tokens) for name, what, tokens in results}
 
 
 @pytest.mark.slow
