@@ -48,6 +48,31 @@ def test_a_body_that_is_no_json_object_is_refused(door, body):
 
 
 @pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "Field required"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type", "Field required"),
+        (
+            {"messages": [{"role": "user", "content": [5]}]},
+            "messages[0].content[0]",
+            "Input should be an object",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_missing(door, fields, param, why):
+    error = error_of(chat(door, **fields))
+    assert (error["param"], error["message"]) == (param, f"{param}: {why}")
+
+
+def test_a_body_that_cannot_be_read_is_refused_with_the_place(door):
+    for body, place in ((b'{"model": }', "1 column 11"), (rb'{"model": "\ud83d"}', "1 column 18")):
+        response = call(door, "POST", "/v1/chat/completions", content=body)
+        assert error_of(response)["message"].endswith(f"at line {place}")
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405), ("GET", "/v1/models/other/model", 404)],
 )
