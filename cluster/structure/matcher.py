@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.errors import RequestError
+from cluster.errors import StructureError
 from cluster.structure.effort import Effort
 
 if TYPE_CHECKING:
@@ -31,12 +31,6 @@ if TYPE_CHECKING:
 
 
 MAX_FORCED = 8  # tokens of one choice in one step
-
-
-class StructureError(RequestError):
-    """The structure cannot be held, or no answer can."""
-
-    code = "invalid_structure"
 
 
 class Matcher:

@@ -36,7 +36,7 @@ MODEL = REPOSITORY / "deploy" / "demo_model"
 SHOWS_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call><|im_end|>\n{% endif %}"
 LIMIT_S = 600.0  # of one client
 DOCUMENT_LIMIT_S = (
-    2400.0  # of schemathesis, which asks some 10,000 times; on two busy cores 600 s were too few
+    2400.0  # of schemathesis, which asks thousands of times; on two busy cores 600 s were too few
 )
 _IMAGES = {
     "--random-mm-base-items-per-request": "1",

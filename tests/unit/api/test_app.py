@@ -270,6 +270,12 @@ def test_a_request_that_leaves_fields_out_gets_the_models_own(door):
     assert (call_.stop.token_ids, call_.stop.strings, call_.stop.max_tokens) == ((3,), ("\n",), 9)
 
 
+def test_temperatures_that_float32_cannot_divide_by_are_greedy(door):
+    for temperature in (1e-300, 9e-6, 1e-5):
+        chat(door, temperature=temperature)
+    assert [call_.sampling[0].temperature for call_ in door.calls] == [0, 0, 1e-5]
+
+
 def test_choices_of_neighbouring_seeds_share_no_seed(door):
     for seed in range(5):
         chat(door, n=8, seed=seed, temperature=1)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import StructureError
 from cluster.structure.grammar import compile_structure, loosened_structure
-from cluster.structure.matcher import StructureError
 from cluster.structure.schema import FORMATS, KEYWORDS
 from cluster.types.structure import Structure
 from tests.architecture.sources import SOURCES, tree_of
