@@ -126,9 +126,8 @@ class ConfigError(ClusterError):
 _BY_NAME: dict[str, type[ClusterError]] = {
     cls.__name__: cls
     for cls in (
-        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, StructureError, QuarantinedError,
-        UnsupportedError,
-        ModelNotFoundError,
+        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, StructureError,
+        QuarantinedError, UnsupportedError, ModelNotFoundError,
         OverloadedError, UnavailableError, OverwrittenError, ConfigError,
     )
 }  # fmt: skip
