@@ -31,7 +31,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**OBJECT, "properties": {"a": {"items": {"uniqueItems": True}}}},
         "uniqueItems",
     ),
-    "oneOf that overlaps": ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+    "oneOf that overlaps": (
+        {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+        "oneOf whose branches may overlap; send",
+    ),
     "a remote reference": ({"$ref": "https://example.org/schema"}, "example.org"),
     "an unknown reference": ({"$ref": "#/$defs/none"}, "$defs/none"),
     "a lookaround": ({"type": "string", "pattern": "(?=a)b"}, "look"),
