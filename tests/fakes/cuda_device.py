@@ -177,6 +177,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         wrappers = {id(each.held): each for each in flat if isinstance(each, CudaTensor)}
         outs = leaves(out)
         self.operators.append(name)
+        if func in _PRODUCTS:
+            self.use_workspace()
         self._launch(func, name, flat, outs)
         if self.capture is not None:
             if any(isinstance(each, Tensor) and not _is_on_cuda(each) and each.dim() for each in flat):
@@ -303,6 +305,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             "set_sync_debug_mode": self._set_sync_debug_mode,
         }  # fmt: skip
         self._patches = [mock.patch.object(torch.cuda, name, value) for name, value in names.items()]
+        clear = mock.patch.object(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspaces, create=True)
+        self._patches.append(clear)
         for patch in self._patches:
             patch.start()
         SimulatedCuda.active = self
@@ -322,6 +326,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             patch.stop()
 
 
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.default}
 
 

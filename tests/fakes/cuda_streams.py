@@ -1,5 +1,9 @@
 """Streams, events and graphs of `cuda_device`, and which of them each thread uses. An event is over when the
-host has waited for it, for its stream or for the device: until then `query` says no."""
+host has waited for it, for its stream or for the device: until then `query` says no.
+
+torch gives cuBLAS a workspace for each thread and stream, and keeps it until a graph that was recorded on that
+stream is destroyed. A graph uses those of its recording: one from outside of the recording may then be gone
+(pytorch/pytorch#193402), and the replay says so."""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,9 +71,17 @@ class Event:
         self.is_over = True
 
 
+@dataclass(eq=False)
+class Workspace:
+    is_of_recording: bool  # of the recording's own pool, which lasts as long as the graphs in it
+    is_freed: bool = False
+
+
 class Graph:
     def __init__(self, device: CurrentPlace):
         self._device = device
+        self.workspaces: list[Workspace] = []
+        self.stream_number: int | None = None  # that it was recorded on
         self.launches: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
         self.is_invalid = False  # as what was recorded is not permitted
 
@@ -77,6 +90,11 @@ class Graph:
 
     def capture_begin(self, pool: Any = None, **_options: Any) -> None:
         self._device.capture = self
+        self.stream_number = self._device.current_stream().number
+
+    def __del__(self) -> None:
+        if self.stream_number is not None:
+            self._device.clear_workspaces(self.stream_number)
 
     def capture_end(self) -> None:
         was_recorded, self._device.capture = self._device.capture is self, None
@@ -84,6 +102,8 @@ class Graph:
             raise RuntimeError("operation failed due to a previous error during capture")
 
     def replay(self) -> None:
+        if any(each.is_freed for each in self.workspaces):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         for func, args, kwargs, outs in self.launches:
             again = func(*args, **kwargs)
             results = (
@@ -103,13 +123,28 @@ class CurrentPlace:
         self.num_syncs = 0  # reads of a tensor by the host, and waits for a stream or an event
         self.sync_debug_mode = 0
         self.capture: Graph | None = None
+        self.workspaces: dict[tuple[int, int], Workspace] = {}  # by thread and stream
         self.handler = _sanitizer.EventHandler()
         self._local = threading.local()
         self._numbers = itertools.count(1)
         self.default = [Stream(self, index, 0) for index in range(num_devices)]
+        self._capture_stream: Stream | None = None  # one for all of torch's recordings
 
     def next_number(self) -> int:
         return next(self._numbers)
+
+    def use_workspace(self) -> None:
+        """A product is launched."""
+        key = threading.get_ident(), self.current_stream().number
+        used = self.workspaces.setdefault(key, Workspace(self.capture is not None))
+        if self.capture is not None:
+            self.capture.workspaces.append(used)
+
+    def clear_workspaces(self, stream_number: int | None = None) -> None:
+        """Those of a stream; None: all."""
+        for key in [key for key in self.workspaces if stream_number in (None, key[1])]:
+            cleared = self.workspaces.pop(key)
+            cleared.is_freed = not cleared.is_of_recording
 
     def sync(self, why: str) -> None:
         if self.capture is not None:
@@ -149,9 +184,11 @@ class CurrentPlace:
 
     @contextmanager
     def _record(self, graph: Graph, pool: Any = None, **_options: Any) -> Iterator[None]:
-        self.capture = graph
+        if self._capture_stream is None:
+            self._capture_stream = Stream(self, self.current_device(), self.next_number())
         try:
-            with self._on_stream(Stream(self, self.current_device(), self.next_number())):
+            with self._on_stream(self._capture_stream):
+                graph.capture_begin()
                 yield
         finally:
             self.capture = None
