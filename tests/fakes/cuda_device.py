@@ -305,8 +305,10 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             "set_sync_debug_mode": self._set_sync_debug_mode,
         }  # fmt: skip
         self._patches = [mock.patch.object(torch.cuda, name, value) for name, value in names.items()]
-        clear = mock.patch.object(torch._C, "_cuda_clearCublasWorkspaces", self.clear_workspaces, create=True)
-        self._patches.append(clear)
+        workspaces: dict[str, Any] = {
+            "_cuda_clearCublasWorkspaces": self.clear_workspaces
+        }  # a CPU build has no such name
+        self._patches.append(mock.patch.multiple(torch._C, create=True, **workspaces))
         for patch in self._patches:
             patch.start()
         SimulatedCuda.active = self

@@ -1,9 +1,9 @@
 """Streams, events and graphs of `cuda_device`, and which of them each thread uses. An event is over when the
 host has waited for it, for its stream or for the device: until then `query` says no.
 
-torch gives cuBLAS a workspace for each thread and stream, and keeps it until a graph that was recorded on that
-stream is destroyed. A graph uses those of its recording: one from outside of the recording may then be gone
-(pytorch/pytorch#193402), and the replay says so."""
+torch gives cuBLAS a workspace for each thread and stream, and keeps it until a graph that was recorded on
+that stream is destroyed. A graph uses those of its recording: one from outside of the recording may then be
+gone (pytorch/pytorch#193402), and the replay says so."""
 
 from __future__ import annotations
 

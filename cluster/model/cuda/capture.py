@@ -102,8 +102,8 @@ def _no_collection() -> Iterator[None]:
 
 @contextmanager
 def _own_workspaces() -> Iterator[None]:
-    """Inside, cuBLAS gets memory of the recording's own pool for its sums. torch keeps what it gave cuBLAS on a
-    stream, and frees it with any graph that was recorded there, though others still use it
+    """Inside, cuBLAS gets memory of the recording's own pool for its sums. torch keeps what it gave cuBLAS on
+    a stream, and frees it with any graph that was recorded there, though others still use it
     (pytorch/pytorch#193402). What other threads' products had is free for what is enqueued behind them."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
