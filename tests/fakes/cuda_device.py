@@ -305,9 +305,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             "set_sync_debug_mode": self._set_sync_debug_mode,
         }  # fmt: skip
         self._patches = [mock.patch.object(torch.cuda, name, value) for name, value in names.items()]
-        workspaces: dict[str, Any] = {
-            "_cuda_clearCublasWorkspaces": self.clear_workspaces
-        }  # a CPU build has no such name
+        # a build for CPUs has no such name
+        workspaces: dict[str, Any] = {"_cuda_clearCublasWorkspaces": self.clear_workspaces}
         self._patches.append(mock.patch.multiple(torch._C, create=True, **workspaces))
         for patch in self._patches:
             patch.start()

@@ -24,6 +24,7 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/capture.py:capture_cuda.capture
         cluster/model/cuda/capture.py:refusing_reads
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
+        cluster/model/encoder.py:EncoderModel._on_device
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
     "test_layer_launches.py": """ cluster/model/cuda/early.py:early
