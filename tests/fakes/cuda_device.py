@@ -6,7 +6,8 @@ A `CudaTensor` says that it lies on `cuda:i` and holds its numbers in CPU memory
 * tensors of two devices in one operator, but for 0-dimensional CPU tensors and CPU tensors that index;
 * while a graph is recorded: reading a tensor on the host, waiting, copies between the memories but to pinned
   ones of the host;
-* division by a Python number is a product with its inverse, as in CUDA's kernels.
+* division by a Python number is a product with its inverse, as in CUDA's kernels;
+* writing to pinned memory that is being copied, until the host has waited for the copy: when it waits.
 
 It counts the reads and copies that make the host wait (`num_syncs`): those to and from memory that is not
 pinned, too. Streams and events keep an order: `torch.cuda`'s own sanitizer is told which stream reads and
@@ -215,6 +216,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
                 to_host = not _is_on_cuda(into)
                 if not (to_host and asynchronous and self._is_pinned(into)):
                     self.crosses(asynchronous and not to_host)
+                if not to_host and asynchronous and self._is_pinned(source):
+                    self.send(source)
             _held(into).copy_(_held(source))
             if _is_on_cuda(into):
                 self._note_copy(source, into)

@@ -43,19 +43,21 @@ class Stream:
         for event in self.events:
             event.is_over = True
         self.events.clear()
+        self._device.arrive(self._device.sent_on(self))
 
 
 class Event:
     def __init__(self, device: CurrentPlace, number: int):
         self._device, self.number = device, number
         self.is_over = True  # as CUDA's, until it is recorded
+        self.sent: list[Sent] = []  # before it
         self.num_waits = 0
         device.handler._handle_event_creation(number)
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._device.current_stream()
         self._device.handler._handle_event_record(self.number, stream.number)
-        self.is_over = False
+        self.is_over, self.sent = False, self._device.sent_on(stream)
         stream.events.append(self)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -69,6 +71,16 @@ class Event:
         self.num_waits += 1
         self._device.handler._handle_event_synchronization(self.number)
         self.is_over = True
+        self._device.arrive(self.sent)
+
+
+@dataclass(eq=False)
+class Sent:
+    """A copy from pinned memory, which the device may read as late as the host waits for the copy."""
+
+    stream: int
+    source: Tensor
+    content: Tensor  # when it was enqueued
 
 
 @dataclass(eq=False)
@@ -124,6 +136,7 @@ class CurrentPlace:
         self.sync_debug_mode = 0
         self.capture: Graph | None = None
         self.workspaces: dict[tuple[int, int], Workspace] = {}  # by thread and stream
+        self.sent: list[Sent] = []
         self.handler = _sanitizer.EventHandler()
         self._local = threading.local()
         self._numbers = itertools.count(1)
@@ -132,6 +145,20 @@ class CurrentPlace:
 
     def next_number(self) -> int:
         return next(self._numbers)
+
+    def send(self, source: Tensor) -> None:
+        self.sent.append(Sent(self.current_stream().number, source, source.clone()))
+
+    def sent_on(self, stream: Stream) -> list[Sent]:
+        return [each for each in self.sent if each.stream == stream.number]
+
+    def arrive(self, sent: list[Sent]) -> None:
+        """The host has waited for these copies. Raises RuntimeError if it has written there before."""
+        for each in [each for each in sent if each in self.sent]:
+            self.sent.remove(each)
+            found, expected = (own.reshape(-1).view(torch.uint8) for own in (each.source, each.content))
+            if not torch.equal(found, expected):
+                raise RuntimeError("the host has written to pinned memory before the device had copied it")
 
     def use_workspace(self) -> None:
         """A product is launched."""
@@ -205,3 +232,4 @@ class CurrentPlace:
     def _synchronize(self, device: Any = None) -> None:
         self.sync("the host waits for the device")
         self.handler.syncs.sync_all_streams()
+        self.arrive(list(self.sent))

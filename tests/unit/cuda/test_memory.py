@@ -143,6 +143,21 @@ def test_the_sanitizer_sees_a_missing_wait(device: SimulatedCuda) -> None:
     assert device.races
 
 
+def test_pinned_memory_that_is_written_to_too_early_is_noticed(device: SimulatedCuda) -> None:
+    pinned, there = torch.zeros(4, pin_memory=True), torch.zeros(4, device="cuda")
+    copied: Any = torch.cuda.Event()
+    for is_early in (False, True):
+        there.copy_(pinned, non_blocking=True)
+        copied.record()
+        if is_early:
+            pinned[1] = 7.0
+            with pytest.raises(RuntimeError, match="before the device had copied it"):
+                copied.synchronize()
+        else:
+            copied.synchronize()
+            pinned[1] = 5.0
+
+
 def test_a_steps_inputs_are_not_overwritten_before_they_are_copied(
     device: SimulatedCuda, monkeypatch
 ) -> None:
