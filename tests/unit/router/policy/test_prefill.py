@@ -292,3 +292,26 @@ def _add(cluster: ClusterView, name: str, hardware: str, per_unit_s: float | Non
 
 def _ttft(cluster: ClusterView, name: str) -> float:
     return predict(cluster, text(160), placement=Placement((), name, "d0")).ttft_s
+
+
+@pytest.mark.parametrize(
+    ("queued", "num_waiting"),
+    [
+        ([MAX_TOKENS, 100, 100, 100], 3.0),  # short prompts after one that fills the step count whole
+        ([4 * MAX_TOKENS], 0.75),  # a long one by the part that is left
+        ([MAX_TOKENS // 2, MAX_TOKENS], 1.0),  # the second one came when the step had begun
+    ],
+)
+def test_a_prompt_costs_those_that_wait_by_what_is_left_of_each(queued, num_waiting):
+    cluster = cluster_of()
+    for number, num_tokens in enumerate(queued):
+        send(cluster, text(num_tokens, name=f"queued {number}"))
+    prefills = Estimate(text(160), cluster, 0.0).prefills
+    assert prefills.cost_s[0] / prefills.work_s[0] == pytest.approx(num_waiting, abs=0.02)
+
+
+def test_a_prompt_costs_those_of_other_doors_by_what_is_left_of_all():
+    cluster = cluster_of()
+    cluster.reported("p0", load(num_units=4 * MAX_TOKENS, num_requests=3), now=1.0)
+    prefills = Estimate(text(160), cluster, 1.0).prefills
+    assert prefills.cost_s[0] / prefills.work_s[0] == pytest.approx(3 * 0.75, abs=0.02)
