@@ -74,9 +74,9 @@ class Search:
 
 
 def _least_waits(costs: Floats, encode_s: Floats) -> float:
-    """Lower bound of what all items together cost above each one's least cost, as those at one encoder wait for
-    one another. `costs`, `encode_s`: [items, encoders]. Of the items with one cheapest encoder some stay, and
-    the k-th of them waits for k others; the rest pay the difference to another encoder."""
+    """Lower bound of what all items together cost above each one's least cost, as those at one encoder wait
+    for one another. `costs`, `encode_s`: [items, encoders]. Of the items with one cheapest encoder some stay,
+    and the k-th of them waits for k others; the rest pay the difference to another encoder."""
     if len(costs) < 2 or costs.shape[1] < 2:
         return 0.0
     cheapest = costs.argmin(1)
