@@ -36,7 +36,7 @@ class _Queue(NamedTuple):
     before: Floats  # ahead of the prompt
     text_before: Floats  # ahead of the prompt, of prompts without media
     behind: Floats  # behind the prompt, but may share its steps
-    num_waiting: Floats  # prompts outside the running step, each by the part of it that is left
+    num_prompts: Floats  # there, each by the part of it that is left
 
 
 class PrefillEstimate:
@@ -51,9 +51,9 @@ class PrefillEstimate:
     tail_s      [items, prefills]: to compute what is computed once an item is there: the tokens from its
                 first one on, and a little text in front of it
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      delay of others: the prompt's work, for every request that waits there or at a worker of the
-                same device (by the part of it that is left), for a part of the answers that run there, and
-                for a later request with the same prompt if nothing is cached
+    cost_s      delay of others: the prompt's work, for every prompt that is computed or waits there or at a
+                worker of the same device, by the part of it that is left; for a part of the answers that run
+                there; and for a later request with the same prompt if nothing is cached
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PrefillEstimate:
         self._busy_s = np.where(steps.has_answers, np.inf, busy_s)
         half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.max_tokens))
         self._half_step_s = np.where(others > 0, half_step_s, self._decode_wait_s)
-        waiting = queue.num_waiting + np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
+        waiting = queue.num_prompts + np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
         encoding = encoding_beside(cluster)
         if encoding is not None:
             delay_s = np.minimum(encoding.queue_s, self.text_s)
@@ -166,17 +166,15 @@ class PrefillEstimate:
         keys, token_s = cluster.keys(request, now, self.num_uncached), self._steps.queued_token_s
         own = cluster.pending.running(pool, now, keys)
         others = np.maximum(0.0, pool.reported_units - np.maximum(0.0, own.total - pool.sent_units))
-        may_run = np.minimum(others + own.running, total)
-        running, left_s = running_step(pool, may_run, self.max_tokens, self._fixed_s, token_s, now)
+        running = np.minimum(others + own.running, total)
+        running, left_s = running_step(pool, running, self.max_tokens, self._fixed_s, token_s, now)
         left_s = self._blocks_s + np.maximum(left_s, self._decode_wait_s)
         running_before = np.minimum(running, others + own.running_before)
         soon = now + media_s
         not_before = np.where(self.is_needed.any(0), soon + total * token_s, now + left_s)
-        in_step = running / np.maximum(1.0, may_run)
-        ahead = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before, in_step)
+        ahead = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before)
         num_prompts = pool.reported_requests + pool.sent_requests
         num_others = np.maximum(0.0, num_prompts - own.num_prompts)
-        others_left = np.maximum(0.0, others - running) / np.maximum(1.0, others)
         before = np.minimum(others + ahead.before, total)
         text_before = np.minimum(others + ahead.text_before, total)
         return _Queue(
@@ -184,7 +182,7 @@ class PrefillEstimate:
             np.maximum(0.0, before - running_before),
             np.maximum(0.0, text_before - running_before),
             np.maximum(0.0, np.minimum(ahead.behind, total - before) - (running - running_before)),
-            np.minimum(num_prompts, ahead.num_waiting + num_others * others_left),
+            np.minimum(num_prompts, ahead.num_prompts + num_others),
         )
 
     def _compute(self, request: RequestView, queue: _Queue, text_share: float) -> None:

@@ -294,24 +294,25 @@ def _ttft(cluster: ClusterView, name: str) -> float:
     return predict(cluster, text(160), placement=Placement((), name, "d0")).ttft_s
 
 
-@pytest.mark.parametrize(
-    ("queued", "num_waiting"),
-    [
-        ([MAX_TOKENS, 100, 100, 100], 3.0),  # short prompts after one that fills the step count whole
-        ([4 * MAX_TOKENS], 0.75),  # a long one by the part that is left
-        ([MAX_TOKENS // 2, MAX_TOKENS], 1.0),  # the second one came when the step had begun
-    ],
-)
-def test_a_prompt_costs_those_that_wait_by_what_is_left_of_each(queued, num_waiting):
+def test_a_prompt_costs_the_others_by_what_is_left_of_each():
     cluster = cluster_of()
-    for number, num_tokens in enumerate(queued):
-        send(cluster, text(num_tokens, name=f"queued {number}"))
-    prefills = Estimate(text(160), cluster, 0.0).prefills
-    assert prefills.cost_s[0] / prefills.work_s[0] == pytest.approx(num_waiting, abs=0.02)
+    send(cluster, text(4 * MAX_TOKENS, name="long"))
+    send(cluster, text(100, name="short"))
+    assert others_delayed(cluster) == pytest.approx(2, abs=0.02), "however long they are"
+    send(cluster, media(400, num_before=400, name="image"), Placement(("e0",), "p0", "d0"))
+    at_once = others_delayed(cluster)
+    cluster.reported("p0", load(num_units=3 * MAX_TOKENS, num_requests=3), now=0.2)
+    cluster.reported("p0", load(num_units=2 * MAX_TOKENS, num_requests=3), now=0.4)
+    assert others_delayed(cluster, now=0.4) < at_once - 0.3, "what was before the image has been computed"
 
 
-def test_a_prompt_costs_those_of_other_doors_by_what_is_left_of_all():
+def test_a_prompt_costs_each_one_of_other_doors():
     cluster = cluster_of()
     cluster.reported("p0", load(num_units=4 * MAX_TOKENS, num_requests=3), now=1.0)
-    prefills = Estimate(text(160), cluster, 1.0).prefills
-    assert prefills.cost_s[0] / prefills.work_s[0] == pytest.approx(3 * 0.75, abs=0.02)
+    assert others_delayed(cluster, now=1.0) == pytest.approx(3, abs=0.02)
+
+
+def others_delayed(cluster: ClusterView, now: float = 0.0) -> float:
+    """For how many prompts at p0 the work of a new one counts."""
+    prefills = Estimate(text(160), cluster, now).prefills
+    return float(prefills.cost_s[0] / prefills.work_s[0])
