@@ -36,7 +36,7 @@ class _Queue(NamedTuple):
     before: Floats  # ahead of the prompt
     text_before: Floats  # ahead of the prompt, of prompts without media
     behind: Floats  # behind the prompt, but may share its steps
-    num_prompts: Floats  # there, each by the part of it that is left
+    num_prompts: Floats  # this door's, each by the part of it that is left, and others that wait
 
 
 class PrefillEstimate:
@@ -51,9 +51,10 @@ class PrefillEstimate:
     tail_s      [items, prefills]: to compute what is computed once an item is there: the tokens from its
                 first one on, and a little text in front of it
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      delay of others: the prompt's work, for every prompt that is computed or waits there or at a
-                worker of the same device, by the part of it that is left; for a part of the answers that run
-                there; and for a later request with the same prompt if nothing is cached
+    cost_s      delay of others: the prompt's work, for every prompt there or at a worker of the same device,
+                by the part of it that is left (of other doors' prompts those outside the running step); for
+                a part of the answers that run there; and for a later request with the same prompt if nothing
+                is cached
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class PrefillEstimate:
         ahead = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before)
         num_prompts = pool.reported_requests + pool.sent_requests
         num_others = np.maximum(0.0, num_prompts - own.num_prompts)
+        num_others = num_others * np.maximum(0.0, others - running) / np.maximum(1.0, others)
         before = np.minimum(others + ahead.before, total)
         text_before = np.minimum(others + ahead.text_before, total)
         return _Queue(
