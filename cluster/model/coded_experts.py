@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
@@ -106,6 +107,8 @@ class ExpertLoading:
             if module not in of_text or getattr(module, "has_post_expert_norm", True):
                 continue
             leaves = [leaf for leaf in _PROJECTIONS if module._parameters.get(leaf) is not None]
+            if any(isinstance(module._parameters[leaf], DTensor) for leaf in leaves):
+                continue  # of a rank
             places = [_Place(module, leaf, tuple(sources[f"{path}.{leaf}"])) for leaf in leaves]
             if all(place.sources and self._weights.keys() >= {*place.sources} for place in places):
                 self._places += places
@@ -119,10 +122,10 @@ class ExpertLoading:
             for name in place.sources:
                 self.tensors[name] = NumberedRows(self._weights[name], numbers[name])
 
-    def settle(self) -> bool:
-        """Puts codes in place of the columns. Returns whether all are; else the model has to be read again.
-        Raises ConfigError for a code that is not finite."""
-        lost = []
+    def settle(self) -> list[str]:
+        """Puts codes in place of the columns. Returns the names of weights that cannot keep their codes: then
+        the model has to be read again. Raises ConfigError for a code that is not finite."""
+        lost: list[str] = []
         for place in self._places:
             made = self._made(place.experts.get_parameter(place.leaf).detach())
             if made is None:
@@ -131,16 +134,16 @@ class ExpertLoading:
                 place.experts.register_parameter(place.leaf, None)
                 del place.experts._parameters[place.leaf]
                 place.experts.add_module(place.leaf, made)
-        self._forget(lost)
-        return not lost
+        return lost
 
     def give_up(self) -> None:
         """Experts will be dequantised when the model is read again."""
-        self._forget([name for place in self._places for name in place.sources])
+        self.forget([name for place in self._places for name in place.sources])
 
-    def _forget(self, names: Sequence[str]) -> None:
+    def forget(self, names: Sequence[str]) -> None:
+        """These will be dequantised when the model is read again."""
         for name in names:
-            del self._weights[name]
+            self._weights.pop(name, None)
         if names:
             logger.info(
                 "%d weights of experts are converted and cannot keep their codes: %s", len(names), names[0]

@@ -5,18 +5,19 @@ puts the local share in its place. Here the share becomes the weight, and what t
 of the module, so that kernels can take the place of such linears (`cluster.model.layers`), and a call is one
 product and at most one collective:
 
-    nn.Linear        divided by outputs; the result is this rank's piece
-    SummedLinear     divided by inputs, which are this rank's piece; the ranks' products are summed
-    GatheredLinear   the head, divided by outputs, which are gathered
-    SummedEmbedding  divided by rows; a row is there on one rank, and zero on the others
+    nn.Linear, CodedLinear           divided by outputs; the result is this rank's piece
+    SummedLinear, SummedCodedLinear  divided by inputs, which are this rank's piece; products are summed
+    GatheredLinear                   the head, divided by outputs, which are gathered
+    SummedEmbedding                  divided by rows; a row is there on one rank, and zero on the others
 
-Modules that transformers divides in another way stay as it has made them. `in_features` and `out_features`
+Those of codes are made while the model is loaded (`coded_linears`), the others afterwards. Modules that transformers divides in another way stay as it has made them. `in_features` and `out_features`
 are those of the whole. Runs on the thread that loads the model.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ from transformers import PreTrainedModel
 
 from cluster.model.collectives import Collectives
 from cluster.model.half_files import own_share
+from cluster.model.layers.codes import CodedLinear, CodedProduct, Codes
+from cluster.model.mixer_shares import keep_piece, piece_of
 from cluster.model.sharding import name_in_plan
 
 
@@ -34,9 +37,20 @@ class SummedLinear(nn.Linear):
 
     collectives: Collectives
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return F.linear(x, self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., this rank's inputs] → [..., outputs]."""
-        return self.collectives.sum(F.linear(x, self.weight, self.bias))
+        return self.collectives.sum(self.multiply(x))
+
+
+class SummedCodedLinear(CodedLinear, SummedLinear):
+    """Both: the codes are those of this rank's inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.collectives.sum(self.multiply(x))
 
 
 class GatheredLinear(nn.Linear):
@@ -82,7 +96,70 @@ _KINDS: dict[str, tuple[type[nn.Linear], int]] = {
     "colwise": (nn.Linear, 0),
     "rowwise": (SummedLinear, 1),
 }
+_BY_ROWS = ("colwise", "packed_colwise")  # successive rows, or of each half of them
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")  # all ranks have the same
 _GATHERED = ("colwise_gather_output", "colwise_rep")
+
+
+class CodedShare(NamedTuple):
+    """How ranks hold the codes of a linear."""
+
+    kind: type[CodedLinear]
+    columns: Sequence[range]  # of the stored weight, by rank
+    has_rows: bool  # transformers divides its rows
+
+
+def coded_share(linear: nn.Linear, way: str, shape: Sequence[int], num_ranks: int) -> CodedShare | None:
+    """linear: on the meta device. way: in transformers' plan. shape: [rows, columns] of the stored weight.
+    None: ranks do not hold successive rows or columns of it, or one of them holds none."""
+    whole = [range(shape[1])] * num_ranks
+    if not isinstance(linear.weight, DTensor):
+        if "forward" in vars(linear) and way not in _WHOLE:
+            return None
+        piece = piece_of(linear)
+        if piece is None or not piece.cut.is_last:
+            return CodedShare(CodedLinear, whole, has_rows=False)
+        pieces = [piece.cut.ranges(rank, num_ranks)[0] for rank in range(num_ranks)]
+        return CodedShare(CodedLinear, [range(own.start, own.stop) for own in pieces], has_rows=False)
+    if min(shape) < 2 * num_ranks**2 or len(linear.weight.placements) != 1:
+        return None
+    (placement,) = linear.weight.placements
+    if way in _BY_ROWS and getattr(placement, "dim", None) == 0:
+        return CodedShare(CodedLinear, whole, has_rows=True)
+    if way == "rowwise" and _is_divided(linear.weight, 1):
+        width = -(-shape[1] // num_ranks)
+        columns = [range(first, min(first + width, shape[1])) for first in range(0, shape[1], width)]
+        return CodedShare(SummedCodedLinear, columns, has_rows=False)
+    return None
+
+
+def coded_linear(
+    linear: nn.Linear, codes: Codes, product: CodedProduct, share: CodedShare, collectives: Collectives | None
+) -> CodedLinear:
+    """What takes the place of a linear that was read but for its weight. codes: of this rank."""
+    bias = cast("Tensor | None", linear.bias)
+    made = share.kind(codes, None, product, (linear.in_features, linear.out_features))
+    if isinstance(made, SummedCodedLinear):
+        made.collectives = cast(Collectives, collectives)
+        bias = bias if made.collectives.rank == 0 else None
+    if bias is not None:
+        made.bias = _parameter(bias)
+    keep_piece(linear, made)
+    return made
+
+
+def without_codes(linear: CodedLinear, dtype: torch.dtype) -> nn.Linear:
+    """The same linear with its plain weight."""
+    kind = SummedLinear if isinstance(linear, SummedLinear) else nn.Linear
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.in_features, made.out_features = linear.in_features, linear.out_features
+    made.weight = _parameter(linear.codes.plain(dtype))
+    made.register_parameter("bias", linear.bias)
+    if isinstance(linear, SummedLinear):
+        cast(SummedLinear, made).collectives = linear.collectives
+    keep_piece(linear, made)
+    return made.eval()
 
 
 @torch.no_grad()
