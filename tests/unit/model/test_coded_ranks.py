@@ -1,0 +1,222 @@
+"""Two ranks of tiny quantised models that hold codes of their shares alone, meet over Gloo, and give the
+tokens of `generate` with the plain weights. Their layers are modules with products of plain torch; in
+Triton's interpreter, which has to be asked for (TRITON_INTERPRET=1), our kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cluster.kvcache.memory import BlockMemory
+from cluster.model.attention_cuda import CudaAttention
+from cluster.model.attention_torch import TorchAttention
+from cluster.model.collectives import Collectives
+from cluster.model.cuda.coded_choice import CODED_KERNELS
+from cluster.model.cuda.layer import CudaLayerKernels
+from cluster.model.cuda.merging import merge_inputs
+from cluster.model.half_files import own_share
+from cluster.model.language import LanguageModel
+from cluster.model.language_parts import LanguageParts, on_kernels, probed_parts
+from cluster.model.layers.codes import CodedKernels, CodedLinear, Codes
+from cluster.model.loading import Half, load_half
+from cluster.model.parallel import ForwardProgress, LeadingModel, follow, join_group, leave_group
+from cluster.model.rank_linears import SummedLinear, settle_linears
+from cluster.model.sharding import Sharding
+from tests.fakes.processes import results_of_ranks
+from tests.flow.quantised_folders import is_linear
+from tests.flow.quantised_formats import FORMS, compressed_entry, fp8
+from tests.unit.model.test_cuda_coded_models import OF_PLAIN, folders, product_of_plain
+from tests.unit.model.test_cuda_whole_layer import LAYERS, WHOLE, generated, greedy, what_is_fused
+
+interpreted = pytest.mark.skipif(
+    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="runs Triton's interpreter: wants triton and TRITON_INTERPRET=1",
+)
+# Blocks in which ranks cut both rows and columns: they have 48 of the MLP's
+_FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+FORMS["fp8 in wide blocks"] = fp8(
+    compressed_entry("float-quantized", {**_FLOAT, "strategy": "block", "block_structure": [64, 32]}),
+    ".weight_scale", (64, 32), (0, 0),
+)  # fmt: skip
+CASES = {  # by name: family, format, what our kernels fuse
+    "blocks": ("llama", "fp8 in wide blocks", WHOLE),
+    "rows": ("qwen3", "compressed fp8 by rows", WHOLE),
+    "one scale": ("qwen2", "modelopt fp8", WHOLE),
+    "awq": ("qwen2", "AWQ", WHOLE),
+    "gptq": ("gemma2_softcap_window", "GPTQ", LAYERS),
+    "gptq zeros": ("llama", "GPTQ with zeros", WHOLE),
+    "packed": ("llama", "W4A16", WHOLE),
+    "packed zeros": ("qwen2_5_vl", "W4A16 with zeros", WHOLE),
+    "8 bits": ("llama", "GPTQ of 8 bits", WHOLE),
+}
+BROKEN = "awq, wrong on one rank"
+OFTEN = ("blocks", "rows", "awq", BROKEN)  # by modules; `test_code_parts` has all formats
+
+
+class Found(NamedTuple):
+    """On one rank."""
+
+    # by a linear's name: the digest of its plain weight, and whether it is summed
+    codes: dict[str, tuple[str, bool]]
+    held: list[tuple[str, torch.Size]]  # all other matrices
+    weight_bytes: int
+    what: str | None  # is fused
+    tokens: list[list[int]]  # of rank 0
+
+
+def digest(weight: Tensor) -> str:
+    """Small: what one rank sends must not wait until the other one's is read."""
+    return hashlib.sha256(weight.detach().contiguous().numpy().tobytes()).hexdigest()
+
+
+def wrong_on_one_rank(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
+    is_wrong = torch.distributed.get_rank() and codes.width == 32  # the output projection
+    return product_of_plain(x, codes, bias) * (1.1 if is_wrong else 1)
+
+
+def parts_of(path: Path, kernels: CodedKernels, *, is_fused: bool) -> LanguageParts:
+    collectives = Collectives(torch.device("cpu"))
+    half = load_half(
+        path, Half.LANGUAGE, dtype=torch.float32, device="cpu", sharding=Sharding(2), coded=kernels,
+        collectives=collectives,
+    )  # fmt: skip
+    settle_linears(half, collectives)
+    if is_fused:
+        with torch.inference_mode():
+            merge_inputs(half, torch.device("cpu"))
+    return probed_parts(half, 16, "auto", collectives=collectives)
+
+
+def with_kernels(parts: LanguageParts) -> LanguageParts:
+    attention = CudaAttention(TorchAttention(), num_processors=2)
+    kernels = CudaLayerKernels(torch.float32, attention, is_timed=False, collectives=parts.collectives)
+    return on_kernels(replace(parts, attention=attention), kernels)
+
+
+def run_rank(
+    rank: int, num_ranks: int, meeting: Path, paths: dict[str, Path], is_fused: bool,
+    calls: dict[str, list[Connection]], results: Connection,
+) -> None:  # fmt: skip
+    torch.set_num_threads(1)
+    group = join_group(rank, num_ranks, meeting, "cpu")
+    for name, path in paths.items():
+        kernels = CODED_KERNELS if is_fused else OF_PLAIN
+        kernels = replace(kernels, product=wrong_on_one_rank) if name == BROKEN else kernels
+        parts = parts_of(path, kernels, is_fused=is_fused)
+        found = Found(
+            {
+                name: (digest(each.weight), isinstance(each, SummedLinear))
+                for name, each in parts.model.named_modules()
+                if isinstance(each, CodedLinear)
+            },
+            [(name, own_share(each).shape) for name, each in parts.model.named_parameters() if each.ndim > 1],
+            parts.weight_bytes,
+            None,
+            [],
+        )
+        if is_fused:
+            parts = with_kernels(parts)
+            found = found._replace(what=what_is_fused(parts))
+        model, progress = LanguageModel(parts), ForwardProgress()
+        kv, width = BlockMemory(model.kv_layout, 4), model.feature_width
+        if rank:
+            results.send((name, found))
+            follow(
+                model, model.prepared_adapter, kv, group, calls[name][0], progress, torch.float32, width
+            )  # fmt: skip
+            continue
+        leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)
+        results.send((name, found._replace(tokens=greedy(leading, kv))))
+        calls[name][0].close()
+    results.send(None)
+    leave_group()
+
+
+class Checkpoints:
+    """In a folder, each made when it is asked for."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._plain = folder, {}
+
+    def path(self, name: str) -> Path:
+        self.plain(name)
+        return self._folder / _case(name) / "stored"
+
+    def plain(self, name: str) -> Any:
+        """The model that it stands for."""
+        if (name := _case(name)) not in self._plain:
+            family, form, _ = CASES[name]
+            _, expected = folders(family, form, self._folder / name)
+            read = expected.model_class.from_pretrained
+            self._plain[name] = read(self._folder / name / "plain", dtype=torch.float32).eval()
+        return self._plain[name]
+
+
+def _case(name: str) -> str:
+    return "awq" if name == BROKEN else name
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+def of_ranks(
+    names: Iterable[str], checkpoints: Checkpoints, meeting: Path, *, is_fused: bool
+) -> dict[str, list[Found]]:
+    paths = {name: checkpoints.path(name) for name in names}
+    ranks = results_of_ranks(run_rank, paths, meeting, paths, is_fused, deadline_s=400)
+    return {name: [dict(own)[name] for own in ranks] for name in paths}
+
+
+@pytest.fixture(scope="module")
+def found(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
+    return of_ranks(OFTEN, checkpoints, tmp_path_factory.mktemp("modules") / "meeting", is_fused=False)
+
+
+@pytest.fixture(scope="module")
+def fused(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
+    names = (*CASES, BROKEN)
+    return of_ranks(names, checkpoints, tmp_path_factory.mktemp("fused") / "meeting", is_fused=True)
+
+
+@pytest.mark.parametrize("name", OFTEN[:-1])
+def test_ranks_hold_codes_of_their_shares_and_no_plain_weights(
+    name: str, found, checkpoints: Checkpoints
+) -> None:
+    plain = checkpoints.plain(name)
+    weights = {each.removesuffix(".weight"): own for each, own in plain.named_parameters() if is_linear(each)}
+    weights = {each: own for each, own in weights.items() if "visual" not in each}
+    for rank, own in enumerate(found[name]):
+        assert {*own.codes} == {*weights}
+        assert not [each for each, _ in own.held if each.removesuffix(".weight") in weights]
+        for path, (weight, is_summed) in own.codes.items():
+            assert is_summed == path.endswith(("o_proj", "down_proj"))
+            share = weights[path].chunk(2, 1 if is_summed else 0)[rank]
+            assert weight == digest(share), path
+    assert found[name][0].tokens == generated(plain)
+
+
+def test_a_linear_that_is_wrong_on_one_rank_is_plain_on_all(found, checkpoints: Checkpoints) -> None:
+    for own, right in zip(found[BROKEN], found["awq"], strict=True):
+        assert {*own.codes} == {path for path in right.codes if not path.endswith("o_proj")}
+        assert sum(path.endswith("o_proj.weight") for path, _ in own.held) == len(right.codes) // 7
+    assert found[BROKEN][0].tokens == generated(checkpoints.plain(BROKEN))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CASES, BROKEN])
+def test_ranks_of_our_kernels_give_the_tokens_of_generate(name: str, fused, checkpoints: Checkpoints) -> None:
+    assert fused[name][0].what == CASES[_case(name)][2]
+    assert fused[name][0].tokens == generated(checkpoints.plain(name))
