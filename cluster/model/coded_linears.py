@@ -17,11 +17,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
@@ -29,8 +29,10 @@ from cluster.model.coded_experts import is_of_experts
 from cluster.model.collectives import Collectives
 from cluster.model.dequantising import DequantisedSlice
 from cluster.model.half_files import own_share, taken_names
-from cluster.model.layers.codes import CodedProduct, Codes, joined
-from cluster.model.rank_linears import CodedShare, coded_linear, coded_share
+from cluster.model.layers.codes import CodedLinear, CodedProduct, Codes, joined
+from cluster.model.mixer_shares import piece_of
+from cluster.model.rank_linears import coded_kind, coded_linear
+from cluster.model.row_numbers import RowDivision, row_division, runs_in
 from cluster.model.sharding import name_in_plan
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,8 @@ class _Place(NamedTuple):
     number: int  # that its rows' numbers begin with
     path: str
     linear: nn.Linear
-    share: CodedShare
+    kind: type[CodedLinear]
+    division: RowDivision  # over ranks
 
 
 class LinearLoading:
@@ -73,9 +76,6 @@ class LinearLoading:
         the codes of a rank go. collectives: of a rank."""
         self.tensors, self._text_of, self._product = tensors, text_of, product
         self._device, self._collectives = device, collectives
-        self._rank, self._num_ranks = (
-            (0, 1) if collectives is None else (collectives.rank, collectives.num_ranks)
-        )
         self._weights: dict[str, DequantisedSlice] = {
             name: each
             for name, each in tensors.items()
@@ -112,18 +112,16 @@ class LinearLoading:
             ):
                 continue
             path, linear = linears[target]
-            way = model.tp_plan.get(name_in_plan(path), "") if self._num_ranks > 1 else ""
-            share = coded_share(linear, way, weight.get_shape(), self._num_ranks)
-            if share is None or not all(map(weight.has_codes_of, share.columns)):
+            way = "" if self._collectives is None else model.tp_plan.get(name_in_plan(path), "")
+            kind, division = coded_kind(linear, way), _division(linear)
+            if kind is None or division is None or not all(map(weight.has_codes_of, division.columns)):
                 plain.append(name)
                 continue
-            self._places.append(_Place(name, number, path, linear, share))
+            self._places.append(_Place(name, number, path, linear, kind, division))
             self.tensors[name] = RowNumbers(weight, number)
-            linear.weight = nn.Parameter(
-                _column(linear.weight, is_divided=share.has_rows), requires_grad=False
-            )
+            linear.weight = nn.Parameter(division.column, requires_grad=False)
         if plain:
-            logger.info("%d linears cannot keep their codes in this layout: %s", len(plain), plain[0])
+            logger.info("%d linears cannot keep their codes, or ranks their part: %s", len(plain), plain[0])
 
     def lost(self) -> list[str]:
         """Returns the names of weights from which transformers has made something else than rows."""
@@ -133,7 +131,7 @@ class LinearLoading:
         """Puts linears of codes in place of the linears; none is lost. Raises ConfigError for a code that is
         not finite."""
         for place in self._places:
-            weight, columns = self._weights[place.name], place.share.columns[self._rank]
+            weight, columns = self._weights[place.name], place.division.own_columns
             parts = [
                 weight.codes(place.name, rows=rows, columns=columns) for rows in self._rows_of(place) or ()
             ]
@@ -141,7 +139,7 @@ class LinearLoading:
             if self._collectives is not None:
                 codes = codes.to(self._device)
             parent, _, leaf = place.path.rpartition(".")
-            made = coded_linear(place.linear, codes, self._product, place.share, self._collectives)
+            made = coded_linear(place.linear, codes, self._product, place.kind, self._collectives)
             setattr(model.get_submodule(parent), leaf, made)
 
     def give_up(self) -> None:
@@ -164,17 +162,12 @@ class LinearLoading:
         rows = column[:, 0].cpu() - place.number * _WEIGHT
         if not 0 <= int(rows.min()) <= int(rows.max()) < self._weights[place.name].num_rows:
             return None
-        ends = [*((rows.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(rows)]
-        starts = [0, *ends[:-1]]
-        return [
-            range(int(rows[start]), int(rows[end - 1]) + 1) for start, end in zip(starts, ends, strict=True)
-        ]
+        return runs_in(rows)
 
 
-def _column(weight: Tensor, *, is_divided: bool) -> Tensor:
-    """Numbers of as many rows as the weight has, on the meta device; is_divided: which ranks divide so."""
-    column = torch.empty(len(weight), 1, dtype=torch.int64, device="meta")
-    if not is_divided:
-        return column
-    divided: Any = weight
-    return distribute_tensor(column, divided.device_mesh, divided.placements, src_data_rank=None)
+def _division(linear: nn.Linear) -> RowDivision | None:
+    division, piece = row_division(linear.weight, columns_axis=1), piece_of(linear)
+    if division is None or piece is None or not piece.cut.is_last:
+        return division
+    pieces = [piece.cut.ranges(rank, piece.num_ranks)[0] for rank in range(piece.num_ranks)]
+    return replace(division, columns=[range(own.start, own.stop) for own in pieces], rank=piece.rank)

@@ -16,8 +16,7 @@ are those of the whole. Runs on the thread that loads the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +27,7 @@ from transformers import PreTrainedModel
 from cluster.model.collectives import Collectives
 from cluster.model.half_files import own_share
 from cluster.model.layers.codes import CodedLinear, CodedProduct, Codes
-from cluster.model.mixer_shares import keep_piece, piece_of
+from cluster.model.mixer_shares import keep_piece
 from cluster.model.sharding import name_in_plan
 
 
@@ -101,44 +100,21 @@ _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")  # all
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 
 
-class CodedShare(NamedTuple):
-    """How ranks hold the codes of a linear."""
-
-    kind: type[CodedLinear]
-    columns: Sequence[range]  # of the stored weight, by rank
-    has_rows: bool  # transformers divides its rows
-
-
-def coded_share(linear: nn.Linear, way: str, shape: Sequence[int], num_ranks: int) -> CodedShare | None:
-    """linear: on the meta device. way: in transformers' plan. shape: [rows, columns] of the stored weight.
-    None: ranks do not hold successive rows or columns of it, or one of them holds none."""
-    whole = [range(shape[1])] * num_ranks
-    if not isinstance(linear.weight, DTensor):
-        if "forward" in vars(linear) and way not in _WHOLE:
-            return None
-        piece = piece_of(linear)
-        if piece is None or not piece.cut.is_last:
-            return CodedShare(CodedLinear, whole, has_rows=False)
-        pieces = [piece.cut.ranges(rank, num_ranks)[0] for rank in range(num_ranks)]
-        return CodedShare(CodedLinear, [range(own.start, own.stop) for own in pieces], has_rows=False)
-    if min(shape) < 2 * num_ranks**2 or len(linear.weight.placements) != 1:
-        return None
-    (placement,) = linear.weight.placements
-    if way in _BY_ROWS and getattr(placement, "dim", None) == 0:
-        return CodedShare(CodedLinear, whole, has_rows=True)
-    if way == "rowwise" and _is_divided(linear.weight, 1):
-        width = -(-shape[1] // num_ranks)
-        columns = [range(first, min(first + width, shape[1])) for first in range(0, shape[1], width)]
-        return CodedShare(SummedCodedLinear, columns, has_rows=False)
-    return None
+def coded_kind(linear: nn.Linear, way: str) -> type[CodedLinear] | None:
+    """What a rank holds the codes of a linear in. linear: on the meta device. way: in transformers' plan.
+    None: transformers divides it in a way that no such linear computes."""
+    if isinstance(linear.weight, DTensor):
+        return {**dict.fromkeys(_BY_ROWS, CodedLinear), "rowwise": SummedCodedLinear}.get(way)
+    return None if "forward" in vars(linear) and way not in _WHOLE else CodedLinear
 
 
 def coded_linear(
-    linear: nn.Linear, codes: Codes, product: CodedProduct, share: CodedShare, collectives: Collectives | None
-) -> CodedLinear:
+    linear: nn.Linear, codes: Codes, product: CodedProduct, kind: type[CodedLinear],
+    collectives: Collectives | None,
+) -> CodedLinear:  # fmt: skip
     """What takes the place of a linear that was read but for its weight. codes: of this rank."""
     bias = cast("Tensor | None", linear.bias)
-    made = share.kind(codes, None, product, (linear.in_features, linear.out_features))
+    made = kind(codes, None, product, (linear.in_features, linear.out_features))
     if isinstance(made, SummedCodedLinear):
         made.collectives = cast(Collectives, collectives)
         bias = bias if made.collectives.rank == 0 else None

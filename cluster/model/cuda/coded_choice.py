@@ -16,6 +16,7 @@ from transformers.integrations.moe import ExpertsInterface
 from cluster.model.collectives import Collectives
 from cluster.model.cuda.coded_products import CODED_ROWS, whole_product
 from cluster.model.cuda.expert_products import MANY_ROWS, experts_forward
+from cluster.model.cuda.experts import local_parameters
 from cluster.model.layers.codes import CodedExperts, CodedKernels, CodedLinear, ExpertsForward
 from cluster.model.rank_linears import without_codes
 
@@ -39,7 +40,7 @@ def keep_right_codes(
     compared. forward: of experts. collectives: of a rank: what is wrong on one of them becomes plain on all,
     which call this together."""
     has_linears = _keep_right_linears(model, dtype, collectives)
-    if _keep_right_experts(model, dtype, forward) or has_linears:
+    if _keep_right_experts(model, dtype, forward, collectives) or has_linears:
         torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
 
 
@@ -61,18 +62,23 @@ def _keep_right_linears(model: nn.Module, dtype: torch.dtype, collectives: Colle
                     "codes: %s of %d × %d: dequantised, because %s",
                     codes.kind.name, len(codes.numbers), codes.width, faults[form],
                 )  # fmt: skip
-    are_right = [faults[_form(linear)] is None for _, _, linear in linears]
-    if collectives is not None:
-        agreed = collectives.all_agree_on(are_right)
-        if num_others := sum(own != all_own for own, all_own in zip(are_right, agreed, strict=True)):
-            logger.warning("codes: %d linears: dequantised, because they are on another rank", num_others)
-        are_right = agreed
+    are_right = _right_on_all([faults[_form(linear)] is None for _, _, linear in linears], collectives)
     for (parent, name, linear), is_right in zip(linears, are_right, strict=True):
         if not is_right:
             setattr(parent, name, without_codes(linear, dtype))
     if linears:
         logger.info("codes: %d linears compute from their codes", sum(are_right))
     return bool(linears)
+
+
+def _right_on_all(are_right: list[bool], collectives: Collectives | None) -> list[bool]:
+    """Of modules in one order: which of them no rank makes plain."""
+    if collectives is None:
+        return are_right
+    agreed = collectives.all_agree_on(are_right)
+    if num_others := sum(own != all_own for own, all_own in zip(are_right, agreed, strict=True)):
+        logger.warning("codes: %d modules: dequantised, because they are on another rank", num_others)
+    return agreed
 
 
 def _form(linear: CodedLinear) -> object:
@@ -98,32 +104,37 @@ def _fault(linear: CodedLinear, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _keep_right_experts(model: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> bool:
+def _keep_right_experts(
+    model: nn.Module, dtype: torch.dtype, forward: ExpertsForward, collectives: Collectives | None
+) -> bool:
     """Returns whether there are any."""
+    found: list[tuple[Any, dict[str, CodedExperts], object]] = []
     faults: dict[object, str | None] = {}
-    num_kept = 0
-    for experts in [*model.modules()]:
+    for experts in model.modules():
         coded = {name: each for name, each in experts.named_children() if isinstance(each, CodedExperts)}
         if not coded:
             continue
         form = (type(experts), *(each.codes.form for each in coded.values()))
+        found.append((experts, coded, form))
         if form not in faults:
-            faults[form] = fault_of_experts(experts, dtype, forward)
+            with local_parameters(experts):
+                faults[form] = fault_of_experts(experts, dtype, forward)
             if faults[form] is not None:
                 logger.warning(
                     "codes: %d %s of %s: dequantised, because %s",
                     len(coded["down_proj"]), type(experts).__name__, coded["down_proj"].codes.kind.name,
                     faults[form],
                 )  # fmt: skip
-        if faults[form] is None:
-            num_kept += 1
+    are_right = _right_on_all([faults[form] is None for _, _, form in found], collectives)
+    for (experts, coded, _), is_right in zip(found, are_right, strict=True):
+        if is_right:
             _call(experts, forward)
         else:
             for name, each in coded.items():
                 _make_plain(experts, name, each, dtype)
-    if faults:
-        logger.info("codes: the experts of %d layers compute from their codes", num_kept)
-    return bool(faults)
+    if found:
+        logger.info("codes: the experts of %d layers compute from their codes", sum(are_right))
+    return bool(found)
 
 
 def _call(experts: nn.Module, forward: ExpertsForward) -> None:
