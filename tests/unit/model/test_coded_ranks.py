@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_cuda import CudaAttention
@@ -24,10 +24,9 @@ from cluster.model.collectives import Collectives
 from cluster.model.cuda.coded_choice import CODED_KERNELS
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs
-from cluster.model.half_files import own_share
 from cluster.model.language import LanguageModel
 from cluster.model.language_parts import LanguageParts, on_kernels, probed_parts
-from cluster.model.layers.codes import CodedKernels, CodedLinear, Codes
+from cluster.model.layers.codes import CodedExperts, CodedLinear, Codes
 from cluster.model.loading import Half, load_half
 from cluster.model.parallel import ForwardProgress, LeadingModel, follow, join_group, leave_group
 from cluster.model.rank_linears import SummedLinear, settle_linears
@@ -35,8 +34,8 @@ from cluster.model.sharding import Sharding
 from tests.fakes.processes import results_of_ranks
 from tests.flow.quantised_folders import is_linear
 from tests.flow.quantised_formats import FORMS, compressed_entry, fp8
-from tests.unit.model.test_cuda_coded_models import OF_PLAIN, folders, product_of_plain
-from tests.unit.model.test_cuda_whole_layer import LAYERS, WHOLE, generated, greedy, what_is_fused
+from tests.unit.model.test_cuda_coded_models import OF_PLAIN, experts_of_plain, folders, product_of_plain
+from tests.unit.model.test_cuda_whole_layer import ATTENTION, LAYERS, WHOLE, generated, greedy, what_is_fused
 
 interpreted = pytest.mark.skipif(
     find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
@@ -58,9 +57,23 @@ CASES = {  # by name: family, format, what our kernels fuse
     "packed": ("llama", "W4A16", WHOLE),
     "packed zeros": ("qwen2_5_vl", "W4A16 with zeros", WHOLE),
     "8 bits": ("llama", "GPTQ of 8 bits", WHOLE),
+    "experts": ("qwen3_moe", "W4A16 with zeros", ATTENTION),
+    "experts in blocks": ("qwen3_moe", "compressed fp8 in blocks", ATTENTION),
+    "whole experts": ("qwen3_moe", "AWQ", ATTENTION),
+    "whole fused experts": ("gpt_oss_sinks_window", "MXFP4", ATTENTION),
 }
 BROKEN = "awq, wrong on one rank"
-OFTEN = ("blocks", "rows", "awq", BROKEN)  # by modules; `test_code_parts` has all formats
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+BROKEN_EXPERTS = "experts, wrong on one rank"
+OFTEN = (
+    "blocks",
+    "rows",
+    "awq",
+    "experts",
+    "whole fused experts",
+    BROKEN,
+    BROKEN_EXPERTS,
+)  # by modules; `test_code_parts` has all formats
 
 
 class Found(NamedTuple):
@@ -68,7 +81,8 @@ class Found(NamedTuple):
 
     # by a linear's name: the digest of its plain weight, and whether it is summed
     codes: dict[str, tuple[str, bool]]
-    held: list[tuple[str, torch.Size]]  # all other matrices
+    experts: dict[str, str]  # by a parameter's name: the digest of its plain matrices
+    held: list[str]  # parameters
     weight_bytes: int
     what: str | None  # is fused
     tokens: list[list[int]]  # of rank 0
@@ -84,11 +98,22 @@ def wrong_on_one_rank(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
     return product_of_plain(x, codes, bias) * (1.1 if is_wrong else 1)
 
 
-def parts_of(path: Path, kernels: CodedKernels, *, is_fused: bool) -> LanguageParts:
+def experts_wrong_on_one_rank(experts: nn.Module, *arguments: Tensor) -> Tensor:
+    return experts_of_plain(experts, *arguments) * (1.1 if torch.distributed.get_rank() else 1)
+
+
+KERNELS = {
+    BROKEN: replace(OF_PLAIN, product=wrong_on_one_rank),
+    BROKEN_EXPERTS: replace(OF_PLAIN, experts=experts_wrong_on_one_rank),
+}
+
+
+def parts_of(name: str, path: Path, *, is_fused: bool) -> LanguageParts:
     collectives = Collectives(torch.device("cpu"))
     half = load_half(
-        path, Half.LANGUAGE, dtype=torch.float32, device="cpu", sharding=Sharding(2), coded=kernels,
-        collectives=collectives,
+        path, Half.LANGUAGE, dtype=torch.float32, device="cpu", collectives=collectives,
+        sharding=Sharding(2, expert_parallel=name.startswith("whole")),
+        coded=KERNELS.get(name, CODED_KERNELS if is_fused else OF_PLAIN),
     )  # fmt: skip
     settle_linears(half, collectives)
     if is_fused:
@@ -110,16 +135,14 @@ def run_rank(
     torch.set_num_threads(1)
     group = join_group(rank, num_ranks, meeting, "cpu")
     for name, path in paths.items():
-        kernels = CODED_KERNELS if is_fused else OF_PLAIN
-        kernels = replace(kernels, product=wrong_on_one_rank) if name == BROKEN else kernels
-        parts = parts_of(path, kernels, is_fused=is_fused)
+        parts = parts_of(name, path, is_fused=is_fused)
+        modules = [*parts.model.named_modules()]
+        linears = [(name, each) for name, each in modules if isinstance(each, CodedLinear)]
+        experts = [(name, each) for name, each in modules if isinstance(each, CodedExperts)]
         found = Found(
-            {
-                name: (digest(each.weight), isinstance(each, SummedLinear))
-                for name, each in parts.model.named_modules()
-                if isinstance(each, CodedLinear)
-            },
-            [(name, own_share(each).shape) for name, each in parts.model.named_parameters() if each.ndim > 1],
+            {name: (digest(each.weight), isinstance(each, SummedLinear)) for name, each in linears},
+            {name: digest(each.codes.plain(torch.float32)) for name, each in experts},
+            [name for name, _ in parts.model.named_parameters()],
             parts.weight_bytes,
             None,
             [],
@@ -163,7 +186,7 @@ class Checkpoints:
 
 
 def _case(name: str) -> str:
-    return "awq" if name == BROKEN else name
+    return name.partition(",")[0]
 
 
 @pytest.fixture(scope="module")
@@ -190,28 +213,43 @@ def fused(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
     return of_ranks(names, checkpoints, tmp_path_factory.mktemp("fused") / "meeting", is_fused=True)
 
 
-@pytest.mark.parametrize("name", OFTEN[:-1])
+@pytest.mark.parametrize("name", OFTEN[:-2])
 def test_ranks_hold_codes_of_their_shares_and_no_plain_weights(
     name: str, found, checkpoints: Checkpoints
 ) -> None:
     plain = checkpoints.plain(name)
     weights = {each.removesuffix(".weight"): own for each, own in plain.named_parameters() if is_linear(each)}
-    weights = {each: own for each, own in weights.items() if "visual" not in each}
+    experts = {each: own for each, own in plain.named_parameters() if each.endswith(EXPERTS)}
     for rank, own in enumerate(found[name]):
-        assert {*own.codes} == {*weights}
-        assert not [each for each, _ in own.held if each.removesuffix(".weight") in weights]
+        linears = {} if "MXFP4" in CASES[name] else weights
+        assert {*own.codes} == {*linears} and {*own.experts} == {*experts}
+        assert not {*own.held} & {*experts, *(f"{path}.weight" for path in linears)}
         for path, (weight, is_summed) in own.codes.items():
             assert is_summed == path.endswith(("o_proj", "down_proj"))
-            share = weights[path].chunk(2, 1 if is_summed else 0)[rank]
-            assert weight == digest(share), path
+            assert weight == digest(weights[path].chunk(2, 1 if is_summed else 0)[rank]), path
+        for path, matrices in own.experts.items():
+            share = share_of_experts(experts[path], path, rank, is_whole=name.startswith("whole"))
+            assert matrices == digest(share.transpose(1, 2) if "MXFP4" in CASES[name] else share), path
     assert found[name][0].tokens == generated(plain)
 
 
-def test_a_linear_that_is_wrong_on_one_rank_is_plain_on_all(found, checkpoints: Checkpoints) -> None:
+def share_of_experts(whole: Tensor, name: str, rank: int, *, is_whole: bool) -> Tensor:
+    if is_whole:
+        return whole.chunk(2)[rank]
+    if name.endswith("down_proj"):
+        return whole.chunk(2, 2)[rank]
+    return torch.cat([half.chunk(2, 1)[rank] for half in whole.chunk(2, 1)], 1)
+
+
+def test_what_is_wrong_on_one_rank_is_plain_on_all(found, checkpoints: Checkpoints) -> None:
     for own, right in zip(found[BROKEN], found["awq"], strict=True):
-        assert {*own.codes} == {path for path in right.codes if not path.endswith("o_proj")}
-        assert sum(path.endswith("o_proj.weight") for path, _ in own.held) == len(right.codes) // 7
-    assert found[BROKEN][0].tokens == generated(checkpoints.plain(BROKEN))
+        outputs = {path for path in right.codes if path.endswith("o_proj")}
+        assert {*own.codes} == {*right.codes} - outputs
+        assert {*own.held} == {*right.held, *(f"{path}.weight" for path in outputs)}
+    for own, right in zip(found[BROKEN_EXPERTS], found["experts"], strict=True):
+        assert not own.experts and {*own.held} == {*right.held, *right.experts} and own.codes == right.codes
+    for name in (BROKEN, BROKEN_EXPERTS):
+        assert found[name][0].tokens == generated(checkpoints.plain(name))
 
 
 @interpreted
