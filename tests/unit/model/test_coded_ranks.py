@@ -34,6 +34,7 @@ from cluster.model.sharding import Sharding
 from tests.fakes.processes import results_of_ranks
 from tests.flow.quantised_folders import is_linear
 from tests.flow.quantised_formats import FORMS, compressed_entry, fp8
+from tests.flow.test_tensor_parallel import BLOCK_SIZE, answers, memory
 from tests.unit.model.test_cuda_coded_models import OF_PLAIN, experts_of_plain, folders, product_of_plain
 from tests.unit.model.test_cuda_whole_layer import ATTENTION, LAYERS, WHOLE, generated, greedy, what_is_fused
 
@@ -47,6 +48,7 @@ FORMS["fp8 in wide blocks"] = fp8(
     compressed_entry("float-quantized", {**_FLOAT, "strategy": "block", "block_structure": [64, 32]}),
     ".weight_scale", (64, 32), (0, 0),
 )  # fmt: skip
+HYBRID = "mixers"  # that keep states
 CASES = {  # by name: family, format, what our kernels fuse
     "blocks": ("llama", "fp8 in wide blocks", WHOLE),
     "rows": ("qwen3", "compressed fp8 by rows", WHOLE),
@@ -60,6 +62,7 @@ CASES = {  # by name: family, format, what our kernels fuse
     "experts": ("qwen3_moe", "W4A16 with zeros", ATTENTION),
     "experts in blocks": ("qwen3_moe", "compressed fp8 in blocks", ATTENTION),
     "whole experts": ("qwen3_moe", "AWQ", ATTENTION),
+    HYBRID: ("qwen3_5_moe", "fp8 in blocks", None),
     "whole fused experts": ("gpt_oss_sinks_window", "MXFP4", ATTENTION),
 }
 BROKEN = "awq, wrong on one rank"
@@ -71,9 +74,13 @@ OFTEN = (
     "awq",
     "experts",
     "whole fused experts",
+    HYBRID,
     BROKEN,
     BROKEN_EXPERTS,
 )  # by modules; `test_code_parts` has all formats
+
+
+FUSED = (*(name for name in CASES if name != HYBRID), BROKEN)
 
 
 class Found(NamedTuple):
@@ -151,7 +158,7 @@ def run_rank(
             parts = with_kernels(parts)
             found = found._replace(what=what_is_fused(parts))
         model, progress = LanguageModel(parts), ForwardProgress()
-        kv, width = BlockMemory(model.kv_layout, 4), model.feature_width
+        kv, width = memory(model) if name == HYBRID else BlockMemory(model.kv_layout, 4), model.feature_width
         if rank:
             results.send((name, found))
             follow(
@@ -159,7 +166,8 @@ def run_rank(
             )  # fmt: skip
             continue
         leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)
-        results.send((name, found._replace(tokens=greedy(leading, kv))))
+        tokens = answers(leading, model, kv)[0] if name == HYBRID else greedy(leading, kv)
+        results.send((name, found._replace(tokens=tokens)))
         calls[name][0].close()
     results.send(None)
     leave_group()
@@ -209,11 +217,10 @@ def found(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def fused(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
-    names = (*CASES, BROKEN)
-    return of_ranks(names, checkpoints, tmp_path_factory.mktemp("fused") / "meeting", is_fused=True)
+    return of_ranks(FUSED, checkpoints, tmp_path_factory.mktemp("fused") / "meeting", is_fused=True)
 
 
-@pytest.mark.parametrize("name", OFTEN[:-2])
+@pytest.mark.parametrize("name", OFTEN[:-3])
 def test_ranks_hold_codes_of_their_shares_and_no_plain_weights(
     name: str, found, checkpoints: Checkpoints
 ) -> None:
@@ -231,6 +238,17 @@ def test_ranks_hold_codes_of_their_shares_and_no_plain_weights(
             share = share_of_experts(experts[path], path, rank, is_whole=name.startswith("whole"))
             assert matrices == digest(share.transpose(1, 2) if "MXFP4" in CASES[name] else share), path
     assert found[name][0].tokens == generated(plain)
+
+
+def test_mixers_of_ranks_keep_their_codes(found, checkpoints: Checkpoints) -> None:
+    half = load_half(checkpoints.path(HYBRID), Half.LANGUAGE, dtype=torch.float32, device="cpu")
+    model = LanguageModel.from_model(half, block_size=BLOCK_SIZE)
+    assert found[HYBRID][0].tokens == answers(model, model, memory(model))[0]
+    weights = {name for name, _ in half.named_parameters() if is_linear(name)}
+    for own in found[HYBRID]:
+        assert {f"{path}.weight" for path in own.codes} == weights
+        assert not {*own.held} & weights
+    assert any("linear_attn.out_proj" in path for path in found[HYBRID][0].codes)
 
 
 def share_of_experts(whole: Tensor, name: str, rank: int, *, is_whole: bool) -> Tensor:
@@ -254,7 +272,7 @@ def test_what_is_wrong_on_one_rank_is_plain_on_all(found, checkpoints: Checkpoin
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CASES, BROKEN])
+@pytest.mark.parametrize("name", FUSED)
 def test_ranks_of_our_kernels_give_the_tokens_of_generate(name: str, fused, checkpoints: Checkpoints) -> None:
     assert fused[name][0].what == CASES[_case(name)][2]
     assert fused[name][0].tokens == generated(checkpoints.plain(name))
