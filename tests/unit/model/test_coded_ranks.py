@@ -24,6 +24,7 @@ from cluster.model.collectives import Collectives
 from cluster.model.cuda.coded_choice import CODED_KERNELS
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs
+from cluster.model.half_files import HalfSizes
 from cluster.model.language import LanguageModel
 from cluster.model.language_parts import LanguageParts, on_kernels, probed_parts
 from cluster.model.layers.codes import CodedExperts, CodedLinear, Codes
@@ -90,6 +91,7 @@ class Found(NamedTuple):
     codes: dict[str, tuple[str, bool]]
     experts: dict[str, str]  # by a parameter's name: the digest of its plain matrices
     held: list[str]  # parameters
+    least_bytes: int  # known before a weight is read
     weight_bytes: int
     what: str | None  # is fused
     tokens: list[list[int]]  # of rank 0
@@ -115,18 +117,19 @@ KERNELS = {
 }
 
 
-def parts_of(name: str, path: Path, *, is_fused: bool) -> LanguageParts:
-    collectives = Collectives(torch.device("cpu"))
+def parts_of(name: str, path: Path, *, is_fused: bool) -> tuple[LanguageParts, HalfSizes]:
+    collectives, said = Collectives(torch.device("cpu")), list[HalfSizes]()
     half = load_half(
         path, Half.LANGUAGE, dtype=torch.float32, device="cpu", collectives=collectives,
         sharding=Sharding(2, expert_parallel=name.startswith("whole")),
+        check_room=said.append,
         coded=KERNELS.get(name, CODED_KERNELS if is_fused else OF_PLAIN),
     )  # fmt: skip
     settle_linears(half, collectives)
     if is_fused:
         with torch.inference_mode():
             merge_inputs(half, torch.device("cpu"))
-    return probed_parts(half, 16, "auto", collectives=collectives)
+    return probed_parts(half, 16, "auto", collectives=collectives), said[0]
 
 
 def with_kernels(parts: LanguageParts) -> LanguageParts:
@@ -142,7 +145,7 @@ def run_rank(
     torch.set_num_threads(1)
     group = join_group(rank, num_ranks, meeting, "cpu")
     for name, path in paths.items():
-        parts = parts_of(name, path, is_fused=is_fused)
+        parts, sizes = parts_of(name, path, is_fused=is_fused)
         modules = [*parts.model.named_modules()]
         linears = [(name, each) for name, each in modules if isinstance(each, CodedLinear)]
         experts = [(name, each) for name, each in modules if isinstance(each, CodedExperts)]
@@ -150,6 +153,7 @@ def run_rank(
             {name: (digest(each.weight), isinstance(each, SummedLinear)) for name, each in linears},
             {name: digest(each.codes.plain(torch.float32)) for name, each in experts},
             [name for name, _ in parts.model.named_parameters()],
+            sizes.num_bytes,
             parts.weight_bytes,
             None,
             [],
@@ -231,6 +235,8 @@ def test_ranks_hold_codes_of_their_shares_and_no_plain_weights(
         linears = {} if "MXFP4" in CASES[name] else weights
         assert {*own.codes} == {*linears} and {*own.experts} == {*experts}
         assert not {*own.held} & {*experts, *(f"{path}.weight" for path in linears)}
+        plain_bytes = sum(each.nbytes for each in plain.parameters())
+        assert own.least_bytes <= own.weight_bytes < plain_bytes // 2
         for path, (weight, is_summed) in own.codes.items():
             assert is_summed == path.endswith(("o_proj", "down_proj"))
             assert weight == digest(weights[path].chunk(2, 1 if is_summed else 0)[rank]), path
