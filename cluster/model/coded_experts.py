@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from cluster.model.dequantising import DequantisedSlice
+from cluster.model.dequantising import DequantisedSlice, FusedSlice
 from cluster.model.half_files import own_share, taken_names
 from cluster.model.layers.codes import CodedExperts, Codes, runs_of
 from cluster.model.row_numbers import RowDivision, row_division, runs_in
@@ -43,13 +43,14 @@ _NUM_THREADS, _AT_ONCE = 4, 16  # that bring matrices into their layout, and how
 
 
 class NumberedRows:
-    """Sliced in place of a quantised weight: numbers of its rows, as a matrix of one column."""
+    """Sliced in place of a quantised weight: numbers of its rows, as matrices of one column."""
 
-    def __init__(self, weight: DequantisedSlice, number: int):
+    def __init__(self, weight: DequantisedSlice | FusedSlice, number: int, *, columns_first: bool):
+        """columns_first: the last axis of experts in one tensor is their rows."""
         shape = weight.get_shape()
-        shape[1] = 1  # of rows × columns, or of experts × columns × rows
-        num_rows = max(weight.num_experts, 1) * weight.num_rows
-        self._rows = torch.arange(number * _WEIGHT, number * _WEIGHT + num_rows).view(shape)
+        shape[1 if len(shape) == 2 or columns_first else 2] = 1
+        first = number * _WEIGHT
+        self._rows = torch.arange(first, first + math.prod(shape)).view(shape)
 
     def get_shape(self) -> list[int]:
         return list(self._rows.shape)
@@ -61,7 +62,7 @@ class NumberedRows:
 class _Place(NamedTuple):
     """A parameter of a layer's experts."""
 
-    experts: nn.Module
+    experts: Any
     leaf: str
     sources: tuple[str, ...]  # names of the tensors that it is made of
     division: RowDivision  # over ranks
@@ -72,7 +73,6 @@ class _ExpertMatrix(NamedTuple):
 
     name: str
     weight: DequantisedSlice
-    expert: int
     rows: range
     columns: range
 
@@ -82,7 +82,7 @@ class _ExpertMatrix(NamedTuple):
         return runs_of(self.rows, self.weight.scale_rows)[1]
 
     def codes(self) -> Codes:
-        return self.weight.codes(self.name, self.expert, self.rows, self.columns)
+        return self.weight.codes(self.name, self.rows, self.columns)
 
 
 class ExpertLoading:
@@ -95,13 +95,14 @@ class ExpertLoading:
         self.tensors, self._text_of, self._device = tensors, text_of, device
         self._plain = {name: each for name, each in tensors.items() if is_of_experts(name, each)}
         self._names = list(self._plain)
-        self._weights = {name: each for name, each in self._plain.items() if each.has_codes}
+        self._weights = {*self._names}  # those that may keep their codes
+        self._matrices: dict[str, list[DequantisedSlice]] = {}
         self._places: list[_Place] = []
 
     def begin(self) -> None:
         """Makes the tensors plain weights again. Call it before each attempt to read the model."""
         self.tensors.update(self._plain)
-        self._places = []
+        self._places, self._matrices = [], {}
 
     @property
     def has_places(self) -> bool:
@@ -126,18 +127,28 @@ class ExpertLoading:
             column = nn.Parameter(place.division.column, requires_grad=False)
             place.experts.register_parameter(place.leaf, column)
             for name in place.sources:
-                self.tensors[name] = NumberedRows(self._weights[name], numbers[name])
+                self.tensors[name] = NumberedRows(
+                    self.tensors[name], numbers[name], columns_first=place.experts.is_transposed
+                )
+
+    def _matrices_of(self, name: str, experts: Any) -> list[DequantisedSlice]:
+        weight = self.tensors[name]
+        if isinstance(weight, FusedSlice):
+            return weight.matrices(columns_first=experts.is_transposed)
+        return [weight]
 
     def _place(self, experts: Any, leaf: str, sources: Sequence[str]) -> _Place | None:
         """None: not all of its tensors can keep their codes."""
-        if not sources or not self._weights.keys() >= {*sources}:
+        if not sources or not self._weights >= {*sources}:
             return None
         division = row_division(experts.get_parameter(leaf), columns_axis=1 if experts.is_transposed else 2)
         if division is None:
             return None
-        weights = (self._weights[name] for name in sources)
-        if not all(weight.has_codes_of(own) for weight in weights for own in division.columns):
+        matrices = {name: self._matrices_of(name, experts) for name in sources}
+        of_all = [each for of_name in matrices.values() for each in of_name]
+        if not all(each.has_codes_of(own) for each in of_all for own in division.columns):
             return None
+        self._matrices |= matrices
         return _Place(experts, leaf, tuple(sources), division)
 
     def settle(self) -> list[str]:
@@ -160,8 +171,7 @@ class ExpertLoading:
 
     def forget(self, names: Sequence[str]) -> None:
         """These will be dequantised when the model is read again."""
-        for name in names:
-            self._weights.pop(name, None)
+        self._weights -= {*names}
         if names:
             logger.info(
                 "%d weights of experts are converted and cannot keep their codes: %s", len(names), names[0]
@@ -173,13 +183,13 @@ class ExpertLoading:
             return None
         matrices: list[_ExpertMatrix] = []
         for rows in columns.flatten(1):
-            if (own := self._matrices(rows, place)) is None:
+            if (own := self._parts(rows, place)) is None:
                 return None
             matrices += own
         codes = _stacked(matrices, self._device)
         return None if codes is None else CodedExperts(codes, len(columns))
 
-    def _matrices(self, numbers: Tensor, place: _Place) -> list[_ExpertMatrix] | None:
+    def _parts(self, numbers: Tensor, place: _Place) -> list[_ExpertMatrix] | None:
         """Whose rows these are; None: they are no rows of the place's tensors, or not two runs of successive
         ones."""
         found = []
@@ -188,18 +198,19 @@ class ExpertLoading:
             name = self._names[number] if 0 <= number < len(self._names) else ""
             if name not in place.sources:
                 return None
-            weight = self._weights[name]
-            expert, first = divmod(row, weight.num_rows)
+            matrices = self._matrices[name]
+            expert, first = divmod(row, matrices[0].num_rows)
+            weight = matrices[expert]
             rows = range(first, first + len(run))
             if rows.stop > weight.num_rows or len(found) == _MAX_RUNS:
                 return None
-            found.append(_ExpertMatrix(name, weight, expert, rows, place.division.own_columns))
+            found.append(_ExpertMatrix(name, weight, rows, place.division.own_columns))
         return found
 
 
 def is_of_experts(name: str, tensor: object) -> bool:
-    """Whether it is a quantised weight of experts, which transformers merges."""
-    return isinstance(tensor, DequantisedSlice) and ".experts." in name
+    """Whether it is a quantised weight of experts, which are one tensor or which transformers merges."""
+    return isinstance(tensor, FusedSlice) or (isinstance(tensor, DequantisedSlice) and ".experts." in name)
 
 
 def _stacked(matrices: Sequence[_ExpertMatrix], device: torch.device) -> Codes | None:

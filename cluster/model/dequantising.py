@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +46,7 @@ Stored = Mapping[str, Any]  # tensors of weight files by name, each read where i
 
 
 class DequantisedSlice:
-    """A plain weight that exists where it is sliced, as safetensors' slices do."""
+    """A plain matrix that exists where it is sliced, as safetensors' slices do."""
 
     def __init__(self, weight: StoredWeight, form: Quantisation, tensors: Stored, dtype: torch.dtype):
         self._weight = weight
@@ -59,17 +60,12 @@ class DequantisedSlice:
     def __getitem__(self, index: Any) -> Tensor:
         """index: an ellipsis, or slices of leading axes."""
         rows, *others = (slice(None),) if index is ... else index
-        first, end, _ = rows.indices(self._weight.shape[0])
-        plain = torch.empty(end - first, *self._weight.shape[1:], dtype=self.dtype)
-        if self._form.layout is MXFP4:
-            for expert, target in enumerate(plain, first):
-                codes, scales = self._mxfp4(slice(expert, expert + 1))
-                target.copy_((codes * scales).flatten(2)[0].T)
-        else:
-            step = max(_NUM_ROWS, _CHUNK // self._weight.shape[1])
-            for start, part in zip(range(first, end, step), plain.split(step), strict=True):
-                codes, scales = self._rows(start, start + len(part))
-                part.copy_((codes * scales).flatten(1)[:, : plain.shape[1]])
+        first, end, _ = rows.indices(self.num_rows)
+        plain = torch.empty(end - first, self._width, dtype=self.dtype)
+        step = max(_NUM_ROWS, _CHUNK // self._width)
+        for start, part in zip(range(first, end, step), plain.split(step), strict=True):
+            codes, scales = self._rows(start, start + len(part))
+            part.copy_((codes * scales).flatten(1)[:, : self._width])
         return plain[(slice(None), *others)]
 
     @property
@@ -78,14 +74,9 @@ class DequantisedSlice:
         return self.has_codes_of(range(self._width))
 
     @property
-    def num_experts(self) -> int:
-        """How many matrices the weight has, one for each expert; 0: it is one matrix."""
-        return self._weight.shape[0] if self._form.layout is MXFP4 else 0
-
-    @property
     def num_rows(self) -> int:
-        """Outputs of a matrix."""
-        return self._weight.shape[-1] if self._form.layout is MXFP4 else self._weight.shape[0]
+        """Outputs of the matrix."""
+        return self._weight.shape[0]
 
     @property
     def scale_rows(self) -> int:
@@ -96,23 +87,18 @@ class DequantisedSlice:
         """`has_codes` of some of the columns alone."""
         return have_kernels(runs_of(columns, self._weight.block[1])[1], len(columns))
 
-    def codes(
-        self, name: str, expert: int = 0, rows: range | None = None, columns: range | None = None
-    ) -> Codes:
-        """The weight as it is held where kernels compute with it. expert: whose matrix. rows, columns: of it;
-        None: all. Nothing else is read. Raises ConfigError, with the name, if a code or a scale is not
-        finite."""
+    def codes(self, name: str, rows: range | None = None, columns: range | None = None) -> Codes:
+        """The weight as it is held where kernels compute with it. rows, columns: of it; None: all. Nothing
+        else is read. Raises ConfigError, with the name, if a code or a scale is not finite."""
         rows, columns = rows or range(self.num_rows), columns or range(self._width)
         block_rows, group = self._weight.block
         (row_places, scale_rows), (places, group) = runs_of(rows, block_rows), runs_of(columns, group)
         covered = _covered(row_places), _covered(places)
         grid = row_places - covered[0].start, places - covered[1].start
-        zeros = None
+        scales, zeros = self._grid(self._weight.scales, *covered), None
         if self._form.layout is MXFP4:
-            scales = self._tensors[self._weight.scales][expert : expert + 1, *covered][0]
             kind, are_finite = CodeKind.E2M1, bool((scales != _MXFP4_NAN).all())
         else:
-            scales = self._grid(self._weight.scales, *covered)
             kind, are_finite = CodeKind.E4M3, bool(scales.isfinite().all())
         if self._form.layout.dtype == "I32":
             kind = CodeKind.NIBBLE if self._form.bits == 4 else CodeKind.BYTE
@@ -120,11 +106,7 @@ class DequantisedSlice:
                 zeros = self._zeros(*covered).to(torch.uint8)
         parts, step = [], max(_NUM_ROWS, _CHUNK // len(columns))
         for first in range(rows.start, rows.stop, step):
-            end = min(first + step, rows.stop)
-            if kind is CodeKind.E2M1:
-                codes = self._mxfp4_codes(slice(expert, expert + 1), slice(first, end), columns)[0]
-            else:
-                codes = self._stored(first, end, columns)
+            codes = self._stored(first, min(first + step, rows.stop), columns)
             if kind is CodeKind.E4M3:
                 codes = codes.view(torch.uint8)
             is_packed = kind in (CodeKind.NIBBLE, CodeKind.E2M1)
@@ -147,10 +129,7 @@ class DequantisedSlice:
                 self._refuse(f"{weight.groups} does not count its groups in order (desc_act)")
         if weight.zeros and self._form.layout.zeros_are_symmetric_too:
             self._check_zeros()
-        if self._form.layout is MXFP4:
-            codes, scales = self._mxfp4(slice(None), slice(_NUM_ROWS))
-        else:
-            codes, scales = self._rows(0, min(_NUM_ROWS, weight.shape[0]))
+        codes, scales = self._rows(0, min(_NUM_ROWS, weight.shape[0]))
         magnitudes = (codes.abs() * scales).flatten()  # negative if a scale is
         magnitudes = magnitudes[magnitudes != 0]
         if magnitudes.numel() and not 0 < (median := float(magnitudes.median())) <= _LARGEST_MEDIAN:
@@ -175,8 +154,10 @@ class DequantisedSlice:
         """Codes without their zeros [rows, groups, columns of a group] and scales [rows, groups, 1], float32.
         The last group is padded."""
         layout, (block_rows, block_columns) = self._form.layout, self._weight.block
-        codes = self._stored(first, end).float()
-        scales = self._grid(self._weight.scales).float()
+        codes, scales = self._stored(first, end), self._grid(self._weight.scales).float()
+        if layout is MXFP4:
+            codes, scales = E2M1[codes.long()], (scales - _MXFP4_BIAS).exp2()
+        codes = codes.float()
         codes = functional.pad(codes, (0, scales.shape[1] * block_columns - codes.shape[1]))
         codes = codes.unflatten(1, (-1, block_columns))
         blocks = torch.arange(first, end) // block_rows
@@ -187,6 +168,11 @@ class DequantisedSlice:
     def _stored(self, first: int, end: int, columns: range | None = None) -> Tensor:
         """Codes of these rows [rows, columns], in the file's dtype. columns: None: all."""
         layout, words, columns = self._form.layout, self._form.words, columns or range(self._width)
+        if layout is MXFP4:
+            groups = _covered(runs_of(columns, MXFP4_GROUP)[0])
+            packed = self._tensors[self._weight.codes][first:end, groups]
+            left = columns.start - groups.start * MXFP4_GROUP
+            return torch.stack((packed & 15, packed >> 4), -1).flatten(1)[:, left : left + len(columns)]
         row_step, step = (words, 1) if layout.is_packed_along_rows else (1, words)
         high = slice(first // row_step, -(-end // row_step))
         wide = slice(columns.start // step, -(-columns.stop // step))
@@ -233,20 +219,77 @@ class DequantisedSlice:
     def _width(self) -> int:
         return self._weight.shape[1]
 
-    def _mxfp4(self, experts: slice, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Codes [experts, rows, groups, 32] and scales [experts, rows, groups, 1], float32."""
-        exponents = self._tensors[self._weight.scales][experts, rows].float() - _MXFP4_BIAS
-        codes = self._mxfp4_codes(experts, rows).unflatten(-1, (-1, MXFP4_GROUP))
-        return E2M1[codes.long()], exponents.exp2().unsqueeze(-1)
 
-    def _mxfp4_codes(self, experts: slice, rows: slice, columns: range | None = None) -> Tensor:
-        """[experts, rows, columns] uint8. columns: None: all."""
-        columns = columns or range(self._width)
-        groups = _covered(runs_of(columns, MXFP4_GROUP)[0])
-        packed = self._tensors[self._weight.codes][experts, rows, groups]
-        left = columns.start - groups.start * MXFP4_GROUP
-        codes = torch.stack((packed & 15, packed >> 4), -1).flatten(2)
-        return codes[:, :, left : left + len(columns)]
+class FusedSlice:
+    """The matrices of a layer's experts in one tensor, as plain weights that exist where they are sliced:
+    [experts, rows, columns] in the file's order, or turned, [experts, columns, rows]."""
+
+    def __init__(
+        self, weight: StoredWeight, form: Quantisation, tensors: Stored, dtype: torch.dtype, *,
+        is_turned: bool = False,
+    ):  # fmt: skip
+        self._weight, self._form, self._tensors, self.dtype = weight, form, tensors, dtype
+        self._is_turned = is_turned
+
+    def turned(self) -> FusedSlice:
+        return FusedSlice(
+            self._weight, self._form, self._tensors, self.dtype, is_turned=not self._is_turned
+        )  # fmt: skip
+
+    def get_shape(self) -> list[int]:
+        experts, rows, columns = self._weight.shape
+        return [experts, columns, rows] if self._is_turned else [experts, rows, columns]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """index: an ellipsis, or slices of leading axes."""
+        index = (*(() if index is ... else index), *3 * (slice(None),))[:3]
+        sizes = [len(range(*each.indices(size))) for each, size in zip(index, self.get_shape(), strict=True)]
+        plain = torch.empty(sizes, dtype=self.dtype)
+        targets, part = (plain.transpose(1, 2), index[:0:-1]) if self._is_turned else (plain, index[1:])
+        for matrix, target in zip(self._matrices(index[0]), targets, strict=True):
+            target.copy_(matrix[part])
+        return plain
+
+    def matrices(self, *, columns_first: bool = False) -> list[DequantisedSlice]:
+        """Returns the matrix of each expert, with outputs as rows. columns_first: this weight has them as its
+        last axis."""
+        return self._matrices(slice(None), is_transposed=columns_first != self._is_turned)
+
+    def check(self) -> None:
+        """As `DequantisedSlice.check`, of each matrix."""
+        for matrix in self._matrices(slice(None)):
+            matrix.check()
+
+    def _matrices(self, experts: slice, *, is_transposed: bool = False) -> list[DequantisedSlice]:
+        """is_transposed: the file has columns first."""
+        weight, form = self._weight, self._form
+        (num_experts, *shape), block = weight.shape, weight.block
+        if is_transposed:
+            shape, block = shape[::-1], block[::-1]
+            form = replace(form, layout=replace(form.layout, is_transposed=True))
+        matrix = weight._replace(shape=tuple(shape), block=block)
+        names = (weight.codes, weight.scales)
+        return [
+            DequantisedSlice(
+                matrix, form, {name: _OfExpert(self._tensors[name], expert) for name in names}, self.dtype
+            )
+            for expert in range(*experts.indices(num_experts))
+        ]
+
+
+@dataclass(frozen=True)
+class _OfExpert:
+    """Sliced as the matrix of one expert."""
+
+    stored: Any
+    expert: int
+
+    def get_shape(self) -> list[int]:
+        return list(self.stored.get_shape())[1:]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        axes = () if index is ... else index if isinstance(index, tuple) else (index,)
+        return self.stored[(slice(self.expert, self.expert + 1), *axes)][0]
 
 
 def _covered(places: Tensor) -> slice:
@@ -287,7 +330,10 @@ def plain_tensors(files: Sequence[Path], form: Quantisation, dtype: torch.dtype)
         replaced = set(form.replaced)
         plain = {name: tensor for name, tensor in tensors.items() if name not in replaced}
         for name, weight in form.weights.items():
-            plain[name] = DequantisedSlice(weight, form, tensors, dtype)
+            if len(weight.shape) == 2:
+                plain[name] = DequantisedSlice(weight, form, tensors, dtype)
+            else:  # MXFP4 has rows first, and the one model type that has it has columns first
+                plain[name] = FusedSlice(weight, form, tensors, dtype, is_turned=form.layout is MXFP4)
         try:
             yield plain
         finally:
@@ -297,7 +343,7 @@ def plain_tensors(files: Sequence[Path], form: Quantisation, dtype: torch.dtype)
 def check_values(tensors: Mapping[str, Any]) -> None:
     """Raises ConfigError for a weight whose values contradict the headers, or are not plausible."""
     for tensor in tensors.values():
-        if isinstance(tensor, DequantisedSlice):
+        if isinstance(tensor, DequantisedSlice | FusedSlice):
             tensor.check()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cluster.config.weight_formats import Header, read_entry
-from cluster.model.dequantising import DequantisedSlice
+from cluster.model.dequantising import DequantisedSlice, FusedSlice
 from cluster.model.layers.codes import CodeKind, joined
 from tests.flow.quantised_folders import MXFP4_ENTRY, in_mxfp4
 from tests.flow.quantised_formats import FORMS
@@ -42,12 +42,16 @@ class Counted:
 
 
 def weight_of(entry: dict[str, Any], tensors: dict[str, Counted], dtypes: dict[str, str]) -> DequantisedSlice:
-    """The weight that these tensors are."""
-    is_mxfp4 = entry is MXFP4_ENTRY
-    form = read_entry(entry["quant_method"], entry, "gpt_oss" if is_mxfp4 else "llama")
+    """The weight that these tensors are; of experts, the second one's."""
     headers = {name: Header(dtypes[name], tuple(each.get_shape())) for name, each in tensors.items()}
-    _, stored = form.stored(EXPERTS if is_mxfp4 else "a", headers)
-    return DequantisedSlice(stored, form, tensors, torch.float32)
+    if entry is MXFP4_ENTRY:
+        form = read_entry(entry["quant_method"], entry, "gpt_oss")
+        fused = FusedSlice(
+            form.stored(form.layout, EXPERTS, headers)[1], form, tensors, torch.float32, is_turned=True
+        )
+        return fused.matrices(columns_first=True)[1]
+    form = read_entry(entry["quant_method"], entry, "llama")
+    return DequantisedSlice(form.stored(form.layout, "a", headers)[1], form, tensors, torch.float32)
 
 
 def in_form(name: str) -> tuple[DequantisedSlice, Tensor, dict[str, Counted]]:
@@ -67,9 +71,7 @@ def test_codes_of_a_part_are_that_part_of_the_plain_weight(form: str) -> None:
             codes = weight.codes("a", rows=rows, columns=columns)
             part = expected[rows.start : rows.stop, columns.start : columns.stop]
             assert torch.equal(codes.plain(torch.float32), part), (rows, columns)
-            is_whole = len(codes.scales[0]) == 1
-            if weight.has_codes_of(columns):
-                assert is_whole or codes.group % 16 == 0
+            assert weight.has_codes_of(columns) == (len(codes.scales[0]) == 1 or codes.group % 16 == 0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -86,11 +88,11 @@ def test_codes_of_a_part_of_mxfp4_experts() -> None:
     parts = {f"{EXPERTS}{ending}": each for ending, each in in_mxfp4(experts).items()}
     tensors = {name: Counted(each) for name, each in parts.items()}
     weight = weight_of(MXFP4_ENTRY, tensors, dict.fromkeys(parts, "U8"))
-    expected = weight[...].transpose(1, 2)
+    expected = weight[...]
     for rows in ROWS:
         for columns in COLUMNS:
-            codes = weight.codes("a", 1, rows, columns)
-            part = expected[1, rows.start : rows.stop, columns.start : columns.stop]
+            codes = weight.codes("a", rows, columns)
+            part = expected[rows.start : rows.stop, columns.start : columns.stop]
             assert codes.kind is CodeKind.E2M1 and torch.equal(codes.plain(torch.float32), part)
 
 
