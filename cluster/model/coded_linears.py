@@ -8,8 +8,9 @@ of the weight. What it has made of them says which rows the linear has. Columns 
     transformers reads                  columns
     with the model that was read        `lost`, `settle`: linears of codes take the places of the linears
 
-A linear stays plain where ranks would cut its columns so that no kernel computes with a piece, or divide it in
-another way than by its outputs or inputs. Runs on the thread that loads the model.
+A linear stays plain where ranks would cut its columns so that no kernel computes with a piece, or divide it
+in another way than by its outputs or inputs. Runs on the thread that loads the model. Ranks of codes have not
+run on GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class RowNumbers:
         return self._rows[index[0] if isinstance(index, tuple) else index]
 
 
-class _Place(NamedTuple):
+class _LinearPlace(NamedTuple):
     """A linear whose weight is a column of numbers while transformers reads."""
 
     name: str  # of the stored weight
@@ -82,7 +83,7 @@ class LinearLoading:
             if isinstance(each, DequantisedSlice) and not is_of_experts(name, each)
         }
         self._plain = dict(self._weights)
-        self._places: list[_Place] = []
+        self._places: list[_LinearPlace] = []
 
     def begin(self) -> None:
         """Makes the tensors plain weights again. Call it before each attempt to read the model."""
@@ -117,7 +118,7 @@ class LinearLoading:
             if kind is None or division is None or not all(map(weight.has_codes_of, division.columns)):
                 plain.append(name)
                 continue
-            self._places.append(_Place(name, number, path, linear, kind, division))
+            self._places.append(_LinearPlace(name, number, path, linear, kind, division))
             self.tensors[name] = RowNumbers(weight, number)
             linear.weight = nn.Parameter(division.column, requires_grad=False)
         if plain:
@@ -153,7 +154,7 @@ class LinearLoading:
         if names:
             logger.info("%d weights are converted and cannot keep their codes: %s", len(names), names[0])
 
-    def _rows_of(self, place: _Place) -> list[range] | None:
+    def _rows_of(self, place: _LinearPlace) -> list[range] | None:
         """The rows of the stored weight that the linear has, as runs of successive ones. None: these are no
         numbers of its rows."""
         column = own_share(place.linear.weight.detach())

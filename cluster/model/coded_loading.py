@@ -1,9 +1,9 @@
 """Loads a quantised checkpoint whose linears and experts keep their codes, of a rank those of its share.
 
 transformers reads numbers of rows in place of the weights that can stay codes (`coded_linears`,
-`coded_experts`), so the plain weights of these exist nowhere. If it has computed something else from them, the
-model is loaded again with these weights plain. Ranks decide that together. Runs on the thread that loads the
-model, while the files are open.
+`coded_experts`), so the plain weights of these exist nowhere. If it has computed something else from them,
+the model is loaded again with these weights plain. Ranks decide that together. Runs on the thread that loads
+the model, while the files are open.
 """
 
 from __future__ import annotations

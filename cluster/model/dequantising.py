@@ -209,7 +209,7 @@ class DequantisedSlice:
         return rows, columns
 
     def _grid(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """Of scales: [rows of blocks, columns of blocks], in the file's dtype."""
+        """Returns these scales, [rows of blocks, columns of blocks], in the file's dtype."""
         stored = self._tensors[name]
         if len(stored.get_shape()) < 2:  # one for a row, or for all
             return stored[...].reshape(self._num_blocks)[rows, columns]

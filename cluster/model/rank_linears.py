@@ -10,8 +10,9 @@ product and at most one collective:
     GatheredLinear                   the head, divided by outputs, which are gathered
     SummedEmbedding                  divided by rows; a row is there on one rank, and zero on the others
 
-Those of codes are made while the model is loaded (`coded_linears`), the others afterwards. Modules that transformers divides in another way stay as it has made them. `in_features` and `out_features`
-are those of the whole. Runs on the thread that loads the model.
+Those of codes are made while the model is loaded (`coded_linears`), the others afterwards. Modules that
+transformers divides in another way stay as it has made them. `in_features` and `out_features` are those of
+the whole. Runs on the thread that loads the model.
 """
 
 from __future__ import annotations

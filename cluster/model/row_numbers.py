@@ -1,6 +1,6 @@
 """Numbers of rows in place of the weights that transformers reads (`coded_linears`, `coded_experts`): how a
-parameter of numbers is divided over ranks, as its weights are, and which rows numbers are of. Rows that a rank
-has are those whose numbers it gets; columns, of which numbers say nothing, are divided by position."""
+parameter of numbers is divided over ranks, as its weights are, and which rows numbers are of. Rows that a
+rank has are those whose numbers it gets; columns, of which numbers say nothing, are divided by position."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def _keep_right_linears(model: nn.Module, dtype: torch.dtype, collectives: Colle
 
 
 def _right_on_all(are_right: list[bool], collectives: Collectives | None) -> list[bool]:
-    """Of modules in one order: which of them no rank makes plain."""
+    """Returns which modules no rank makes plain; all ranks have them in one order."""
     if collectives is None:
         return are_right
     agreed = collectives.all_agree_on(are_right)

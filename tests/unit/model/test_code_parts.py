@@ -1,5 +1,5 @@
-"""Parts of quantised weights, as ranks hold them: codes of some rows and columns are those of the same part of
-the plain weight, in every format and wherever the part begins, and little else of the file is read."""
+"""Parts of quantised weights, as ranks hold them: codes of some rows and columns are those of the same part
+of the plain weight, in every format and wherever the part begins, and little else of the file is read."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +84,8 @@ OFTEN = (
 FUSED = (*(name for name in CASES if name != HYBRID), BROKEN)
 
 
-class Found(NamedTuple):
+@dataclass(frozen=True)
+class Found:
     """On one rank."""
 
     # by a linear's name: the digest of its plain weight, and whether it is summed
@@ -160,7 +161,7 @@ def run_rank(
         )
         if is_fused:
             parts = with_kernels(parts)
-            found = found._replace(what=what_is_fused(parts))
+            found = replace(found, what=what_is_fused(parts))
         model, progress = LanguageModel(parts), ForwardProgress()
         kv, width = memory(model) if name == HYBRID else BlockMemory(model.kv_layout, 4), model.feature_width
         if rank:
@@ -171,7 +172,7 @@ def run_rank(
             continue
         leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)
         tokens = answers(leading, model, kv)[0] if name == HYBRID else greedy(leading, kv)
-        results.send((name, found._replace(tokens=tokens)))
+        results.send((name, replace(found, tokens=tokens)))
         calls[name][0].close()
     results.send(None)
     leave_group()
