@@ -228,8 +228,8 @@ def _quantised_note(args: ClusterArgs, weights: Weights, machine: Machine) -> li
     loaded_gib, stored_gib = _weight_bytes(args, weights, machine) / _GIB, weights.file_bytes / _GIB
     if _is_on_gpu(args, machine):
         return [
-            f"the checkpoint is quantised ({weights.quantisation}): linears of the language half keep their "
-            "codes where our kernels serve, everything else is dequantised; the whole takes "
+            f"the checkpoint is quantised ({weights.quantisation}): linears and experts of the language half "
+            "keep their codes where our kernels serve, everything else is dequantised; the whole takes "
             f"{stored_gib:,.2f} to {loaded_gib:,.2f} GiB"
         ]
     return [

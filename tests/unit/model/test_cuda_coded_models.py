@@ -77,7 +77,7 @@ CASES = (  # family, format, what is fused
     ("deepseek_v3_mla", "W4A16 by rows", MLP),
     ("qwen3_vl_moe", "one tensor in blocks of 16, transposed", ATTENTION),
     ("qwen3_vl_moe", "AWQ for each", ATTENTION),
-    ("mistral4_mla", "one tensor with a scale for a matrix", None),
+    ("mistral4_mla", "one tensor with a scale for a matrix", MLP),
 )
 ONE_TENSOR = {  # of experts, in fp8: rows and columns of a block, whether columns come first
     "one tensor in blocks of 16, transposed": (16, True),
@@ -213,6 +213,10 @@ def test_experts_in_either_layout_keep_their_codes(family: str, form: str, tmp_p
     assert {*experts} == {name for name in expected if ".experts." in name and "shared" not in name}
     for name, each in experts.items():
         assert torch.equal(each.codes.plain(torch.float32).view(expected[name].shape), expected[name]), name
+    if form in ONE_TENSOR:  # what a worker plans; all else is plain
+        kept = sum(each.codes.nbytes - 4 * expected[name].numel() for name, each in experts.items())
+        plain_bytes = sum({each.data_ptr(): each.nbytes for each in expected.values()}.values())
+        assert probed_parts(model, 16, "auto").weight_bytes == plain_bytes + kept
 
 
 def test_the_memory_that_a_worker_plans_is_that_of_the_codes(tmp_path: Path) -> None:

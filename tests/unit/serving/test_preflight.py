@@ -119,8 +119,8 @@ def test_an_fp8_checkpoint_is_announced_with_what_it_takes_dequantised(tmp_path,
     plan = check(serve_file(tmp_path, args), {"EPDG_MODEL": str(folder)}, machine)
     what = "the checkpoint is quantised (fp8 in blocks of 128 × 128): "
     assert plan.notes[0] == what + (
-        "linears of the language half keep their codes where our kernels serve, everything else is "
-        f"dequantised; the whole takes 0.06 to {held} GiB"
+        "linears and experts of the language half keep their codes where our kernels serve, everything else "
+        f"is dequantised; the whole takes 0.06 to {held} GiB"
         if has_gpu
         else f"it is dequantised while it is read, and takes {held} GiB instead of 0.06 GiB"
     )
