@@ -34,7 +34,7 @@ from cluster.config.adapters import AdaptedModule, Adapter, AdapterRoom, content
 from cluster.errors import ConfigError
 from cluster.model.layers.codes import CodedLinear
 from cluster.model.mixer_shares import RankPiece, piece_of, whole_shape
-from cluster.model.rank_linears import SummedCodedLinear, SummedLinear
+from cluster.model.rank_linears import SummedLinear
 from cluster.model.step_adapters import StepAdapters
 
 logger = logging.getLogger(__name__)
@@ -395,6 +395,6 @@ def _linears_of(text_model: nn.Module) -> dict[str, tuple[int, int]]:
     linears = {
         path: cast(nn.Linear, module)
         for path, module in text_model.named_modules()
-        if type(module) in (nn.Linear, CodedLinear, SummedLinear, SummedCodedLinear)
+        if type(module) in (nn.Linear, SummedLinear) or isinstance(module, CodedLinear)
     }
     return {path: whole_shape(linear) for path, linear in linears.items()}

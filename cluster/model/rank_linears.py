@@ -8,6 +8,8 @@ product and at most one collective:
     nn.Linear, CodedLinear           divided by outputs; the result is this rank's piece
     SummedLinear, SummedCodedLinear  divided by inputs, which are this rank's piece; products are summed
     GatheredLinear                   the head, divided by outputs, which are gathered
+    GatheredCodedLinear              any linear whose plan says so
+    SplitLinear, SplitCodedLinear    divided by inputs, of which each rank has all
     SummedEmbedding                  divided by rows; a row is there on one rank, and zero on the others
 
 Those of codes are made while the model is loaded (`coded_linears`), the others afterwards. Modules that
@@ -63,6 +65,40 @@ class GatheredLinear(nn.Linear):
         return self.collectives.gather(F.linear(x, self.weight, self.bias), self.out_features)
 
 
+class GatheredCodedLinear(CodedLinear, GatheredLinear):
+    """Both: the codes are those of this rank's outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.collectives.gather(self.multiply(x), self.out_features)
+
+
+class SplitLinear(nn.Linear):
+    """weight [outputs, this rank's inputs], bias rank 0's alone. Kernels do not take its place."""
+
+    collectives: Collectives
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return F.linear(x, self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] → [..., outputs]."""
+        return self.collectives.sum(self.multiply(self.own_inputs(x)))
+
+    def own_inputs(self, x: Tensor) -> Tensor:
+        """[..., inputs] → [..., this rank's inputs]."""
+        width = -(-self.in_features // self.collectives.num_ranks)
+        first = self.collectives.rank * width
+        return x[..., first : first + width]
+
+
+class SplitCodedLinear(CodedLinear, SplitLinear):
+    """Both: the codes are those of this rank's inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.collectives.sum(self.multiply(self.own_inputs(x)))
+
+
 class SummedEmbedding(nn.Module):
     """An embedding of any kind that looks up a row for each token by itself, and may scale it."""
 
@@ -96,7 +132,14 @@ _KINDS: dict[str, tuple[type[nn.Linear], int]] = {
     "colwise": (nn.Linear, 0),
     "rowwise": (SummedLinear, 1),
 }
-_BY_ROWS = ("colwise", "packed_colwise")  # successive rows, or of each half of them
+_CODED_KINDS: dict[str, type[CodedLinear]] = {
+    "colwise": CodedLinear,
+    "packed_colwise": CodedLinear,  # rows of each half
+    "rowwise": SummedCodedLinear,
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), GatheredCodedLinear),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), SplitCodedLinear),
+}
+_MEETING = (SummedLinear, GatheredLinear, SplitLinear)  # their calls have a collective
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")  # all ranks have the same
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 
@@ -105,7 +148,7 @@ def coded_kind(linear: nn.Linear, way: str) -> type[CodedLinear] | None:
     """What a rank holds the codes of a linear in. linear: on the meta device. way: in transformers' plan.
     None: transformers divides it in a way that no such linear computes."""
     if isinstance(linear.weight, DTensor):
-        return {**dict.fromkeys(_BY_ROWS, CodedLinear), "rowwise": SummedCodedLinear}.get(way)
+        return _CODED_KINDS.get(way)
     return None if "forward" in vars(linear) and way not in _WHOLE else CodedLinear
 
 
@@ -116,9 +159,10 @@ def coded_linear(
     """What takes the place of a linear that was read but for its weight. codes: of this rank."""
     bias = cast("Tensor | None", linear.bias)
     made = kind(codes, None, product, (linear.in_features, linear.out_features))
-    if isinstance(made, SummedCodedLinear):
+    if isinstance(made, SummedLinear | GatheredLinear | SplitLinear):
         made.collectives = cast(Collectives, collectives)
-        bias = bias if made.collectives.rank == 0 else None
+    if isinstance(made, SummedLinear | SplitLinear) and made.collectives.rank:
+        bias = None
     if bias is not None:
         made.bias = _parameter(bias)
     keep_piece(linear, made)
@@ -127,13 +171,13 @@ def coded_linear(
 
 def without_codes(linear: CodedLinear, dtype: torch.dtype) -> nn.Linear:
     """The same linear with its plain weight."""
-    kind = SummedLinear if isinstance(linear, SummedLinear) else nn.Linear
+    kind = next((each for each in _MEETING if isinstance(linear, each)), nn.Linear)
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.in_features, made.out_features = linear.in_features, linear.out_features
     made.weight = _parameter(linear.codes.plain(dtype))
     made.register_parameter("bias", linear.bias)
-    if isinstance(linear, SummedLinear):
+    if isinstance(linear, _MEETING):
         cast(SummedLinear, made).collectives = linear.collectives
     keep_piece(linear, made)
     return made.eval()
