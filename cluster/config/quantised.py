@@ -222,13 +222,14 @@ def _with_weights(
         try:
             if (found := layout.find(name)) is None:
                 raise Unexplained(f"only {layout} are known")
-            plain, weights[plain] = quantisation.stored(*found, headers)
+            own, stem = found
+            plain, weights[plain] = quantisation.stored(stem, headers, own)
         except Unexplained as error:
             what = (
                 f"tensor {name} ({header.dtype} {list(header.shape)}), which is not {quantisation}: {error}"
             )
             raise ConfigError(_refusal(folder, what), param="model") from error
-        if name.endswith(found[0].unused):
+        if name.endswith(own.unused):
             unused.add(name)
     return replace(quantisation, weights=weights, unused=frozenset(unused))
 

@@ -150,10 +150,11 @@ class Quantisation:
         yield from self.unused
 
     def stored(
-        self, layout: WeightLayout, stem: str, headers: Mapping[str, Header]
+        self, stem: str, headers: Mapping[str, Header], layout: WeightLayout | None = None
     ) -> tuple[str, StoredWeight]:
-        """The plain name and the tensors of one module. layout: as `WeightLayout.find` gives it. Raises
-        Unexplained."""
+        """The plain name and the tensors of one module. layout: of experts in one tensor; None: the format's
+        own. Raises Unexplained."""
+        layout = layout or self.layout
         codes, scales = stem + layout.codes, stem + layout.scales
         zeros = stem + layout.zeros if self.has_zeros else ""
         groups = stem + layout.groups if layout.groups else ""
