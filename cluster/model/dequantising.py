@@ -210,10 +210,12 @@ class DequantisedSlice:
 
     def _grid(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Returns these scales, [rows of blocks, columns of blocks], in the file's dtype."""
-        stored = self._tensors[name]
-        if len(stored.get_shape()) < 2:  # one for a row, or for all
-            return stored[...].reshape(self._num_blocks)[rows, columns]
-        return stored[columns, rows].T if self._form.layout.is_transposed else stored[rows, columns]
+        stored, (num_rows, num_columns) = self._tensors[name], self._num_blocks
+        if num_columns > 1:
+            return stored[columns, rows].T if self._form.layout.is_transposed else stored[rows, columns]
+        if num_rows == 1 or self._form.layout.is_transposed:
+            return stored[...].reshape(num_rows, 1)[rows, columns]
+        return stored[rows].reshape(-1, 1)[:, columns]  # one for a row, with or without a second axis
 
     @property
     def _width(self) -> int:
@@ -283,9 +285,6 @@ class _OfExpert:
 
     stored: Any
     expert: int
-
-    def get_shape(self) -> list[int]:
-        return list(self.stored.get_shape())[1:]
 
     def __getitem__(self, index: Any) -> Tensor:
         axes = () if index is ... else index if isinstance(index, tuple) else (index,)

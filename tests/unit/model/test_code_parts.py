@@ -46,12 +46,10 @@ def weight_of(entry: dict[str, Any], tensors: dict[str, Counted], dtypes: dict[s
     headers = {name: Header(dtypes[name], tuple(each.get_shape())) for name, each in tensors.items()}
     if entry is MXFP4_ENTRY:
         form = read_entry(entry["quant_method"], entry, "gpt_oss")
-        fused = FusedSlice(
-            form.stored(form.layout, EXPERTS, headers)[1], form, tensors, torch.float32, is_turned=True
-        )
+        fused = FusedSlice(form.stored(EXPERTS, headers)[1], form, tensors, torch.float32, is_turned=True)
         return fused.matrices(columns_first=True)[1]
     form = read_entry(entry["quant_method"], entry, "llama")
-    return DequantisedSlice(form.stored(form.layout, "a", headers)[1], form, tensors, torch.float32)
+    return DequantisedSlice(form.stored("a", headers)[1], form, tensors, torch.float32)
 
 
 def in_form(name: str) -> tuple[DequantisedSlice, Tensor, dict[str, Counted]]:
