@@ -395,6 +395,6 @@ def _linears_of(text_model: nn.Module) -> dict[str, tuple[int, int]]:
     linears = {
         path: cast(nn.Linear, module)
         for path, module in text_model.named_modules()
-        if type(module) in (nn.Linear, CodedLinear, SummedLinear)
+        if type(module) in (nn.Linear, SummedLinear) or isinstance(module, CodedLinear)
     }
     return {path: whole_shape(linear) for path, linear in linears.items()}

@@ -9,6 +9,7 @@ the weights. What it has made of them says where the codes of each row belong.
     transformers reads                  columns
     with the model that was read        `settle`: codes, expert by expert, straight to their device
 
+A rank has whole experts, or rows of the first matrices and columns of the last; it reads these codes alone.
 Only experts that transformers calls by the name of a function are taken, without a norm of their own. Experts
 that cannot keep codes are dequantised: the log says which. Runs on the thread that loads the model.
 """
@@ -21,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +30,15 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from cluster.model.dequantising import DequantisedSlice, FusedSlice
-from cluster.model.half_files import taken_names
-from cluster.model.layers.codes import CodedExperts, Codes
+from cluster.model.half_files import own_share, taken_names
+from cluster.model.layers.codes import CodedExperts, Codes, runs_of
+from cluster.model.row_numbers import RowDivision, row_division, runs_in
 
 logger = logging.getLogger(__name__)
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 _WEIGHT = 1 << 32  # the number of the first row of the next weight
+_MAX_RUNS = 2  # of rows of an expert: gates and their values
 _NUM_THREADS, _AT_ONCE = 4, 16  # that bring matrices into their layout, and how many before they are moved
 
 
@@ -59,19 +62,27 @@ class NumberedRows:
 class _Place(NamedTuple):
     """A parameter of a layer's experts."""
 
-    experts: nn.Module
+    experts: Any
     leaf: str
     sources: tuple[str, ...]  # names of the tensors that it is made of
+    division: RowDivision  # over ranks
 
 
 class _ExpertMatrix(NamedTuple):
-    """A matrix of a quantised weight."""
+    """Some rows and columns of a matrix of a quantised weight."""
 
     name: str
     weight: DequantisedSlice
+    rows: range
+    columns: range
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of the codes that have one scale."""
+        return runs_of(self.rows, self.weight.scale_rows)[1]
 
     def codes(self) -> Codes:
-        return self.weight.codes(self.name)
+        return self.weight.codes(self.name, self.rows, self.columns)
 
 
 class ExpertLoading:
@@ -108,24 +119,16 @@ class ExpertLoading:
             if module not in of_text or getattr(module, "has_post_expert_norm", True):
                 continue
             leaves = [leaf for leaf in _PROJECTIONS if module._parameters.get(leaf) is not None]
-            places = [_Place(module, leaf, tuple(sources[f"{path}.{leaf}"])) for leaf in leaves]
-            names = {name for place in places for name in place.sources}
-            if not all(place.sources for place in places) or not names <= self._weights:
-                continue
-            matrices = {name: self._matrices_of(name, module) for name in names}
-            if all(each.has_codes for of_name in matrices.values() for each in of_name):
-                self._places += places
-                self._matrices |= matrices
+            places = [self._place(module, leaf, sources[f"{path}.{leaf}"]) for leaf in leaves]
+            if None not in places:
+                self._places += cast("list[_Place]", places)
         numbers = {name: number for number, name in enumerate(self._names)}
         for place in self._places:
-            own: Any = place.experts
-            shape = list(own.get_parameter(place.leaf).shape)
-            shape[1 if own.is_transposed else 2] = 1
-            column = torch.empty(shape, dtype=torch.int64, device="meta")
-            own.register_parameter(place.leaf, nn.Parameter(column, requires_grad=False))
+            column = nn.Parameter(place.division.column, requires_grad=False)
+            place.experts.register_parameter(place.leaf, column)
             for name in place.sources:
                 self.tensors[name] = NumberedRows(
-                    self.tensors[name], numbers[name], columns_first=own.is_transposed
+                    self.tensors[name], numbers[name], columns_first=place.experts.is_transposed
                 )
 
     def _matrices_of(self, name: str, experts: Any) -> list[DequantisedSlice]:
@@ -134,58 +137,74 @@ class ExpertLoading:
             return weight.matrices(columns_first=experts.is_transposed)
         return [weight]
 
-    def settle(self) -> bool:
-        """Puts codes in place of the columns. Returns whether all are; else the model has to be read again.
-        Raises ConfigError for a code that is not finite."""
-        lost = []
+    def _place(self, experts: Any, leaf: str, sources: Sequence[str]) -> _Place | None:
+        """None: not all of its tensors can keep their codes."""
+        if not sources or not self._weights >= {*sources}:
+            return None
+        division = row_division(experts.get_parameter(leaf), columns_axis=1 if experts.is_transposed else 2)
+        if division is None:
+            return None
+        matrices = {name: self._matrices_of(name, experts) for name in sources}
+        of_all = [each for of_name in matrices.values() for each in of_name]
+        if not all(each.has_codes_of(own) for each in of_all for own in division.columns):
+            return None
+        self._matrices |= matrices
+        return _Place(experts, leaf, tuple(sources), division)
+
+    def settle(self) -> list[str]:
+        """Puts codes in place of the columns. Returns the names of weights that cannot keep their codes: then
+        the model has to be read again. Raises ConfigError for a code that is not finite."""
+        lost: list[str] = []
         for place in self._places:
-            made = self._made(place.experts.get_parameter(place.leaf).detach())
+            made = self._made(place)
             if made is None:
                 lost += place.sources
             else:
                 place.experts.register_parameter(place.leaf, None)
                 del place.experts._parameters[place.leaf]
                 place.experts.add_module(place.leaf, made)
-        self._forget(lost)
-        return not lost
+        return lost
 
     def give_up(self) -> None:
         """Experts will be dequantised when the model is read again."""
-        self._forget([name for place in self._places for name in place.sources])
+        self.forget([name for place in self._places for name in place.sources])
 
-    def _forget(self, names: Sequence[str]) -> None:
+    def forget(self, names: Sequence[str]) -> None:
+        """These will be dequantised when the model is read again."""
         self._weights -= {*names}
         if names:
             logger.info(
                 "%d weights of experts are converted and cannot keep their codes: %s", len(names), names[0]
             )
 
-    def _made(self, columns: Tensor) -> CodedExperts | None:
+    def _made(self, place: _Place) -> CodedExperts | None:
+        columns = own_share(place.experts.get_parameter(place.leaf).detach()).cpu()
         if columns.dtype != torch.int64 or columns.ndim != 3:
             return None
         matrices: list[_ExpertMatrix] = []
         for rows in columns.flatten(1):
-            if (own := self._whole_matrices(rows)) is None:
+            if (own := self._parts(rows, place)) is None:
                 return None
             matrices += own
         codes = _stacked(matrices, self._device)
         return None if codes is None else CodedExperts(codes, len(columns))
 
-    def _whole_matrices(self, rows: Tensor) -> list[_ExpertMatrix] | None:
-        """Whose rows these are; None: they are not whole matrices, one after the other."""
+    def _parts(self, numbers: Tensor, place: _Place) -> list[_ExpertMatrix] | None:
+        """Whose rows these are; None: they are no rows of the place's tensors, or not two runs of successive
+        ones."""
         found = []
-        while len(rows):
-            number, row = divmod(int(rows[0]), _WEIGHT)
+        for run in runs_in(numbers):
+            number, row = divmod(run.start, _WEIGHT)
             name = self._names[number] if 0 <= number < len(self._names) else ""
-            if (matrices := self._matrices.get(name)) is None:
+            if name not in place.sources:
                 return None
+            matrices = self._matrices[name]
             expert, first = divmod(row, matrices[0].num_rows)
             weight = matrices[expert]
-            expected = torch.arange(weight.num_rows) + int(rows[0])
-            if first or not torch.equal(rows[: weight.num_rows], expected):
+            rows = range(first, first + len(run))
+            if rows.stop > weight.num_rows or len(found) == _MAX_RUNS:
                 return None
-            found.append(_ExpertMatrix(name, weight))
-            rows = rows[weight.num_rows :]
+            found.append(_ExpertMatrix(name, weight, rows, place.division.own_columns))
         return found
 
 
@@ -197,11 +216,9 @@ def is_of_experts(name: str, tensor: object) -> bool:
 def _stacked(matrices: Sequence[_ExpertMatrix], device: torch.device) -> Codes | None:
     """One matrix on the device; None: they differ in more than their numbers. A few of them are in the memory
     of the CPU at once."""
-    sizes = {each.weight.scale_rows for each in matrices}
-    fit = all(each.weight.num_rows % each.weight.scale_rows == 0 for each in matrices)
-    scale_rows = sizes.pop() if len(sizes) == 1 and fit else 1
+    scale_rows = math.gcd(*(size for each in matrices for size in (each.scale_rows, len(each.rows))))
     first = matrices[0].codes()
-    num_rows = sum(each.weight.num_rows for each in matrices)
+    num_rows = sum(len(each.rows) for each in matrices)
     numbers = torch.empty(num_rows, *first.numbers.shape[1:], dtype=first.numbers.dtype, device=device)
     scales, zeros, end = [], [], 0
     with ThreadPoolExecutor(_NUM_THREADS) as pool:

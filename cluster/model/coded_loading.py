@@ -1,110 +1,79 @@
-"""Loads a quantised checkpoint whose linears and experts keep their codes.
+"""Loads a quantised checkpoint whose linears and experts keep their codes, of a rank those of its share.
 
-transformers alone knows which tensor belongs to which module (renamed keys, merged experts). So it is given
-a stand-in for every weight whose codes can stay: one row of NaN that is repeated without taking memory.
-
-* A stand-in is found as the weight of a linear of the text model: a linear of codes replaces that linear.
-* It is found elsewhere: the plain weight replaces it.
-* It is found nowhere, because transformers has computed something from it: the model is loaded again, with
-  this weight plain.
-
-So the plain weights of the linears exist nowhere. Experts are loaded in another way: `coded_experts`. Runs on
-the thread that loads the model, while the files are open.
+transformers reads numbers of rows in place of the weights that can stay codes (`coded_linears`,
+`coded_experts`), so the plain weights of these exist nowhere. If it has computed something else from them,
+the model is loaded again with these weights plain. Ranks decide that together. Runs on the thread that loads
+the model, while the files are open.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform
 
 from cluster.errors import ConfigError
-from cluster.model.coded_experts import ExpertLoading, is_of_experts
-from cluster.model.dequantising import DequantisedSlice
-from cluster.model.layers.codes import CodedLinear, CodedProduct
-
-logger = logging.getLogger(__name__)
+from cluster.model.coded_experts import ExpertLoading
+from cluster.model.coded_linears import LinearLoading
+from cluster.model.collectives import Collectives
+from cluster.model.layers.codes import CodedProduct
 
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
 
 
-class StandIn:
-    """Sliced in place of a quantised weight. row: all rows of what is given, which tells it from others."""
+class CodedLoading:
+    """What of one model keeps its codes, through all attempts to read it."""
 
-    def __init__(self, weight: DequantisedSlice):
-        self.weight = weight
-        self.row = torch.full(weight.get_shape()[1:], torch.nan, dtype=weight.dtype)
-        self.was_read = False
+    def __init__(
+        self, tensors: dict[str, Any], text_of: Callable[[PreTrainedModel], nn.Module], product: CodedProduct,
+        device: torch.device, collectives: Collectives | None = None,
+    ):  # fmt: skip
+        """tensors: what transformers reads; quantised weights in it are replaced. collectives: of a rank."""
+        self._linears = LinearLoading(tensors, text_of, product, device, collectives)
+        self._experts = ExpertLoading(tensors, text_of, device)
+        self._collectives = collectives
 
-    def get_shape(self) -> list[int]:
-        return self.weight.get_shape()
+    def take_places(self, model: PreTrainedModel, conversions: Sequence[WeightTransform]) -> None:
+        """Called while `load` reads, with the model on the meta device."""
+        self._linears.take_places(model, conversions)
+        self._experts.take_places(model, conversions)
 
-    def __getitem__(self, index: Any) -> Tensor:
-        self.was_read = True
-        return self.row.expand(self.get_shape())[index]
+    def load(self, read: Callable[[], Loaded]) -> Loaded:
+        """read: loads a model from the tensors. All ranks call it together. Raises ConfigError."""
+        while True:
+            error = None
+            for each in (self._linears, self._experts):
+                each.begin()
+            try:
+                model, report = read()
+            except ConfigError as raised:
+                error = raised
+            if not self._all_agree(error is None):
+                self._give_up(error)
+                continue
+            lost = self._anywhere(self._linears.lost())
+            of_experts = self._anywhere([] if lost else self._experts.settle())
+            if not lost and not of_experts:
+                self._linears.settle(model)
+                return model, report
+            del model, report  # before there is another one
+            self._linears.forget(lost)
+            self._experts.forget(of_experts)
 
-    def is_whole(self, tensor: Tensor) -> bool:
-        """Whether the tensor is the stand-in, neither turned nor a part of it."""
-        return list(tensor.shape) == self.get_shape() and tensor.stride() == (0, 1)
+    def _give_up(self, error: ConfigError | None) -> None:
+        """Numbers may have been the reason; if they were not, the error is raised again."""
+        having = [each for each in (self._experts, self._linears) if each.has_places]
+        if not having:
+            raise error or ConfigError("another rank cannot read its share; its log says why", param="model")
+        having[0].give_up()
 
+    def _all_agree(self, agrees: bool) -> bool:
+        return agrees if self._collectives is None else self._collectives.all_agree(agrees)
 
-def load_with_codes(
-    read: Callable[[], Loaded],
-    experts: ExpertLoading,
-    text_of: Callable[[PreTrainedModel], nn.Module],
-    product: CodedProduct,
-) -> Loaded:
-    """experts: take their places while `read` runs, which loads a model from their tensors; quantised weights
-    in these are replaced."""
-    tensors = experts.tensors
-    weights = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if isinstance(tensor, DequantisedSlice) and tensor.has_codes and not is_of_experts(name, tensor)
-    }
-    while True:
-        stand_ins = {name: StandIn(weight) for name, weight in weights.items()}
-        tensors.update(stand_ins)
-        experts.begin()
-        try:
-            model, report = read()
-        except ConfigError:
-            if not experts.has_places:
-                raise
-            experts.give_up()  # if that was not the reason, it is raised again
-            continue
-        lost = _replace(model, text_of(model), stand_ins, product)
-        if experts.settle() and not lost:
-            return model, report
-        del model, report  # before there is another one
-        if lost:
-            logger.info("%d weights are converted and cannot keep their codes: %s", len(lost), lost[0])
-            tensors.update({name: weights.pop(name) for name in lost})
-
-
-def _replace(
-    model: nn.Module, text: nn.Module, stand_ins: Mapping[str, StandIn], product: CodedProduct
-) -> list[str]:
-    """Returns the names of stand-ins that were read and are not in the model."""
-    names = {each.row.data_ptr(): name for name, each in stand_ins.items()}
-    of_text, found = {*text.modules()}, set()
-    plain: dict[str, nn.Parameter] = {}
-    for parent in [*model.modules()]:
-        for child_name, child in [*parent.named_children()]:
-            for leaf, parameter in [*child.named_parameters(recurse=False)]:
-                name = names.get(parameter.data_ptr(), "")
-                if not name or not stand_ins[name].is_whole(parameter):
-                    continue
-                found.add(name)
-                if type(child) is nn.Linear and child in of_text:
-                    codes = stand_ins[name].weight.codes(name)
-                    setattr(parent, child_name, CodedLinear(codes, child.bias, product))
-                    continue
-                if name not in plain:
-                    plain[name] = nn.Parameter(stand_ins[name].weight[...], requires_grad=False)
-                child.register_parameter(leaf, plain[name])
-    return [name for name, each in stand_ins.items() if each.was_read and name not in found]
+    def _anywhere(self, names: Sequence[str]) -> list[str]:
+        """Names that a rank passes."""
+        return list(names) if self._collectives is None else self._collectives.union(names)

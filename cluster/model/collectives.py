@@ -16,7 +16,7 @@ the thread that runs the model. Not tried over NCCL.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,20 @@ class Collectives:
     def all_agree(self, agrees: bool) -> bool:
         """Whether all ranks pass True."""
         return self._largest(float(not agrees)) == 0.0
+
+    def all_agree_on(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether all ranks pass True. All pass equally many."""
+        if not flags:
+            return []
+        numbers = torch.tensor(flags, dtype=torch.float32, device=self._device)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        return [number == 1.0 for number in numbers.tolist()]
+
+    def union(self, names: Sequence[str]) -> list[str]:
+        """Returns the names that one rank or more passes, in one order on all ranks."""
+        found: list[list[str]] = [[] for _ in range(self.num_ranks)]
+        dist.all_gather_object(found, list(names))
+        return sorted({name for own in found for name in own})
 
     def largest(self, number: float) -> float:
         """Returns the largest of the numbers that the ranks pass."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cluster.config.weight_formats import MXFP4, WORD_BITS, Header, Quantisation, StoredWeight
+from cluster.config.weight_formats import MXFP4, MXFP4_GROUP, WORD_BITS, Header, Quantisation, StoredWeight
 from cluster.errors import ConfigError
-from cluster.model.layers.codes import E2M1, WORDS, CodeKind, Codes, in_words
+from cluster.model.layers.codes import E2M1, CodeKind, Codes, have_kernels, in_words, runs_of
 
 # The median of a matrix is about 0.01. Scales that were meant to divide make it 10⁵. There is no lower bound:
 # experts that training never used decay to almost nothing.
@@ -71,8 +71,7 @@ class DequantisedSlice:
     @property
     def has_codes(self) -> bool:
         """Whether kernels compute with such codes: all but groups that are no multiples of 16."""
-        group, width = self._weight.block[1], self._width
-        return group >= width or group % WORDS == 0
+        return self.has_codes_of(range(self._width))
 
     @property
     def num_rows(self) -> int:
@@ -84,11 +83,19 @@ class DequantisedSlice:
         """Rows that have one scale."""
         return self._weight.block[0]
 
-    def codes(self, name: str) -> Codes:
-        """The weight as it is held where kernels compute with it. Raises ConfigError, with the name, if a
-        code or a scale is not finite."""
+    def has_codes_of(self, columns: range) -> bool:
+        """`has_codes` of some of the columns alone."""
+        return have_kernels(runs_of(columns, self._weight.block[1])[1], len(columns))
+
+    def codes(self, name: str, rows: range | None = None, columns: range | None = None) -> Codes:
+        """The weight as it is held where kernels compute with it. rows, columns: of it; None: all. Nothing
+        else is read. Raises ConfigError, with the name, if a code or a scale is not finite."""
+        rows, columns = rows or range(self.num_rows), columns or range(self._width)
         block_rows, group = self._weight.block
-        scales, zeros = self._grid(self._tensors[self._weight.scales][...]), None
+        (row_places, scale_rows), (places, group) = runs_of(rows, block_rows), runs_of(columns, group)
+        covered = _covered(row_places), _covered(places)
+        grid = row_places - covered[0].start, places - covered[1].start
+        scales, zeros = self._grid(self._weight.scales, *covered), None
         if self._form.layout is MXFP4:
             kind, are_finite = CodeKind.E2M1, bool((scales != _MXFP4_NAN).all())
         else:
@@ -96,19 +103,19 @@ class DequantisedSlice:
         if self._form.layout.dtype == "I32":
             kind = CodeKind.NIBBLE if self._form.bits == 4 else CodeKind.BYTE
             if self._weight.zeros and not self._form.is_symmetric:
-                zeros = self._zeros().to(torch.uint8)
-        parts, step = [], max(_NUM_ROWS, _CHUNK // self._width)
-        for first in range(0, self.num_rows, step):
-            codes = self._stored(first, min(first + step, self.num_rows))
+                zeros = self._zeros(*covered).to(torch.uint8)
+        parts, step = [], max(_NUM_ROWS, _CHUNK // len(columns))
+        for first in range(rows.start, rows.stop, step):
+            codes = self._stored(first, min(first + step, rows.stop), columns)
             if kind is CodeKind.E4M3:
                 codes = codes.view(torch.uint8)
-            parts.append(
-                in_words(codes) if kind in (CodeKind.NIBBLE, CodeKind.E2M1) else codes.to(torch.uint8)
-            )
+            is_packed = kind in (CodeKind.NIBBLE, CodeKind.E2M1)
+            parts.append(in_words(codes) if is_packed else codes.to(torch.uint8))
         numbers = torch.cat(parts)
         if not are_finite or (kind is CodeKind.E4M3 and ((numbers & 0x7F) == 0x7F).any()):
             self._refuse(f"{name} has weights that are not finite")
-        return Codes(kind, numbers, scales, zeros, self._width, group, block_rows)
+        scales, zeros = (None if each is None else each[grid[0]][:, grid[1]] for each in (scales, zeros))
+        return Codes(kind, numbers, cast(Tensor, scales), zeros, len(columns), group, scale_rows)
 
     def check(self) -> None:
         """Raises ConfigError if the values contradict the headers, or if the scales make no plausible
@@ -147,7 +154,7 @@ class DequantisedSlice:
         """Codes without their zeros [rows, groups, columns of a group] and scales [rows, groups, 1], float32.
         The last group is padded."""
         layout, (block_rows, block_columns) = self._form.layout, self._weight.block
-        codes, scales = self._stored(first, end), self._grid(self._tensors[self._weight.scales][...]).float()
+        codes, scales = self._stored(first, end), self._grid(self._weight.scales).float()
         if layout is MXFP4:
             codes, scales = E2M1[codes.long()], (scales - _MXFP4_BIAS).exp2()
         codes = codes.float()
@@ -158,28 +165,35 @@ class DequantisedSlice:
             codes -= self._zeros()[blocks].unsqueeze(-1)
         return codes, scales[blocks].unsqueeze(-1)
 
-    def _stored(self, first: int, end: int) -> Tensor:
-        """Codes of these rows [rows, columns], in the file's dtype."""
-        layout = self._form.layout
+    def _stored(self, first: int, end: int, columns: range | None = None) -> Tensor:
+        """Codes of these rows [rows, columns], in the file's dtype. columns: None: all."""
+        layout, words, columns = self._form.layout, self._form.words, columns or range(self._width)
         if layout is MXFP4:
-            packed = self._tensors[self._weight.codes][first:end]
-            return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
-        step = self._form.words if layout.is_packed_along_rows else 1
-        low, high = first // step, -(-end // step)
+            groups = _covered(runs_of(columns, MXFP4_GROUP)[0])
+            packed = self._tensors[self._weight.codes][first:end, groups]
+            left = columns.start - groups.start * MXFP4_GROUP
+            return torch.stack((packed & 15, packed >> 4), -1).flatten(1)[:, left : left + len(columns)]
+        row_step, step = (words, 1) if layout.is_packed_along_rows else (1, words)
+        high = slice(first // row_step, -(-end // row_step))
+        wide = slice(columns.start // step, -(-columns.stop // step))
         stored = self._tensors[self._weight.codes]
-        codes = stored[:, low:high].T if layout.is_transposed else stored[low:high]
+        codes = stored[wide, high].T if layout.is_transposed else stored[high, wide]
         if layout.dtype == "I32":
             codes = self._unpacked(codes, along_rows=layout.is_packed_along_rows)
-        return codes[first - low * step : end - low * step]
+        low, left = first - high.start * row_step, columns.start - wide.start * step
+        return codes[low : low + end - first, left : left + len(columns)]
 
-    def _zeros(self) -> Tensor:
+    def _zeros(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """Codes of 0, for each scale [rows of blocks, columns of blocks]; of symmetric codes the middle."""
-        form, (rows, _) = self._form, self._num_blocks
+        form, num_blocks = self._form, self._num_blocks
         if not self._weight.zeros:
-            return torch.full(self._num_blocks, float(1 << form.bits - 1))
-        words = self._tensors[self._weight.zeros][...]
-        words = words.T if form.layout.is_transposed else words
-        return (self._unpacked(words, along_rows=True)[:rows] + form.layout.zero_offset).float()
+            return torch.full(num_blocks, float(1 << form.bits - 1))[rows, columns]
+        first, end, _ = rows.indices(num_blocks[0])
+        stored, high = self._tensors[self._weight.zeros], slice(first // form.words, -(-end // form.words))
+        words = stored[columns, high].T if form.layout.is_transposed else stored[high, columns]
+        low = first - high.start * form.words
+        codes = self._unpacked(words, along_rows=True)[low : low + end - first]
+        return (codes + form.layout.zero_offset).float()
 
     def _unpacked(self, words: Tensor, *, along_rows: bool) -> Tensor:
         form = self._form
@@ -194,12 +208,14 @@ class DequantisedSlice:
         rows, columns = (-(-n // b) for n, b in zip(self._weight.shape, self._weight.block, strict=True))
         return rows, columns
 
-    def _grid(self, scales: Tensor) -> Tensor:
-        """[rows of blocks, columns of blocks], in the file's dtype."""
-        rows, columns = self._num_blocks
-        if self._form.layout.is_transposed:
-            return scales.reshape(columns, rows).T.contiguous()
-        return scales.reshape(rows, columns)
+    def _grid(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Returns these scales, [rows of blocks, columns of blocks], in the file's dtype."""
+        stored, (num_rows, num_columns) = self._tensors[name], self._num_blocks
+        if num_columns > 1:
+            return stored[columns, rows].T if self._form.layout.is_transposed else stored[rows, columns]
+        if num_rows == 1 or self._form.layout.is_transposed:
+            return stored[...].reshape(num_rows, 1)[rows, columns]
+        return stored[rows].reshape(-1, 1)[:, columns]  # one for a row, with or without a second axis
 
     @property
     def _width(self) -> int:
@@ -273,6 +289,11 @@ class _OfExpert:
     def __getitem__(self, index: Any) -> Tensor:
         axes = () if index is ... else index if isinstance(index, tuple) else (index,)
         return self.stored[(slice(self.expert, self.expert + 1), *axes)][0]
+
+
+def _covered(places: Tensor) -> slice:
+    """places: ascending."""
+    return slice(int(places[0]), int(places[-1]) + 1)
 
 
 def read_pickled_headers(folder: Path) -> dict[str, Header]:

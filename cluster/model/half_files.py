@@ -78,8 +78,8 @@ class HalfFiles:
 
 
 def sizes_of(model: PreTrainedModel, num_stored: int | None = None) -> HalfSizes:
-    """model: on the meta device, with this rank's shares. num_stored: bytes of files; of linears that keep
-    their codes no more is held."""
+    """model: on the meta device, with this rank's shares. num_stored: bytes of its share of the files; of
+    linears that keep their codes no more is held."""
     own = [own_share(parameter) for parameter in model.parameters()]
     num_bytes = sum(each.nbytes for each in own)
     if num_stored is not None:

@@ -92,14 +92,15 @@ def load_parts(
     """Arguments as in `LanguageModel.load`. Raises ConfigError."""
     num_ranks = sharding.num_ranks
 
+    ranks = Collectives(torch.device(device)) if num_ranks > 1 else None
+
     def make(making: Making) -> LanguageParts:
         half = load_half(
             path, Half.LANGUAGE, dtype=dtype, device=device, sharding=sharding, mapped=making.mapped,
-            coded=CODED_KERNELS if has_coded_kernels else None, check_room=check_room,
+            coded=CODED_KERNELS if has_coded_kernels else None, collectives=ranks, check_room=check_room,
         )  # fmt: skip
         notes = making.notes.get("probed")
         probed = None if notes is None else Probed.from_json(notes)
-        ranks = Collectives(half.device) if num_ranks > 1 else None
         if ranks is not None:
             settle_linears(half, ranks)
             if half.device.type == "cuda":
@@ -121,8 +122,7 @@ def load_parts(
             )
         return replace(served, evictable_bytes=making.evictable_bytes)
 
-    # a share of a weight may begin inside a word or a block
-    has_coded_kernels = torch.device(device).type == "cuda" and num_ranks == 1 and has_triton()
+    has_coded_kernels = torch.device(device).type == "cuda" and has_triton()
     kernels = load_kernels() if torch.device(device).type == "cpu" and num_ranks == 1 else None
     key = WeightKey(Path(path), Half.LANGUAGE, dtype, weight_dtype, adapters.modules)
     return load_through(weight_cache, key, kernels, make)

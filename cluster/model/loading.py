@@ -32,8 +32,8 @@ from cluster.config.families import MEDIA_FAMILIES, ModelFamily, part_of_whole
 from cluster.config.machine import available_memory
 from cluster.config.weight_formats import Quantisation
 from cluster.errors import ConfigError
-from cluster.model.coded_experts import ExpertLoading
-from cluster.model.coded_loading import Loaded, load_with_codes
+from cluster.model.coded_loading import CodedLoading, Loaded
+from cluster.model.collectives import Collectives
 from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.cuda.coded_choice import keep_right_codes
 from cluster.model.cuda.moving import move_weights
@@ -74,12 +74,13 @@ class AbsentHalf(nn.Module):
 def load_half(
     path: str | Path, half: Half, *, dtype: torch.dtype, device: torch.device | str,
     sharding: Sharding = UNDIVIDED, mapped: MappedWeights | None = None, coded: CodedKernels | None = None,
-    check_room: CheckRoom | None = None,
+    collectives: Collectives | None = None, check_room: CheckRoom | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     """transformers' model with only this rank's share of `half` in memory. Blocks while reading. mapped: its
     parameters, which are then not read from the checkpoint; those that exist in packed form only are on the
     meta device. coded: how linears and experts of a quantised text model are computed, which then keep their
-    codes; None: they are dequantised. Not for ranks. check_room: may refuse before a weight is read.
+    codes; None: they are dequantised. collectives: of a rank whose linears keep their codes. check_room: may
+    refuse before a weight is read.
 
     Raises ConfigError if the folder is not a model, the model type is not supported, the model has no such
     half, a weight file is missing or truncated, a weight is not finite or is quantised in a form that is not
@@ -97,23 +98,21 @@ def load_half(
     half_files = HalfFiles(files, quantisation)
     with ExitStack() as opened:
         reading = opened.enter_context(Reading(f"{path}, {half} half"))
-        tensors, experts = None, None
+        tensors, codes = None, None
         if quantisation is not None:
             tensors = opened.enter_context(plain_tensors(files, quantisation, dtype))
             if mapped is None:
                 check_values(tensors)
             if coded is not None:
-                experts = ExpertLoading(tensors, text_of, torch.device(device))
+                codes = CodedLoading(tensors, text_of, coded.product, torch.device(device), collectives)
         elif has_two_layouts(config.model_type) or mixers is not None:
             tensors = opened.enter_context(stored_tensors(files))
         elif sharding.num_ranks == 1:
             tensors = half_files.mapped()
-        begin = partial(_begin, reading, half_files, sharding, experts, check_room)
+        begin = partial(_begin, reading, half_files, sharding, codes, check_room)
         half_class = _reading_class(half_class, tensors, begin, mixers)
         read = partial(_read, half_class, path, config, dtype, sharding, mixers)
-        if experts is not None and coded is not None:
-            read = partial(load_with_codes, read, experts, text_of, coded.product)
-        model, report = read()
+        model, report = read() if codes is None else codes.load(read)
         if wrong := sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"]))):
             what = ", ".join(wrong[:5])
             raise ConfigError(f"the checkpoint '{path}' lacks weights of the {half} half: {what}")
@@ -127,26 +126,26 @@ def load_half(
         model.to(device)
         _check_finite(model, path)
     if coded is not None:
-        keep_right_codes(model, dtype, coded.experts)
+        keep_right_codes(model, dtype, coded.experts, collectives)
     if mapped is not None:
         _register(model)
     return model
 
 
 def _begin(
-    reading: Reading, files: HalfFiles, sharding: Sharding, experts: ExpertLoading | None,
+    reading: Reading, files: HalfFiles, sharding: Sharding, codes: CodedLoading | None,
     check_room: CheckRoom | None, model: PreTrainedModel, conversions: Sequence[WeightTransform],
 ) -> None:  # fmt: skip
     """Called with the model on the meta device, before a weight is read."""
     ranges = files.taken(model, conversions)
     num_stored = sum(each.end - each.begin for each in ranges)
     if check_room is not None:
-        check_room(sizes_of(model, None if experts is None else num_stored))
+        check_room(sizes_of(model, None if codes is None else num_stored // sharding.num_ranks))
     is_divided = sharding.num_ranks > 1
     rank = dist.get_rank() if is_divided else 0
     reading.begin(pieces_of(ranges, rank=rank, num_ranks=sharding.num_ranks, room=available_memory()))
-    if experts is not None:
-        experts.take_places(model, conversions)
+    if codes is not None:
+        codes.take_places(model, conversions)
 
 
 def _class_of_half(config: PreTrainedConfig, half: Half) -> type[PreTrainedModel]:

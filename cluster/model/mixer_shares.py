@@ -104,6 +104,12 @@ def piece_of(linear: nn.Module) -> RankPiece | None:
     return getattr(linear, _PIECE, None)
 
 
+def keep_piece(linear: nn.Module, made: nn.Module) -> None:
+    """Notes that `made` is the same piece of a linear as `linear`, whose place it takes."""
+    if (piece := piece_of(linear)) is not None:
+        setattr(made, _PIECE, piece)
+
+
 def whole_shape(linear: nn.Linear) -> tuple[int, int]:
     """Inputs and outputs; of all ranks, where it was divided here."""
     inputs, outputs = linear.in_features, linear.out_features

@@ -5,13 +5,16 @@ puts the local share in its place. Here the share becomes the weight, and what t
 of the module, so that kernels can take the place of such linears (`cluster.model.layers`), and a call is one
 product and at most one collective:
 
-    nn.Linear        divided by outputs; the result is this rank's piece
-    SummedLinear     divided by inputs, which are this rank's piece; the ranks' products are summed
-    GatheredLinear   the head, divided by outputs, which are gathered
-    SummedEmbedding  divided by rows; a row is there on one rank, and zero on the others
+    nn.Linear, CodedLinear           divided by outputs; the result is this rank's piece
+    SummedLinear, SummedCodedLinear  divided by inputs, which are this rank's piece; products are summed
+    GatheredLinear                   the head, divided by outputs, which are gathered
+    GatheredCodedLinear              any linear whose plan says so
+    SplitLinear, SplitCodedLinear    divided by inputs, of which each rank has all
+    SummedEmbedding                  divided by rows; a row is there on one rank, and zero on the others
 
-Modules that transformers divides in another way stay as it has made them. `in_features` and `out_features`
-are those of the whole. Runs on the thread that loads the model.
+Those of codes are made while the model is loaded (`coded_linears`), the others afterwards. Modules that
+transformers divides in another way stay as it has made them. `in_features` and `out_features` are those of
+the whole. Runs on the thread that loads the model.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from transformers import PreTrainedModel
 
 from cluster.model.collectives import Collectives
 from cluster.model.half_files import own_share
+from cluster.model.layers.codes import CodedLinear, CodedProduct, Codes
+from cluster.model.mixer_shares import keep_piece
 from cluster.model.sharding import name_in_plan
 
 
@@ -34,9 +39,20 @@ class SummedLinear(nn.Linear):
 
     collectives: Collectives
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return F.linear(x, self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., this rank's inputs] → [..., outputs]."""
-        return self.collectives.sum(F.linear(x, self.weight, self.bias))
+        return self.collectives.sum(self.multiply(x))
+
+
+class SummedCodedLinear(CodedLinear, SummedLinear):
+    """Both: the codes are those of this rank's inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.collectives.sum(self.multiply(x))
 
 
 class GatheredLinear(nn.Linear):
@@ -47,6 +63,40 @@ class GatheredLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] → [..., outputs]."""
         return self.collectives.gather(F.linear(x, self.weight, self.bias), self.out_features)
+
+
+class GatheredCodedLinear(CodedLinear, GatheredLinear):
+    """Both: the codes are those of this rank's outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.collectives.gather(self.multiply(x), self.out_features)
+
+
+class SplitLinear(nn.Linear):
+    """weight [outputs, this rank's inputs], bias rank 0's alone. Kernels do not take its place."""
+
+    collectives: Collectives
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum."""
+        return F.linear(x, self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] → [..., outputs]."""
+        return self.collectives.sum(self.multiply(self.own_inputs(x)))
+
+    def own_inputs(self, x: Tensor) -> Tensor:
+        """[..., inputs] → [..., this rank's inputs]."""
+        width = -(-self.in_features // self.collectives.num_ranks)
+        first = self.collectives.rank * width
+        return x[..., first : first + width]
+
+
+class SplitCodedLinear(CodedLinear, SplitLinear):
+    """Both: the codes are those of this rank's inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.collectives.sum(self.multiply(self.own_inputs(x)))
 
 
 class SummedEmbedding(nn.Module):
@@ -82,7 +132,55 @@ _KINDS: dict[str, tuple[type[nn.Linear], int]] = {
     "colwise": (nn.Linear, 0),
     "rowwise": (SummedLinear, 1),
 }
+_CODED_KINDS: dict[str, type[CodedLinear]] = {
+    "colwise": CodedLinear,
+    "packed_colwise": CodedLinear,  # rows of each half
+    "rowwise": SummedCodedLinear,
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), GatheredCodedLinear),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), SplitCodedLinear),
+}
+_MEETING = (SummedLinear, GatheredLinear, SplitLinear)  # their calls have a collective
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")  # all ranks have the same
 _GATHERED = ("colwise_gather_output", "colwise_rep")
+
+
+def coded_kind(linear: nn.Linear, way: str) -> type[CodedLinear] | None:
+    """What a rank holds the codes of a linear in. linear: on the meta device. way: in transformers' plan.
+    None: transformers divides it in a way that no such linear computes."""
+    if isinstance(linear.weight, DTensor):
+        return _CODED_KINDS.get(way)
+    return None if "forward" in vars(linear) and way not in _WHOLE else CodedLinear
+
+
+def coded_linear(
+    linear: nn.Linear, codes: Codes, product: CodedProduct, kind: type[CodedLinear],
+    collectives: Collectives | None,
+) -> CodedLinear:  # fmt: skip
+    """What takes the place of a linear that was read but for its weight. codes: of this rank."""
+    bias = cast("Tensor | None", linear.bias)
+    made = kind(codes, None, product, (linear.in_features, linear.out_features))
+    if isinstance(made, SummedLinear | GatheredLinear | SplitLinear):
+        made.collectives = cast(Collectives, collectives)
+    if isinstance(made, SummedLinear | SplitLinear) and made.collectives.rank:
+        bias = None
+    if bias is not None:
+        made.bias = _parameter(bias)
+    keep_piece(linear, made)
+    return made
+
+
+def without_codes(linear: CodedLinear, dtype: torch.dtype) -> nn.Linear:
+    """The same linear with its plain weight."""
+    kind = next((each for each in _MEETING if isinstance(linear, each)), nn.Linear)
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.in_features, made.out_features = linear.in_features, linear.out_features
+    made.weight = _parameter(linear.codes.plain(dtype))
+    made.register_parameter("bias", linear.bias)
+    if isinstance(linear, _MEETING):
+        cast(SummedLinear, made).collectives = linear.collectives
+    keep_piece(linear, made)
+    return made.eval()
 
 
 @torch.no_grad()

@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
+from cluster.model.collectives import Collectives
 from cluster.model.cuda.coded_products import CODED_ROWS, whole_product
 from cluster.model.cuda.expert_products import MANY_ROWS, experts_forward
+from cluster.model.cuda.experts import local_parameters
 from cluster.model.layers.codes import CodedExperts, CodedKernels, CodedLinear, ExpertsForward
+from cluster.model.rank_linears import without_codes
 
 logger = logging.getLogger(__name__)
 
@@ -30,50 +33,69 @@ _NUM_CHOSEN = 2  # of the experts that are compared
 
 
 @torch.inference_mode()
-def keep_right_codes(model: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> None:
+def keep_right_codes(
+    model: nn.Module, dtype: torch.dtype, forward: ExpertsForward, collectives: Collectives | None = None
+) -> None:
     """All tensors of `model` are on the device. One linear, and one layer's experts, of each form and size is
-    compared. forward: of experts."""
-    has_linears = _keep_right_linears(model, dtype)
-    if _keep_right_experts(model, dtype, forward) or has_linears:
+    compared. forward: of experts. collectives: of a rank: what is wrong on one of them becomes plain on all,
+    which call this together."""
+    has_linears = _keep_right_linears(model, dtype, collectives)
+    if _keep_right_experts(model, dtype, forward, collectives) or has_linears:
         torch.cuda.empty_cache()  # what torch keeps would count as used when the KV cache is planned
 
 
-def _keep_right_linears(model: nn.Module, dtype: torch.dtype) -> bool:
+def _keep_right_linears(model: nn.Module, dtype: torch.dtype, collectives: Collectives | None) -> bool:
     """Returns whether there are any."""
+    linears = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, CodedLinear)
+    ]
     faults: dict[object, str | None] = {}
-    num_kept = 0
-    for parent in [*model.modules()]:
-        for name, child in [*parent.named_children()]:
-            if not isinstance(child, CodedLinear):
-                continue
-            form = (child.codes.form, child.bias is None)
-            if form not in faults:
-                faults[form] = _fault(child, dtype)
-                if faults[form] is not None:
-                    logger.warning(
-                        "codes: %s of %d × %d: dequantised, because %s",
-                        child.codes.kind.name, child.out_features, child.in_features, faults[form],
-                    )  # fmt: skip
-            if faults[form] is None:
-                num_kept += 1
-            else:
-                setattr(parent, name, _plain(child, dtype))
-    if faults:
-        logger.info("codes: %d linears compute from their codes", num_kept)
-    return bool(faults)
+    for _, _, linear in linears:
+        if (form := _form(linear)) not in faults:
+            faults[form] = _fault(linear, dtype)
+            if faults[form] is not None:
+                codes = linear.codes
+                logger.warning(
+                    "codes: %s of %d × %d: dequantised, because %s",
+                    codes.kind.name, len(codes.numbers), codes.width, faults[form],
+                )  # fmt: skip
+    are_right = _right_on_all([faults[_form(linear)] is None for _, _, linear in linears], collectives)
+    for (parent, name, linear), is_right in zip(linears, are_right, strict=True):
+        if not is_right:
+            setattr(parent, name, without_codes(linear, dtype))
+    if linears:
+        logger.info("codes: %d linears compute from their codes", sum(are_right))
+    return bool(linears)
+
+
+def _right_on_all(are_right: list[bool], collectives: Collectives | None) -> list[bool]:
+    """Returns which modules no rank makes plain; all ranks have them in one order."""
+    if collectives is None:
+        return are_right
+    agreed = collectives.all_agree_on(are_right)
+    if num_others := sum(own != all_own for own, all_own in zip(are_right, agreed, strict=True)):
+        logger.warning("codes: %d modules: dequantised, because they are on another rank", num_others)
+    return agreed
+
+
+def _form(linear: CodedLinear) -> object:
+    return linear.codes.form, linear.bias is None
 
 
 def _fault(linear: CodedLinear, dtype: torch.dtype) -> str | None:
-    """Why it must not be used; None: it is right."""
-    device = linear.numbers.device
+    """Why it must not be used; None: it is right. Of a rank, its own part of the product is compared."""
+    device, width = linear.numbers.device, linear.codes.width
     weight = linear.codes.plain(torch.float32)
     generator = torch.Generator().manual_seed(0)
     for num_rows in _ROWS:
-        x = torch.randn(num_rows, linear.in_features, generator=generator).to(device, dtype)
+        x = torch.randn(num_rows, width, generator=generator).to(device, dtype)
         bias = None if linear.bias is None else linear.bias.float()
         expected = F.linear(x.float(), weight, bias)
         try:
-            found = linear(x).float()
+            found = linear.multiply(x).float()
             error = float((found - expected).norm() / expected.norm())
         except Exception as error:  # compilers raise what they like; a device that broke raises it again
             return f"its kernel for {num_rows} rows fails: {error}"
@@ -82,39 +104,37 @@ def _fault(linear: CodedLinear, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _plain(linear: CodedLinear, dtype: torch.dtype) -> nn.Linear:
-    plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-    plain.weight = nn.Parameter(linear.codes.plain(dtype), requires_grad=False)
-    plain.bias = linear.bias
-    return plain
-
-
-def _keep_right_experts(model: nn.Module, dtype: torch.dtype, forward: ExpertsForward) -> bool:
+def _keep_right_experts(
+    model: nn.Module, dtype: torch.dtype, forward: ExpertsForward, collectives: Collectives | None
+) -> bool:
     """Returns whether there are any."""
+    found: list[tuple[Any, dict[str, CodedExperts], object]] = []
     faults: dict[object, str | None] = {}
-    num_kept = 0
-    for experts in [*model.modules()]:
+    for experts in model.modules():
         coded = {name: each for name, each in experts.named_children() if isinstance(each, CodedExperts)}
         if not coded:
             continue
         form = (type(experts), *(each.codes.form for each in coded.values()))
+        found.append((experts, coded, form))
         if form not in faults:
-            faults[form] = fault_of_experts(experts, dtype, forward)
+            with local_parameters(experts):
+                faults[form] = fault_of_experts(experts, dtype, forward)
             if faults[form] is not None:
                 logger.warning(
                     "codes: %d %s of %s: dequantised, because %s",
                     len(coded["down_proj"]), type(experts).__name__, coded["down_proj"].codes.kind.name,
                     faults[form],
                 )  # fmt: skip
-        if faults[form] is None:
-            num_kept += 1
+    are_right = _right_on_all([faults[form] is None for _, _, form in found], collectives)
+    for (experts, coded, _), is_right in zip(found, are_right, strict=True):
+        if is_right:
             _call(experts, forward)
         else:
             for name, each in coded.items():
                 _make_plain(experts, name, each, dtype)
-    if faults:
-        logger.info("codes: the experts of %d layers compute from their codes", num_kept)
-    return bool(faults)
+    if found:
+        logger.info("codes: the experts of %d layers compute from their codes", sum(are_right))
+    return bool(found)
 
 
 def _call(experts: nn.Module, forward: ExpertsForward) -> None:

@@ -78,7 +78,7 @@ def _replace(
 ) -> str:
     """The name of the function that the experts got, or why they keep transformers'."""
     own: Any = experts
-    with _local_parameters(experts):
+    with local_parameters(experts):
         down: Tensor = own.down_proj
         if own.has_post_expert_norm:
             return "a norm follows each expert"
@@ -136,7 +136,7 @@ def _random_rows(experts: nn.Module, num_tokens: int) -> tuple[Tensor, Tensor, T
 
 
 @contextmanager
-def _local_parameters(experts: nn.Module) -> Iterator[None]:
+def local_parameters(experts: nn.Module) -> Iterator[None]:
     """This rank's share of the parameters in place of what stands for all of them."""
     whole = {name: each for name, each in experts._parameters.items() if isinstance(each, DTensor)}
     experts._parameters.update({name: nn.Parameter(each.to_local(), False) for name, each in whole.items()})

@@ -6,9 +6,11 @@ Letters: N outputs (rows), K inputs (columns), G groups of columns that have one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +97,11 @@ class Codes:
         columns = ((numbers.unsqueeze(2) >> shifts[:, None]) & 15).flatten(1)[:, : self.width]
         return E2M1.to(numbers.device)[columns] if self.kind is CodeKind.E2M1 else columns.float()
 
+    def to(self, device: torch.device) -> Codes:
+        """Blocks where the device is another one."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, numbers=self.numbers.to(device), scales=self.scales.to(device), zeros=zeros)
+
     def rows(self, first: int, end: int) -> Codes:
         """Some of the rows, without a copy. first: where those begin that share a scale."""
         blocks = slice(first // self.scale_rows, -(-end // self.scale_rows))
@@ -109,6 +116,37 @@ class Codes:
         blocks = torch.arange(0, num_rows, scale_rows, device=self.scales.device) // self.scale_rows
         zeros = None if self.zeros is None else self.zeros[blocks]
         return replace(self, scales=self.scales[blocks], zeros=zeros, scale_rows=scale_rows)
+
+
+def runs_of(own: range, size: int) -> tuple[Tensor, int]:
+    """own: successive rows (or columns) of a matrix in which `size` rows, from 0 on, have one scale. Returns
+    which scales runs of them have, one for each, and how many rows a run has: a number that divides all of
+    them evenly, wherever the rows begin."""
+    first, last = own.start // size, (own.stop - 1) // size
+    if first == last:
+        return torch.tensor([first]), size if own.start % size == 0 else len(own)
+    run = math.gcd(own.start, size)
+    return torch.arange(own.start, own.stop, run) // size, run
+
+
+def have_kernels(runs: int, width: int) -> bool:
+    """Whether kernels compute with codes of so many columns, of which `runs` have one scale."""
+    return runs >= width or runs % WORDS == 0
+
+
+def joined(matrices: Sequence[Codes]) -> Codes:
+    """One matrix of the rows of all, which differ in nothing but their rows."""
+    parts = alike(matrices)
+    if parts is None:
+        raise ValueError("matrices of different columns cannot follow each other")
+    if len(parts) == 1:
+        return parts[0]
+    return replace(
+        parts[0],
+        numbers=torch.cat([each.numbers for each in parts]),
+        scales=torch.cat([each.scales for each in parts]),
+        zeros=None if parts[0].zeros is None else torch.cat([cast(Tensor, each.zeros) for each in parts]),
+    )
 
 
 def in_words(codes: Tensor) -> Tensor:
@@ -167,11 +205,16 @@ class CodedModule(nn.Module):
 
 
 class CodedLinear(CodedModule, nn.Linear):
-    """A linear whose weight is codes."""
+    """A linear whose weight is codes. Of a rank's piece of a linear, `in_features` and `out_features` may be
+    those of the whole."""
 
-    def __init__(self, codes: Codes, bias: Tensor | None, product: CodedProduct):
+    def __init__(
+        self, codes: Codes, bias: Tensor | None, product: CodedProduct,
+        features: tuple[int, int] | None = None,
+    ):  # fmt: skip
+        """features: inputs and outputs; None: those of the codes."""
         nn.Module.__init__(self)
-        self.in_features, self.out_features = codes.width, len(codes.numbers)
+        self.in_features, self.out_features = features or (codes.width, len(codes.numbers))
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         self._product = product
         self.set_codes(codes)
@@ -181,9 +224,14 @@ class CodedLinear(CodedModule, nn.Linear):
         """The plain weight in float32, made at every call: for code that looks at it, not to compute with."""
         return self.codes.plain(torch.float32)
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., N]: by these codes alone, whatever a call adds to it."""
+        codes = self.codes
+        rows = x.reshape(-1, codes.width).contiguous()
+        return self._product(rows, codes, self.bias).view(*x.shape[:-1], len(codes.numbers))
+
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features).contiguous()
-        return self._product(rows, self.codes, self.bias).view(*x.shape[:-1], self.out_features)
+        return self.multiply(x)
 
 
 class CodedExperts(CodedModule):

@@ -20,8 +20,7 @@ from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
-from cluster.model.coded_experts import ExpertLoading
-from cluster.model.coded_loading import load_with_codes
+from cluster.model.coded_loading import CodedLoading
 from cluster.model.cuda.coded_choice import CODED_KERNELS
 from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs, merged_codes
@@ -281,7 +280,7 @@ def test_codes_that_are_not_finite_are_refused_by_name(form: str, tmp_path: Path
 
 
 def test_a_weight_from_which_transformers_computes_is_plain(tmp_path: Path, caplog) -> None:
-    """Here a reader that doubles one of the weights: its stand-in is not in the model."""
+    """Here a reader that doubles one of the weights: what is in the model are no numbers of its rows."""
     stored, _ = folders("llama", "AWQ", tmp_path)
     caplog.set_level("INFO")
     doubled, num_reads = "model.layers.0.mlp.up_proj.weight", []
@@ -289,18 +288,19 @@ def test_a_weight_from_which_transformers_computes_is_plain(tmp_path: Path, capl
     assert quantisation is not None
     with plain_tensors(weight_files(stored), quantisation, torch.float32) as tensors:
         expected = 2 * tensors[doubled][...]
-        experts = ExpertLoading(tensors, text_of, torch.device("cpu"))
+        codes = CodedLoading(tensors, text_of, product_of_plain, torch.device("cpu"))
 
         def read() -> tuple[hf.PreTrainedModel, dict]:
             num_reads.append(1)
             model = hf.LlamaForCausalLM(hf.LlamaConfig.from_pretrained(stored))
+            codes.take_places(model, [])
             for name, _ in [*model.named_parameters()]:
                 path, _, leaf = name.rpartition(".")
                 own = 2 * tensors[name][...] if name == doubled else tensors[name][...]
                 model.get_submodule(path).register_parameter(leaf, nn.Parameter(own, requires_grad=False))
             return model, {}
 
-        model, _ = load_with_codes(read, experts, text_of, product_of_plain)
+        model, _ = codes.load(read)
     assert len(num_reads) == 2 and f"cannot keep their codes: {doubled}" in caplog.text
     assert torch.equal(model.get_parameter(doubled), expected)
     assert len(coded(model)) == 20
