@@ -152,7 +152,7 @@ def coded_row(
     tl.store(out + share * num_outputs + outputs, sums.to(out.dtype.element_ty), mask=is_output)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def coded_rows(
     x, numbers, scales, zeros, bias, out,
     num_tokens, num_outputs, width, share_width, scale_rows, group, num_groups,

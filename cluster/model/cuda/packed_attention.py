@@ -71,9 +71,8 @@ class PackedAttention:
         out = query.new_empty(num_rows, num_heads, width)
         packed_kernels.attend_segments[(len(table), num_heads)](
             query, key, value, out, table, scaling, query.stride(0), key.stride(0), value.stride(0),
-            QUERY_HEAD_STRIDE=query.stride(1), KEY_HEAD_STRIDE=key.stride(1),
-            VALUE_HEAD_STRIDE=value.stride(1), GROUP=num_heads // key.shape[1], WIDTH=width, RUN=tiles.run,
-            REST=tiles.rest, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
+            query.stride(1), key.stride(1), value.stride(1), GROUP=num_heads // key.shape[1], WIDTH=width,
+            RUN=tiles.run, REST=tiles.rest, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
             num_stages=_STAGES,
         )  # fmt: skip
         return out

@@ -201,12 +201,11 @@ def test_the_kernels_that_draw_compile(capability: int) -> None:
 def test_attention_over_segments_compiles(width: int, dtype, capability: int) -> None:
     tiles = packed_attention.tiles_for(width, dtype == torch.float32)
     constants = {
-        "QUERY_HEAD_STRIDE": width, "KEY_HEAD_STRIDE": width, "VALUE_HEAD_STRIDE": width, "GROUP": 1,
-        "WIDTH": width, "RUN": tiles.run, "REST": tiles.rest, "ROWS": tiles.rows, "KEYS": tiles.keys,
+        "GROUP": 1, "WIDTH": width, "RUN": tiles.run, "REST": tiles.rest, "ROWS": tiles.rows, "KEYS": tiles.keys,
     }  # fmt: skip
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds: dict[str, str] = dict.fromkeys(("query", "key", "value", "out"), kind)
-    kinds |= dict.fromkeys(("query_stride", "key_stride", "value_stride"), "i32")
+    kinds |= {f"{name}_{of}": "i32" for name in ("query", "key", "value") for of in ("stride", "head_stride")}
     check_compiles(
         packed_kernels, "attend_segments", constants, kinds, capability, num_warps=tiles.warps, num_stages=2
     )
