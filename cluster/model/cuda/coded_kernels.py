@@ -10,8 +10,8 @@ A code becomes a number by operations on bits, the same on every GPU:
 
 Numbers are exact in bfloat16 and float16, their products are summed in float32, a group of columns is
 multiplied by its scale in float32, and the sum is rounded once where it is stored. How a sum is cut follows
-from the matrix alone, so a row's result depends on that row alone; only `coded_row` and `coded_rows` sum in
-different orders.
+from the matrix alone, so a row's result depends on that row alone; only `coded_row`, `coded_rows` of 16 rows
+and of more (on Hopper by another instruction) may sum in different orders.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Steps that differ in their sizes alone are served by kernels that are compiled already: no request waits for
-the compiler because its step has a number of tokens that none had before."""
+"""Steps that differ in their sizes alone are served by kernels that are compiled already: no request waits
+for the compiler because its step has a number of tokens that none had before."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def by_draws(num_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("launch", "sizes"),
     [
-        (by_weights, (2, 7, 16)), (by_codes, (2, 7, 16)), (by_codes, (17, 32, 200)), (by_adapters, (2, 7, 16)),
-        (by_adapters, (17, 32, 50)), (by_segments, (70, 200, 512)), (by_rotation, (70, 200, 512)),
+        (by_weights, (2, 7, 16)), (by_codes, (2, 7, 16)), (by_codes, (17, 32, 200)),
+        (by_adapters, (2, 7, 16)), (by_adapters, (17, 32, 50)), (by_segments, (70, 200, 512)),
+        (by_rotation, (70, 200, 512)),
         (by_draws, (2, 7, 16)),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@ callers choose. Wants triton, and compiles only where it does not interpret."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Any
@@ -201,7 +202,8 @@ def test_the_kernels_that_draw_compile(capability: int) -> None:
 def test_attention_over_segments_compiles(width: int, dtype, capability: int) -> None:
     tiles = packed_attention.tiles_for(width, dtype == torch.float32)
     constants = {
-        "GROUP": 1, "WIDTH": width, "RUN": tiles.run, "REST": tiles.rest, "ROWS": tiles.rows, "KEYS": tiles.keys,
+        "GROUP": 1, "WIDTH": width, "RUN": tiles.run, "REST": tiles.rest, "ROWS": tiles.rows,
+        "KEYS": tiles.keys, "ALIGNMENT": math.gcd(16, width),
     }  # fmt: skip
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds: dict[str, str] = dict.fromkeys(("query", "key", "value", "out"), kind)
