@@ -1,6 +1,6 @@
 """On a GPU the programs of a launch run side by side, and nothing orders what they do. Triton's interpreter
-runs them one after the other. Inside of `watched_programs()` it runs them in another order in each launch, and a
-launch fails if
+runs them one after the other. Inside of `watched_programs()` it runs them in another order in each launch,
+and a launch fails if
 
 * a program reads or writes outside of the tensors that the launch was given,
 * a program writes what another one reads or writes,
