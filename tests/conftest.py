@@ -20,6 +20,7 @@ import shutil
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,16 @@ def _alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     yield
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @pytest.fixture(autouse=True)
+    def _watched() -> Iterator[None]:
+        from tests.fakes.watched_programs import watched_programs  # torch, after the environment is set
+
+        with watched_programs():
+            yield
 
 
 def pytest_collection_finish() -> None:

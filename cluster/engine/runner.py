@@ -192,9 +192,9 @@ class LanguageRunner:
 
     @torch.inference_mode()
     def warm_up_prompt(self, num_tokens: int, block_table: Sequence[int]) -> None:
-        """One step over a prompt that belongs to no request."""
+        """One step over a prompt that belongs to no request, and its first token."""
         self._in_flight = None
-        self._steps.forward([SequenceChunk([0] * num_tokens, 0, 0, block_table)], self._kv)
+        _warm_up_draws(self._steps.forward([SequenceChunk([0] * num_tokens, 0, 0, block_table)], self._kv))
         self._kv.synchronize()
 
     @torch.inference_mode()
@@ -205,10 +205,7 @@ class LanguageRunner:
         The sequences may share the blocks: their content does not matter."""
         contexts, tables = [num_context_tokens] * num_sequences, [block_table] * num_sequences
         zeros = [0] * num_sequences
-        logits = self._steps.decode(zeros, contexts, zeros, tables, self._kv)
-        # with filters too, so that no request waits for a compiler
-        for params in (SamplingParams(), SamplingParams(temperature=1.0, top_k=20, top_p=0.8)):
-            sample(logits, [params] * num_sequences, contexts)
+        _warm_up_draws(self._steps.decode(zeros, contexts, zeros, tables, self._kv))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._steps.copy_blocks(sources, targets, self._kv)
@@ -373,6 +370,12 @@ class _InFlight:
         if rows == list(range(len(rows))):
             return self.logits[: len(rows)]
         return self.logits[to_device(rows, self.logits.device)]
+
+
+def _warm_up_draws(logits: Tensor) -> None:
+    """With filters too, so that no request waits for a compiler."""
+    for params in (SamplingParams(), SamplingParams(temperature=1.0, top_k=20, top_p=0.8)):
+        sample(logits, [params] * len(logits), range(len(logits)))
 
 
 def _is_last(work: PromptWork) -> bool:

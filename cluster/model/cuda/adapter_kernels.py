@@ -47,7 +47,7 @@ def _matrix(
     return tl.load(weights + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def shrink(
     x, down, order, slots, ranks, low, num_rows, width, num_slots, num_shares,
     RANK: tl.constexpr, RANKS: tl.constexpr, LINEARS: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
@@ -96,7 +96,7 @@ def _added(
     return tl.sum(weights.to(tl.float32) * factors[:, None], 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def expand(
     low, up, order, slots, ranks, ends, y, num_rows, num_outputs, num_slots, num_shares,
     RANK: tl.constexpr, RANKS: tl.constexpr, LINEARS: tl.constexpr, ENDS: tl.constexpr, SLOTS: tl.constexpr,

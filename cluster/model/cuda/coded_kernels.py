@@ -10,8 +10,8 @@ A code becomes a number by operations on bits, the same on every GPU:
 
 Numbers are exact in bfloat16 and float16, their products are summed in float32, a group of columns is
 multiplied by its scale in float32, and the sum is rounded once where it is stored. How a sum is cut follows
-from the matrix alone, so a row's result depends on that row alone; only `coded_row` and `coded_rows` sum in
-different orders.
+from the matrix alone, so a row's result depends on that row alone; only `coded_row`, `coded_rows` of 16 rows
+and of more (on Hopper by another instruction) may sum in different orders.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def coded_row(
     tl.store(out + share * num_outputs + outputs, sums.to(out.dtype.element_ty), mask=is_output)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def coded_rows(
     x, numbers, scales, zeros, bias, out,
     num_tokens, num_outputs, width, share_width, scale_rows, group, num_groups,

@@ -169,7 +169,7 @@ def total(shares: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(1, num_tokens, width, dtype=dtype, device=shares.device)
     tile = min(_GATE_TILE, power_of_two(width))
     layer_kernels.total[(num_tokens, -(-width // tile))](
-        shares, out, shares.stride(0), WIDTH=width, TILE=tile, SHARES=len(shares), num_warps=4,
+        shares, out, _share_stride(shares), WIDTH=width, TILE=tile, SHARES=len(shares), num_warps=4,
         **early(shares.device),
     )  # fmt: skip
     return out
@@ -208,7 +208,7 @@ def _add_norm(
     pad = power_of_two(width)
     layer_kernels.add_norm[(num_tokens,)](
         residual, shares, out, None if post is None else post.weight, None if pre is None else pre.weight,
-        0 if shares is None else shares.stride(0), scale or 1.0, 0.0 if post is None else post.epsilon,
+        0 if shares is None else _share_stride(shares), scale or 1.0, 0.0 if post is None else post.epsilon,
         0.0 if pre is None else pre.epsilon,
         WIDTH=width, PAD=pad, SHARES=0 if shares is None else len(shares), HAS_POST=post is not None,
         POST_FORM=_form(post), HAS_PRE=pre is not None, PRE_FORM=_form(pre), HAS_SCALE=scale is not None,
@@ -247,7 +247,7 @@ def rope_write(
         shares, cos if cos is not None else shares, sin if sin is not None else shares, slots,
         None if query_norm is None else query_norm.weight, None if key_norm is None else key_norm.weight,
         out, key, key_scales, value, value_scales,
-        shares.stride(0), 0 if cos is None else cos.stride(0),
+        _share_stride(shares), 0 if cos is None else cos.stride(0),
         0.0 if query_norm is None else query_norm.epsilon, 0.0 if key_norm is None else key_norm.epsilon,
         QUERY_HEADS=num_heads, KV_HEADS=kv_heads, K_WIDTH=key_width, K_PAD=power_of_two(key_width),
         V_WIDTH=value_width, V_PAD=power_of_two(value_width), SHARES=num_shares, HEADS=_HEADS_PER_PROGRAM,
@@ -267,7 +267,7 @@ def gate_heads(shares: Tensor, x: Tensor) -> Tensor:
     (num_tokens, num_heads, width), out = x.shape, torch.empty_like(x)
     tile = min(_GATE_TILE, power_of_two(num_heads * width))
     layer_kernels.gate_heads[(num_tokens, -(-num_heads * width // tile))](
-        shares, x, out, shares.stride(0), shares.shape[2], HEADS=num_heads, WIDTH=width, TILE=tile,
+        shares, x, out, _share_stride(shares), shares.shape[2], HEADS=num_heads, WIDTH=width, TILE=tile,
         SHARES=len(shares), num_warps=4, enable_fp_fusion=False, **early(shares.device),
     )  # fmt: skip
     return out
@@ -306,11 +306,16 @@ def gate(shares: Tensor, activation: GateActivation, dtype: torch.dtype, out: Te
         out = torch.empty(num_tokens, width, dtype=dtype, device=shares.device)
     tile = min(_GATE_TILE, power_of_two(width))
     layer_kernels.gate[(num_tokens, -(-width // tile))](
-        shares, out, shares.stride(0), activation.limit or 0.0, activation.alpha, activation.offset,
+        shares, out, _share_stride(shares), activation.limit or 0.0, activation.alpha, activation.offset,
         WIDTH=width, TILE=tile, SHARES=num_shares, KIND=int(activation.kind),
         HAS_LIMIT=activation.limit is not None, num_warps=4, enable_fp_fusion=False, **early(shares.device),
     )  # fmt: skip
     return out
+
+
+def _share_stride(shares: Tensor) -> int:
+    """Returns 0 for one share, which is not read: a kernel would be compiled for multiples of 16 again."""
+    return shares.stride(0) if len(shares) > 1 else 0
 
 
 def _form(norm: Norm | None) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ _SMALLEST_TILE = 16  # rows and channels that matrix units take
 _TILE_WIDTH = 4  # as in `packed_kernels`
 _STAGES = 2  # of Triton's loop; with three, heads of 256 channels in float32 take too much shared memory
 _TILES_PER_PROGRAM = 128
+_ALIGNMENT = 16  # numbers; more do not make loads wider
 _SEGMENTS_PER_PASS = 64
 
 
@@ -71,10 +73,9 @@ class PackedAttention:
         out = query.new_empty(num_rows, num_heads, width)
         packed_kernels.attend_segments[(len(table), num_heads)](
             query, key, value, out, table, scaling, query.stride(0), key.stride(0), value.stride(0),
-            QUERY_HEAD_STRIDE=query.stride(1), KEY_HEAD_STRIDE=key.stride(1),
-            VALUE_HEAD_STRIDE=value.stride(1), GROUP=num_heads // key.shape[1], WIDTH=width, RUN=tiles.run,
-            REST=tiles.rest, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
-            num_stages=_STAGES,
+            query.stride(1), key.stride(1), value.stride(1), GROUP=num_heads // key.shape[1], WIDTH=width,
+            RUN=tiles.run, REST=tiles.rest, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
+            ALIGNMENT=gcd(_ALIGNMENT, query.stride(1), key.stride(1), value.stride(1)), num_stages=_STAGES,
         )  # fmt: skip
         return out
 

@@ -76,21 +76,22 @@ def _store(
     tl.store(target + offsets, numbers.to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_head_stride", "key_head_stride", "value_head_stride"])
 def attend_segments(
     query, key, value, out, tiles, scaling, query_stride, key_stride, value_stride,
-    QUERY_HEAD_STRIDE: tl.constexpr, KEY_HEAD_STRIDE: tl.constexpr, VALUE_HEAD_STRIDE: tl.constexpr,
+    query_head_stride, key_head_stride, value_head_stride,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr, REST: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, query heads). query, key, value: any tensors whose channels lie side by side; strides of
-    rows and heads in elements. GROUP query heads share a KV head. out [T, query heads, WIDTH], contiguous."""
+    rows and heads in elements. Those of heads may follow from T; ALIGNMENT divides them. GROUP query heads
+    share a KV head. out [T, query heads, WIDTH], contiguous."""
     head = tl.program_id(1)
     record = tiles + tl.program_id(0) * TILE_WIDTH
     first_row, start, end = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-    query += head * QUERY_HEAD_STRIDE
-    key += head // GROUP * KEY_HEAD_STRIDE
-    value += head // GROUP * VALUE_HEAD_STRIDE
+    query += tl.multiple_of(head * query_head_stride, ALIGNMENT)
+    key += tl.multiple_of(head // GROUP * key_head_stride, ALIGNMENT)
+    value += tl.multiple_of(head // GROUP * value_head_stride, ALIGNMENT)
     rows = first_row + tl.arange(0, ROWS)
     is_row = rows < end
     query0 = _load(query, rows, is_row, query_stride, 0, WIDTH, RUN)

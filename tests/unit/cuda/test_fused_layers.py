@@ -150,6 +150,21 @@ def test_a_layer_is_ten_launches_and_one_more_where_prompts_have_their_own(
     assert counted["all_reduce"] == (2 * 3 if is_rank else 0)
 
 
+def test_steps_of_other_sizes_run_the_same_kernels(fused: Fused) -> None:
+    """Nothing that the compiler makes a constant follows from them."""
+    found = []
+    for counts, contexts in (
+        ([1, 5, 40], [30, 9, 40]),
+        ([31, 1], [31, 48]),
+        ([64], [70]),
+        ([7, 9, 1], [8, 9, 1]),
+    ):
+        fused.launches.clear()
+        fused.logits(fused.batch(counts, contexts), torch.zeros(1, dtype=torch.int64, device="cuda"))
+        found.append([launch.variant for launch in fused.launches])
+    assert found[0] and all(variants == found[0] for variants in found)
+
+
 def test_a_step_is_recorded_without_the_host(fused: Fused) -> None:
     batch = fused.batch([1, 5], [30, 9])
     recorded = replace(batch, device=step_tensors(batch), query_lens=[], context_lens=[])

@@ -109,6 +109,11 @@ def test_kernels_of_mixers_are_launched_once_for_all_sequences(name, names, devi
             model.forward(step, compared.kvs[0])
             assert [each.kernel for each in launches] == [*expected] * num_mixers
             grids.append(launches[0].grid)
+            if step is not chunks:  # other numbers of tokens and spans are no other kernels
+                variants = [each.variant for each in launches]
+                launches.clear()
+                model.forward([*prompts, chunks[0]], compared.kvs[0])
+                assert [each.variant for each in launches] == variants
         assert grids[1][0] == (27 if name == "lfm2" else 4)  # of 8 tokens; tokens
         tables = [TABLES[i] for i in range(2)]
         launches.clear()

@@ -71,7 +71,9 @@ def setup_of(args: ClusterArgs) -> WorkerSetup:
 
 
 @pytest.mark.parametrize("wire", ["raw", "int8"])
-def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: Any, device: SimulatedCuda) -> None:
+def test_a_worker_loads_records_and_runs_its_model(
+    folder: Path, wire: Any, device: SimulatedCuda, monkeypatch
+) -> None:
     args = ClusterArgs(model=str(folder), device="cuda", dtype="float32", transfer=TransferArgs(codec=wire))
     setup = setup_of(args)
     assert setup.device.type == "cuda" and setup.cpu_slots_folder is None
@@ -83,8 +85,14 @@ def test_a_worker_loads_records_and_runs_its_model(folder: Path, wire: Any, devi
     graphed.warm_up()
     no_features: Any = None
     runner = LanguageRunner(language.model, graphed, kv, no_features)
-    runner.warm_up_prompt(20, [0, 1])
+    drawn = []
+    monkeypatch.setattr(
+        "cluster.engine.runner.sample", lambda *given: drawn.append((given[1][0].top_k > 0, len(given[1])))
+    )
+    runner.warm_up_prompt(20, [0, 1])  # all that a worker without answers does
+    assert drawn == [(False, 1), (True, 1)], "the first request waits for kernels that draw"
     runner.warm_up_answers(2, 20, [0, 1])
+    assert drawn[2:] == [(False, 2), (True, 2)]
     assert runner.run([], lambda layer, ready: None) == []
 
 

@@ -17,6 +17,7 @@ from cluster.model.kv_format import kv_segments  # noqa: E402
 from kv_transfer.codecs import triton_codec as gpu  # noqa: E402
 from kv_transfer.codecs.codec import Codec  # noqa: E402
 from kv_transfer.codecs.quantisation import BITS, CodecName  # noqa: E402
+from tests.fakes.far_memory import far_ids, far_memory  # noqa: E402
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 needs_interpreter = pytest.mark.skipif(not INTERPRETS, reason="wants TRITON_INTERPRET=1")
@@ -87,6 +88,24 @@ def test_the_kernel_codes_as_torch_does(name, dtype, key, value, block_size: int
     case.codec.decode_groups(wire, WIRE_BLOCKS, expected_kv, case.groups)
     case.launch(arrived, wire, [0, 1], encodes=False)
     assert all(map(same, arrived.segments, expected_kv.segments))
+
+
+@needs_interpreter
+@each_codec
+def test_blocks_may_lie_anywhere_in_a_large_memory(name: CodecName) -> None:
+    case = Case(name, (2, 16), (2, 16), torch.float16, 16)
+    far, wires = far_memory(case.kv.layout), (case.wire(), case.wire())
+    ids = far_ids(far, case.kv.num_blocks)
+    for target, source in zip(far.segments, case.kv.segments, strict=True):
+        target[ids.start :] = source
+    case.launch(case.kv, wires[0], [0, 1], encodes=True)
+    near, case.groups = case.groups, case.groups + ids.start
+    case.launch(far, wires[1], [0, 1], encodes=True)
+    assert all(map(same, *(wire.segments for wire in wires)))
+    case.launch(far, wires[1], [0, 1], encodes=False)
+    case.groups = near
+    case.launch(case.kv, wires[0], [0, 1], encodes=False)
+    assert all(same(a[ids.start :], b) for a, b in zip(far.segments, case.kv.segments, strict=True))
 
 
 @needs_interpreter

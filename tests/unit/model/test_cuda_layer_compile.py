@@ -3,6 +3,7 @@ callers choose. Wants triton, and compiles only where it does not interpret."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Any
@@ -201,12 +202,12 @@ def test_the_kernels_that_draw_compile(capability: int) -> None:
 def test_attention_over_segments_compiles(width: int, dtype, capability: int) -> None:
     tiles = packed_attention.tiles_for(width, dtype == torch.float32)
     constants = {
-        "QUERY_HEAD_STRIDE": width, "KEY_HEAD_STRIDE": width, "VALUE_HEAD_STRIDE": width, "GROUP": 1,
-        "WIDTH": width, "RUN": tiles.run, "REST": tiles.rest, "ROWS": tiles.rows, "KEYS": tiles.keys,
+        "GROUP": 1, "WIDTH": width, "RUN": tiles.run, "REST": tiles.rest, "ROWS": tiles.rows,
+        "KEYS": tiles.keys, "ALIGNMENT": math.gcd(16, width),
     }  # fmt: skip
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds: dict[str, str] = dict.fromkeys(("query", "key", "value", "out"), kind)
-    kinds |= dict.fromkeys(("query_stride", "key_stride", "value_stride"), "i32")
+    kinds |= {f"{name}_{of}": "i32" for name in ("query", "key", "value") for of in ("stride", "head_stride")}
     check_compiles(
         packed_kernels, "attend_segments", constants, kinds, capability, num_warps=tiles.warps, num_stages=2
     )

@@ -4,6 +4,8 @@ compiles only where it does not interpret."""
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 
 import pytest
 
@@ -119,3 +121,25 @@ def test_a_kernel_of_a_mixer_compiles(module, name: str, constants, kinds, capab
     }
     given_options = {"num_warps": 4, **options.get(name, {})}
     check_compiles(module, name, constants, given, capability, **given_options)
+
+
+@pytest.mark.parametrize(
+    ("module", "constants"),
+    [
+        (delta_kernels, {**ONE_DECAY, **DELTA, **GATES, **STATE}),
+        (mamba_kernels, {**NEMOTRON, "N_PAD": 128, "PAGE": 8192, "OFFSET": 16384, "TILE": 32, "T0": 18432}),
+    ],
+    ids=["delta rule", "state space"],
+)
+def test_an_answer_is_computed_alike_beside_prompts(module, constants) -> None:
+    """By as many fused operations, and sums over the same threads: its bits are those in a step of
+    answers."""
+    found = []
+    for is_decode in (True, False):
+        given = {**constants, "IS_DECODE": is_decode}
+        made = check_compiles(module, "few_tokens", given, MIXER_KINDS, 90, num_warps=4)
+        operations = Counter(re.findall(r"\b(?:fma|mul|add|sub|div|ex2)\.[a-z.]*f32", made.asm["ptx"]))
+        layouts = dict(re.findall(r"(#\w+) = (#ttg\.blocked<.*?>)", made.asm["ttgir"]))
+        sums = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<(\S+), (#\w+)', made.asm["ttgir"], re.DOTALL)
+        found.append((operations, [(shape, layouts.get(layout)) for shape, layout in sums]))
+    assert found[0] == found[1] and found[0][0] and found[0][1]

@@ -28,6 +28,7 @@ from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
 from cluster.model.state_step import StepState, StepStates, install
 from cluster.model.states import StateSpan
+from tests.fakes.far_memory import far_ids, far_memory
 from tests.fakes.interpreted_bfloat16 import rounded_bfloat16
 from tests.flow.hybrid_models import CONFIGS, save_hybrid
 from tests.flow.text_models import draw_prompts, generated
@@ -143,6 +144,25 @@ def test_prompts_of_several_chunks_are_those_of_the_module(name: str) -> None:
         expected = forward.run_module(rows, StepState(layout, theirs, sequences))
         actual = kernel(rows, StepState(layout, ours, sequences))
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4, msg=f"step {number}")
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Bamba", "Lfm2"])
+def test_states_may_lie_anywhere_in_a_large_memory(name: str) -> None:
+    (forward, *_) = stateful(name, torch.float32).forwards
+    kernel, layout = kernel_of(forward), forward.layout
+    assert kernel is not None
+    size, rows = layout.num_blocks, 0.5 * torch.randn(24, HIDDEN)
+    near = BlockMemory(layout.kv_layout, 4 * size, torch.device("cpu"))
+    far = far_memory(layout.kv_layout, as_a_whole=True)
+    found = []
+    for memory in (near, far):
+        ids = far_ids(memory, 4 * size)
+        a, b, c, d = (ids[i * size : (i + 1) * size] for i in range(4))
+        steps = [[StateSpan(17, (), a)], [StateSpan(5, (), b)]], [[StateSpan(1, a, c)], [StateSpan(1, b, d)]]
+        answers = [kernel(rows[:22], StepState(layout, memory, steps[0]))]
+        answers.append(kernel(rows[22:], StepState(layout, memory, steps[1])))
+        found.append([*answers, *(segment[ids.start :] for segment in memory.segments)])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_model_with_mixers_and_gated_attention_runs_whole(monkeypatch) -> None:

@@ -27,6 +27,8 @@ from cluster.model.cuda.paged_attention import (
     plan_of,
     step_tensors,
 )
+from cluster.model.kv_format import layer_cache
+from tests.fakes.far_memory import far_ids, far_memory
 from tests.unit.model.attention_cases import Shape, Spans, Step, dense, make_step, run
 
 pytestmark = pytest.mark.skipif(
@@ -124,6 +126,20 @@ def test_half_precision_errs_by_the_rounding_of_probabilities(kv_cache_dtype) ->
         step.cache.write(slots, key, value)
     expected, out = dense(shape, step, CAUSAL), attended(step, CAUSAL).float()
     assert float((out - expected).norm() / expected.norm()) < (2e-3 if kv_cache_dtype == "auto" else 2e-2)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_blocks_may_lie_anywhere_in_a_large_memory(kv_cache_dtype) -> None:
+    near = make_step(replace(SMALL, dtype=torch.float16, kv_cache_dtype=kv_cache_dtype), [(7, 5), (290, 1)])
+    batch, kv = near.batch, far_memory(near.batch.kv.layout)
+    ids = far_ids(kv, batch.kv.num_blocks)
+    for target, source in zip(kv.segments, batch.kv.segments, strict=True):
+        target[ids.start :] = source
+    tables, slots = batch.block_tables + ids.start, batch.slots + ids.start * batch.block_size
+    moved = replace(batch, kv=kv, block_tables=tables, slots=slots)
+    far = replace(near, batch=moved, cache=layer_cache(kv, 0))
+    assert torch.equal(attended(far, CAUSAL), attended(near, CAUSAL))
+    assert all(torch.equal(a[ids.start :], b) for a, b in zip(kv.segments, batch.kv.segments, strict=True))
 
 
 @pytest.mark.parametrize("window", [None, 20])
