@@ -5,6 +5,7 @@
     │   ├── MediaError          one media item cannot be used; the message names the item
     │   │   └── NoSoundError    it has no sound track
     │   ├── ContextLengthError  prompt and answer do not fit the model
+    │   ├── StructureError      the structure cannot be held, or no answer can go on under it
     │   ├── QuarantinedError    422: workers were lost over this content; it is refused for a while
     │   ├── UnsupportedError    a field that this server does not implement (no field is ignored silently)
     │   └── ModelNotFoundError  404
@@ -74,6 +75,12 @@ class ContextLengthError(RequestError):
     code = "context_length_exceeded"
 
 
+class StructureError(RequestError):
+    """The structure cannot be held, or no answer can go on under it."""
+
+    code = "invalid_structure"
+
+
 class QuarantinedError(RequestError):
     status = 422
     code = "quarantined"
@@ -119,9 +126,8 @@ class ConfigError(ClusterError):
 _BY_NAME: dict[str, type[ClusterError]] = {
     cls.__name__: cls
     for cls in (
-        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, QuarantinedError,
-        UnsupportedError,
-        ModelNotFoundError,
+        ClusterError, InternalError, RequestError, MediaError, ContextLengthError, StructureError,
+        QuarantinedError, UnsupportedError, ModelNotFoundError,
         OverloadedError, UnavailableError, OverwrittenError, ConfigError,
     )
 }  # fmt: skip

@@ -25,7 +25,8 @@ import torch
 from cluster import overload
 from cluster.clock import Clock
 from cluster.errors import ClusterError, MediaError, OverloadedError, UnavailableError, to_info
-from cluster.model.failures import is_device_lost, is_out_of_memory
+from cluster.kvcache.lost_device import is_device_lost
+from cluster.model.failures import is_out_of_memory
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
 from cluster.types.media import MediaItem
 from cluster.types.media_phase import MediaPhase
@@ -117,8 +118,7 @@ class EncoderEngine:
         if batch:
             self._encode(batch)
             self._tell_doors()
-        is_busy = batch or (not self.items and self.runner.record_next())
-        return 0 if is_busy else self.deliveries.wait_s()
+        return 0 if batch or (not self.items and self.runner.record_next()) else self.deliveries.wait_s()
 
     def start(self, door: DoorId, message: StartEncode, came_at: float) -> None:
         """If an item of a request is asked for again, what was sent before did not arrive: the new delivery

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -92,9 +91,17 @@ class EncoderRunner:
             begun = self._processor.begin(modality, array, options, item_idx=None)
         else:
             begun = self._preprocessors.begin(modality, array, options, is_wanted)
-        tensors = self._model.upload(begun, partial(self._processor.finish, modality))
-        cut = self._model.splitter(modality)
-        return Prepared(tensors, 1 if cut is None else cut.num_units(tensors))
+        cut, num_units = self._model.splitter(modality), 1
+
+        def finish(uploaded: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            """Looks at the grid as well: elsewhere that would wait for the calls of the model."""
+            nonlocal num_units
+            finished = self._processor.finish(modality, uploaded)
+            num_units = 1 if cut is None else cut.num_units(finished)
+            return finished
+
+        tensors = self._model.upload(begun, finish)
+        return Prepared(tensors, num_units)
 
     @torch.inference_mode()
     def encode(self, modality: Modality, pieces: Sequence[Piece]) -> list[torch.Tensor]:

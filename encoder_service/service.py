@@ -122,6 +122,9 @@ class Encoder:
         warm_up(runner, self.model.modalities, self.engine.fits, seat.cpu_slots, process.clock)
         self.model.on_block(seat.cpu_slots.yield_between_layers)
         seat.attach(self.engine)
+        # Its calls, and the copies that it waits for, do not stand in line with steps of a language engine of
+        # the same process.
+        seat.loop.call(self.memory.use_own_stream)
         self.engine.attach(seat.loop)
         self._seat, self._clock = seat, process.clock
 

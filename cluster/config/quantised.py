@@ -212,18 +212,24 @@ def _with_weights(
     layout = quantisation.layout
     weights: dict[str, StoredWeight] = {}
     unused = {name for name in headers if name.rpartition(".")[2] in KV_SCALES}
-    orphans = {name: header for name, header in headers.items() if name.endswith(layout.scales)}
+    ends = () if layout.fused is None else (layout.fused.scales, *layout.fused.unused)
+    orphans = {
+        name: header
+        for name, header in headers.items()
+        if name.endswith(layout.scales) or (name.endswith(ends) and layout.find(name))
+    }
     for name, header in {**quantised, **orphans}.items():
         try:
-            if (stem := layout.stem(name)) is None:
+            if (found := layout.find(name)) is None:
                 raise Unexplained(f"only {layout} are known")
-            plain, weights[plain] = quantisation.stored(stem, headers)
+            own, stem = found
+            plain, weights[plain] = quantisation.stored(stem, headers, own)
         except Unexplained as error:
             what = (
                 f"tensor {name} ({header.dtype} {list(header.shape)}), which is not {quantisation}: {error}"
             )
             raise ConfigError(_refusal(folder, what), param="model") from error
-        if name.endswith(layout.unused):
+        if name.endswith(own.unused):
             unused.add(name)
     return replace(quantisation, weights=weights, unused=frozenset(unused))
 

@@ -19,7 +19,7 @@ MXFP4_GROUP = 32  # weights of one scale, two in a byte
 WORD_BITS = 32
 KV_SCALES = ("k_scale", "v_scale")
 
-_FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+_FUSED_EXPERTS = (".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj")
 
 
 class NotServed(Exception):
@@ -37,15 +37,18 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """The tensors of a module, by what follows its name. A plain weight is [rows, columns]."""
+    """The tensors of a module, by what follows its name. A plain weight is [rows, columns]; the matrices of
+    experts in one tensor are [experts, rows, columns]."""
 
     name: str
+    plain: str = ".weight"
     codes: str = ".weight"
     scales: str = ".weight_scale"
     zeros: str = ""  # codes that stand for 0, one for each scale, packed along rows; empty: there are none
     groups: str = ""  # index of each column's scale
     shape: str = ""  # of the plain weight
     unused: tuple[str, ...] = ()  # scales of activations, which are never rounded
+    fused: WeightLayout | None = None  # the same of experts in one tensor, which is a parameter by itself
     dtype: str = "F8_E4M3"  # of codes; I32: several codes in a word
     is_packed_along_rows: bool = False
     is_transposed: bool = False  # codes, scales and zeros are stored with columns first
@@ -54,18 +57,31 @@ class WeightLayout:
     zero_offset: int = 0  # to add to a stored zero
 
     def __str__(self) -> str:
-        parts = (self.codes, self.scales, self.zeros, self.groups, self.shape, *self.unused)
-        *most, last = filter(None, parts)
+        *most, last = self._parts
         return f"{', '.join(most)} and {last}"
 
-    def stem(self, name: str) -> str | None:
-        """The module of a tensor; None: the format has no such tensor."""
-        own = (self.codes, self.scales, self.zeros, self.groups, self.shape, *self.unused)
-        return next((name.removesuffix(part) for part in own if part and name.endswith(part)), None)
+    def find(self, name: str) -> tuple[WeightLayout, str] | None:
+        """The layout of a tensor, this one or that of experts, and the tensor's module; None: the format has
+        no such tensor."""
+        if part := next((part for part in self._parts if name.endswith(part)), None):
+            return self, name.removesuffix(part)
+        if self.fused is None:
+            return None
+        ends = (*self.fused._parts, self.fused.codes)
+        stems = (name.removesuffix(end) for end in ends if name.endswith(end))
+        return next(((self.fused, stem) for stem in stems if stem.endswith(_FUSED_EXPERTS)), None)
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        parts = (self.codes, self.scales, self.zeros, self.groups, self.shape, *self.unused)
+        return tuple(filter(None, parts))
 
 
-FP8 = WeightLayout("fp8", scales=".weight_scale_inv", unused=(".activation_scale",))
-MXFP4 = WeightLayout("MXFP4", codes="_blocks", scales="_scales", dtype="U8")
+FP8 = WeightLayout(
+    "fp8", scales=".weight_scale_inv", unused=(".activation_scale",),
+    fused=WeightLayout("fp8", plain="", codes="", scales="_scale_inv", unused=("_activation_scale",)),
+)  # fmt: skip
+MXFP4 = WeightLayout("MXFP4", plain="", codes="_blocks", scales="_scales", dtype="U8")
 COMPRESSED_FP8 = WeightLayout("compressed-tensors FP8", unused=(".input_scale", ".output_scale"))
 MODELOPT_FP8 = WeightLayout("modelopt FP8", unused=(".input_scale",))
 COMPRESSED_INTEGERS = WeightLayout(
@@ -84,10 +100,11 @@ GPTQ = replace(GPTQ_V2, name="GPTQ", zero_offset=1)
 
 
 class StoredWeight(NamedTuple):
-    """A matrix of the checkpoint: names of its tensors, and what it is when it is plain."""
+    """A matrix of the checkpoint, or those of a layer's experts: names of its tensors, and what it is when it
+    is plain."""
 
-    shape: tuple[int, ...]  # of the plain weight
-    block: tuple[int, int]  # its rows and columns that have one scale
+    shape: tuple[int, ...]  # [rows, columns] of the codes; [experts, rows, columns] if there are several
+    block: tuple[int, int]  # rows and columns of a matrix that have one scale
     codes: str
     scales: str
     zeros: str = ""  # empty: there are none
@@ -132,14 +149,17 @@ class Quantisation:
             yield from filter(None, stored[2:])
         yield from self.unused
 
-    def stored(self, stem: str, headers: Mapping[str, Header]) -> tuple[str, StoredWeight]:
-        """The plain name and the tensors of one module. Raises Unexplained."""
-        layout = self.layout
+    def stored(
+        self, stem: str, headers: Mapping[str, Header], layout: WeightLayout | None = None
+    ) -> tuple[str, StoredWeight]:
+        """The plain name and the tensors of one module. layout: of experts in one tensor; None: the format's
+        own. Raises Unexplained."""
+        layout = layout or self.layout
         codes, scales = stem + layout.codes, stem + layout.scales
         zeros = stem + layout.zeros if self.has_zeros else ""
         groups = stem + layout.groups if layout.groups else ""
         declared_shape = stem + layout.shape if layout.shape else ""
-        plain = stem if layout is MXFP4 else f"{stem}.weight"
+        plain = stem + layout.plain
         if layout is MXFP4 and not stem.endswith(_FUSED_EXPERTS):
             raise Unexplained("only blocks and scales of experts are known")
         for part in filter(None, (codes, scales, zeros, groups, declared_shape)):
@@ -159,7 +179,11 @@ class Quantisation:
 
     def _plain_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         if self.layout is MXFP4 and len(codes) == 4 and codes[3] == MXFP4_GROUP // 2:
-            return codes[0], codes[2] * MXFP4_GROUP, codes[1]
+            return codes[0], codes[1], codes[2] * MXFP4_GROUP
+        if self.layout is FP8 and len(codes) == 3 and 0 not in codes:
+            if self.block[0] != self.block[1]:  # rows of which a file holds as columns in some families
+                raise Unexplained("experts in one tensor are known with square blocks only")
+            return codes
         if self.layout is MXFP4 or len(codes) != 2 or 0 in codes:
             raise Unexplained(f"codes of {list(codes)} are no matrix")
         rows, columns = reversed(codes) if self.layout.is_transposed else codes
@@ -171,9 +195,8 @@ class Quantisation:
         grid: tuple[int, ...] = tuple(
             -(-size // block) for size, block in zip(stored.shape[-2:], stored.block, strict=True)
         )
-        if self.layout is MXFP4:
-            experts, columns, rows = stored.shape
-            allowed = [(experts, rows, columns // MXFP4_GROUP)]
+        if len(stored.shape) == 3:
+            allowed = [(stored.shape[0], *grid)]
         else:
             allowed = [grid[::-1] if self.layout.is_transposed else grid]
             allowed += [grid[:1]] if not self.block[1] else []  # one scale for a row, or for all rows

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from cluster.errors import RequestError
 from cluster.model.token_counts import TokenCounts
 from cluster.text.sequences import START, SequenceAutomaton
 from cluster.types.request import GenerateRequest, LogitChanges
@@ -84,6 +85,7 @@ class DrawState:
             np.array([added for _, added in changes.bias], dtype=np.float32),
         )
         self.allowed = np.array(changes.allowed_token_ids, dtype=np.int64)
+        self._may_come = frozenset(changes.allowed_token_ids)
         self.counts: TokenCounts | None = None
         if changes.counts_tokens:
             prompt = request.prompt
@@ -96,7 +98,9 @@ class DrawState:
         )
 
     def accept(self, token_id: int) -> bool:
-        """The choice has got this token. Returns whether its constraint is complete with it."""
+        """The choice has got this token. Returns whether its constraint is complete with it. Raises
+        RequestError if no token was left to draw."""
+        self._check(token_id)
         if self.constraint is not None:
             self.constraint.accept(token_id)
         if self.counts is not None:
@@ -104,6 +108,20 @@ class DrawState:
         if self._bad_starts is not None:
             self._bad_node = self._bad_starts.step(self._bad_node, token_id)
         return self.constraint is not None and self.constraint.is_complete
+
+    def completes(self, token_id: int) -> bool:
+        """Whether its constraint is complete with this token. Changes nothing. Raises as `accept` does."""
+        self._check(token_id)
+        return self.constraint is not None and self.constraint.completes(token_id)
+
+    def _check(self, token_id: int) -> None:
+        """Raises RequestError if this token was drawn because all that are allowed are forbidden: of a row of
+        -inf a draw gives the first token."""
+        if self._may_come and token_id not in self._may_come:
+            raise RequestError(
+                "allowed_token_ids: the other fields of the request forbid all of them here",
+                param="allowed_token_ids",
+            )
 
     def forbidden(self, num_generated: int, drafts: Sequence[int]) -> list[int]:
         """Tokens that may not come behind these drafts: ends of bad words, and stop tokens before

@@ -136,11 +136,11 @@ class Drawer:
         if len(row_of) > len(requests):
             logits = logits[to_device(row_of, logits.device)]
         tokens, logprobs = _sample(raw_logprobs, logits, params, positions)
-        constraints = {each.first: each.state.constraint for each in changed}
+        states = {each.first: each.state for each in changed}
         complete = frozenset(
             i
             for i, row in enumerate(row_of)
-            if (constraint := constraints.get(row)) is not None and constraint.completes(tokens[i])
+            if (state := states.get(row)) is not None and state.completes(tokens[i])
         )
         return Drawn(tokens, logprobs, complete)
 

@@ -17,7 +17,7 @@ from cluster.engine.planner import PromptPlanner
 from cluster.engine.state import AnswerChoice, AnswerWork, PromptWork, Work, WorkResult
 from cluster.model.language import LanguageModel
 from cluster.scheduling.fit import StepFit
-from cluster.worker.blame import Blame
+from cluster.worker.blame import Blame, ends_engine
 from cluster.worker.cpu_slots import CpuSlots
 
 
@@ -95,7 +95,13 @@ class StepForward:
             push.on_layer(layer_idx, ready)
             self._cpu_slots.yield_between_layers()
 
-        results = self._state.runner.run(works, on_layer, then)
+        try:
+            results = self._state.runner.run(works, on_layer, then)
+        except Exception as error:
+            # The blocks of what fails are free afterwards: nothing that was enqueued may still write to them.
+            if not ends_engine(error):  # a lost device, or lost ranks, would be waited for in vain
+                self._state.runner.drop_ahead()
+            raise
         push.close()
         return results
 

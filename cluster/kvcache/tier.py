@@ -23,6 +23,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +189,8 @@ class KvTier:
                 self._learn((self._clock.now() - asked_at) / num_loaded)
                 self._count(num_loaded=num_loaded)
         finally:
+            with suppress(RuntimeError):  # the device is lost; the engine finds out in its next step
+                self._memory.synchronize()  # also behind a write that raised
             self._call(done, num_loaded)
 
     def _read(self, names: Sequence[bytes]) -> list[np.ndarray]:

@@ -16,6 +16,7 @@ that cannot keep codes are dequantised: the log says which. Runs on the thread t
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from cluster.model.dequantising import DequantisedSlice
+from cluster.model.dequantising import DequantisedSlice, FusedSlice
 from cluster.model.half_files import taken_names
 from cluster.model.layers.codes import CodedExperts, Codes
 
@@ -39,13 +40,14 @@ _NUM_THREADS, _AT_ONCE = 4, 16  # that bring matrices into their layout, and how
 
 
 class NumberedRows:
-    """Sliced in place of a quantised weight: numbers of its rows, as a matrix of one column."""
+    """Sliced in place of a quantised weight: numbers of its rows, as matrices of one column."""
 
-    def __init__(self, weight: DequantisedSlice, number: int):
+    def __init__(self, weight: DequantisedSlice | FusedSlice, number: int, *, columns_first: bool):
+        """columns_first: the last axis of experts in one tensor is their rows."""
         shape = weight.get_shape()
-        shape[1] = 1  # of rows × columns, or of experts × columns × rows
-        num_rows = max(weight.num_experts, 1) * weight.num_rows
-        self._rows = torch.arange(number * _WEIGHT, number * _WEIGHT + num_rows).view(shape)
+        shape[1 if len(shape) == 2 or columns_first else 2] = 1
+        first = number * _WEIGHT
+        self._rows = torch.arange(first, first + math.prod(shape)).view(shape)
 
     def get_shape(self) -> list[int]:
         return list(self._rows.shape)
@@ -67,10 +69,9 @@ class _ExpertMatrix(NamedTuple):
 
     name: str
     weight: DequantisedSlice
-    expert: int = 0
 
     def codes(self) -> Codes:
-        return self.weight.codes(self.name, self.expert)
+        return self.weight.codes(self.name)
 
 
 class ExpertLoading:
@@ -83,13 +84,14 @@ class ExpertLoading:
         self.tensors, self._text_of, self._device = tensors, text_of, device
         self._plain = {name: each for name, each in tensors.items() if is_of_experts(name, each)}
         self._names = list(self._plain)
-        self._weights = {name: each for name, each in self._plain.items() if each.has_codes}
+        self._weights = {*self._names}  # those that may keep their codes
+        self._matrices: dict[str, list[DequantisedSlice]] = {}
         self._places: list[_Place] = []
 
     def begin(self) -> None:
         """Makes the tensors plain weights again. Call it before each attempt to read the model."""
         self.tensors.update(self._plain)
-        self._places = []
+        self._places, self._matrices = [], {}
 
     @property
     def has_places(self) -> bool:
@@ -107,8 +109,13 @@ class ExpertLoading:
                 continue
             leaves = [leaf for leaf in _PROJECTIONS if module._parameters.get(leaf) is not None]
             places = [_Place(module, leaf, tuple(sources[f"{path}.{leaf}"])) for leaf in leaves]
-            if all(place.sources and self._weights.keys() >= {*place.sources} for place in places):
+            names = {name for place in places for name in place.sources}
+            if not all(place.sources for place in places) or not names <= self._weights:
+                continue
+            matrices = {name: self._matrices_of(name, module) for name in names}
+            if all(each.has_codes for of_name in matrices.values() for each in of_name):
                 self._places += places
+                self._matrices |= matrices
         numbers = {name: number for number, name in enumerate(self._names)}
         for place in self._places:
             own: Any = place.experts
@@ -117,7 +124,15 @@ class ExpertLoading:
             column = torch.empty(shape, dtype=torch.int64, device="meta")
             own.register_parameter(place.leaf, nn.Parameter(column, requires_grad=False))
             for name in place.sources:
-                self.tensors[name] = NumberedRows(self._weights[name], numbers[name])
+                self.tensors[name] = NumberedRows(
+                    self.tensors[name], numbers[name], columns_first=own.is_transposed
+                )
+
+    def _matrices_of(self, name: str, experts: Any) -> list[DequantisedSlice]:
+        weight = self.tensors[name]
+        if isinstance(weight, FusedSlice):
+            return weight.matrices(columns_first=experts.is_transposed)
+        return [weight]
 
     def settle(self) -> bool:
         """Puts codes in place of the columns. Returns whether all are; else the model has to be read again.
@@ -139,8 +154,7 @@ class ExpertLoading:
         self._forget([name for place in self._places for name in place.sources])
 
     def _forget(self, names: Sequence[str]) -> None:
-        for name in names:
-            del self._weights[name]
+        self._weights -= {*names}
         if names:
             logger.info(
                 "%d weights of experts are converted and cannot keep their codes: %s", len(names), names[0]
@@ -151,32 +165,33 @@ class ExpertLoading:
             return None
         matrices: list[_ExpertMatrix] = []
         for rows in columns.flatten(1):
-            if (own := self._matrices(rows)) is None:
+            if (own := self._whole_matrices(rows)) is None:
                 return None
             matrices += own
         codes = _stacked(matrices, self._device)
         return None if codes is None else CodedExperts(codes, len(columns))
 
-    def _matrices(self, rows: Tensor) -> list[_ExpertMatrix] | None:
+    def _whole_matrices(self, rows: Tensor) -> list[_ExpertMatrix] | None:
         """Whose rows these are; None: they are not whole matrices, one after the other."""
         found = []
         while len(rows):
             number, row = divmod(int(rows[0]), _WEIGHT)
             name = self._names[number] if 0 <= number < len(self._names) else ""
-            if (weight := self._weights.get(name)) is None:
+            if (matrices := self._matrices.get(name)) is None:
                 return None
-            expert, first = divmod(row, weight.num_rows)
+            expert, first = divmod(row, matrices[0].num_rows)
+            weight = matrices[expert]
             expected = torch.arange(weight.num_rows) + int(rows[0])
             if first or not torch.equal(rows[: weight.num_rows], expected):
                 return None
-            found.append(_ExpertMatrix(name, weight, expert))
+            found.append(_ExpertMatrix(name, weight))
             rows = rows[weight.num_rows :]
         return found
 
 
 def is_of_experts(name: str, tensor: object) -> bool:
-    """Whether it is a quantised weight of experts, which transformers merges."""
-    return isinstance(tensor, DequantisedSlice) and ".experts." in name
+    """Whether it is a quantised weight of experts, which are one tensor or which transformers merges."""
+    return isinstance(tensor, FusedSlice) or (isinstance(tensor, DequantisedSlice) and ".experts." in name)
 
 
 def _stacked(matrices: Sequence[_ExpertMatrix], device: torch.device) -> Codes | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cluster.config.weight_formats import MXFP4, MXFP4_GROUP, WORD_BITS, Header, Quantisation, StoredWeight
+from cluster.config.weight_formats import MXFP4, WORD_BITS, Header, Quantisation, StoredWeight
 from cluster.errors import ConfigError
 from cluster.model.layers.codes import E2M1, WORDS, CodeKind, Codes, in_words
 
@@ -45,7 +46,7 @@ Stored = Mapping[str, Any]  # tensors of weight files by name, each read where i
 
 
 class DequantisedSlice:
-    """A plain weight that exists where it is sliced, as safetensors' slices do."""
+    """A plain matrix that exists where it is sliced, as safetensors' slices do."""
 
     def __init__(self, weight: StoredWeight, form: Quantisation, tensors: Stored, dtype: torch.dtype):
         self._weight = weight
@@ -59,17 +60,12 @@ class DequantisedSlice:
     def __getitem__(self, index: Any) -> Tensor:
         """index: an ellipsis, or slices of leading axes."""
         rows, *others = (slice(None),) if index is ... else index
-        first, end, _ = rows.indices(self._weight.shape[0])
-        plain = torch.empty(end - first, *self._weight.shape[1:], dtype=self.dtype)
-        if self._form.layout is MXFP4:
-            for expert, target in enumerate(plain, first):
-                codes, scales = self._mxfp4(slice(expert, expert + 1))
-                target.copy_((codes * scales).flatten(2)[0].T)
-        else:
-            step = max(_NUM_ROWS, _CHUNK // self._weight.shape[1])
-            for start, part in zip(range(first, end, step), plain.split(step), strict=True):
-                codes, scales = self._rows(start, start + len(part))
-                part.copy_((codes * scales).flatten(1)[:, : plain.shape[1]])
+        first, end, _ = rows.indices(self.num_rows)
+        plain = torch.empty(end - first, self._width, dtype=self.dtype)
+        step = max(_NUM_ROWS, _CHUNK // self._width)
+        for start, part in zip(range(first, end, step), plain.split(step), strict=True):
+            codes, scales = self._rows(start, start + len(part))
+            part.copy_((codes * scales).flatten(1)[:, : self._width])
         return plain[(slice(None), *others)]
 
     @property
@@ -79,29 +75,23 @@ class DequantisedSlice:
         return group >= width or group % WORDS == 0
 
     @property
-    def num_experts(self) -> int:
-        """How many matrices the weight has, one for each expert; 0: it is one matrix."""
-        return self._weight.shape[0] if self._form.layout is MXFP4 else 0
-
-    @property
     def num_rows(self) -> int:
-        """Outputs of a matrix."""
-        return self._weight.shape[-1] if self._form.layout is MXFP4 else self._weight.shape[0]
+        """Outputs of the matrix."""
+        return self._weight.shape[0]
 
     @property
     def scale_rows(self) -> int:
         """Rows that have one scale."""
         return self._weight.block[0]
 
-    def codes(self, name: str, expert: int = 0) -> Codes:
-        """The weight as it is held where kernels compute with it. expert: whose matrix. Raises ConfigError,
-        with the name, if a code or a scale is not finite."""
+    def codes(self, name: str) -> Codes:
+        """The weight as it is held where kernels compute with it. Raises ConfigError, with the name, if a
+        code or a scale is not finite."""
         block_rows, group = self._weight.block
+        scales, zeros = self._grid(self._tensors[self._weight.scales][...]), None
         if self._form.layout is MXFP4:
-            scales, zeros = self._tensors[self._weight.scales][expert : expert + 1][0], None
             kind, are_finite = CodeKind.E2M1, bool((scales != _MXFP4_NAN).all())
         else:
-            scales, zeros = self._grid(self._tensors[self._weight.scales][...]), None
             kind, are_finite = CodeKind.E4M3, bool(scales.isfinite().all())
         if self._form.layout.dtype == "I32":
             kind = CodeKind.NIBBLE if self._form.bits == 4 else CodeKind.BYTE
@@ -109,11 +99,7 @@ class DequantisedSlice:
                 zeros = self._zeros().to(torch.uint8)
         parts, step = [], max(_NUM_ROWS, _CHUNK // self._width)
         for first in range(0, self.num_rows, step):
-            end = min(first + step, self.num_rows)
-            if kind is CodeKind.E2M1:
-                codes = self._mxfp4_codes(slice(expert, expert + 1), slice(first, end))[0]
-            else:
-                codes = self._stored(first, end)
+            codes = self._stored(first, min(first + step, self.num_rows))
             if kind is CodeKind.E4M3:
                 codes = codes.view(torch.uint8)
             parts.append(
@@ -136,10 +122,7 @@ class DequantisedSlice:
                 self._refuse(f"{weight.groups} does not count its groups in order (desc_act)")
         if weight.zeros and self._form.layout.zeros_are_symmetric_too:
             self._check_zeros()
-        if self._form.layout is MXFP4:
-            codes, scales = self._mxfp4(slice(None), slice(_NUM_ROWS))
-        else:
-            codes, scales = self._rows(0, min(_NUM_ROWS, weight.shape[0]))
+        codes, scales = self._rows(0, min(_NUM_ROWS, weight.shape[0]))
         magnitudes = (codes.abs() * scales).flatten()  # negative if a scale is
         magnitudes = magnitudes[magnitudes != 0]
         if magnitudes.numel() and not 0 < (median := float(magnitudes.median())) <= _LARGEST_MEDIAN:
@@ -164,8 +147,10 @@ class DequantisedSlice:
         """Codes without their zeros [rows, groups, columns of a group] and scales [rows, groups, 1], float32.
         The last group is padded."""
         layout, (block_rows, block_columns) = self._form.layout, self._weight.block
-        codes = self._stored(first, end).float()
-        scales = self._grid(self._tensors[self._weight.scales][...]).float()
+        codes, scales = self._stored(first, end), self._grid(self._tensors[self._weight.scales][...]).float()
+        if layout is MXFP4:
+            codes, scales = E2M1[codes.long()], (scales - _MXFP4_BIAS).exp2()
+        codes = codes.float()
         codes = functional.pad(codes, (0, scales.shape[1] * block_columns - codes.shape[1]))
         codes = codes.unflatten(1, (-1, block_columns))
         blocks = torch.arange(first, end) // block_rows
@@ -176,6 +161,9 @@ class DequantisedSlice:
     def _stored(self, first: int, end: int) -> Tensor:
         """Codes of these rows [rows, columns], in the file's dtype."""
         layout = self._form.layout
+        if layout is MXFP4:
+            packed = self._tensors[self._weight.codes][first:end]
+            return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
         step = self._form.words if layout.is_packed_along_rows else 1
         low, high = first // step, -(-end // step)
         stored = self._tensors[self._weight.codes]
@@ -217,16 +205,74 @@ class DequantisedSlice:
     def _width(self) -> int:
         return self._weight.shape[1]
 
-    def _mxfp4(self, experts: slice, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Codes [experts, rows, groups, 32] and scales [experts, rows, groups, 1], float32."""
-        exponents = self._tensors[self._weight.scales][experts, rows].float() - _MXFP4_BIAS
-        codes = self._mxfp4_codes(experts, rows).unflatten(-1, (-1, MXFP4_GROUP))
-        return E2M1[codes.long()], exponents.exp2().unsqueeze(-1)
 
-    def _mxfp4_codes(self, experts: slice, rows: slice) -> Tensor:
-        """[experts, rows, columns] uint8."""
-        packed = self._tensors[self._weight.codes][experts, rows]
-        return torch.stack((packed & 15, packed >> 4), -1).flatten(2)
+class FusedSlice:
+    """The matrices of a layer's experts in one tensor, as plain weights that exist where they are sliced:
+    [experts, rows, columns] in the file's order, or turned, [experts, columns, rows]."""
+
+    def __init__(
+        self, weight: StoredWeight, form: Quantisation, tensors: Stored, dtype: torch.dtype, *,
+        is_turned: bool = False,
+    ):  # fmt: skip
+        self._weight, self._form, self._tensors, self.dtype = weight, form, tensors, dtype
+        self._is_turned = is_turned
+
+    def turned(self) -> FusedSlice:
+        return FusedSlice(
+            self._weight, self._form, self._tensors, self.dtype, is_turned=not self._is_turned
+        )  # fmt: skip
+
+    def get_shape(self) -> list[int]:
+        experts, rows, columns = self._weight.shape
+        return [experts, columns, rows] if self._is_turned else [experts, rows, columns]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """index: an ellipsis, or slices of leading axes."""
+        index = (*(() if index is ... else index), *3 * (slice(None),))[:3]
+        sizes = [len(range(*each.indices(size))) for each, size in zip(index, self.get_shape(), strict=True)]
+        plain = torch.empty(sizes, dtype=self.dtype)
+        targets, part = (plain.transpose(1, 2), index[:0:-1]) if self._is_turned else (plain, index[1:])
+        for matrix, target in zip(self._matrices(index[0]), targets, strict=True):
+            target.copy_(matrix[part])
+        return plain
+
+    def matrices(self, *, columns_first: bool = False) -> list[DequantisedSlice]:
+        """Returns the matrix of each expert, with outputs as rows. columns_first: this weight has them as its
+        last axis."""
+        return self._matrices(slice(None), is_transposed=columns_first != self._is_turned)
+
+    def check(self) -> None:
+        """As `DequantisedSlice.check`, of each matrix."""
+        for matrix in self._matrices(slice(None)):
+            matrix.check()
+
+    def _matrices(self, experts: slice, *, is_transposed: bool = False) -> list[DequantisedSlice]:
+        """is_transposed: the file has columns first."""
+        weight, form = self._weight, self._form
+        (num_experts, *shape), block = weight.shape, weight.block
+        if is_transposed:
+            shape, block = shape[::-1], block[::-1]
+            form = replace(form, layout=replace(form.layout, is_transposed=True))
+        matrix = weight._replace(shape=tuple(shape), block=block)
+        names = (weight.codes, weight.scales)
+        return [
+            DequantisedSlice(
+                matrix, form, {name: _OfExpert(self._tensors[name], expert) for name in names}, self.dtype
+            )
+            for expert in range(*experts.indices(num_experts))
+        ]
+
+
+@dataclass(frozen=True)
+class _OfExpert:
+    """Sliced as the matrix of one expert."""
+
+    stored: Any
+    expert: int
+
+    def __getitem__(self, index: Any) -> Tensor:
+        axes = () if index is ... else index if isinstance(index, tuple) else (index,)
+        return self.stored[(slice(self.expert, self.expert + 1), *axes)][0]
 
 
 def read_pickled_headers(folder: Path) -> dict[str, Header]:
@@ -262,7 +308,10 @@ def plain_tensors(files: Sequence[Path], form: Quantisation, dtype: torch.dtype)
         replaced = set(form.replaced)
         plain = {name: tensor for name, tensor in tensors.items() if name not in replaced}
         for name, weight in form.weights.items():
-            plain[name] = DequantisedSlice(weight, form, tensors, dtype)
+            if len(weight.shape) == 2:
+                plain[name] = DequantisedSlice(weight, form, tensors, dtype)
+            else:  # MXFP4 has rows first, and the one model type that has it has columns first
+                plain[name] = FusedSlice(weight, form, tensors, dtype, is_turned=form.layout is MXFP4)
         try:
             yield plain
         finally:
@@ -272,7 +321,7 @@ def plain_tensors(files: Sequence[Path], form: Quantisation, dtype: torch.dtype)
 def check_values(tensors: Mapping[str, Any]) -> None:
     """Raises ConfigError for a weight whose values contradict the headers, or are not plausible."""
     for tensor in tensors.values():
-        if isinstance(tensor, DequantisedSlice):
+        if isinstance(tensor, DequantisedSlice | FusedSlice):
             tensor.check()
 
 

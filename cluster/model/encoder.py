@@ -144,6 +144,11 @@ class EncoderModel:
 
     def _on_device(self, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Floating-point tensors in the model's dtype, as the family's own forward would cast them."""
+        if self._uploads is not None:  # the allocator must wait for this stream before it reuses their memory
+            stream = torch.cuda.current_stream(self.device)
+            for value in item.values():
+                if value.is_cuda:
+                    value.record_stream(stream)
         return {
             key: value.to(self.device, self.dtype if value.is_floating_point() else None)
             for key, value in item.items()

@@ -1,13 +1,18 @@
-"""Reads experts that a checkpoint holds transposed as the model has them: [experts, rows, columns].
+"""Reads experts in the layouts that checkpoints have: all of a layer as one tensor, perhaps transposed, or an
+entry for each.
 
-The hub's checkpoints of some families hold experts as [experts, columns, rows]; folders that transformers has
-saved hold them as the model does. transformers transposes a matrix if its shape is not that of the parameter.
-That is wrong for a rank's share, whose shape is another one anyway, and for square matrices. So its
-conversions by shape are taken out (`without_transposing`), and it is given tensors that need none
+*Transposed.* The hub's checkpoints of some families hold experts as [experts, columns, rows]; folders that
+transformers has saved hold them as the model does. transformers transposes a matrix if its shape is not that
+of the parameter. That is wrong for a rank's share, whose shape is another one anyway, and for square
+matrices. So its conversions by shape are taken out, and it is given tensors that need none
 (`in_model_layout`).
 
 The shapes of a layer's two matrices say which layout a file has: rows of the first are gates and their
 values, twice as many as the second has columns.
+
+*An entry for each.* Exporters of quantised weights give every expert linears of its own (gate_proj, up_proj,
+down_proj), also in families of which transformers knows the one tensor only. A module of experts says how it
+holds them, and with that how such entries become its tensor (`fit_experts`).
 """
 
 from __future__ import annotations
@@ -16,16 +21,28 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import Transpose, WeightConverter, WeightTransform
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    MergeModulelist,
+    Transpose,
+    WeightConverter,
+    WeightTransform,
+)
 
 from cluster.errors import ConfigError
+from cluster.model.dequantising import FusedSlice
 
 _GATES, _DOWN = "experts.gate_up_proj", "experts.down_proj"
+# Classes that do not say how they hold gates and values, and have one after the other.
+_CONCATENATED = ("Llama4TextExperts",)
 
 
 class TransposedSlice:
@@ -49,8 +66,18 @@ def has_two_layouts(model_type: str) -> bool:
     return any(map(_transposes_by_shape, get_checkpoint_conversion_mapping(model_type) or ()))
 
 
-def without_transposing(conversions: Sequence[WeightTransform]) -> list[WeightTransform]:
-    return [each for each in conversions if not _transposes_by_shape(each)]
+def fit_experts(
+    model: PreTrainedModel, conversions: Sequence[WeightTransform], tensors: dict[str, Any] | None
+) -> list[WeightTransform]:
+    """The conversions by which experts in any layout become the model's: transformers' own first. tensors:
+    what it is given to read, of which transposed ones are turned; None: it reads the files itself. Ranks that
+    have a part of every expert cannot be given a part of an entry that is transposed: shapes do not agree
+    then, which transformers refuses. Raises ConfigError for experts of no layout that is known."""
+    forms = {form for path, module in model.named_modules() if (form := _form_of(path, module)) is not None}
+    if tensors is not None and any(map(_transposes_by_shape, conversions)):
+        tensors.update(in_model_layout(tensors))
+        conversions = [each for each in conversions if not _transposes_by_shape(each)]
+    return [*conversions, *(each for form in sorted(forms) for each in _joining(form))]
 
 
 def _transposes_by_shape(conversion: WeightTransform) -> bool:
@@ -88,8 +115,12 @@ def in_model_layout(tensors: Mapping[str, Any]) -> dict[str, Any]:
         if down not in tensors:
             continue  # the loader names what is missing
         if _is_transposed(gates, tensors[gates].get_shape(), tensors[down].get_shape()):
-            transposed |= {name: TransposedSlice(tensors[name]) for name in (gates, down)}
+            transposed |= {name: _turned(tensors[name]) for name in (gates, down)}
     return transposed
+
+
+def _turned(tensor: Any) -> FusedSlice | TransposedSlice:
+    return tensor.turned() if isinstance(tensor, FusedSlice) else TransposedSlice(tensor)
 
 
 def _is_transposed(name: str, gates: Sequence[int], down: Sequence[int]) -> bool:
@@ -103,3 +134,44 @@ def _is_transposed(name: str, gates: Sequence[int], down: Sequence[int]) -> bool
         f"the experts {name} {list(gates)} and {_DOWN} {list(down)} are in no layout that is known",
         param="model",
     )
+
+
+class _FusedForm(NamedTuple):
+    """How a module holds its experts."""
+
+    name: str  # the last part of its path
+    has_gate: bool
+    is_concatenated: bool  # gates, then values; otherwise they alternate
+    is_transposed: bool  # [experts, columns, rows]
+    has_bias: bool
+
+
+def _form_of(path: str, module: Any) -> _FusedForm | None:
+    """None: the module has no experts in one tensor, or does not say how it holds them."""
+    down, name = getattr(module, "down_proj", None), path.rpartition(".")[2]
+    if not isinstance(down, Tensor) or down.ndim != 3:
+        return None
+    if hasattr(module, "is_concatenated"):
+        return _FusedForm(
+            name, module.has_gate, module.is_concatenated, module.is_transposed, module.has_bias
+        )
+    if type(module).__name__ in _CONCATENATED:
+        is_transposed = _is_transposed(path, module.gate_up_proj.shape, down.shape)
+        return _FusedForm(name, True, True, is_transposed, False)
+    return None
+
+
+def _joining(form: _FusedForm) -> Iterator[WeightConverter]:
+    """The conversions that make a module's parameters of the entries."""
+    targets = {"gate_up_proj": ("gate_proj", "up_proj")} if form.has_gate else {"up_proj": ("up_proj",)}
+    for target, sources in {**targets, "down_proj": ("down_proj",)}.items():
+        joined: list[ConversionOps] = [MergeModulelist(dim=0)]
+        if len(sources) > 1:
+            joined += [Concatenate(dim=1), *([] if form.is_concatenated else [Interleave(1, inverse=True)])]
+        turned = [Transpose(dim0=1, dim1=2)] if form.is_transposed else []
+        names = [rf"\.{form.name}\.\d+\.{source}" for source in sources]
+        yield WeightConverter(
+            [rf"{name}\.weight" for name in names], f".{form.name}.{target}", [*joined, *turned]
+        )
+        if form.has_bias:
+            yield WeightConverter([rf"{name}\.bias" for name in names], f".{form.name}.{target}_bias", joined)

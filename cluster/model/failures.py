@@ -1,4 +1,4 @@
-"""Which exceptions mean a lost device, too little memory or a checkpoint that transformers cannot read."""
+"""Which exceptions mean too little memory or a checkpoint that transformers cannot read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ LOADING_ERRORS = (
     OSError, ValueError, TypeError, RuntimeError, ImportError, AttributeError, LookupError, AssertionError,
     SafetensorError,
 )  # fmt: skip
-
-
-class DeviceLostError(Exception):
-    """The device, or a process that shares the model, cannot be used any more. The worker must be
-    replaced."""
-
-
-def is_device_lost(error: BaseException) -> bool:
-    """Whether every later call fails as well, as after a CUDA error. cuBLAS and cuDNN report errors without
-    an exception class of their own."""
-    if isinstance(error, DeviceLostError | torch.AcceleratorError):
-        return True
-    return isinstance(error, RuntimeError) and "CUDA error" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

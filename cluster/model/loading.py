@@ -38,7 +38,7 @@ from cluster.model.cpu.weight_source import MappedWeights, StaleWeights
 from cluster.model.cuda.coded_choice import keep_right_codes
 from cluster.model.cuda.moving import move_weights
 from cluster.model.dequantising import check_values, forget_entries, note, plain_tensors, read_pickled_headers
-from cluster.model.expert_layout import has_two_layouts, in_model_layout, stored_tensors, without_transposing
+from cluster.model.expert_layout import fit_experts, has_two_layouts, stored_tensors
 from cluster.model.failures import LOADING_ERRORS
 from cluster.model.half_files import CheckRoom, HalfFiles, own_share, sizes_of, taken_names
 from cluster.model.hybrid_plans import complete_plan
@@ -354,14 +354,13 @@ def _reading_class(
         def _load_pretrained_model(
             model: Any, given: Any, files: Any, how: LoadStateDictConfig, *args: Any
         ) -> Any:
-            conversions = how.weight_mapping or []
+            conversions = fit_experts(model, how.weight_mapping or [], tensors)
             begin(model, conversions)
             if tensors is not None:
                 given = tensors
                 if mixers is not None:
                     given = mixers.of_rank(tensors, taken_names(model, conversions, tensors))
-                if len(kept := without_transposing(conversions)) < len(conversions):
-                    given, how = in_model_layout(given), replace(how, weight_mapping=kept)
+            how = replace(how, weight_mapping=conversions)
             return half_class._load_pretrained_model(model, given, files, how, *args)
 
     return _named_like(ReadHalf, half_class)

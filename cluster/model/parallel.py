@@ -28,9 +28,9 @@ from torch import Tensor
 
 from cluster.config.environment import tell_local_rank
 from cluster.errors import ConfigError
+from cluster.kvcache.lost_device import DeviceLostError
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import PreparedAdapter, Update, Updates
-from cluster.model.failures import DeviceLostError
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.logprobs import PromptScores
 from cluster.model.states import StateSpan

@@ -14,8 +14,8 @@ from enum import Enum
 
 import msgspec
 
+from cluster.errors import StructureError
 from cluster.structure.grammar import WHITESPACE
-from cluster.structure.matcher import StructureError
 from cluster.structure.schema import held_schema
 from cluster.types.structure import Structure, StructureKind
 

@@ -29,11 +29,11 @@ from io import BufferedRWPair
 
 import msgspec
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, StructureError
 from cluster.media.confinement import Confinement
 from cluster.media.program import end_with
 from cluster.structure.grammar import compile_structure, loosened_structure
-from cluster.structure.matcher import Matcher, StructureError
+from cluster.structure.matcher import Matcher
 from cluster.structure.vocabulary import Vocabulary, VocabularySource
 from cluster.types.structure import Structure
 

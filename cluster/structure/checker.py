@@ -25,10 +25,9 @@ import msgspec
 from msgspec.structs import replace
 
 from cluster.config.environment import bare_environment
-from cluster.errors import UnavailableError, UnsupportedError
+from cluster.errors import StructureError, UnavailableError, UnsupportedError
 from cluster.media.slots import FairSlots
 from cluster.structure.check_process import CPU_S, HEADER_BYTES, WALL_S, Checked, Order, framed
-from cluster.structure.matcher import StructureError
 from cluster.structure.vocabulary import VocabularySource
 from cluster.types.structure import Structure
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from cluster.errors import StructureError
 from cluster.structure.loosening import loosened
-from cluster.structure.matcher import Matcher, StructureError, one_line
+from cluster.structure.matcher import Matcher, one_line
 from cluster.structure.schema import check_types, held_schema
 from cluster.structure.vocabulary import Vocabulary
 from cluster.types.structure import Structure, StructureKind

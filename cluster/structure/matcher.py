@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cluster.errors import RequestError
+from cluster.errors import StructureError
 from cluster.structure.effort import Effort
 
 if TYPE_CHECKING:
@@ -31,12 +31,9 @@ if TYPE_CHECKING:
 
 
 MAX_FORCED = 8  # tokens of one choice in one step
-
-
-class StructureError(RequestError):
-    """The structure cannot be held, or no answer can."""
-
-    code = "invalid_structure"
+_OVERLAPS = (  # a client has no such option
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+)
 
 
 class Matcher:
@@ -159,7 +156,10 @@ class Matcher:
 
 def one_line(message: str) -> str:
     """What llguidance says about an error, without the state of its parser."""
-    return " ".join(message.partition("<non")[0].split())[:300] or "cannot be compiled"
+    said = " ".join(message.partition("<non")[0].split())
+    return (
+        said.replace(_OVERLAPS, "oneOf whose branches may overlap; send anyOf")[:300] or "cannot be compiled"
+    )
 
 
 def _has(words: np.ndarray, token_id: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from cluster.structure.matcher import StructureError
+from cluster.errors import StructureError
 
 MAX_DEPTH = 64
 

@@ -37,9 +37,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
         eos = generation.get("eos_token_id")
         if eos is None:
             eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
-        temperature = generation.get("temperature", 1.0)
+        temperature = 0.0 if generation.get("do_sample") is False else generation.get("temperature")
         return cls(
-            temperature=0.0 if generation.get("do_sample") is False else float(temperature),
+            temperature=1.0 if temperature is None else float(temperature),
             top_p=float(generation.get("top_p") or 1.0),
             top_k=int(generation.get("top_k") or 0),
             min_p=float(generation.get("min_p") or 0.0),

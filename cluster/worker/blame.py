@@ -21,9 +21,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
-from cluster.errors import BookkeepingError, ClusterError, InternalError
+from cluster.errors import BookkeepingError, ClusterError, InternalError, RequestError
 from cluster.isolation import Isolated
-from cluster.model.failures import is_device_lost
+from cluster.kvcache.lost_device import is_device_lost
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ class Blame:
         except Exception as error:
             if ends_engine(error):
                 raise
-            logger.warning("a step of %d failed; each is tried alone", len(parts), exc_info=error)
+            if not isinstance(error, RequestError):  # what a client can cause fills no log
+                logger.warning("a step of %d failed; each is tried alone", len(parts), exc_info=error)
         done: list[tuple[Part, T]] = []
         failed: list[tuple[Part, Exception]] = []
         for part in parts:

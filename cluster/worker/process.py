@@ -17,6 +17,7 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.errors import UnavailableError
+from cluster.kvcache.lost_device import DeviceLostError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.pulse import Watch
 from cluster.types.members import Member, ProcessId, Role
@@ -228,16 +229,24 @@ class WorkerProcess:
         self.loop.fail(UnavailableError(f"the {thread} thread has not moved for {silent_s:.0f} s"))
 
     def _on_transfer(self, event: TransferEvent) -> None:
-        # TransferEngineFailed is in the log. Leases end nevertheless, at the end of their time at the latest.
-        if not isinstance(event, TransferEngineFailed):
-            self.loop.call(self.seat.engine.on_transfer, event, self.clock.now())
+        if isinstance(event, TransferEngineFailed):
+            return self._on_failed(event)
+        self.loop.call(self.seat.engine.on_transfer, event, self.clock.now())
 
     def _on_features(self, event: TransferEvent) -> None:
         if isinstance(event, LeaseEvent | LateWrite):
             engine: Any = self.seat.engine  # a language engine
             self.loop.call(engine.on_features, event, self.clock.now())
-        elif not isinstance(event, TransferEngineFailed):  # embeddings that were sent
+        elif isinstance(event, TransferEngineFailed):
+            self._on_failed(event)
+        else:  # embeddings that were sent
             self.encoder_seat.loop.call(self.encoder_seat.engine.on_transfer, event, self.clock.now())
+
+    def _on_failed(self, event: TransferEngineFailed) -> None:
+        """It is in the log. Leases end nevertheless, at the end of their time at the latest; but without its
+        device no transfer ever succeeds, and a worker without steps would not find out."""
+        if isinstance(event.error, DeviceLostError):
+            self.loop.fail(event.error)
 
     def _deliver(self, batch: list[tuple[DoorId, Any]]) -> None:
         self.shell.deliver_from_thread(batch)

@@ -137,11 +137,11 @@ def keep_gcs(
 def wait_for_raylet(node: LocalNode, config: Path) -> None:
     """Raises SystemExit when the raylet has ended and then a pool is lost. Until then the cluster answers: it
     needs the raylet only to start processes."""
-    from deploy.serving import preflight
+    from deploy.serving import serve_file
 
     node.wait_for_raylet()
     sys.stderr.write("Ray's raylet has ended: the cluster answers until a pool is lost\n")
-    host, port = preflight.address_of(preflight.read_serve_file(config))
+    host, port = serve_file.address_of(serve_file.read_serve_file(config))
     pause = threading.Event()
     while is_healthy(f"http://{host}:{port}"):
         pause.wait(HEALTH_PERIOD_S)

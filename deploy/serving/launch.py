@@ -38,7 +38,7 @@ from cluster.config.checkpoint import read_config
 from cluster.config.environment import child_environment
 from cluster.config.families import family_of_type
 from cluster.types.media import Modality
-from deploy.serving import preflight
+from deploy.serving import preflight, serve_file
 from deploy.serving.local_environment import cluster_environment
 from deploy.serving.mps import shares_gpus, start_mps
 from deploy.serving.status import (
@@ -81,7 +81,7 @@ class LocalCluster:
         """`say` receives lines of progress. Raises ConfigError for a file that is not a Serve
         configuration."""
         self._config = config
-        self.host, self.port = preflight.address_of(preflight.read_serve_file(config))
+        self.host, self.port = serve_file.address_of(serve_file.read_serve_file(config))
         self.url = f"http://{self.host}:{self.port}"
         # a short path, because socket paths have at most 107 bytes
         self.folder = Path(tempfile.mkdtemp(prefix="epdg-", dir="/tmp"))

@@ -8,16 +8,14 @@ an absolute path, without pools that the model does not need. Every ConfigError 
 from __future__ import annotations
 
 import copy
-import difflib
 import errno
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from cluster.config import ClusterArgs, Environment, read_environment, resolve
@@ -30,13 +28,9 @@ from cluster.errors import ConfigError
 from cluster.native.variants import Variant, check_choice, runnable_variants
 from cluster.types.members import Role
 from deploy.serving.local_environment import HAPROXY_FILES, POOL_SLOTS
+from deploy.serving.serve_file import address_of, check_name, read_serve_file, replica_counts
 
 BUILDER = "deploy.app:build"
-_SERVE_SECTIONS = (  # Serve would ignore an unknown name
-    "proxy_location", "http_options", "grpc_options", "controller_options", "logging_config",
-    "tracing_config",
-    "applications", "target_capacity",
-)  # fmt: skip
 _GIB = 1 << 30
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -58,30 +52,6 @@ class Machine:
     has_gpu: Callable[[], bool] = has_gpu
     max_open_files: Callable[[], int] = max_open_files
     cpu_variants: Callable[[], tuple[Variant, ...]] = runnable_variants
-
-
-def address_of(content: Mapping[str, Any]) -> tuple[str, int]:
-    """Host and port for HTTP in this file. Raises ConfigError."""
-    options = content.get("http_options") or {}
-    host, port = options.get("host", "127.0.0.1"), options.get("port", 8000)
-    if not isinstance(port, int) or not 0 < port < 1 << 16:
-        raise ConfigError(f"http_options.port: {port!r} is not a port")
-    return str(host), port
-
-
-def read_serve_file(file: Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that is not a Serve configuration."""
-    try:
-        content = yaml.safe_load(file.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
-        raise ConfigError(f"{file} is not a Serve configuration: it has no list of applications")
-    for name in content:
-        _check_name(name, _SERVE_SECTIONS, f"{file}: section")
-    return content
 
 
 def check(
@@ -228,8 +198,8 @@ def _quantised_note(args: ClusterArgs, weights: Weights, machine: Machine) -> li
     loaded_gib, stored_gib = _weight_bytes(args, weights, machine) / _GIB, weights.file_bytes / _GIB
     if _is_on_gpu(args, machine):
         return [
-            f"the checkpoint is quantised ({weights.quantisation}): linears of the language half keep their "
-            "codes where our kernels serve, everything else is dequantised; the whole takes "
+            f"the checkpoint is quantised ({weights.quantisation}): linears and experts of the language half "
+            "keep their codes where our kernels serve, everything else is dequantised; the whole takes "
             f"{stored_gib:,.2f} to {loaded_gib:,.2f} GiB"
         ]
     return [
@@ -246,8 +216,8 @@ def _check_deployments(
     names = [*(role.deployment for role in roles), "Door"]
     kept = list(application.get("deployments") or [])
     for deployment in kept:
-        _check_name(deployment.get("name"), names, f"{file}: deployment")
-        for number in _replica_counts(deployment):
+        check_name(deployment.get("name"), names, f"{file}: deployment")
+        for number in replica_counts(deployment):
             if number > POOL_SLOTS:
                 raise ConfigError(
                     f"{file}: {deployment['name']}: {number} replicas; "
@@ -257,17 +227,3 @@ def _check_deployments(
         return []
     application["deployments"] = [each for each in kept if each["name"] != "Encode"]
     return [f"model type '{model_without_media}' takes no media: there is no encode pool"]
-
-
-def _replica_counts(deployment: Mapping[str, Any]) -> Iterator[int]:
-    scaling = deployment.get("autoscaling_config") or {}
-    for value in (deployment.get("num_replicas"), scaling.get("min_replicas")):
-        if isinstance(value, int):
-            yield value
-
-
-def _check_name(name: object, known: Collection[str], what: str) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
-        raise ConfigError(f"{what} '{name}' is unknown; {hint}")

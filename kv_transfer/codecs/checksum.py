@@ -124,7 +124,7 @@ class BlockSums:
     for between two calls of `begin` are one launch on a GPU."""
 
     def __init__(self, memory: BlockMemory):
-        """Waits, on a GPU, until the kernel is compiled."""
+        """Waits, on a GPU, until the kernel is compiled; raises what it raises."""
         self._memory = memory
         self._batch = Batch(memory, self._run)
         self.begin = self._batch.begin
@@ -137,9 +137,10 @@ class BlockSums:
         unit = 8 if (spans % 8 == 0).all() else 1
         elements = memory.buffer.view(torch.int64 if unit == 8 else torch.uint8)
         self._tables = elements, upload(spans * (memory.num_blocks, 1) // unit, memory.buffer.device)
-        self.of([0])
+        found = self.of([0])
         self.begin()
         memory.synchronize()
+        found.value()  # raises what would end every lease
 
     def of(self, block_ids: Sequence[int]) -> Pending[Checksum]:
         """Reads the bytes once, on the CPU at once."""

@@ -75,7 +75,8 @@ SendEvent = Finished | SendAborted | SendFailed
 
 @dataclass(frozen=True)
 class TransferEngineFailed:
-    """A bug or a broken transport: a step raised. Delivered once per series of failing steps."""
+    """A bug, a broken transport or a lost device (DeviceLostError): a step raised. Delivered once per series
+    of failing steps."""
 
     error: Exception
 

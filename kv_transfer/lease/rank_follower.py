@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from cluster.kvcache.lost_device import DeviceLostError
 from cluster.types.transfer import Mark
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.events import SendFailed, TransferEngineFailed, TransferEvent
@@ -50,10 +51,13 @@ class RankFollower:
 
     def on_event(self, event: TransferEvent) -> None:
         """Reports an event of the transfer engine. Called on its thread."""
-        if not isinstance(event, TransferEngineFailed):  # that one is in the log
+        if isinstance(event, TransferEngineFailed):
+            if not isinstance(event.error, DeviceLostError):  # it is in the log
+                return
+        else:
             with self._lock:
                 self._open.pop(event.lease_id, None)
-            self.report(RankEvent(event, self._transfer_engine.sent, self._transfer_engine.received))
+        self.report(RankEvent(event, self._transfer_engine.sent, self._transfer_engine.received))
 
     def report(self, report: Report) -> None:
         with self._lock, suppress(OSError):  # rank 0 is gone: `run` notices it too

@@ -44,8 +44,7 @@ runs again after all, its word comes after its last write and says that it has w
 open on those blocks end as Aborted, and the owner gets a `LateWrite`: everything that reads those blocks must
 fail.
 
-`poll` belongs to the agent's thread. The other calls are bookkeeping under a lock and may come from any
-thread.
+`poll` belongs to the agent's thread; the other calls, bookkeeping under a lock, to any thread.
 """
 
 from __future__ import annotations
@@ -60,6 +59,7 @@ from dataclasses import dataclass
 import msgspec
 
 from cluster.clock import Clock
+from cluster.kvcache.lost_device import raise_if_device_lost
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.members import ProcessId
 from cluster.types.transfer import Grant, ReceivedTotals
@@ -124,8 +124,7 @@ class Receiver:
         self._metadata = agent.metadata()
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
-        # Heap; entries of closed and orphaned leases are skipped
-        self._expiries: list[tuple[float, str]] = []
+        self._expiries: list[tuple[float, str]] = []  # heap; skipped: entries of closed, orphaned leases
         self._look_at = 0.0  # when the writers' processes are looked at next
         self._taken_back: OrderedDict[str, tuple[float, Grant]] = OrderedDict()  # until when, ascending
         self._events: list[LeaseEvent | LateWrite] = []  # not yet returned by poll
@@ -344,6 +343,7 @@ class Receiver:
                 self.num_corrupt += 1
                 reason = f"the bytes that arrived are not those that writer {settling.peer} sent"
         except Exception as error:  # a bug; it must not cost the other leases their notifications
+            raise_if_device_lost(error)
             logger.exception("lease %s cannot be taken in", lease.lease_id)
             reason = f"internal error: {error!r}"
         if reason is not None:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from cluster.clock import Clock
+from cluster.kvcache.lost_device import raise_if_device_lost
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.curves import Link
 from cluster.types.transfer import ReceivedGrant, SentTotals
@@ -134,6 +135,7 @@ class Sender:
             try:
                 event = writer.advance()
             except Exception as error:  # a bug; it must not cost the other leases their progress
+                raise_if_device_lost(error)
                 logger.exception("lease %s cannot be sent", writer.outgoing.lease_id)
                 event = writer.fail_by_bug(TransferError(f"internal error: {error!r}"))
             if event is not None:

@@ -72,7 +72,8 @@ def parse(model: type[Request], body: bytes) -> Request:
     try:
         fields = _FIELDS.validate_json(body)
     except pydantic.ValidationError as error:
-        raise RequestError("the body is not a JSON object") from error
+        why = error.errors(include_url=False)[0].get("ctx", {}).get("error", "")
+        raise RequestError(f"the body is not a JSON object{why and f': {why}'}") from error
     return validated(model, fields, model.model_validate)
 
 
@@ -110,9 +111,11 @@ def _refusal(error: pydantic.ValidationError) -> RequestError:
     details = max(error.errors(include_url=False, include_input=False), key=lambda item: len(item["loc"]))
     path = _path(details["loc"])
     is_other_tool = "tool" in path and path.endswith("type")  # only functions can be called
-    if is_other_tool or details["type"] == "none_required":
+    if details["type"] == "union_tag_not_found":
+        return RequestError(f"{path}.type: Field required", param=f"{path}.type")
+    if (is_other_tool and details["type"] != "missing") or details["type"] == "none_required":
         return UnsupportedError(f"{path}: not supported by this server", param=path)
-    if details["type"] in ("model_type", "dict_type"):
+    if details["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return RequestError(f"{path}: Input should be an object", param=path)
     if limit := _limit(details):
         return RequestError(f"{path}: this server accepts {limit}", param=path)

@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from cluster import overload
 from cluster.errors import OverloadedError, RequestError
+from router.http.disconnect import ClientGoneError
 from router.http.limits import Limits
 
 MIN_BYTES_PER_S = 64 << 10  # of a body that takes longer than its timeout
@@ -168,7 +169,7 @@ async def read_body(
     request: Request, limits: Limits, lease: BodyLease, timeout_s: float, *, is_json: bool = True
 ) -> bytes:
     """Reads the whole body. `is_json`: false for a form, whose file may be any bytes. Raises RequestError if
-    it is too large or slow, OverloadedError if there is no room."""
+    it is too large or slow, OverloadedError if there is no room, ClientGoneError if it ends early."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         check_size(int(declared[:20]), limits)
@@ -181,7 +182,7 @@ async def read_body(
                 scan.add(chunk)
                 deadline.reschedule(started_at + timeout_s + scan.num_bytes / MIN_BYTES_PER_S)
     except ClientDisconnect as error:
-        raise RequestError("the body ended early") from error
+        raise ClientGoneError from error
     except TimeoutError as error:
         raise BodyTimeoutError("the body did not come in time") from error
     return scan.body()

@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from cluster.errors import UnsupportedError
+from cluster.errors import StructureError, UnsupportedError
 from cluster.structure.calls import CallGrammar, HeldFunction, Reasoning
-from cluster.structure.matcher import StructureError
 from cluster.text.answer_format import AnswerSyntax
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.structure import Structure, StructureKind

@@ -36,6 +36,7 @@ class _Queue(NamedTuple):
     before: Floats  # ahead of the prompt
     text_before: Floats  # ahead of the prompt, of prompts without media
     behind: Floats  # behind the prompt, but may share its steps
+    num_prompts: Floats  # there, each by the part of it that is left
 
 
 class PrefillEstimate:
@@ -50,9 +51,9 @@ class PrefillEstimate:
     tail_s      [items, prefills]: to compute what is computed once an item is there: the tokens from its
                 first one on, and a little text in front of it
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      delay of others: the prompt's work, for every request that waits there or at a worker of the
-                same device, for a part of the answers that run there, and for a later request with the same
-                prompt if nothing is cached
+    cost_s      delay of others: the prompt's work, for every prompt that is computed or waits there or at a
+                worker of the same device, by the part of it that is left; for a part of the answers that run
+                there; and for a later request with the same prompt if nothing is cached
     """
 
     def __init__(
@@ -91,9 +92,7 @@ class PrefillEstimate:
         self._busy_s = np.where(steps.has_answers, np.inf, busy_s)
         half_step_s = 0.5 * self._steps_s(1.0, np.minimum(others, self.max_tokens))
         self._half_step_s = np.where(others > 0, half_step_s, self._decode_wait_s)
-        waiting = (
-            pool.num_waiting(others) + np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
-        )
+        waiting = queue.num_prompts + np.where(pool.takes_any, ANSWER_WEIGHT, 1.0) * steps.num_sequences
         encoding = encoding_beside(cluster)
         if encoding is not None:
             delay_s = np.minimum(encoding.queue_s, self.text_s)
@@ -174,6 +173,8 @@ class PrefillEstimate:
         soon = now + media_s
         not_before = np.where(self.is_needed.any(0), soon + total * token_s, now + left_s)
         ahead = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before)
+        num_prompts = pool.reported_requests + pool.sent_requests
+        num_others = np.maximum(0.0, num_prompts - own.num_prompts)
         before = np.minimum(others + ahead.before, total)
         text_before = np.minimum(others + ahead.text_before, total)
         return _Queue(
@@ -181,6 +182,7 @@ class PrefillEstimate:
             np.maximum(0.0, before - running_before),
             np.maximum(0.0, text_before - running_before),
             np.maximum(0.0, np.minimum(ahead.behind, total - before) - (running - running_before)),
+            np.minimum(num_prompts, ahead.num_prompts + num_others),
         )
 
     def _compute(self, request: RequestView, queue: _Queue, text_share: float) -> None:

@@ -17,6 +17,7 @@ class RunningTokens(NamedTuple):
     total: Floats
     running: Floats  # in the running step, if it can hold them
     running_before: Floats  # those of prompts with an earlier deadline than the new one
+    num_prompts: Floats
 
 
 class Ahead(NamedTuple):
@@ -25,6 +26,7 @@ class Ahead(NamedTuple):
     before: Floats  # of prompts with an earlier deadline whose embeddings have arrived by then
     text_before: Floats  # those of prompts without media
     behind: Floats  # of prompts with a later deadline that could share its steps
+    num_prompts: Floats  # all of these, each by the part of it that is left
 
 
 class PendingPrompts:
@@ -120,6 +122,7 @@ class PendingPrompts:
             self._by_slot(self._left(pool, np.inf, now), pool),
             self._by_slot(running, pool),
             self._by_slot(running * is_before, pool),
+            self._by_slot(np.ones(len(self)), pool),
         )
 
     def ahead(
@@ -137,6 +140,7 @@ class PendingPrompts:
             self._by_slot(at_turn * is_before, pool),
             self._by_slot(at_turn * is_before * is_text, pool),
             self._by_slot(at_turn * ~is_before, pool),
+            self._by_slot(at_turn / np.maximum(1.0, self._tokens[: len(self)]), pool),
         )
 
     def _left(self, pool: WorkerPool, at: Floats | float, now: float) -> Floats:

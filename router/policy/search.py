@@ -38,11 +38,14 @@ class Search:
         self.num_visited = 0
         self.num_steps = 0
         encoders, prefills, decodes = estimate.encoders, estimate.prefills, estimate.decodes
-        self._least_costs = np.where(encoders.is_able, encoders.cost_s, np.inf).min(1, initial=np.inf)
+        costs = np.where(encoders.is_able, encoders.cost_s, np.inf)
+        self._least_costs = costs.min(1, initial=np.inf)
+        self._least_waits_s = _least_waits(costs, encoders.encode_s)
         ttft_s = prefills.least_ttft_s(estimate.earliest_s)
         least_s = decodes.least_cost_s(ttft_s, prefills) + prefills.cost_s
         if len(self._least_costs):
             least_s = least_s + (prefills.is_needed * self._least_costs[:, None]).sum(0)
+            least_s = least_s + prefills.is_needed.all(0) * self._least_waits_s
         self.least_s = np.where(prefills.is_able, least_s, np.inf)
 
     def best(self) -> Found:
@@ -55,13 +58,37 @@ class Search:
                 or self.num_visited >= self._max_prefills
             ):
                 return best
-            there = _AtPrefill(self._estimate, prefill, self._least_costs, self._max_steps - self.num_steps)
+            there = _AtPrefill(
+                self._estimate,
+                prefill,
+                self._least_costs,
+                self._least_waits_s,
+                self._max_steps - self.num_steps,
+            )
             found = there.best()
             self.num_visited += 1
             self.num_steps += there.num_steps
             bounds_s[prefill] = np.inf
             if best is None or found.cost_s < best.cost_s:
                 best = found
+
+
+def _least_waits(costs: Floats, encode_s: Floats) -> float:
+    """Lower bound of what all items together cost above each one's least cost, as those at one encoder wait
+    for one another. `costs`, `encode_s`: [items, encoders]. Of the items with one cheapest encoder some stay,
+    and the k-th of them waits for k others; the rest pay the difference to another encoder."""
+    if len(costs) < 2 or costs.shape[1] < 2:
+        return 0.0
+    cheapest = costs.argmin(1)
+    first, second = np.partition(costs, 1, axis=1)[:, :2].T
+    least_s = 0.0
+    for encoder in set(cheapest.tolist()):
+        items = cheapest == encoder
+        others_s = np.concatenate(([0.0], np.sort(second[items] - first[items]).cumsum()))
+        num_staying = np.arange(len(others_s))[::-1]
+        waits_s = encode_s[items, encoder].min() * num_staying * (num_staying - 1) / 2
+        least_s += float((others_s + waits_s).min())
+    return least_s
 
 
 @dataclass
@@ -78,7 +105,9 @@ class _AtPrefill:
     """The search at one worker that computes prompts. `_rows`: [items, encoders], time to first token if only
     it waits."""
 
-    def __init__(self, estimate: Estimate, prefill: int, least_costs: Floats, max_steps: int):
+    def __init__(
+        self, estimate: Estimate, prefill: int, least_costs: Floats, least_waits_s: float, max_steps: int
+    ):
         self.num_steps = 0
         self._max_steps = max_steps
         self._estimate = estimate
@@ -86,6 +115,7 @@ class _AtPrefill:
         self._delay_s = estimate.decodes.cost_s
         self._needed = [int(idx) for idx in np.flatnonzero(estimate.prefills.is_needed[:, prefill])]
         self._least_costs = least_costs
+        self._least_waits_s = least_waits_s * (len(self._needed) == len(least_costs))
         self._text_s = float(estimate.prefills.text_s[prefill])
         self._kv_transfers: list[KvTransferEstimate] = estimate.decodes.kv_transfers(
             prefill, estimate.prefills
@@ -101,7 +131,7 @@ class _AtPrefill:
         nearest = self._nearest()
         best = self._found(nearest)
         least_ttft_s = max([self._text_s, *(float(self._rows[idx].min()) for idx in self._needed)])
-        least_cost_s = sum(float(self._least_costs[idx]) for idx in self._needed)
+        least_cost_s = self._least_waits_s + sum(float(self._least_costs[idx]) for idx in self._needed)
         is_least = nearest.ttft_s <= least_ttft_s and nearest.cost_s <= least_cost_s
         if is_least or not 1 <= len(self._needed) <= MAX_EXACT_ITEMS:
             return best

@@ -31,5 +31,8 @@ def ask(url: str, *phases: str, only_examples_of: str = "", limit_s: float = 300
             "--no-color", "--phases", ",".join(phases), "--generation-deterministic",
             "--request-timeout", "60",
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s)
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=limit_s)
+        except subprocess.TimeoutExpired as expired:
+            return f"no end within {limit_s:g} s: {(expired.stdout or b'')[-2000:].decode(errors='replace')}"
     return "" if done.returncode == 0 else f"{done.stdout}{done.stderr}"[-6000:]

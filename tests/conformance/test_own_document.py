@@ -45,3 +45,7 @@ def url() -> Iterator[str]:
 )
 def test_the_api_does_what_its_document_says(url, only_examples_of):
     assert ask(url, LIMITS, only_examples_of=only_examples_of) == ""
+
+
+def test_asking_without_end_is_an_error():
+    assert ask("http://127.0.0.1:9", LIMITS, limit_s=0.01).startswith("no end within 0.01 s")

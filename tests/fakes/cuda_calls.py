@@ -24,6 +24,7 @@ _NOT_THERE = (  # what torch says of a device: built without CUDA; built with it
     "no CUDA-capable device",
 )
 BRACKETS = {Tensor.__getitem__: get_item, Tensor.__setitem__: set_item}
+_READS = {Tensor.__index__: int, Tensor.__int__: int, Tensor.__float__: float}  # on the host
 _WHOLE = {F.scaled_dot_product_attention, *BRACKETS}
 
 
@@ -47,8 +48,8 @@ class Calls(TorchFunctionMode):
                 return BRACKETS[func](*args)
         if func is torch.tensor and any(map(_is_on_cuda, leaves(args[:1]))):
             self._device.sync("torch.tensor reads the tensors among its numbers")
-        if func is Tensor.__index__ and _is_on_cuda(args[0]):
-            return args[0].item()
+        if func in _READS and _is_on_cuda(args[0]):
+            return _READS[func](args[0].item())
         if func is torch.full and args:  # torch reads such sizes, too, but asks the driver
             args = (tuple(each.item() if _is_on_cuda(each) else each for each in args[0]), *args[1:])
         if func in _WHOLE and any(map(_is_on_cuda, leaves((args, kwargs)))):

@@ -6,7 +6,8 @@ A `CudaTensor` says that it lies on `cuda:i` and holds its numbers in CPU memory
 * tensors of two devices in one operator, but for 0-dimensional CPU tensors and CPU tensors that index;
 * while a graph is recorded: reading a tensor on the host, waiting, copies between the memories but to pinned
   ones of the host;
-* division by a Python number is a product with its inverse, as in CUDA's kernels.
+* division by a Python number is a product with its inverse, as in CUDA's kernels;
+* writing to pinned memory that is being copied, until the host has waited for the copy: when it waits.
 
 It counts the reads and copies that make the host wait (`num_syncs`): those to and from memory that is not
 pinned, too. Streams and events keep an order: `torch.cuda`'s own sanitizer is told which stream reads and
@@ -177,6 +178,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         wrappers = {id(each.held): each for each in flat if isinstance(each, CudaTensor)}
         outs = leaves(out)
         self.operators.append(name)
+        if func in _PRODUCTS:
+            self.use_workspace()
         self._launch(func, name, flat, outs)
         if self.capture is not None:
             if any(isinstance(each, Tensor) and not _is_on_cuda(each) and each.dim() for each in flat):
@@ -213,6 +216,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
                 to_host = not _is_on_cuda(into)
                 if not (to_host and asynchronous and self._is_pinned(into)):
                     self.crosses(asynchronous and not to_host)
+                if not to_host and asynchronous and self._is_pinned(source):
+                    self.send(source)
             _held(into).copy_(_held(source))
             if _is_on_cuda(into):
                 self._note_copy(source, into)
@@ -303,6 +308,9 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             "set_sync_debug_mode": self._set_sync_debug_mode,
         }  # fmt: skip
         self._patches = [mock.patch.object(torch.cuda, name, value) for name, value in names.items()]
+        # a build for CPUs has no such name
+        workspaces: dict[str, Any] = {"_cuda_clearCublasWorkspaces": self.clear_workspaces}
+        self._patches.append(mock.patch.multiple(torch._C, create=True, **workspaces))
         for patch in self._patches:
             patch.start()
         SimulatedCuda.active = self
@@ -322,6 +330,7 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             patch.stop()
 
 
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default, _aten._foreach_copy_.default}
 
 

@@ -1,5 +1,9 @@
 """Streams, events and graphs of `cuda_device`, and which of them each thread uses. An event is over when the
-host has waited for it, for its stream or for the device: until then `query` says no."""
+host has waited for it, for its stream or for the device: until then `query` says no.
+
+torch gives cuBLAS a workspace for each thread and stream, and keeps it until a graph that was recorded on
+that stream is destroyed. A graph uses those of its recording: one from outside of the recording may then be
+gone (pytorch/pytorch#193402), and the replay says so."""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,19 +43,21 @@ class Stream:
         for event in self.events:
             event.is_over = True
         self.events.clear()
+        self._device.arrive(self._device.sent_on(self))
 
 
 class Event:
     def __init__(self, device: CurrentPlace, number: int):
         self._device, self.number = device, number
         self.is_over = True  # as CUDA's, until it is recorded
+        self.sent: list[Sent] = []  # before it
         self.num_waits = 0
         device.handler._handle_event_creation(number)
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._device.current_stream()
         self._device.handler._handle_event_record(self.number, stream.number)
-        self.is_over = False
+        self.is_over, self.sent = False, self._device.sent_on(stream)
         stream.events.append(self)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -64,11 +71,29 @@ class Event:
         self.num_waits += 1
         self._device.handler._handle_event_synchronization(self.number)
         self.is_over = True
+        self._device.arrive(self.sent)
+
+
+@dataclass(eq=False)
+class Sent:
+    """A copy from pinned memory, which the device may read as late as the host waits for the copy."""
+
+    stream: int
+    source: Tensor
+    content: Tensor  # when it was enqueued
+
+
+@dataclass(eq=False)
+class Workspace:
+    is_of_recording: bool  # of the recording's own pool, which lasts as long as the graphs in it
+    is_freed: bool = False
 
 
 class Graph:
     def __init__(self, device: CurrentPlace):
         self._device = device
+        self.workspaces: list[Workspace] = []
+        self.stream_number: int | None = None  # that it was recorded on
         self.launches: list[tuple[Callable[..., Any], Any, Any, list[Tensor]]] = []
         self.is_invalid = False  # as what was recorded is not permitted
 
@@ -77,6 +102,11 @@ class Graph:
 
     def capture_begin(self, pool: Any = None, **_options: Any) -> None:
         self._device.capture = self
+        self.stream_number = self._device.current_stream().number
+
+    def __del__(self) -> None:
+        if self.stream_number is not None:
+            self._device.clear_workspaces(self.stream_number)
 
     def capture_end(self) -> None:
         was_recorded, self._device.capture = self._device.capture is self, None
@@ -84,6 +114,8 @@ class Graph:
             raise RuntimeError("operation failed due to a previous error during capture")
 
     def replay(self) -> None:
+        if any(each.is_freed for each in self.workspaces):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         for func, args, kwargs, outs in self.launches:
             again = func(*args, **kwargs)
             results = (
@@ -103,13 +135,43 @@ class CurrentPlace:
         self.num_syncs = 0  # reads of a tensor by the host, and waits for a stream or an event
         self.sync_debug_mode = 0
         self.capture: Graph | None = None
+        self.workspaces: dict[tuple[int, int], Workspace] = {}  # by thread and stream
+        self.sent: list[Sent] = []
         self.handler = _sanitizer.EventHandler()
         self._local = threading.local()
         self._numbers = itertools.count(1)
         self.default = [Stream(self, index, 0) for index in range(num_devices)]
+        self._capture_stream: Stream | None = None  # one for all of torch's recordings
 
     def next_number(self) -> int:
         return next(self._numbers)
+
+    def send(self, source: Tensor) -> None:
+        self.sent.append(Sent(self.current_stream().number, source, source.clone()))
+
+    def sent_on(self, stream: Stream) -> list[Sent]:
+        return [each for each in self.sent if each.stream == stream.number]
+
+    def arrive(self, sent: list[Sent]) -> None:
+        """The host has waited for these copies. Raises RuntimeError if it has written there before."""
+        for each in [each for each in sent if each in self.sent]:
+            self.sent.remove(each)
+            found, expected = (own.reshape(-1).view(torch.uint8) for own in (each.source, each.content))
+            if not torch.equal(found, expected):
+                raise RuntimeError("the host has written to pinned memory before the device had copied it")
+
+    def use_workspace(self) -> None:
+        """A product is launched."""
+        key = threading.get_ident(), self.current_stream().number
+        used = self.workspaces.setdefault(key, Workspace(self.capture is not None))
+        if self.capture is not None:
+            self.capture.workspaces.append(used)
+
+    def clear_workspaces(self, stream_number: int | None = None) -> None:
+        """Those of a stream; None: all."""
+        for key in [key for key in self.workspaces if stream_number in (None, key[1])]:
+            cleared = self.workspaces.pop(key)
+            cleared.is_freed = not cleared.is_of_recording
 
     def sync(self, why: str) -> None:
         if self.capture is not None:
@@ -149,9 +211,11 @@ class CurrentPlace:
 
     @contextmanager
     def _record(self, graph: Graph, pool: Any = None, **_options: Any) -> Iterator[None]:
-        self.capture = graph
+        if self._capture_stream is None:
+            self._capture_stream = Stream(self, self.current_device(), self.next_number())
         try:
-            with self._on_stream(Stream(self, self.current_device(), self.next_number())):
+            with self._on_stream(self._capture_stream):
+                graph.capture_begin()
                 yield
         finally:
             self.capture = None
@@ -168,3 +232,4 @@ class CurrentPlace:
     def _synchronize(self, device: Any = None) -> None:
         self.sync("the host waits for the device")
         self.handler.syncs.sync_all_streams()
+        self.arrive(list(self.sent))

@@ -18,6 +18,8 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
+
 from tests.fakes.cuda_device import CudaTensor
 
 KERNELS = (
@@ -88,6 +90,8 @@ class _Kernel:
             is_constant = name in self._constants
             allowed = (bool, int, float) if is_constant else (CudaTensor, int, float, type(None))
             assert isinstance(value, allowed), f"{self._name}: {name} is a {type(value).__name__}"
+            if isinstance(value, CudaTensor):  # Triton launches on the thread's device, wherever tensors lie
+                assert value.device.index == torch.cuda.current_device(), f"{self._name}: {name}"
         self._launches.append(
             Launch(self._name, grid, arguments, options, self._not_specialised, self._constants)
         )

@@ -17,7 +17,7 @@ from cluster.engine import engine as language_engine
 from cluster.engine import intake
 from cluster.engine.state import AnswerWork, PromptWork
 from cluster.errors import BookkeepingError
-from cluster.model.failures import DeviceLostError
+from cluster.kvcache.lost_device import DeviceLostError
 from cluster.types.messages import Cancel, StartEncode
 from cluster.worker.blame import UNEXPECTED
 from tests.fakes.engines import Rig
@@ -340,13 +340,42 @@ def play_with(worker: str, name: str, error: Callable[[], BaseException], probe_
     return relay
 
 
-@pytest.mark.parametrize(("worker", "name"), STEPS)
+OF_TRITON = "Triton Error [CUDA]: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize(("worker", "name"), [*STEPS, ("encoder", "prepare")])
 @pytest.mark.parametrize(
-    "error", [torch.AcceleratorError, DeviceLostError, lambda: RuntimeError("CUDA error: CUBLAS_STATUS")]
+    "error",
+    [
+        torch.AcceleratorError,
+        DeviceLostError,
+        lambda: RuntimeError("CUDA error: CUBLAS_STATUS"),
+        lambda: RuntimeError(OF_TRITON),
+    ],
 )
 def test_a_lost_device_ends_the_engine(worker: str, name: str, error: Callable[[], BaseException]) -> None:
     with pytest.raises(type(error())):
         play_with(worker, name, error)
+
+
+def test_what_a_failed_step_has_enqueued_ends_before_its_blocks_are_free() -> None:
+    """They may be leased at once, and the device does not wait for another worker's write."""
+    rig = Rig(decode_blocks=40)
+    relay = Relay(rig, expects_faults=True)
+    engine = rig.workers["prefill"].engine
+    run, waits = engine.runner.run, []
+
+    def failing(works: Any, *args: Any) -> Any:
+        if any(work.request.request_id == "text" for work in works):
+            raise Fault
+        return run(works, *args)
+
+    engine.runner.run = failing
+    engine.runner.drop_ahead = lambda: waits.append("text" in engine.requests)
+    start_all(relay)
+    play_until_over(relay)
+    assert len(errors(relay)) == 1 and waits and all(waits)
+    relay.finish()
 
 
 @pytest.mark.parametrize(("worker", "name"), STEPS[:-1])

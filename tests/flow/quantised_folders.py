@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.flow.tiny_models import TEXT_FAMILIES
 BLOCK = 16
 FP8_ENTRY = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
 MXFP4_ENTRY = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.layers.*.mlp.router"]}
+STATIC_ENTRY = {**FP8_ENTRY, "weight_block_size": None, "activation_scheme": "static"}
 E4M3_MAX = 448.0
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 WHOLE = {"qwen2_5_omni": "Qwen2_5Omni", "qwen3_omni": "Qwen3OmniMoe"}
@@ -69,8 +71,68 @@ def is_linear(name: str) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Of gpt_oss."""
+    """Of a layer's experts in one tensor."""
     return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+def _transposed(checkpoint: Checkpoint) -> Checkpoint:
+    """With experts as the hub has them in some families: [experts, in, out]."""
+    turned = {
+        name: tensor.transpose(1, 2) for name, tensor in checkpoint.tensors.items() if is_expert(name)
+    }  # fmt: skip
+    return Checkpoint(checkpoint.config, {**checkpoint.tensors, **turned}, checkpoint.model_class)
+
+
+def with_entries(
+    checkpoint: Checkpoint, *, columns_first: bool = False, alternates: bool = False
+) -> Checkpoint:
+    """With linears of each expert, as exporters of quantised weights have them. columns_first: experts are
+    [experts, in, out]. alternates: gates and values do."""
+    changed = checkpoint.copied()
+    for name in filter(re.compile(r"experts\.(gate_up|down)_proj(_bias)?$").search, checkpoint.tensors):
+        path, _, leaf = name.rpartition(".")
+        for number, expert in enumerate(changed.tensors.pop(name)):
+            kind = "bias" if leaf.endswith("_bias") else "weight"
+            rows = expert.T if columns_first and kind == "weight" else expert
+            half = len(rows) // 2
+            gates, values = (rows[::2], rows[1::2]) if alternates else (rows[:half], rows[half:])
+            parts = {"gate_proj": gates, "up_proj": values} if "gate_up" in leaf else {"down_proj": rows}
+            for part, matrix in parts.items():
+                changed.tensors[f"{path}.{number}.{part}.{kind}"] = matrix.contiguous()
+    return changed
+
+
+def _in_fused_fp8(block: int) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Of experts in one tensor, as it lies. block: rows and columns with one scale; 0: a matrix has one."""
+
+    def matrix(weight: Tensor) -> dict[str, Tensor]:
+        size = [-(-each // block) if block else 1 for each in weight.shape[1:]]
+        scales = torch.zeros(len(weight), *size)
+        codes = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn)
+        for row in range(size[0]):
+            for column in range(size[1]):
+                rows, columns = (
+                    slice(each * block, (each + 1) * block) if block else slice(None)
+                    for each in (row, column)
+                )
+                part = weight[:, rows, columns]
+                scales[:, row, column] = part.abs().amax((1, 2)) / E4M3_MAX
+                part = part / scales[:, row, column, None, None]
+                codes[:, rows, columns] = part.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return {"": codes, "_scale_inv": scales}
+
+    return matrix
+
+
+def _of_fused_fp8(checkpoint: Checkpoint, block: int) -> Checkpoint:
+    """What `_in_fused_fp8` stands for, in float32."""
+    tensors = dict(checkpoint.tensors)
+    for name in filter(is_expert, checkpoint.tensors):
+        codes, scales = tensors[name].float(), tensors.pop(f"{name}_scale_inv")
+        for axis in (1, 2) if block else ():
+            scales = scales.repeat_interleave(block, axis).narrow(axis, 0, codes.shape[axis])
+        tensors[name] = codes * scales
+    return Checkpoint(checkpoint.config, tensors, checkpoint.model_class)
 
 
 def in_fp8_blocks(weight: Tensor) -> dict[str, Tensor]:
@@ -145,3 +207,16 @@ def fp8(checkpoint: Checkpoint) -> Checkpoint:
 def declared(checkpoint: Checkpoint, entry: dict, path: str = "") -> Checkpoint:
     part_of(checkpoint.config, path)["quantization_config"] = entry
     return checkpoint
+
+
+def fused_fp8(original: Checkpoint, block: int, *, is_hub: bool = False) -> tuple[Checkpoint, Checkpoint]:
+    """block: 0: a matrix has one scale, and the layer's activations, too. is_hub: the file holds experts
+    transposed; the plain checkpoint as the model does, because transformers does not turn square matrices."""
+    stored = quantised(_transposed(original) if is_hub else original, _in_fused_fp8(block), is_expert)
+    expected = _of_fused_fp8(stored, block).copied()
+    expected = _transposed(expected) if is_hub else expected
+    if not block:
+        for name in filter(is_expert, original.tensors):
+            stored.tensors[f"{name}_activation_scale"] = torch.full((len(original.tensors[name]),), 0.01)
+    entry = {**FP8_ENTRY, "weight_block_size": [block, block]} if block else STATIC_ENTRY
+    return declared(stored, entry), expected

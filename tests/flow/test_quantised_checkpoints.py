@@ -35,12 +35,14 @@ from tests.flow.quantised_folders import (
     quantised,
     whole_omni,
 )
+from tests.flow.quantised_formats import FORMS
 from tests.flow.tiny_models import TEXT_FAMILIES
 
 FAMILIES = ("llama", "qwen2_5_omni", "qwen3_omni", "qwen3_vl_moe", "gpt_oss_sinks_window")
 HYBRIDS = ("qwen3_5", "qwen3_5_moe")
 OMNIS = ("qwen2_5_omni", "qwen3_omni")
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+COMPRESSED = FORMS["compressed fp8 by rows"].entry
 IDS = torch.tensor([[5, 77, 12, 250, 9, 31]])
 
 
@@ -204,18 +206,16 @@ def test_an_older_export_of_modelopt_is_refused_by_its_own_file(family, original
     check_refused(checkpoint, tmp_path, tuple(Half), r"modelopt FP8_PB_WO in hf_quant_config\.json")
 
 
-def test_fused_experts_in_fp8_are_refused(originals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("entry", [{**MODELOPT, "quant_algo": "FP8"}, COMPRESSED])
+def test_fp8_experts_in_one_tensor_are_refused_in_other_formats(entry, originals, tmp_path: Path) -> None:
     def in_fused(weight: Tensor) -> dict[str, Tensor]:
-        parts = [in_fp8_blocks(expert) for expert in weight]
-        return {ending: torch.stack([part[ending] for part in parts]) for ending in parts[0]}
+        scales = weight.abs().amax((1, 2)) / 448
+        codes = (weight / scales[:, None, None]).to(torch.float8_e4m3fn)
+        return {"": codes, "_weight_scale": scales, "_input_scale": torch.ones(())}
 
-    checkpoint = quantised(
-        originals["qwen3_vl_moe"], in_fused, lambda name: name.endswith("experts.gate_up_proj")
-    )
-    assert any(name.endswith("gate_up_proj_scale_inv") for name in checkpoint.tensors)
-    check_refused(
-        declared(checkpoint, FP8_ENTRY), tmp_path, tuple(Half), r"experts\.gate_up_proj .* only \.weight, "
-    )
+    checkpoint = quantised(originals["qwen3_vl_moe"], in_fused, is_expert)
+    reason = r"experts\.\w+_proj \(F8_E4M3 .* only \.weight, "
+    check_refused(declared(checkpoint, entry), tmp_path, tuple(Half), reason)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_5_omni"])

@@ -42,12 +42,14 @@ from tests.flow.hybrid_models import save_hybrid
 from tests.flow.quantised_folders import (
     FP8_ENTRY,
     MXFP4_ENTRY,
+    fused_fp8,
     in_fp8_blocks,
     in_mxfp4,
     is_expert,
     is_linear,
     plain,
     quantised,
+    with_entries,
 )
 from tests.flow.quantised_formats import FORMS, in_form
 from tests.flow.state_pair import StatePair
@@ -84,7 +86,7 @@ WHOLE_EXPERTS = tuple(
     f"{name}{WHOLE}" for name in (
         "qwen3_moe", "gpt_oss_sinks_window", "deepseek_v3_mla", "qwen3_omni", "muse_spark", "step3p7", "aria",
         "qwen3_vl_moe", f"qwen3_vl_moe{HUB}", "qwen3_moe_w4a16", "gpt_oss_mxfp4", "llama", "no_experts",
-        "three_experts",
+        "three_experts", "qwen3_vl_moe_fp8", "gpt_oss_sinks_window_w4a16",
     )
 )  # fmt: skip
 QUANTISED = {
@@ -97,12 +99,19 @@ IN_FORMS = {  # packed along rows; experts, one by one; blocks that a rank's sha
     "qwen3_moe_w4a16": ("qwen3_moe", "W4A16 with zeros"),
     "llama_fp8_uneven": ("llama", "fp8 in blocks that are not filled"),
 }
+EXPERTS = {  # quantised, transposed in one tensor; with an entry for each
+    "qwen3_vl_moe_fp8": lambda original: fused_fp8(original, 24, is_hub=True)[0],
+    "qwen3_vl_moe_awq": lambda original: in_form(with_entries(original), FORMS["AWQ"], is_linear)[0],
+    "gpt_oss_sinks_window_w4a16": lambda original: in_form(
+        with_entries(original, columns_first=True, alternates=True), FORMS["W4A16"], is_linear
+    )[0],
+}
 ADAPTED = "_adapted"
 # Linears that are divided in pieces, or whole at the layer's ends; beside experts; latent projections
 ADAPTED_FAMILIES = tuple(
     f"{name}{ADAPTED}" for name in ("llama", "phi3_window", "qwen3_moe", "deepseek_v3_mla", "qwen3_5_text")
 )
-OFTEN = (*DIFFERENT, *QUANTISED, *IN_FORMS, f"qwen3_vl_moe{HUB}", *WHOLE_EXPERTS, *ADAPTED_FAMILIES)
+OFTEN = (*DIFFERENT, *QUANTISED, *IN_FORMS, *EXPERTS, f"qwen3_vl_moe{HUB}", *WHOLE_EXPERTS, *ADAPTED_FAMILIES)
 RARELY = (
     *(name for name in FAMILIES if name not in OFTEN),
     *(f"{name}{WHOLE}" for name in ("mixtral", "mistral4_mla", "glm4v_moe", "kimi_k25", "deepseek_ocr2")),
@@ -239,6 +248,8 @@ def save(name: str, folder: Path) -> None:
         checkpoint = quantised(plain(family, folder), matrix, is_chosen)
         checkpoint.config["quantization_config"] = entry
         checkpoint.save(folder)
+    elif name in EXPERTS:
+        EXPERTS[name](plain(name.rpartition("_")[0], folder)).save(folder)
     elif name in IN_FORMS:
         family, form = IN_FORMS[name]
         in_form(plain(family, folder), FORMS[form], is_linear)[0].save(folder)

@@ -248,13 +248,18 @@ class History:
             return
         while True:
             request, items = draw_request(self.rng, request_id, 9 if self.world.shape.overcommit == 1 else 28)
-            if request.max_blocks(BLOCK_SIZE) <= self.world.sizes.kv_blocks:
+            if self._fits(request):
                 break
         door.later(0.0, self._submit_at, door, request, items)
         if self.rng.random() < TURNS:
             turn = next_turn(self.rng, f"{request_id}-next", request)
-            if turn.max_blocks(BLOCK_SIZE) <= self.world.sizes.kv_blocks:
+            if self._fits(turn):
                 door.later(self.rng.uniform(0.0, TURN_S), self._submit_at, door, turn, items)
+
+    def _fits(self, request: Any) -> bool:
+        """Whether a worker can hold the request at all; what is larger is refused."""
+        sizes = self.world.sizes
+        return request.max_blocks(BLOCK_SIZE, state_blocks=sizes.state_blocks) <= sizes.kv_blocks
 
     def _submit_at(self, door: SimulatedDoor, request: Any, items: Any) -> None:
         self.world.scheduler.note(door.name, f"submit {describe_request(request)}")

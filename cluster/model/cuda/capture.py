@@ -51,7 +51,7 @@ def capture_cuda(*, is_alone: bool = True, collectives: Collectives | None = Non
         else:
             recording = _recording(graph, pool, side)
         try:
-            with _no_collection(), recording:
+            with _no_collection(), _own_workspaces(), recording:
                 out = work()
         finally:
             torch.cuda.set_stream(before)  # which a recording that failed may not have done
@@ -98,6 +98,18 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Inside, cuBLAS gets memory of the recording's own pool for its sums. torch keeps what it gave cuBLAS on
+    a stream, and frees it with any graph that was recorded there, though others still use it
+    (pytorch/pytorch#193402). What other threads' products had is free for what is enqueued behind them."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager

@@ -50,17 +50,14 @@ class Uploads:
 
     def copy(self, item: Mapping[str, Tensor], finish: Finish) -> dict[str, Tensor]:
         """What `finish` makes of the item's tensors on the device, floating-point ones in the model's dtype;
-        complete when this returns. Raises torch.OutOfMemoryError."""
+        complete when this returns. Their memory belongs to this object's stream: others that use it say so
+        (`record_stream`). Raises torch.OutOfMemoryError."""
         with torch.cuda.stream(self._stream):
             uploaded = {
                 key: self._in_dtype(value).pin_memory().to(self._device, non_blocking=True)
                 for key, value in item.items()
             }
             finished = {key: self._in_dtype(value) for key, value in finish(uploaded).items()}
-            for value in finished.values():
-                # The memory belongs to this stream. The allocator must wait for the encoder's stream before
-                # it reuses the memory.
-                value.record_stream(torch.cuda.default_stream(self._device))
             copied = self._stream.record_event()
         copied.synchronize()
         return finished

@@ -77,7 +77,8 @@ def _check_kind(message: schema.InputMessage, param: str) -> None:
         raise RequestError(f"{param}.tool_calls: only an assistant calls tools", param=f"{param}.tool_calls")
     if (message.tool_call_id is not None) != (message.role == "tool"):
         param = f"{param}.tool_call_id"
-        raise RequestError(f"{param}: belongs to a tool's message, and to no other", param=param)
+        why = "is missing" if message.role == "tool" else "belongs to a tool's message alone"
+        raise RequestError(f"{param}: {why}", param=param)
     if message.role != "assistant" and _has_refusal(message):
         raise RequestError(f"{param}: only an assistant refuses", param=param)
     if message.content is None and not (message.tool_calls or message.refusal):

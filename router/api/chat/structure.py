@@ -80,7 +80,8 @@ def _of_format(request: StructureFields) -> list[Structure]:
         return []
     if (asked.type == "json_schema") != (asked.json_schema is not None):
         param = "response_format.json_schema"
-        raise RequestError(f"{param}: belongs to the type json_schema, and to no other", param=param)
+        why = "is missing" if asked.json_schema is None else "belongs to the type json_schema alone"
+        raise RequestError(f"{param}: {why}", param=param)
     if asked.json_schema is not None:
         named, param = asked.json_schema, "response_format.json_schema.schema"
         return [_schema(named.content, param, is_strict=bool(named.strict))]

@@ -42,6 +42,9 @@ from router.http.limits import Limits
 from router.overlong import too_long_list, too_long_text, too_many_tokens
 
 SEED_MASK = 2**64 - 1
+MIN_TEMPERATURE = (
+    1e-5  # below it, as in vLLM, draws are greedy: logits divided by it leave float32 in the end
+)
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
@@ -247,7 +250,7 @@ def _sampling(
     it."""
     temperature = defaults.temperature if request.temperature is None else request.temperature
     top_p = defaults.top_p if request.top_p is None else request.top_p
-    if top_p == 0:  # OpenAI accepts it; the smallest set of tokens is the most probable one
+    if top_p == 0 or temperature < MIN_TEMPERATURE:  # of the smallest set the most probable token is left
         temperature, top_p = 0.0, 1.0
     top_k = defaults.top_k if request.top_k is None else request.top_k
     top_k = top_k if 0 < top_k < limits.vocab_size else 0  # 0: of all tokens

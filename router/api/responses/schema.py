@@ -98,7 +98,7 @@ Content = Annotated[
 class MessageItem(StrictModel):
     """A message of the client, or of an earlier answer."""
 
-    type: Literal["message"] = "message"  # first: it is named in the error about an item of another type
+    type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     id: Harmless = None
@@ -152,9 +152,12 @@ class ReasoningItem(StrictModel):
     status: Harmless = None
 
 
-def _item_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"<{kind}>" if kind in ("function_call", "function_call_output", "reasoning") else "<message>"
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _item_kind(value: Any) -> str | None:
+    kind = value.get("type", "message") if isinstance(value, dict) else getattr(value, "type", "message")
+    return f"<{kind}>" if kind in _ITEMS else None
 
 
 Item = Annotated[
@@ -162,12 +165,16 @@ Item = Annotated[
     | Annotated[CallItem, Tag("<function_call>")]
     | Annotated[CallOutputItem, Tag("<function_call_output>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")],
-    Discriminator(_item_kind),
+    Discriminator(
+        _item_kind,
+        custom_error_type="item_type",
+        custom_error_message="unknown item type; known are " + ", ".join(map(repr, _ITEMS)),
+    ),
 ]
 
 
 class FunctionTool(StrictModel):
-    type: Literal["function"]  # first, as a message's
+    type: Literal["function"]  # first: it is named in the error about a tool of another type
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None

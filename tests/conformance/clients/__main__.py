@@ -35,6 +35,9 @@ REPOSITORY = HERE.parents[2]
 MODEL = REPOSITORY / "deploy" / "demo_model"
 SHOWS_TOOLS = "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call><|im_end|>\n{% endif %}"
 LIMIT_S = 600.0  # of one client
+DOCUMENT_LIMIT_S = (
+    2400.0  # of schemathesis, which asks thousands of times; on two busy cores 600 s were too few
+)
 _IMAGES = {
     "--random-mm-base-items-per-request": "1",
     "--random-mm-limit-mm-per-prompt": '{"image": 1, "video": 0}',
@@ -68,11 +71,19 @@ def main() -> int:
         commands = Path("guidellm"), Path("schemathesis")
         for script in sorted([*HERE.glob("*_client.py"), *HERE.glob("*.mjs"), *commands]):
             if script.stem != "asking" and _is_wanted(script.name, args.names):
-                lines += told(script, args.environment.absolute(), url, model, folder)
+                lines += _shown(told(script, args.environment.absolute(), url, model, folder))
         if args.vllm is not None and _is_wanted("vllm", args.names):
-            lines += [vllm_bench(args.vllm, check, url, model, folder) for check in VLLM_CHECKS]
+            for check in VLLM_CHECKS:
+                lines += _shown([vllm_bench(args.vllm, check, url, model, folder)])
     print(table(lines))
     return 1 if any(line["error"] for line in lines) else 0
+
+
+def _shown(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Prints what is known so far, for a run that is cut off before its table."""
+    for line in lines:
+        print(f"{line['client']}: {line['check']}: {'fails' if line['error'] else 'yes'}", flush=True)
+    return lines
 
 
 def _is_wanted(name: str, names: list[str]) -> bool:
@@ -110,7 +121,7 @@ def told(script: Path, environment: Path, url: str, model: str, folder: Path) ->
     if script.name == "guidellm":
         return [guidellm(environment, url, model, folder)]
     if script.name == "schemathesis":
-        error = own_document.ask(url, own_document.LIMITS, own_document.DRAWN, limit_s=LIMIT_S)
+        error = own_document.ask(url, own_document.LIMITS, own_document.DRAWN, limit_s=DOCUMENT_LIMIT_S)
         return [{"client": script.name, "version": own_document.VERSION, "check": "document", "error": error}]
     if script.suffix == ".mjs":
         command, cwd = ["node", str(script), url, model], environment

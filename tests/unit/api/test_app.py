@@ -48,6 +48,31 @@ def test_a_body_that_is_no_json_object_is_refused(door, body):
 
 
 @pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is missing"),
+        ({"tools": [{"function": {"name": "f"}}]}, "tools[0].type", "Field required"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type", "Field required"),
+        (
+            {"messages": [{"role": "user", "content": [5]}]},
+            "messages[0].content[0]",
+            "Input should be an object",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_missing(door, fields, param, why):
+    error = error_of(chat(door, **fields))
+    assert (error["param"], error["message"]) == (param, f"{param}: {why}")
+
+
+def test_a_body_that_cannot_be_read_is_refused_with_the_place(door):
+    for body, place in ((b'{"model": }', "1 column 11"), (rb'{"model": "\ud83d"}', "1 column 18")):
+        response = call(door, "POST", "/v1/chat/completions", content=body)
+        assert error_of(response)["message"].endswith(f"at line {place}")
+
+
+@pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nothing", 404), ("GET", "/v1/chat/completions", 405), ("GET", "/v1/models/other/model", 404)],
 )
@@ -243,6 +268,12 @@ def test_a_request_that_leaves_fields_out_gets_the_models_own(door):
     call_ = door.calls[1]
     assert (call_.sampling[0].temperature, call_.sampling[0].top_k) == (0.5, 0) and call_.sampling[0].seed
     assert (call_.stop.token_ids, call_.stop.strings, call_.stop.max_tokens) == ((3,), ("\n",), 9)
+
+
+def test_temperatures_that_float32_cannot_divide_by_are_greedy(door):
+    for temperature in (1e-300, 9e-6, 1e-5):
+        chat(door, temperature=temperature)
+    assert [call_.sampling[0].temperature for call_ in door.calls] == [0, 0, 1e-5]
 
 
 def test_choices_of_neighbouring_seeds_share_no_seed(door):

@@ -111,7 +111,7 @@ def test_vllms_fields_mean_what_they_mean_in_a_chat_request(door):
         ({"input": 5}, "input"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": "x"}] * 4096, "instructions": "y"}, "input"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": user({"type": "text", "text": "x"})}, "input[0].content[0]"),
         ({"input": user({"type": "output_text", "text": "x"})}, "input[0].content[0]"),
         ({"input": user({"type": "input_image", "file_id": "f"})}, "input[0].content[0].file_id"),

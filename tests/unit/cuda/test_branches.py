@@ -24,6 +24,7 @@ REHEARSED = {  # test file: places
         cluster/model/cuda/capture.py:capture_cuda.capture
         cluster/model/cuda/capture.py:refusing_reads
         cluster/model/language_parts.py:make_backend cluster/model/encoder.py:EncoderModel.__init__
+        cluster/model/encoder.py:EncoderModel._on_device
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
     "test_layer_launches.py": """ cluster/model/cuda/early.py:early
@@ -98,7 +99,7 @@ REHEARSED = {  # test file: places
     """,
     "../serving/test_fork_server.py": "deploy/serving/fork_server.py:check_forkable",
     "../kv_transfer/test_nixl_import.py": "kv_transfer/agents/nixl_agent.py:load_nixl",
-    "../../faults/test_engine_faults.py": "cluster/model/failures.py:is_device_lost",
+    "../../faults/test_engine_faults.py": "cluster/kvcache/lost_device.py:is_device_lost",
     "../../contract/test_transport_probe.py": "cluster/worker/setup.py:check_device_transport",
 }
 NOT_REHEARSED = {

@@ -5,6 +5,7 @@ attention: test_layer_launches.py."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -82,3 +83,19 @@ def test_the_checks_of_several_leases_are_one_launch_and_no_wait(
     sums.begin()
     assert len(launches) == 1 and simulated.num_syncs == num_syncs
     assert launch.arguments["blocks"].tolist() == [[0, 0, 3], [0, 1, 1], [1, 0, 4]]
+
+
+def test_a_thread_launches_on_its_own_device(triton_everywhere) -> None:
+    """Each begins on the first one, on which a kernel cannot read what a rank above 0 has. What fails, fails
+    at the start."""
+    with SimulatedCuda(num_devices=2), strict_triton() as launches:
+        memory = BlockMemory(CODED, 8, "cuda:1")
+        for make in (partial(BlockSums, memory), partial(Wire, memory, "int8", 64)):
+            torch.cuda.set_device(0)
+            with pytest.raises(AssertionError):
+                make()
+            assert not launches
+            memory.use_own_stream()
+            make()
+            assert launches
+            launches.clear()

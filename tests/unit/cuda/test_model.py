@@ -6,7 +6,10 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -252,8 +255,32 @@ def test_an_encoder_call_ends_when_the_device_has_computed_it(name: str, device:
         return rows
 
     encoder.encode = then_marked  # type: ignore[method-assign]
-    runner.encode(modality, [Piece(prepared, MediaOptions(), 0, 1)])
+    stream: Any = torch.cuda.Stream()  # of the encoder's thread
+    with torch.cuda.stream(stream):
+        runner.encode(modality, [Piece(prepared, MediaOptions(), 0, 1)])
     assert launched.query()
+    uploaded: list[Any] = list(prepared.tensors.values())  # by another stream, whose memory they have
+    assert all(stream.number in device.recorded[tensor.held.data_ptr()] for tensor in uploaded)
+
+
+def test_what_is_prepared_does_not_wait_for_the_model(device: SimulatedCuda, monkeypatch) -> None:
+    """The grid, too, is read on the stream that copies it: the model's is busy."""
+    case = MEDIA_FAMILIES["qwen2_5_vl"]()
+    encoder = EncoderModel.from_model(device.put(case.model))
+    modality, item = case.requests[0].items[0]
+    processor: Any = SimpleNamespace(begin=lambda *_, **__: item, finish=lambda _modality, begun: begun)
+    found: list[tuple[str, int]] = []
+    sync = device.sync
+    monkeypatch.setattr(
+        device, "sync", lambda why: found.append((why, device.current_stream().number)) or sync(why)
+    )
+    prepare = EncoderRunner(encoder, processor).preprocess
+    with ThreadPoolExecutor(1) as thread:
+        array, options = np.zeros(1), MediaOptions()
+        prepared = thread.submit(in_context, device, prepare, modality, array, options).result()
+    assert prepared.num_units == int(next(v for k, v in item.items() if k.endswith("grid_thw"))[0, 0])
+    reads = [number for why, number in found if why == "a tensor is read on the host"]
+    assert reads and device.default[0].number not in reads
 
 
 def in_context(device: SimulatedCuda, function, *args):

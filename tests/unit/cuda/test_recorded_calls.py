@@ -141,6 +141,25 @@ def test_a_form_is_shapes_and_numbers_and_the_oldest_goes(monkeypatch) -> None:
         assert not calls.record_next()
 
 
+def test_the_form_that_goes_takes_no_memory_of_the_others(device, monkeypatch) -> None:
+    """With a graph torch frees the workspaces of its stream, on which the others were recorded, too."""
+    monkeypatch.setattr(recorded_calls, "MAX_FORMS", 2)
+    weight = torch.rand(2, 2).to("cuda")
+
+    def run(_modality: Modality, items: Sequence[Item]) -> list[Tensor]:
+        return [item["pixels"] @ weight for item in items]
+
+    calls = RecordedCalls(run, torch.device("cuda"), capture_cuda(is_alone=False))
+    items = [{"pixels": torch.rand(num_rows, 2).to("cuda")} for num_rows in (3, 4, 5)]
+    for item in items:
+        for _ in range(2):
+            calls.encode(Modality.IMAGE, [item])
+        assert calls.record_next()
+    for item in items[1:]:  # the first has gone
+        assert torch.equal(calls.encode(Modality.IMAGE, [item])[0].cpu(), (item["pixels"] @ weight).cpu())
+        assert not calls.record_next()
+
+
 def test_an_encoder_that_is_never_idle_records_after_some_calls() -> None:
     run = Calls()
     calls = RecordedCalls(run, CPU, lambda work: work().clone)

@@ -186,8 +186,10 @@ def test_an_encoder_is_loaded_with_a_stream_for_uploads(tmp_path: Path, device: 
     MEDIA_FAMILIES["qwen2_5_vl"]().model.save_pretrained(tmp_path)
     encoder = EncoderModel.load(tmp_path, dtype=torch.float32, device="cuda")
     assert encoder.device == torch.device("cuda", 0)
-    uploaded: Any = encoder.upload({"pixel_values": torch.randn(4, 8)})["pixel_values"]
-    assert uploaded.is_cuda and device.default[0].number in device.recorded[uploaded.held.data_ptr()]
+    streams: list[Any] = []
+    item = {"pixel_values": torch.randn(4, 8)}
+    uploaded = encoder.upload(item, lambda item: streams.append(torch.cuda.current_stream()) or item)
+    assert uploaded["pixel_values"].is_cuda and streams[0] is not device.default[0]
 
 
 def test_memory_and_name_are_asked_of_the_device(device: SimulatedCuda) -> None:

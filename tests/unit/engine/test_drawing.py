@@ -25,6 +25,7 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.speculation import accept
 from cluster.engine.state import LanguageRequest
 from cluster.engine.timing import Stopwatch
+from cluster.errors import RequestError
 from cluster.model.sampling import sample
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.request import GenerateRequest, LogitChanges, Prompt, SamplingParams, StopParams
@@ -135,6 +136,16 @@ def test_rows_do_not_change_each_other():
     rows = TABLE[[choice.token_ids[-1] for _, choice in pairs]]
     alone = [Drawer().next_tokens(rows[[i]].clone(), [pair]).tokens[0] for i, pair in enumerate(pairs)]
     assert Drawer().next_tokens(rows, pairs).tokens == alone and alone[3] in (6, 39, 12)
+
+
+@pytest.mark.parametrize("bad_words", [((6,), (39,)), ((6, 6), (6, 39), (39, 6), (39, 39))])
+def test_an_answer_to_which_no_token_is_left_is_refused(bad_words):
+    """At its first token, and at its second."""
+    changes = LogitChanges(allowed_token_ids=(6, 39), bad_words=bad_words)
+    for sampling in WAYS.values():
+        with pytest.raises(RequestError, match="forbid all") as refused:
+            drawn(request_of(sampling, changes=changes))
+        assert refused.value.param == "allowed_token_ids"
 
 
 def test_log_probabilities_are_the_models_own():

@@ -148,13 +148,14 @@ class SlowDoor(FakeDoor):
         return await super().tokenize(call)
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages/count_tokens", "/tokenize"])
-async def test_a_client_that_leaves_is_no_error_of_the_server(caplog, path):
+async def test_a_client_that_leaves_is_no_error_of_anyone(caplog, path, is_whole):
     door = SlowDoor()
     door.pause_s = 60.0
     text = {"input": "hi"} if path == "/v1/responses" else {"messages": BODY["messages"]}
     body = json.dumps({"model": "org/demo", **text}).encode()
-    request = {"type": "http.request", "body": body, "more_body": False}
+    request = {"type": "http.request", "body": body, "more_body": not is_whole}
     received = iter([request, {"type": "http.disconnect"}])
     sent: list[MutableMapping[str, Any]] = []
 

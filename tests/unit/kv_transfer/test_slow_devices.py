@@ -8,11 +8,22 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from cluster.kvcache.lost_device import DeviceLostError
 from cluster.types.members import ProcessId
 from kv_transfer.agents.agent import PeerLostError
 from kv_transfer.codecs.checksum import BlockSums
-from kv_transfer.lease.events import Aborted, Completed, Expired, Finished, LateWrite, SendAborted, SendFailed
+from kv_transfer.lease.events import (
+    Aborted,
+    Completed,
+    Expired,
+    Finished,
+    LateWrite,
+    SendAborted,
+    SendFailed,
+    TransferEngineFailed,
+)
 from tests.fakes.leases import MARGIN_S, TTL_S
 from tests.fakes.slow_memory import SlowMemory
 from tests.unit.kv_transfer import test_wire
@@ -39,6 +50,24 @@ def end(pair):
     pair.let_everything_end()
     pair.audit()
     assert not pair.source.unfinished and not pair.target.unfinished
+
+
+@pytest.mark.parametrize("loser", ["writer", "owner"])
+def test_a_lost_device_is_told_and_costs_no_single_lease(loser):
+    """Every later lease would fail, too: the worker must be replaced."""
+    pair = Pair(SlowMemory)
+
+    def lost():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    memory, events = (pair.source, pair.sent) if loser == "writer" else (pair.target, pair.received)
+    memory.mark = lambda: lost
+    outgoing = pair.open(pair.grant())
+    outgoing.write([7, 6, 5, 4], [0, 1, 2, 3])
+    outgoing.finish(b"payload")
+    pair.step(20)
+    (event,) = events
+    assert isinstance(event, TransferEngineFailed) and isinstance(event.error, DeviceLostError)
 
 
 def sum_at_the_writer(pair, name="lease"):

@@ -86,6 +86,21 @@ def test_a_block_that_changes_while_it_is_copied_is_not_kept() -> None:
     assert kept.tier.totals.num_missed == 1
 
 
+def test_a_load_that_fails_ends_when_nothing_is_written_to_its_blocks_any_more(monkeypatch) -> None:
+    """A part may have been enqueued on a GPU."""
+    kept, happened = Kept(host_slots()), []
+    kept.keep(0)
+
+    def half_written(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(kept.memory, "write_blocks", half_written)
+    monkeypatch.setattr(kept.memory, "synchronize", lambda: happened.append("waited"))
+    kept.tier.load([NAMES[0]], [8], happened.append)
+    kept.run()
+    assert happened == ["waited", 0]
+
+
 def test_what_host_memory_loses_goes_to_disk(tmp_path: Path) -> None:
     kept = Kept(host_slots(2), file_slots(tmp_path, 2))
     kept.keep(0, 1, 2, 3)

@@ -38,12 +38,14 @@ from tests.flow.quantised_folders import (
     Checkpoint,
     declared,
     dequantised,
+    fused_fp8,
     in_fp8_blocks,
     in_mxfp4,
     is_expert,
     is_linear,
     plain,
     quantised,
+    with_entries,
 )
 from tests.flow.quantised_formats import FORMS, in_form
 from tests.unit.model.test_cuda_whole_layer import (
@@ -74,7 +76,16 @@ CASES = (  # family, format, what is fused
     ("qwen3_moe", "fp8 in blocks", ATTENTION),
     ("cohere2_logit_scale", "fp8 with static scales", None),
     ("deepseek_v3_mla", "W4A16 by rows", MLP),
+    ("qwen3_vl_moe", "one tensor in blocks of 16, transposed", ATTENTION),
+    ("qwen3_vl_moe", "AWQ for each", ATTENTION),
+    ("mistral4_mla", "one tensor with a scale for a matrix", MLP),
 )
+ONE_TENSOR = {  # of experts, in fp8: rows and columns of a block, whether columns come first
+    "one tensor in blocks of 16, transposed": (16, True),
+    "one tensor in blocks of 48, transposed": (48, True),  # the last ones are not full
+    "one tensor in blocks of 48": (48, False),
+    "one tensor with a scale for a matrix": (0, False),
+}
 
 
 def product_of_plain(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
@@ -91,6 +102,12 @@ def folders(family: str, form: str, folder: Path) -> tuple[Path, Checkpoint]:
     if form == "MXFP4":
         stored = declared(quantised(original, in_mxfp4, is_expert), MXFP4_ENTRY)
         expected = dequantised(stored)
+    elif form in ONE_TENSOR:
+        block, is_hub = ONE_TENSOR[form]
+        stored, expected = fused_fp8(original, block, is_hub=is_hub)
+    elif form.endswith(" for each"):  # whose plain checkpoints have experts in one tensor
+        stored, _ = in_form(with_entries(original), FORMS[form.removesuffix(" for each")], is_of_text)
+        expected = whole(stored, folder / "entries")
     elif form == "fp8 in blocks":  # as the official folders
         stored = declared(quantised(original, in_fp8_blocks, is_of_text), FP8_ENTRY)
         expected = dequantised(stored)
@@ -100,6 +117,13 @@ def folders(family: str, form: str, folder: Path) -> tuple[Path, Checkpoint]:
     expected.config.pop("quantization_config", None)
     expected.save(folder / "plain")
     return stored.save(folder / "stored"), expected
+
+
+def whole(stored: Checkpoint, folder: Path) -> Checkpoint:
+    """As it is dequantised."""
+    halves = [load_half(stored.save(folder), half, dtype=torch.float32, device="cpu") for half in Half]
+    tensors = {name: tensor for half in halves for name, tensor in half.state_dict().items()}
+    return Checkpoint(stored.config, tensors, stored.model_class)
 
 
 def coded(model: nn.Module) -> dict[str, CodedLinear]:
@@ -176,6 +200,24 @@ def test_linears_and_experts_keep_their_codes_and_all_else_is_plain(
                 linears[name.removesuffix(".weight")].weight if name in names else model.get_parameter(name)
             )
         assert torch.equal(found, parameter), name
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [*(("qwen3_vl_moe", form) for form in (*ONE_TENSOR, "AWQ for each")), ("mistral4_mla", [*ONE_TENSOR][3])],
+)
+def test_experts_in_either_layout_keep_their_codes(family: str, form: str, tmp_path: Path) -> None:
+    stored, _ = folders(family, form, tmp_path)
+    model = load(stored)
+    expected = load_half(tmp_path / "plain", Half.LANGUAGE, dtype=torch.float32, device="cpu").state_dict()
+    experts = coded_experts(model)
+    assert {*experts} == {name for name in expected if ".experts." in name and "shared" not in name}
+    for name, each in experts.items():
+        assert torch.equal(each.codes.plain(torch.float32).view(expected[name].shape), expected[name]), name
+    if form in ONE_TENSOR:  # what a worker plans; all else is plain
+        kept = sum(each.codes.nbytes - 4 * expected[name].numel() for name, each in experts.items())
+        plain_bytes = sum({each.data_ptr(): each.nbytes for each in expected.values()}.values())
+        assert probed_parts(model, 16, "auto").weight_bytes == plain_bytes + kept
 
 
 def test_the_memory_that_a_worker_plans_is_that_of_the_codes(tmp_path: Path) -> None:

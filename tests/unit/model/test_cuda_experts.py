@@ -17,7 +17,7 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 
 from cluster.config.weight_formats import Header, read_entry
 from cluster.model.cuda.expert_products import experts_forward
-from cluster.model.dequantising import DequantisedSlice
+from cluster.model.dequantising import FusedSlice
 from cluster.model.layers.codes import CodedExperts, CodeKind, Codes, alike
 from tests.fakes.slow_params import often
 from tests.flow.quantised_folders import MXFP4_ENTRY, in_mxfp4
@@ -63,10 +63,10 @@ def codes_of(form: str, shape: tuple[int, int, int]) -> tuple[Codes, Tensor]:
     stored = {name + part: each for part, each in in_mxfp4(torch.randn(num_experts, width, num_rows)).items()}
     headers = {each: Header("U8", tuple(tensor.shape)) for each, tensor in stored.items()}
     form_read = read_entry("mxfp4", MXFP4_ENTRY, "gpt_oss")
-    read = DequantisedSlice(form_read.stored(name, headers)[1], form_read, stored, torch.float32)
-    parts = [read.codes(name, expert) for expert in range(num_experts)]
+    read = FusedSlice(form_read.stored(name, headers)[1], form_read, stored, torch.float32)
+    parts = [matrix.codes(name) for matrix in read.matrices()]
     numbers, scales = (torch.cat([getattr(part, each) for part in parts]) for each in ("numbers", "scales"))
-    return replace(parts[0], numbers=numbers, scales=scales), read[...].transpose(1, 2)
+    return replace(parts[0], numbers=numbers, scales=scales), read[...]
 
 
 def coded_and_plain(family: str, form: str) -> tuple[Any, Any]:

@@ -55,7 +55,9 @@ def test_a_gcs_that_ends_at_once_is_given_up():
 
 def test_without_a_raylet_the_driver_ends_with_the_first_lost_pool(tmp_path):
     config = tmp_path / "cluster.yaml"
-    config.write_text(f"http_options: {{host: 127.0.0.1, port: {free_port()}}}\napplications: []\n")
+    config.write_text(
+        f"http_options: {{host: 127.0.0.1, port: {free_port()}}}\napplications: [{{import_path: a:b}}]\n"
+    )
     with pytest.raises(SystemExit, match="cannot be replaced"):
         node: Any = ScriptedNode([])
         wait_for_raylet(node, config)

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.serve.schema import DeploymentSchema, HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster.config.settings import REPOSITORY
 from cluster.errors import ConfigError
 from cluster.native.variants import VARIANTS
 from deploy.serving.ports import free_port
 from deploy.serving.preflight import Machine, StartPlan, check
+from deploy.serving.serve_file import APPLICATION, DEPLOYMENT, HTTP_OPTIONS, SECTIONS
 from tests.fakes.model_folders import text_folder, whole_omni_folder, write_tensors
 
 GIB = 1 << 30
@@ -119,8 +121,8 @@ def test_an_fp8_checkpoint_is_announced_with_what_it_takes_dequantised(tmp_path,
     plan = check(serve_file(tmp_path, args), {"EPDG_MODEL": str(folder)}, machine)
     what = "the checkpoint is quantised (fp8 in blocks of 128 × 128): "
     assert plan.notes[0] == what + (
-        "linears of the language half keep their codes where our kernels serve, everything else is "
-        f"dequantised; the whole takes 0.06 to {held} GiB"
+        "linears and experts of the language half keep their codes where our kernels serve, everything else "
+        f"is dequantised; the whole takes 0.06 to {held} GiB"
         if has_gpu
         else f"it is dequantised while it is read, and takes {held} GiB instead of 0.06 GiB"
     )
@@ -235,13 +237,29 @@ def test_settings_that_go_with_states_and_ranks_are_let_through(tmp_path):
     [
         ({"http_option": {}}, "section 'http_option' is unknown; did you mean 'http_options'"),
         ({"http_options": {"port": "x"}}, "http_options.port: 'x' is not a port"),
+        ({"http_options": {"prot": 1}}, "http_options: option 'prot' is unknown; did you mean 'port'"),
+        ({"http_options": 5}, "http_options: 5 has no options"),
         ({"applications": None}, "no list of applications"),
+        ({"applications": []}, "applications: the list is empty"),
+        ({"applications": [5]}, "application: 5 has no options"),
+        ({"applications": [{"importpath": "a:b"}]}, "'importpath' is unknown; did you mean 'import_path'"),
+        ({"deployments": "Door"}, "deployments: 'Door' is not a list"),
+        ({"deployments": ["Door"]}, "deployment: 'Door' has no options"),
+        ({"deployments": [{"name": "Door", "num_replica": 2}]}, "did you mean 'num_replicas'"),
+        ({"deployments": [{"name": "Door", "num_replicas": 0}]}, "deployment 'Door': num_replicas: 0 is"),
+        ({"deployments": [{"name": "Door", "autoscaling_config": 5}]}, "autoscaling_config: 5 has no"),
         ({"deployments": [{"name": "Decod"}]}, "deployment 'Decod' is unknown; did you mean 'Decode'"),
         ({"deployments": [{"name": "Decode", "num_replicas": 99}]}, "Decode: 99 replicas; this machine"),
     ],
 )
 def test_a_wrong_section_of_the_file_is_named(tmp_path, sections, pattern):
     check_refused(tmp_path, pattern, model=text_folder(tmp_path / "m"), **sections)
+
+
+def test_the_names_of_a_file_are_those_that_serve_knows():
+    schemas = ServeDeploySchema, HTTPOptionsSchema, ServeApplicationSchema, DeploymentSchema
+    for known, schema in zip((SECTIONS, HTTP_OPTIONS, APPLICATION, DEPLOYMENT), schemas, strict=True):
+        assert set(known) == set(schema.model_fields)
 
 
 def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path):

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer
 
+from cluster.errors import StructureError
 from cluster.structure.calls import CallForm, CallGrammar, HeldFunction, Reasoning, ReasoningForm
 from cluster.structure.grammar import compile_structure
-from cluster.structure.matcher import Matcher, StructureError
+from cluster.structure.matcher import Matcher
 from cluster.structure.vocabulary import Vocabulary, VocabularySource
 from cluster.text.answer_format import AnswerSyntax, Family
 from cluster.text.formats import ORDER

@@ -13,10 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.errors import UnavailableError
+from cluster.errors import StructureError, UnavailableError
 from cluster.structure.check_process import CPU_S, Checked, Order, check
 from cluster.structure.checker import CheckProcess, StructureChecker
-from cluster.structure.matcher import StructureError
 from cluster.structure.vocabulary import VocabularySource
 from cluster.types.structure import Structure
 from tests.fakes.structures import demo_source, demo_vocabulary, of_choices, of_grammar, of_regex, of_schema

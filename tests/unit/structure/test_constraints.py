@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import ClusterError, InternalError
+from cluster.errors import ClusterError, InternalError, StructureError
 from cluster.structure import compiler as compiling
 from cluster.structure.compiler import GrammarCompiler
 from cluster.structure.constraints import Constraints
-from cluster.structure.matcher import StructureError
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from cluster.types.structure import Structure
 from tests.fakes.clock import ManualClock

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, SecretStr, StringConstraints
 
+from cluster.errors import StructureError
 from cluster.structure.grammar import compile_structure, loosened_structure
 from cluster.structure.loosening import loosened
-from cluster.structure.matcher import StructureError
 from tests.fakes.structures import demo_vocabulary, ids_of, matcher_of, of_schema
 from tests.unit.structure.test_schema import REFUSED
 

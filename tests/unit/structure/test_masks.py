@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.errors import StructureError
 from cluster.structure import effort as limits
 from cluster.structure import masks as filling
 from cluster.structure.effort import Effort
 from cluster.structure.masks import MaskFiller
-from cluster.structure.matcher import Matcher, StructureError
+from cluster.structure.matcher import Matcher
 from tests.fakes.structures import allowed, demo_vocabulary, ids_of, matcher_of, of_regex
 from tests.fakes.workers import Inbox, ManualExecutor
 

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from bench.schemas import schemas
+from cluster.errors import StructureError, from_info, to_info
 from cluster.structure.grammar import compile_structure
-from cluster.structure.matcher import Matcher, StructureError
+from cluster.structure.matcher import Matcher
 from cluster.structure.vocabulary import Vocabulary
 from tests.fakes.structures import (
     END,
@@ -132,7 +133,8 @@ def test_a_token_that_is_not_allowed_fails_by_name():
     matcher = matcher_of(of_choices("ab"))
     with pytest.raises(StructureError) as raised:
         matcher.accept(ids_of("x")[0])
-    assert raised.value.param == "guided_choice"
+    told = from_info(to_info(raised.value))  # by a worker, to its door
+    assert (told.param, told.code) == ("guided_choice", "invalid_structure")
 
 
 def test_a_dead_end_is_an_error_and_no_end():

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import StructureError
 from cluster.structure.grammar import compile_structure, loosened_structure
-from cluster.structure.matcher import StructureError
 from cluster.structure.schema import FORMATS, KEYWORDS
 from cluster.types.structure import Structure
 from tests.architecture.sources import SOURCES, tree_of
@@ -31,7 +31,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         {**OBJECT, "properties": {"a": {"items": {"uniqueItems": True}}}},
         "uniqueItems",
     ),
-    "oneOf that overlaps": ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+    "oneOf that overlaps": (
+        {"oneOf": [{"type": "number"}, {"type": "integer"}]},
+        "oneOf whose branches may overlap; send",
+    ),
     "a remote reference": ({"$ref": "https://example.org/schema"}, "example.org"),
     "an unknown reference": ({"$ref": "#/$defs/none"}, "$defs/none"),
     "a lookaround": ({"type": "string", "pattern": "(?=a)b"}, "look"),

@@ -191,7 +191,7 @@ def test_defaults_are_the_models_own(demo_model, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults()
     (tmp_path / "generation_config.json").write_text(
-        '{"do_sample": true, "top_k": 20, "eos_token_id": [1, 2]}'
+        '{"do_sample": true, "temperature": null, "top_k": 20, "eos_token_id": [1, 2]}'
     )
     assert GenerationDefaults.load(tmp_path) == GenerationDefaults(top_k=20, eos_token_ids=(1, 2))
 

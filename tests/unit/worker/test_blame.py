@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
@@ -25,6 +26,23 @@ def test_an_exception_fails_its_request_and_the_engine_goes_on(caplog: pytest.Lo
     (record,) = caplog.records
     assert record.message == "request bug failed" and record.exc_info is not None
     assert isinstance(record.exc_info[1], ValueError), "the log has the traceback"
+
+
+@pytest.mark.parametrize(
+    ("error", "num_lines"), [(RequestError("no token is left"), 0), (ValueError("a bug"), 2)]
+)
+def test_one_of_a_step_fails_alone_and_the_log_tells_bugs_only(error, num_lines, caplog):
+    failed: list[str] = []
+
+    def run(parts: Sequence[str]) -> list[str]:
+        if "bad" in parts:
+            raise error
+        return [part.upper() for part in parts]
+
+    blame = Blame(lambda name, _: failed.append(name))
+    done = blame.together(["a", "bad", "b"], run, str, lambda: pytest.fail("the device is not in doubt"))
+    assert done == [("a", "A"), ("b", "B")] and failed == ["bad"]
+    assert len(caplog.records) == num_lines
 
 
 def test_wrong_books_end_the_engine():

@@ -68,7 +68,7 @@ def test_the_bounds_leave_little_to_look_at():
 
 
 def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_little():
-    """Equal workers with unequal queues: bounds say little, for all items would go to the same encoder."""
+    """Equal workers with unequal queues: all items would go to the same encoder."""
     rng, cluster = random.Random(2), cluster_of(24, 24, 24)
     for prefix in "ep":
         for idx in range(24):
@@ -81,8 +81,8 @@ def test_a_decision_looks_at_few_placements_however_many_there_are_and_misses_li
     assert all(each.num_visited <= MAX_PREFILLS for each in searches)
     least = [Search(estimate, max_prefills=24, max_steps=10**6) for estimate in estimates]
     least_s = [each.best().cost_s for each in least]
-    assert sum(each.num_steps for each in least) > 5 * sum(each.num_steps for each in searches)
-    assert sum(found_s) <= 1.015 * sum(least_s)
+    assert max(each.num_steps for each in least) > 2 * MAX_STEPS, "the limit takes effect"
+    assert sum(found_s) <= 1.002 * sum(least_s)
 
 
 @given(st.integers(0, 2**32))

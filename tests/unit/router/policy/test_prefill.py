@@ -292,3 +292,27 @@ def _add(cluster: ClusterView, name: str, hardware: str, per_unit_s: float | Non
 
 def _ttft(cluster: ClusterView, name: str) -> float:
     return predict(cluster, text(160), placement=Placement((), name, "d0")).ttft_s
+
+
+def test_a_prompt_costs_the_others_by_what_is_left_of_each():
+    cluster = cluster_of()
+    send(cluster, text(4 * MAX_TOKENS, name="long"))
+    send(cluster, text(100, name="short"))
+    assert others_delayed(cluster) == pytest.approx(2, abs=0.02), "however long they are"
+    send(cluster, media(400, num_before=400, name="image"), Placement(("e0",), "p0", "d0"))
+    at_once = others_delayed(cluster)
+    cluster.reported("p0", load(num_units=3 * MAX_TOKENS, num_requests=3), now=0.2)
+    cluster.reported("p0", load(num_units=2 * MAX_TOKENS, num_requests=3), now=0.4)
+    assert others_delayed(cluster, now=0.4) < at_once - 0.3, "what was before the image has been computed"
+
+
+def test_a_prompt_costs_each_one_of_other_doors():
+    cluster = cluster_of()
+    cluster.reported("p0", load(num_units=4 * MAX_TOKENS, num_requests=3), now=1.0)
+    assert others_delayed(cluster, now=1.0) == pytest.approx(3, abs=0.02)
+
+
+def others_delayed(cluster: ClusterView, now: float = 0.0) -> float:
+    """For how many prompts at p0 the work of a new one counts."""
+    prefills = Estimate(text(160), cluster, now).prefills
+    return float(prefills.cost_s[0] / prefills.work_s[0])
