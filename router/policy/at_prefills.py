@@ -36,7 +36,7 @@ class _Queue(NamedTuple):
     before: Floats  # ahead of the prompt
     text_before: Floats  # ahead of the prompt, of prompts without media
     behind: Floats  # behind the prompt, but may share its steps
-    num_prompts: Floats  # this door's, each by the part of it that is left, and others that wait
+    num_prompts: Floats  # that wait, each by the part of it that is left
 
 
 class PrefillEstimate:
@@ -51,10 +51,9 @@ class PrefillEstimate:
     tail_s      [items, prefills]: to compute what is computed once an item is there: the tokens from its
                 first one on, and a little text in front of it
     is_needed   [items, prefills]: whether the worker lacks some of the item's tokens
-    cost_s      delay of others: the prompt's work, for every prompt there or at a worker of the same device,
-                by the part of it that is left (of other doors' prompts those outside the running step); for
-                a part of the answers that run there; and for a later request with the same prompt if nothing
-                is cached
+    cost_s      delay of others: the prompt's work, for every prompt that waits there or at a worker of the
+                same device, by the part of it that is left; for a part of the answers that run there; and for
+                a later request with the same prompt if nothing is cached
     """
 
     def __init__(
@@ -167,13 +166,14 @@ class PrefillEstimate:
         keys, token_s = cluster.keys(request, now, self.num_uncached), self._steps.queued_token_s
         own = cluster.pending.running(pool, now, keys)
         others = np.maximum(0.0, pool.reported_units - np.maximum(0.0, own.total - pool.sent_units))
-        running = np.minimum(others + own.running, total)
-        running, left_s = running_step(pool, running, self.max_tokens, self._fixed_s, token_s, now)
+        may_run = np.minimum(others + own.running, total)
+        running, left_s = running_step(pool, may_run, self.max_tokens, self._fixed_s, token_s, now)
         left_s = self._blocks_s + np.maximum(left_s, self._decode_wait_s)
         running_before = np.minimum(running, others + own.running_before)
         soon = now + media_s
         not_before = np.where(self.is_needed.any(0), soon + total * token_s, now + left_s)
-        ahead = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before)
+        in_step = running / np.maximum(1.0, may_run)
+        ahead = cluster.pending.ahead(pool, now, keys, soon, token_s, not_before, in_step)
         num_prompts = pool.reported_requests + pool.sent_requests
         num_others = np.maximum(0.0, num_prompts - own.num_prompts)
         num_others = num_others * np.maximum(0.0, others - running) / np.maximum(1.0, others)

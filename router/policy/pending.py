@@ -26,7 +26,7 @@ class Ahead(NamedTuple):
     before: Floats  # of prompts with an earlier deadline whose embeddings have arrived by then
     text_before: Floats  # those of prompts without media
     behind: Floats  # of prompts with a later deadline that could share its steps
-    num_prompts: Floats  # all of these, each by the part of it that is left
+    num_prompts: Floats  # each by the part of it that is left; of text, outside the running step
 
 
 class PendingPrompts:
@@ -115,8 +115,7 @@ class PendingPrompts:
         """`keys`: [slots], virtual deadlines of a new prompt. Pending prompts with an equal deadline are
         ahead of it."""
         slots = self._slots[: len(self)]
-        began_at = pool.began_at[slots]
-        running = self._left(pool, began_at, now) * (self._told_at[: len(self)] < began_at)
+        running = self._running(pool, now)
         is_before = self._keys[: len(self)] <= keys[slots]
         return RunningTokens(
             self._by_slot(self._left(pool, np.inf, now), pool),
@@ -126,22 +125,38 @@ class PendingPrompts:
         )
 
     def ahead(
-        self, pool: WorkerPool, now: float, keys: Floats, soon: Floats, token_s: Floats, not_before: Floats
+        self,
+        pool: WorkerPool,
+        now: float,
+        keys: Floats,
+        soon: Floats,
+        token_s: Floats,
+        not_before: Floats,
+        in_step: Floats,
     ) -> Ahead:
         """Returns what is ahead of a new prompt with virtual deadlines `keys`. All arguments are [slots];
-        `soon`: when its own embeddings have arrived; `token_s`: seconds per token. Its turn comes when the
-        prompts ahead of it that can run by `soon` are computed, and not before `not_before`."""
+        `soon`: when its own embeddings have arrived; `token_s`: seconds per token; `in_step`: of the tokens
+        that `running` gives, the part that the running step has room for. The prompt's turn comes when those
+        ahead of it that can run by `soon` are computed, and not before `not_before`."""
         slots, is_text = self._slots[: len(self)], self._is_text[: len(self)]
         is_before = self._keys[: len(self)] <= keys[slots]
         able = self._left(pool, soon[slots], now)
         turn_at = np.maximum(not_before, soon + self._by_slot(able * is_before, pool) * token_s)
         at_turn = self._left(pool, turn_at[slots], now)
+        # A prompt of text ends with its step. One with media may go on, and which part of it runs is not known.
+        ending = in_step[slots] * is_text * self._running(pool, now)
+        left = np.maximum(0.0, at_turn - ending) / np.maximum(1.0, self._tokens[: len(self)])
         return Ahead(
             self._by_slot(at_turn * is_before, pool),
             self._by_slot(at_turn * is_before * is_text, pool),
             self._by_slot(at_turn * ~is_before, pool),
-            self._by_slot(at_turn / np.maximum(1.0, self._tokens[: len(self)]), pool),
+            self._by_slot(left, pool),
         )
+
+    def _running(self, pool: WorkerPool, now: float) -> Floats:
+        """[rows]: tokens that the running step computes, if it can hold them."""
+        began_at = pool.began_at[self._slots[: len(self)]]
+        return self._left(pool, began_at, now) * (self._told_at[: len(self)] < began_at)
 
     def _left(self, pool: WorkerPool, at: Floats | float, now: float) -> Floats:
         """[rows]: tokens that are not known to be computed and can run at that instant. Early tokens run in

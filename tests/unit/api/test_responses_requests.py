@@ -89,7 +89,8 @@ SHARED = {
 def test_vllms_fields_mean_what_they_mean_in_a_chat_request(door):
     assert SHARED.keys() == {*SamplingFields.model_fields, *MediaFields.model_fields}
     said = [{"role": "user", "content": "hi"}]
-    guided = {"seed": 4, "guidance_scale": 2.0}  # a negative prompt needs guidance
+    # a negative prompt needs guidance, filters a temperature
+    guided = {"seed": 4, "guidance_scale": 2.0, "temperature": 1.0}
     usual = of_chat(messages=said, **guided)
     for name, value in SHARED.items():
         fields = {**guided, name: value}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from cluster.errors import ConfigError
@@ -31,7 +33,8 @@ def test_int4_changes_more_than_int8_and_int8_something(model):
 
 
 def test_what_the_codec_does_not_change_is_no_error(model, monkeypatch):
-    monkeypatch.setattr(Wire, "decode", lambda *_: None)
+    done = SimpleNamespace(value=lambda: None)
+    monkeypatch.setattr(Wire, "decode", lambda *_: done)
     assert probe(model, "int8") == CodecError(1.0, 0.0)
 
 

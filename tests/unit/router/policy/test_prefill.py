@@ -294,16 +294,28 @@ def _ttft(cluster: ClusterView, name: str) -> float:
     return predict(cluster, text(160), placement=Placement((), name, "d0")).ttft_s
 
 
-def test_a_prompt_costs_the_others_by_what_is_left_of_each():
+@pytest.mark.parametrize(
+    ("queued", "num_waiting"),
+    [
+        ([MAX_TOKENS, 100, 100, 100], 3.0),  # short prompts after one that fills the step count whole
+        ([4 * MAX_TOKENS], 0.75),  # a long one by the part that is left
+        ([MAX_TOKENS // 2, MAX_TOKENS], 1.0),  # the second one came when the step had begun
+    ],
+)
+def test_a_prompt_costs_those_that_wait_by_what_is_left_of_each(queued, num_waiting):
     cluster = cluster_of()
-    send(cluster, text(4 * MAX_TOKENS, name="long"))
-    send(cluster, text(100, name="short"))
-    assert others_delayed(cluster) == pytest.approx(2, abs=0.02), "however long they are"
+    for number, num_tokens in enumerate(queued):
+        send(cluster, text(num_tokens, name=f"queued {number}"))
+    assert others_delayed(cluster) == pytest.approx(num_waiting, abs=0.02)
+
+
+def test_a_prompt_with_media_counts_less_once_what_is_before_them_is_computed():
+    cluster = cluster_of()
     send(cluster, media(400, num_before=400, name="image"), Placement(("e0",), "p0", "d0"))
     at_once = others_delayed(cluster)
-    cluster.reported("p0", load(num_units=3 * MAX_TOKENS, num_requests=3), now=0.2)
-    cluster.reported("p0", load(num_units=2 * MAX_TOKENS, num_requests=3), now=0.4)
-    assert others_delayed(cluster, now=0.4) < at_once - 0.3, "what was before the image has been computed"
+    cluster.reported("p0", load(num_units=700, num_requests=1), now=0.2)
+    cluster.reported("p0", load(num_units=500, num_requests=1), now=0.4)
+    assert others_delayed(cluster, now=0.4) < at_once - 0.3
 
 
 def test_a_prompt_costs_those_of_other_doors_that_wait():
