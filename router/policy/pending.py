@@ -143,7 +143,7 @@ class PendingPrompts:
         able = self._left(pool, soon[slots], now)
         turn_at = np.maximum(not_before, soon + self._by_slot(able * is_before, pool) * token_s)
         at_turn = self._left(pool, turn_at[slots], now)
-        # A prompt of text ends with its step. One with media may go on, and which part of it runs is not known.
+        # A prompt of text ends with its step. One with media may go on; which part of it runs is not known.
         ending = in_step[slots] * is_text * self._running(pool, now)
         left = np.maximum(0.0, at_turn - ending) / np.maximum(1.0, self._tokens[: len(self)])
         return Ahead(
