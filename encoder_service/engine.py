@@ -25,7 +25,7 @@ import torch
 from cluster import overload
 from cluster.clock import Clock
 from cluster.errors import ClusterError, MediaError, OverloadedError, UnavailableError, to_info
-from cluster.kvcache.lost_device import is_device_lost
+from cluster.lost_device import is_device_lost
 from cluster.model.failures import is_out_of_memory
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
 from cluster.types.media import MediaItem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from cluster.errors import ClusterError, InternalError, OverloadedError
-from cluster.kvcache.lost_device import is_device_lost
+from cluster.lost_device import is_device_lost
 from cluster.model.failures import is_out_of_memory
 
 logger = logging.getLogger(__name__)

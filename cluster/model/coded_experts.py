@@ -32,31 +32,13 @@ from transformers.core_model_loading import WeightTransform
 from cluster.model.dequantising import DequantisedSlice, FusedSlice
 from cluster.model.half_files import own_share, taken_names
 from cluster.model.layers.codes import CodedExperts, Codes, runs_of
-from cluster.model.row_numbers import RowDivision, row_division, runs_in
+from cluster.model.row_numbers import FIRST_ROW, NumberedRows, RowDivision, row_division, runs_in
 
 logger = logging.getLogger(__name__)
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
-_WEIGHT = 1 << 32  # the number of the first row of the next weight
 _MAX_RUNS = 2  # of rows of an expert: gates and their values
 _NUM_THREADS, _AT_ONCE = 4, 16  # that bring matrices into their layout, and how many before they are moved
-
-
-class NumberedRows:
-    """Sliced in place of a quantised weight: numbers of its rows, as matrices of one column."""
-
-    def __init__(self, weight: DequantisedSlice | FusedSlice, number: int, *, columns_first: bool):
-        """columns_first: the last axis of experts in one tensor is their rows."""
-        shape = weight.get_shape()
-        shape[1 if len(shape) == 2 or columns_first else 2] = 1
-        first = number * _WEIGHT
-        self._rows = torch.arange(first, first + math.prod(shape)).view(shape)
-
-    def get_shape(self) -> list[int]:
-        return list(self._rows.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._rows[index]
 
 
 class _Place(NamedTuple):
@@ -127,9 +109,9 @@ class ExpertLoading:
             column = nn.Parameter(place.division.column, requires_grad=False)
             place.experts.register_parameter(place.leaf, column)
             for name in place.sources:
-                self.tensors[name] = NumberedRows(
-                    self.tensors[name], numbers[name], columns_first=place.experts.is_transposed
-                )
+                shape = self.tensors[name].get_shape()
+                shape[1 if len(shape) == 2 or place.experts.is_transposed else 2] = 1
+                self.tensors[name] = NumberedRows(shape, numbers[name])
 
     def _matrices_of(self, name: str, experts: Any) -> list[DequantisedSlice]:
         weight = self.tensors[name]
@@ -194,7 +176,7 @@ class ExpertLoading:
         ones."""
         found = []
         for run in runs_in(numbers):
-            number, row = divmod(run.start, _WEIGHT)
+            number, row = divmod(run.start, FIRST_ROW)
             name = self._names[number] if 0 <= number < len(self._names) else ""
             if name not in place.sources:
                 return None

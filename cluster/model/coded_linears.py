@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
@@ -33,26 +33,10 @@ from cluster.model.half_files import own_share, taken_names
 from cluster.model.layers.codes import CodedLinear, CodedProduct, Codes, joined
 from cluster.model.mixer_shares import piece_of
 from cluster.model.rank_linears import coded_kind, coded_linear
-from cluster.model.row_numbers import RowDivision, row_division, runs_in
+from cluster.model.row_numbers import FIRST_ROW, NumberedRows, RowDivision, row_division, runs_in
 from cluster.model.sharding import name_in_plan
 
 logger = logging.getLogger(__name__)
-
-_WEIGHT = 1 << 32  # the number of the first row of the next weight
-
-
-class RowNumbers:
-    """Sliced in place of a quantised weight [N, K]: numbers of its rows, [N, 1] whatever columns are asked
-    for."""
-
-    def __init__(self, weight: DequantisedSlice, number: int):
-        self._rows = torch.arange(number * _WEIGHT, number * _WEIGHT + weight.num_rows)[:, None]
-
-    def get_shape(self) -> list[int]:
-        return list(self._rows.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._rows[index[0] if isinstance(index, tuple) else index]
 
 
 class _LinearPlace(NamedTuple):
@@ -119,7 +103,7 @@ class LinearLoading:
                 plain.append(name)
                 continue
             self._places.append(_LinearPlace(name, number, path, linear, kind, division))
-            self.tensors[name] = RowNumbers(weight, number)
+            self.tensors[name] = NumberedRows([weight.num_rows, 1], number)
             linear.weight = nn.Parameter(division.column, requires_grad=False)
         if plain:
             logger.info("%d linears cannot keep their codes, or ranks their part: %s", len(plain), plain[0])
@@ -160,7 +144,7 @@ class LinearLoading:
         column = own_share(place.linear.weight.detach())
         if column.dtype != torch.int64 or column.ndim != 2 or column.shape[1] != 1 or not len(column):
             return None
-        rows = column[:, 0].cpu() - place.number * _WEIGHT
+        rows = column[:, 0].cpu() - place.number * FIRST_ROW
         if not 0 <= int(rows.min()) <= int(rows.max()) < self._weights[place.name].num_rows:
             return None
         return runs_in(rows)

@@ -69,11 +69,6 @@ class DequantisedSlice:
         return plain[(slice(None), *others)]
 
     @property
-    def has_codes(self) -> bool:
-        """Whether kernels compute with such codes: all but groups that are no multiples of 16."""
-        return self.has_codes_of(range(self._width))
-
-    @property
     def num_rows(self) -> int:
         """Outputs of the matrix."""
         return self._weight.shape[0]
@@ -84,7 +79,7 @@ class DequantisedSlice:
         return self._weight.block[0]
 
     def has_codes_of(self, columns: range) -> bool:
-        """`has_codes` of some of the columns alone."""
+        """Whether kernels compute with codes of these columns: all but groups that are no multiples of 16."""
         return have_kernels(runs_of(columns, self._weight.block[1])[1], len(columns))
 
     def codes(self, name: str, rows: range | None = None, columns: range | None = None) -> Codes:

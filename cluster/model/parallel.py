@@ -28,8 +28,8 @@ from torch import Tensor
 
 from cluster.config.environment import tell_local_rank
 from cluster.errors import ConfigError
-from cluster.kvcache.lost_device import DeviceLostError
 from cluster.kvcache.memory import BlockMemory
+from cluster.lost_device import DeviceLostError
 from cluster.model.adapters import PreparedAdapter, Update, Updates
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.logprobs import PromptScores

@@ -1,4 +1,4 @@
-"""Numbers of rows in place of the weights that transformers reads (`coded_linears`, `coded_experts`): how a
+"""Numbers of rows in place of the weights that transformers reads (`coded_linears`, `coded_experts`). How a
 parameter of numbers is divided over ranks, as its weights are, and which rows numbers are of. Rows that a
 rank has are those whose numbers it gets; columns, of which numbers say nothing, are divided by position."""
 
@@ -6,10 +6,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+FIRST_ROW = 1 << 32  # times the number of a weight: the number of its first row
+
+
+class NumberedRows:
+    """Sliced in place of a quantised weight: numbers of its rows, as matrices of one column."""
+
+    def __init__(self, shape: Sequence[int], number: int):
+        """shape: of the weight, but for one column. number: of the weight."""
+        first = number * FIRST_ROW
+        self._rows = torch.arange(first, first + prod(shape)).view(*shape)
+
+    def get_shape(self) -> list[int]:
+        return list(self._rows.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """index: an ellipsis, or slices of leading axes. All columns of a matrix [N, K] have its one column,
+        whichever are asked for."""
+        return self._rows[index[:1] if isinstance(index, tuple) and self._rows.ndim == 2 else index]
 
 
 @dataclass(frozen=True)

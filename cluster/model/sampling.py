@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from cluster.config.machine import has_triton
-from cluster.kvcache.lost_device import is_device_lost
+from cluster.lost_device import is_device_lost
 from cluster.model.cpu import library
 from cluster.model.cuda.draw import GREEDY, RECORD, draw_tokens, reading
 from cluster.types.request import SamplingParams

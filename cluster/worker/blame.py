@@ -23,7 +23,7 @@ from typing import ParamSpec, TypeVar
 
 from cluster.errors import BookkeepingError, ClusterError, InternalError, RequestError
 from cluster.isolation import Isolated
-from cluster.kvcache.lost_device import is_device_lost
+from cluster.lost_device import is_device_lost
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.errors import UnavailableError
-from cluster.kvcache.lost_device import DeviceLostError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
+from cluster.lost_device import DeviceLostError
 from cluster.pulse import Watch
 from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import AnyMessage, LoadReport

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
-from cluster.kvcache.lost_device import DeviceLostError
+from cluster.lost_device import DeviceLostError
 from cluster.types.transfer import Mark
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.events import SendFailed, TransferEngineFailed, TransferEvent

@@ -59,8 +59,8 @@ from dataclasses import dataclass
 import msgspec
 
 from cluster.clock import Clock
-from cluster.kvcache.lost_device import raise_if_device_lost
 from cluster.kvcache.memory import BlockMemory
+from cluster.lost_device import raise_if_device_lost
 from cluster.types.members import ProcessId
 from cluster.types.transfer import Grant, ReceivedTotals
 from kv_transfer.agents.agent import Agent, TransferError

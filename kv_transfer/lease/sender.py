@@ -30,8 +30,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from cluster.clock import Clock
-from cluster.kvcache.lost_device import raise_if_device_lost
 from cluster.kvcache.memory import BlockMemory
+from cluster.lost_device import raise_if_device_lost
 from cluster.types.curves import Link
 from cluster.types.transfer import ReceivedGrant, SentTotals
 from kv_transfer.agents.agent import Agent, LayoutMismatchError, TransferError

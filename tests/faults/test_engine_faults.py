@@ -11,27 +11,29 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from cluster.engine import engine as language_engine
 from cluster.engine import intake
 from cluster.engine.state import AnswerWork, PromptWork
-from cluster.errors import BookkeepingError
-from cluster.kvcache.lost_device import DeviceLostError
-from cluster.types.messages import Cancel, StartEncode
+from cluster.types.messages import Cancel
 from cluster.worker.blame import UNEXPECTED
 from tests.fakes.engines import Rig
+from tests.fakes.faults import (
+    MAX_TOKENS,
+    Fault,
+    errors,
+    finish,
+    has_answer,
+    play_until_over,
+    poison,
+    start_all,
+)
 from tests.fakes.language_runner import prompts_in
-from tests.fakes.relay import Relay, Story
-from tests.fakes.requests import make_item, make_request, make_video
+from tests.fakes.relay import Relay
+from tests.fakes.requests import make_item, make_request
 from tests.fakes.slow_params import often
 
-MAX_TOKENS = 6
 STRIDE = 4  # every how many calls of a name one fails here, from the first; in the slow tests each of them
-
-
-class Fault(Exception):
-    """A bug that one request meets."""
 
 
 class Faults:
@@ -137,45 +139,6 @@ ALL_CALLS = (
 )
 
 
-def start_all(relay: Relay) -> list[Story]:
-    """Requests of every kind."""
-    a, b, c = make_item("a", 3), make_item("b", 4), make_video("c", 6)
-    return [
-        relay.start(make_request("text", 9, max_tokens=MAX_TOKENS)),
-        relay.start(make_request("choices", 6, max_tokens=MAX_TOKENS, num_choices=2)),
-        relay.start(make_request("guided", 5, max_tokens=MAX_TOKENS, negative=6)),
-        relay.start(make_request("media", 4, [a, b], max_tokens=MAX_TOKENS), [a, b]),
-        relay.start(make_request("video", 3, [c], max_tokens=MAX_TOKENS), [c]),
-        relay.start(make_request("stays", 10, max_tokens=MAX_TOKENS, num_choices=2), prefills_locally=True),
-        relay.start(make_request("same", 9, max_tokens=MAX_TOKENS)),
-    ]
-
-
-def play_until_over(relay: Relay) -> None:
-    for _ in range(200):
-        relay.play(1)
-        if not any(story.is_open for story in relay.stories.values()):
-            return
-
-
-def has_answer(story: Story) -> bool:
-    wanted = list(range(50, 50 + MAX_TOKENS))
-    return all(line.token_ids == wanted and line.finish_reason is not None for line in story.lines)
-
-
-def errors(relay: Relay) -> list[str]:
-    return [story.error for story in relay.stories.values() if story.error is not None]
-
-
-def finish(relay: Relay) -> None:
-    """Nobody has died: one more request is served. Then nothing is held."""
-    item = make_item("last", 3)
-    last = relay.start(make_request("last", 5, [item], max_tokens=MAX_TOKENS), [item])
-    play_until_over(relay)
-    assert has_answer(last), last
-    relay.finish()
-
-
 def run_with_fault(arm: Arm, nth: int) -> list[str]:
     """The names of all calls, of which the n-th failed. 0: none."""
     is_decode = arm in (decode_calls, decode_results)
@@ -212,17 +175,6 @@ def test_a_fault_at_any_call_costs_at_most_the_request_that_was_handled(arm: Arm
 
 # ------------------------------------------------------------------------------------- a request that fails
 # every time
-
-
-def poison(owner: Any, name: str, is_poisoned: Callable[..., bool]) -> None:
-    function = getattr(owner, name)
-
-    def call(*args: Any) -> Any:
-        if is_poisoned(*args):
-            raise Fault
-        return function(*args)
-
-    setattr(owner, name, call)
 
 
 def of(request_id: str) -> Callable[..., bool]:
@@ -309,117 +261,3 @@ def test_cancels_that_make_no_sense_cost_the_request_that_they_name() -> None:
     play_until_over(relay)
     assert [story.request.request_id for story in stories if not has_answer(story)] == ["text"]
     finish(relay)
-
-
-# --------------------------------------------------------------------------------------------- what ends an
-# engine
-
-STEPS = (
-    ("prefill", "run"),
-    ("prefill", "first_tokens"),
-    ("decode", "run"),
-    ("decode", "first_tokens"),
-    ("encoder", "encode"),
-)
-
-
-def play_with(worker: str, name: str, error: Callable[[], BaseException], probe_fails: bool = False) -> Relay:
-    """Every such call raises."""
-    rig = Rig(decode_blocks=40)
-    relay = Relay(rig, expects_faults=True)
-
-    def call(*_: Any) -> Any:
-        raise error()
-
-    runner = rig.workers[worker].engine.runner
-    setattr(runner, name, call)
-    if probe_fails:
-        runner.warm_up_prompt = call
-    start_all(relay)
-    play_until_over(relay)
-    return relay
-
-
-OF_TRITON = "Triton Error [CUDA]: an illegal memory access was encountered"
-
-
-@pytest.mark.parametrize(("worker", "name"), [*STEPS, ("encoder", "prepare")])
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.AcceleratorError,
-        DeviceLostError,
-        lambda: RuntimeError("CUDA error: CUBLAS_STATUS"),
-        lambda: RuntimeError(OF_TRITON),
-    ],
-)
-def test_a_lost_device_ends_the_engine(worker: str, name: str, error: Callable[[], BaseException]) -> None:
-    with pytest.raises(type(error())):
-        play_with(worker, name, error)
-
-
-def test_what_a_failed_step_has_enqueued_ends_before_its_blocks_are_free() -> None:
-    """They may be leased at once, and the device does not wait for another worker's write."""
-    rig = Rig(decode_blocks=40)
-    relay = Relay(rig, expects_faults=True)
-    engine = rig.workers["prefill"].engine
-    run, waits = engine.runner.run, []
-
-    def failing(works: Any, *args: Any) -> Any:
-        if any(work.request.request_id == "text" for work in works):
-            raise Fault
-        return run(works, *args)
-
-    engine.runner.run = failing
-    engine.runner.drop_ahead = lambda: waits.append("text" in engine.requests)
-    start_all(relay)
-    play_until_over(relay)
-    assert len(errors(relay)) == 1 and waits and all(waits)
-    relay.finish()
-
-
-@pytest.mark.parametrize(("worker", "name"), STEPS[:-1])
-def test_a_process_without_memory_ends_its_engine(worker: str, name: str) -> None:
-    with pytest.raises(MemoryError):
-        play_with(worker, name, MemoryError)
-
-
-@pytest.mark.parametrize(("worker", "name"), STEPS[:-1])
-def test_a_device_on_which_nothing_succeeds_ends_the_engine(worker: str, name: str) -> None:
-    with pytest.raises(Fault):
-        play_with(worker, name, Fault, probe_fails=True)
-
-
-@pytest.mark.parametrize(("worker", "name"), STEPS)
-def test_requests_that_all_fail_on_a_device_that_works_do_not_end_the_engine(worker: str, name: str) -> None:
-    relay = play_with(worker, name, Fault)
-    assert errors(relay)
-    relay.finish()
-
-
-@pytest.mark.parametrize("worker", ["prefill", "decode"])
-def test_blocks_that_cannot_be_freed_end_the_engine(worker: str) -> None:
-    rig = Rig(decode_blocks=40)
-    relay = Relay(rig, expects_faults=True)
-    start_all(relay)
-    relay.play(2)
-    poison(rig.pools[worker], "free", lambda blocks: len(blocks) > 0)
-    with pytest.raises(BookkeepingError):
-        relay.play(60)
-
-
-def test_a_choice_that_speculation_cannot_forget_ends_the_engine() -> None:
-    rig = Rig()
-    relay = Relay(rig, expects_faults=True)
-    poison(rig.runners["decode"], "forget", lambda choice: True)
-    relay.start(make_request("r", 5))
-    with pytest.raises(BookkeepingError, match="end_choice"):
-        relay.play(60)
-
-
-def test_an_item_that_no_thread_takes_ends_the_encoder() -> None:
-    rig = Rig()
-    poison(rig.executor, "submit", lambda *_: True)
-    rig.receive("encoder", StartEncode("r", 0, make_item("a", 3), 10.0))
-    with pytest.raises(BookkeepingError):
-        rig.turn()

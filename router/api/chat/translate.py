@@ -42,9 +42,8 @@ from router.http.limits import Limits
 from router.overlong import too_long_list, too_long_text, too_many_tokens
 
 SEED_MASK = 2**64 - 1
-MIN_TEMPERATURE = (
-    1e-5  # below it, as in vLLM, draws are greedy: logits divided by it leave float32 in the end
-)
+# Below it draws are greedy, as in vLLM: logits divided by the smallest temperatures leave float32
+MIN_TEMPERATURE = 1e-5
 SEED_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: neighbouring choices get seeds far apart
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 

@@ -99,7 +99,7 @@ REHEARSED = {  # test file: places
     """,
     "../serving/test_fork_server.py": "deploy/serving/fork_server.py:check_forkable",
     "../kv_transfer/test_nixl_import.py": "kv_transfer/agents/nixl_agent.py:load_nixl",
-    "../../faults/test_engine_faults.py": "cluster/kvcache/lost_device.py:is_device_lost",
+    "../../faults/test_ended_engines.py": "cluster/lost_device.py:is_device_lost",
     "../../contract/test_transport_probe.py": "cluster/worker/setup.py:check_device_transport",
 }
 NOT_REHEARSED = {

@@ -4,7 +4,6 @@ attention: test_layer_launches.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -21,18 +20,6 @@ from tests.fakes.strict_triton import Launch, strict_triton
 KV_HEADS, WIDTH, BLOCK_SIZE = 2, 80, 16
 
 
-@pytest.fixture
-def simulated() -> Iterator[SimulatedCuda]:
-    with SimulatedCuda() as device:
-        yield device
-
-
-@pytest.fixture
-def launches(simulated: SimulatedCuda) -> Iterator[list[Launch]]:
-    with strict_triton() as made:
-        yield made
-
-
 CODED = MemoryLayout(kv_segments([(KV_HEADS, WIDTH)] * 4, BLOCK_SIZE, torch.bfloat16))
 
 
@@ -44,19 +31,19 @@ def triton_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_wire_codes_all_that_is_asked_for_in_one_launch(
-    name, launches: list[Launch], triton_everywhere, simulated: SimulatedCuda
+    name, launches: list[Launch], triton_everywhere, device: SimulatedCuda
 ) -> None:
     kv = BlockMemory(CODED, 8, "cuda")
     wire = Wire(kv, name, 3 * 64)
     launches.clear()
-    num_syncs = simulated.num_syncs
+    num_syncs = device.num_syncs
     coded = [wire.encode([[0, 3, 5, 1], [7, 6, 2, 4]], [2, 0], [1]), wire.encode([[0, 1, 2, 3]], [1], [0, 1])]
     decoded = wire.decode([1], [[0, 1, 2, 3]])
     assert not launches
     wire.begin()
     assert [launch.arguments["ENCODES"] for launch in launches] == [True, False]
     assert not any(pending.is_done() for pending in (*coded, decoded))
-    assert simulated.num_syncs == num_syncs
+    assert device.num_syncs == num_syncs
     encoding, decoding = launches
     assert encoding.arguments["jobs"].tolist() == [
         [1, 2, 0, 3, 5, 1], [1, 0, 7, 6, 2, 4], [0, 1, 0, 1, 2, 3], [1, 1, 0, 1, 2, 3],
@@ -68,20 +55,20 @@ def test_a_wire_codes_all_that_is_asked_for_in_one_launch(
 
 
 def test_the_checks_of_several_leases_are_one_launch_and_no_wait(
-    launches: list[Launch], triton_everywhere, simulated: SimulatedCuda
+    launches: list[Launch], triton_everywhere, device: SimulatedCuda
 ) -> None:
     sums = BlockSums(BlockMemory(CODED, 8, "cuda"))
     launches.clear()
-    simulated.operators.clear()
-    num_syncs = simulated.num_syncs
+    device.operators.clear()
+    num_syncs = device.num_syncs
     found = [sums.of([3, 1]), sums.of([]), sums.match([4], Checksum("tensor", 0))]
     sums.begin()
     (launch,) = launches
     assert (launch.kernel, launch.grid) == ("sum_blocks", (3, 4))
-    assert simulated.operators.count("aten._to_copy.default") == 1, "one copy of ids"
+    assert device.operators.count("aten._to_copy.default") == 1, "one copy of ids"
     assert [pending.is_done() for pending in found] == [False, True, False]
     sums.begin()
-    assert len(launches) == 1 and simulated.num_syncs == num_syncs
+    assert len(launches) == 1 and device.num_syncs == num_syncs
     assert launch.arguments["blocks"].tolist() == [[0, 0, 3], [0, 1, 1], [1, 0, 4]]
 
 

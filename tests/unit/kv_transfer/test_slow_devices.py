@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.kvcache.lost_device import DeviceLostError
+from cluster.lost_device import DeviceLostError
 from cluster.types.members import ProcessId
 from kv_transfer.agents.agent import PeerLostError
 from kv_transfer.codecs.checksum import BlockSums

@@ -75,7 +75,7 @@ def case(form: str, shape: tuple[int, int], seed: int = 0) -> Case:
     headers = {name: Header(names[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
     _, stored = quantisation.stored("linear", headers)
     read = DequantisedSlice(stored, quantisation, tensors, torch.float32)
-    assert read.has_codes
+    assert read.has_codes_of(range(weight.shape[1]))
     return Case(read.codes("linear"), plain, read)
 
 
@@ -105,7 +105,7 @@ def test_groups_that_are_no_multiples_of_16_have_no_codes() -> None:
     tensors = {f"a{part}": tensor for part, tensor in parts.items()}
     headers = {"a.weight": Header("F8_E4M3", (48, 96)), "a.weight_scale_inv": Header("F32", (2, 3))}
     _, stored = quantisation.stored("a", headers)
-    assert not DequantisedSlice(stored, quantisation, tensors, torch.float32).has_codes
+    assert not DequantisedSlice(stored, quantisation, tensors, torch.float32).has_codes_of(range(96))
 
 
 @interpreted

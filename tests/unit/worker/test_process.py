@@ -12,8 +12,8 @@ import torch
 from cluster.config.environment import read_environment
 from cluster.config.resolution import resolve
 from cluster.config.settings import ClusterArgs
-from cluster.kvcache.lost_device import DeviceLostError
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from cluster.lost_device import DeviceLostError
 from cluster.worker.process import WorkerProcess
 from cluster.worker.setup import set_up
 
