@@ -53,7 +53,7 @@ class _Mixer(ctypes.Structure):
     )  # fmt: skip
 
 
-class _Convolution(ctypes.Structure):
+class _MixerConvolution(ctypes.Structure):
     """Mirrors `Convolution` of kernels.h."""
 
     _fields_ = (
@@ -66,7 +66,7 @@ class _DeltaMixer(ctypes.Structure):
     """Mirrors `DeltaMixer` of kernels.h."""
 
     _fields_ = (
-        ("mixer", _Mixer), ("convolution", _Convolution),
+        ("mixer", _Mixer), ("convolution", _MixerConvolution),
         *((name, c_void_p) for name in ("rates", "shifts", "norm")),
         *(
             (name, c_int64)
@@ -84,7 +84,7 @@ class _StateSpaceMixer(ctypes.Structure):
     """Mirrors `StateSpaceMixer` of kernels.h."""
 
     _fields_ = (
-        ("mixer", _Mixer), ("convolution", _Convolution),
+        ("mixer", _Mixer), ("convolution", _MixerConvolution),
         *((name, c_void_p) for name in ("rates", "shifts", "skips")),
         *(
             (name, c_int64)
@@ -189,7 +189,7 @@ def _delta(
     row_width = sum(linear.out_features for linear in found.linears)
     mixer = _DeltaMixer(
         _head(forward, kernels.cdll.run_gated_delta, own.num_k_heads, weight.dtype),
-        _Convolution(convolution.data_ptr(), None, taps, channels, row_width, conv_offset),
+        _MixerConvolution(convolution.data_ptr(), None, taps, channels, row_width, conv_offset),
         rates.data_ptr(), shifts.data_ptr(), norm_weight.data_ptr(),
         own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim,
         columns.query, columns.key, columns.key_step, columns.value, columns.gate, columns.value_step,
@@ -280,7 +280,7 @@ class StateSpaceOfModules:
         row_width = self._width + channels + own.num_heads
         mixer = _StateSpaceMixer(
             _head(forward, kernels.cdll.run_state_space, own.num_heads, weight.dtype),
-            _Convolution(convolution.data_ptr(), pointer(bias), taps, channels, row_width, conv_offset),
+            _MixerConvolution(convolution.data_ptr(), pointer(bias), taps, channels, row_width, conv_offset),
             rates.data_ptr(), shifts.data_ptr(), skips.data_ptr(),
             own.num_heads, own.n_groups, own.head_dim, own.ssm_state_size,
             self._width, self._width + channels, state_offset, *limits,
