@@ -11,7 +11,7 @@ import asyncio
 import gc
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +36,7 @@ from router.door import Door
 from router.flow import placer
 from router.policy import Policy
 from router.served_models import ServedModels
+from tests.fakes.known_speeds import known_speeds
 from tests.fakes.local_prefill import LocalPrefillPolicy
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
@@ -137,11 +138,13 @@ async def local_cluster(
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
     overcommits: bool = False,
+    measures: bool = False,
 ) -> AsyncIterator[LocalCluster]:
     """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. The transport
     is in process unless `args` names one. `overcommits`: doors expect empty answers, so that decode is given
-    more than it has memory for (with `let_all_in`: as many requests as there are). A cluster
-    that has ended is a web of references with all its memory: it goes before the next one comes, for by
+    more than it has memory for (with `let_all_in`: as many requests as there are). `measures`: workers measure
+    at their start how fast they are; otherwise they know it (`known_speeds`). A cluster that
+    has ended is a web of references with all its memory: it goes before the next one comes, for by
     itself the collector visits so large a process only now and then. What is left then (imported modules,
     models of fixtures) is not looked at again, or each of some hundred clusters would pay for that."""
     gc.collect()
@@ -155,12 +158,13 @@ async def local_cluster(
         setups = [replace(setup, late_memory=AT_ONCE) for setup in setups]
         return [service(args, setup, lease_margin_s=lease_margin_s) for setup in setups]
 
-    encoders = made(lambda *args, **_: EncoderService(*args), Role.ENCODE, "e")
-    prefills = made(prefill_worker, Role.PREFILL, "p") + made(
-        encode_prefill_worker, Role.ENCODE_PREFILL, "ep"
-    )
-    decodes = made(decode_worker, Role.DECODE, "d") + made(language_worker, Role.LANGUAGE, "l")
-    decodes += made(whole_worker, Role.WHOLE, "w")
+    with nullcontext() if measures else known_speeds():
+        encoders = made(lambda *args, **_: EncoderService(*args), Role.ENCODE, "e")
+        prefills = made(prefill_worker, Role.PREFILL, "p") + made(
+            encode_prefill_worker, Role.ENCODE_PREFILL, "ep"
+        )
+        decodes = made(decode_worker, Role.DECODE, "d") + made(language_worker, Role.LANGUAGE, "l")
+        decodes += made(whole_worker, Role.WHOLE, "w")
     by_id = {service.replica_id: service for service in decodes}
 
     async def call_decode(replica_id: str, request_id: str) -> None:
