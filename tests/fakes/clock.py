@@ -21,8 +21,8 @@ class ManualClock:
 
 
 class Leaps:
-    """The time of all clocks of this process: the machine's, and what a test has leapt over. What waits for an
-    instant with a clock, as a lease does, need not be waited for."""
+    """The time of all clocks of this process: the machine's, and what a test has leapt over. What only time
+    ends, as a failed lease, then ends without a wait."""
 
     def __init__(self) -> None:
         self._leapt_s = 0.0

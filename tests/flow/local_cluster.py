@@ -152,8 +152,9 @@ async def local_cluster(
     more than it has memory for (with `let_all_in`: as many requests as there are), and it starts when so many
     requests are asked. `measures`: workers measure at their start how fast they are; otherwise they know it
     (`known_speeds`). A cluster that has ended is a web of references with all its memory: it goes before the
-    next one comes, for by itself the collector visits so large a process only now and then. What is left then (imported modules,
-    models of fixtures) is not looked at again, or each of some hundred clusters would pay for that."""
+    next one comes, for by itself the collector visits so large a process only now and then. What is left then
+    (imported modules, models of fixtures) is not looked at again, or each of some hundred clusters would pay
+    for that."""
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)
