@@ -148,7 +148,7 @@ def test_a_refusal_keeps_the_process(two):
 
 def test_when_it_is_closed_processes_end_and_items_are_refused(tmp_path):
     two = Unruly(tmp_path)
-    handle = os.pidfd_open(two.prepare(unruly.GOOD)["pid"].item())
+    handle = os.pidfd_open(int(two.prepare(unruly.GOOD)["pid"]))
     two.preprocessors.close()
     poll = select.poll()
     poll.register(handle, select.POLLIN)
