@@ -109,15 +109,26 @@ class Misses:
             self._limit = count - math.ceil(slo.share * count - 1e-9)
         self._late = self._slow = self._bad = 0
 
+    def are_too_many_late(self, request: SimRequest, ttft_s: float) -> bool:
+        """The request's first token has come. Returns whether the run fails with it, whatever the others will
+        be: then `keeps` says no."""
+        if request.arrived_at >= self._since:
+            is_late = ttft_s > self._slo.ttft_s
+            self._late, self._bad = self._late + is_late, self._bad + is_late
+        return self._are_too_many()
+
     def are_too_many(self, outcome: Outcome) -> bool:
-        """Whether the run fails with this outcome, whatever the others will be: then `keeps` says no."""
+        """The same at the end of a request, whose first token was noted if there was one."""
         if outcome.request.arrived_at < self._since:
             return False
-        is_late, is_slow = outcome.ttft_s > self._slo.ttft_s, outcome.tpot_s > self._slo.tpot_s
-        self._late, self._slow = self._late + is_late, self._slow + is_slow
-        self._bad += is_late or is_slow
+        is_slow = outcome.tpot_s > self._slo.tpot_s
+        self._slow += is_slow
+        self._bad += is_slow and outcome.ttft_s <= self._slo.ttft_s
+        return outcome.status != "finished" or self._are_too_many()
+
+    def _are_too_many(self) -> bool:
         worst = max(self._late, self._slow) if self._slo.share is None else self._bad
-        return outcome.status != "finished" or worst > self._limit
+        return worst > self._limit
 
 
 def keeps(summary: Summary | None, slo: Slo) -> bool:
