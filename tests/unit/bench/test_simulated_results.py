@@ -122,6 +122,14 @@ def test_a_run_with_late_first_tokens_is_given_up_before_an_answer_ends() -> Non
     assert run_unless_missed(specs, lambda _: policy, VL_7B, workload, 100.0, 20, 0, slo) is None
 
 
+@pytest.mark.parametrize("load", [0.9, 1.2])
+def test_a_run_whose_waits_grow_is_given_up_with_its_last_first_token(load: float) -> None:
+    loose, found = Slo(1000.0), waits(load, 0)
+    misses = Misses([each.request for each in found], loose)
+    given_up = [misses.are_too_many_late(each.request, each.ttft_s) for each in found]
+    assert not any(given_up[:-1]) and given_up[-1] != keeps(summarise(found, loose), loose)
+
+
 def test_the_search_says_so_where_no_rate_is_good() -> None:
     bad = summarise([outcome(i, 9.0) for i in range(30)], SLO)
     assert highest_rate(lambda _: bad, SLO, 10.0) == (0.0, None)
