@@ -16,7 +16,7 @@ from deploy.simulator.workload import Workload
 PRECISION = 0.04  # of the rate
 FACTOR = 1.25
 MIN_RATE = 1e-3
-MOST_LEAPS = 8
+MAX_LEAPS = 8
 REACH = 64  # times the guess: no rate is looked for further away
 
 
@@ -65,7 +65,7 @@ def leapt(run: Callable[[float], Summary | None], slo: Slo, guess: float) -> flo
     """A better guess for `highest_rate`, which calls `run` with the same rates again: the last rate above the
     guess that it would find kept, by every second one first; or the guess itself. It saves runs at rates that
     are kept, which do not end early."""
-    for _ in range(MOST_LEAPS):
+    for _ in range(MAX_LEAPS):
         if not keeps(run(guess * FACTOR * FACTOR), slo):
             break
         guess = guess * FACTOR * FACTOR
