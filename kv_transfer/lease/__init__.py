@@ -17,6 +17,5 @@ sender             the writer's half: takes up grants, keeps the table of open l
 envelope           the notification that ends a lease; the contract of both sides
 
 group              rank 0 of a worker with several ranks: one lease over all of them
-  rank_messages      what runs between its ranks
-  rank_follower      the other ranks
+  rank_follower      the other ranks, and what runs through their pipes
 """
