@@ -67,7 +67,7 @@ from kv_transfer.agents.agent import Agent, TransferError
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.envelope import Envelope, NoticeKind, decode, digest_grant
 from kv_transfer.lease.events import Aborted, Completed, Expired, LateWrite, LeaseEvent
-from kv_transfer.lease.incoming_memory import IncomingMemory, TakingIn
+from kv_transfer.lease.memories import IncomingMemory, TakingIn
 from kv_transfer.lease.processes import has_ended
 
 logger = logging.getLogger(__name__)
