@@ -30,8 +30,7 @@ import numpy as np
 
 from bench import hostile_media, media_files
 from cluster.errors import RequestError
-from cluster.media.decode import decode
-from cluster.media.probe import probe
+from cluster.media.decode import decode, probe
 from cluster.media.settings import MediaLimits
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 

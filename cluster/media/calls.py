@@ -44,7 +44,7 @@ class ProcessorCalls:
         """call_kwargs: call-time arguments from the model folder."""
         self._processor = processor
         self._family = family
-        self._kwargs = processor._merge_kwargs(
+        self.kwargs = processor._merge_kwargs(
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **call_kwargs
         )
         # what a processor must be given beside the arguments of its image processor (LFM2-VL)
@@ -54,29 +54,17 @@ class ProcessorCalls:
             for each in takes
             if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
         ]
-        self._beside = {name: self._kwargs[name] for name in must if name in self._kwargs}
-
-    @property
-    def images_kwargs(self) -> Mapping[str, Any]:
-        return self._kwargs["images_kwargs"]
-
-    @property
-    def videos_kwargs(self) -> Mapping[str, Any]:
-        return self._kwargs["videos_kwargs"]
-
-    @property
-    def audio_kwargs(self) -> Mapping[str, Any]:
-        return self._kwargs["audio_kwargs"]
+        self._beside = {name: self.kwargs[name] for name in must if name in self.kwargs}
 
     def image(
         self, pixels: torch.Tensor, options: MediaOptions, more: Mapping[str, Any] = NOTHING
     ) -> Processed:
         """pixels: [3, height, width] uint8. `more`: arguments for the image processor."""
         processor = self._processor
-        kwargs = {**self.images_kwargs, **_TENSORS, **more}
+        kwargs = {**self.kwargs["images_kwargs"], **_TENSORS, **more}
         kwargs |= _area(processor.image_processor, kwargs, options, unit=self._family.frames_of_an_image)
         text = [processor.image_token]
-        images = processor.prepare_inputs_layout(images=[pixels], text=text, **self._kwargs)[0]
+        images = processor.prepare_inputs_layout(images=[pixels], text=text, **self.kwargs)[0]
         inputs, (text,) = processor._process_images(images, **{**self._beside, **kwargs})
         if self._is_pooled(options):
             inputs["image_grid_thw"] = self._pooled(
@@ -96,7 +84,7 @@ class ProcessorCalls:
         """frames: [T, 3, height, width] uint8. sound: [samples] float32, if the clip is heard. `more`:
         arguments for the video processor."""
         processor = self._processor
-        kwargs = {**self.videos_kwargs, **_TENSORS, **more}
+        kwargs = {**self.kwargs["videos_kwargs"], **_TENSORS, **more}
         kwargs |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [_metadata(probe)]}
         share = probe.num_frames if self._family.bounds_whole_clips else 1
         kwargs |= _area(processor.video_processor, kwargs, options, share)
@@ -104,7 +92,7 @@ class ProcessorCalls:
         # these processors compute times from the requested rate, not from the clip's own
         if self._family.hears_clips:
             kwargs |= {} if options.fps is None else {"fps": options.fps}
-            kwargs = {**self._kwargs, "videos_kwargs": kwargs}
+            kwargs = {**self.kwargs, "videos_kwargs": kwargs}
             if sound is not None:
                 heard = self.audio(sound, MediaOptions()).inputs
                 kwargs |= {
@@ -135,7 +123,7 @@ class ProcessorCalls:
                 "min_pixels, max_pixels, temporal_pooling and spatial_pooling are for images and videos"
             )
         processor = self._processor
-        kwargs = {**self._kwargs["audio_kwargs"], "return_tensors": "pt"}
+        kwargs = {**self.kwargs["audio_kwargs"], "return_tensors": "pt"}
         kwargs["sampling_rate"] = processor.feature_extractor.sampling_rate
         inputs, (text,) = processor._process_audio([waveform], **kwargs)
         return Processed(dict(inputs), text)
@@ -205,6 +193,12 @@ def _area(
             f"min_pixels, {least // share}, must be above 0 and at most max_pixels, {most // share}"
         )
     return {"size": dict(zip(AREA_KEYS, (least * unit, most * unit), strict=True))}
+
+
+def setting_of(part: Any, kwargs: Mapping[str, Any], name: str) -> Any:
+    """The value with which a part of a processor is called: the call's, or else its own."""
+    given = kwargs.get(name)
+    return getattr(part, name, None) if given is None else given
 
 
 def _metadata(probe: MediaProbe) -> Any:

@@ -1,4 +1,4 @@
-"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images
+"""Two kinds of files with moving pictures with the same methods: containers (FFmpeg) and animated images
 (Pillow).
 
 A `Clip` says without decoding when its frames are shown (`timeline`), and decodes them in order (`pictures`).
@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import av
 import msgspec
@@ -46,52 +46,24 @@ class Timeline(msgspec.Struct, frozen=True):
         return position if self.times is None or time is None else bisect_left(self.times, time)
 
 
-class Picture(Protocol):
+class ContainerPicture:
     """One decoded frame, as it is stored."""
 
-    @property
-    def time(self) -> int | None: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def turns(self) -> int:
-        """Quarter turns, counter-clockwise, by which it is rotated for display."""
-        ...
-
-    def rgb(self, width: int, height: int) -> np.ndarray:
-        """[height, width, 3] uint8, not rotated."""
-        ...
-
-    def luma(self) -> np.ndarray:
-        """[h, w] uint8: about LUMA_SIDE x LUMA_SIDE samples."""
-        ...
-
-
-class Clip(Protocol):
-    def timeline(self) -> Timeline: ...
-    def pictures(self, *, only_keys: bool = False, num_threads: int = 0) -> Iterator[Picture]: ...
-
-
-def open_clip(data: bytes, budget: DecodeBudget) -> Clip:
-    is_animation = image_format(data) in ("WEBP", "AVIF")
-    return AnimationClip(data, budget) if is_animation else ContainerClip(data, budget)
-
-
-class ContainerPicture:
     def __init__(self, frame: av.VideoFrame):
         self._frame = frame
         self.time, self.width, self.height = frame.pts, frame.width, frame.height
 
     @property
     def turns(self) -> int:
+        """Quarter turns, counter-clockwise, by which it is rotated for display."""
         return round(self._frame.rotation / 90) % 4
 
     def rgb(self, width: int, height: int) -> np.ndarray:
+        """[height, width, 3] uint8, not rotated."""
         return self._shown().to_ndarray(format="rgb24", width=width, height=height)
 
     def luma(self) -> np.ndarray:
+        """[h, w] uint8: about LUMA_SIDE x LUMA_SIDE samples."""
         if self._frame.format.name in _PLANAR_LUMA:
             plane = self._frame.planes[0]
             rows = np.frombuffer(memoryview(plane), np.uint8, plane.line_size * self.height)
@@ -203,6 +175,15 @@ class AnimationClip:
             image.seek(idx)
             # a copy, because `seek` draws over the image
             yield AnimationPicture(to_rgb(image.copy()), time)
+
+
+Picture = ContainerPicture | AnimationPicture
+Clip = ContainerClip | AnimationClip
+
+
+def open_clip(data: bytes, budget: DecodeBudget) -> Clip:
+    is_animation = image_format(data) in ("WEBP", "AVIF")
+    return AnimationClip(data, budget) if is_animation else ContainerClip(data, budget)
 
 
 def _webp_durations(data: bytes, max_frames: int) -> list[int]:

@@ -1,9 +1,13 @@
-"""Bytes to arrays: one RGB image, sampled RGB frames, or one mono waveform.
+"""Bytes to arrays: one RGB image, sampled RGB frames, or one mono waveform. And size and length of an item,
+checked against the limits, before the item goes anywhere:
 
-Encoders have it done in processes of their own (`decoders`), part by part (`decoded_parts`). `decode` does
-the same in the caller's process, for files that are trusted.
+* Image: the header is enough.
+* Video: packets and the first frame are enough; the strategy "scenes" decodes all frames.
+* Audio: it is decoded, because no header gives an exact sample count.
 
-The same functions determine size and length for `probe` and `decode`, so the two agree about every file.
+Doors and encoders have both done in processes of their own (`surveyors`, `decoders`): `survey`, and `decoded_parts`.
+`probe` and `decode` do the same in the caller's process, for files that are trusted. The same functions determine
+size and length for both, so that the two agree about every file.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cluster.errors import MediaError
 from cluster.media.budget import DecodeBudget
-from cluster.media.images import decode_image
+from cluster.media.images import decode_image, open_image
 from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings, naming
 from cluster.media.sounds import sound_pieces
-from cluster.media.videos import plan_video, video_frames
-from cluster.types.media import MediaOptions, Modality
+from cluster.media.survey import MediaSurvey, probe_of
+from cluster.media.videos import plan_video, survey_clip, video_frames
+from cluster.types.media import MediaOptions, MediaProbe, Modality
 
 
 def decode(
@@ -55,3 +61,35 @@ def decoded_parts(
             yield from video_frames(data, plan_video(data, settings, options, budget), budget)
         case Modality.AUDIO:
             yield from sound_pieces(data, settings, budget)
+
+
+def survey(
+    modality: Modality, data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
+) -> MediaSurvey:
+    """Raises MediaError, and whatever Pillow or PyAV raise for broken files."""
+    if not data:
+        raise MediaError("empty")
+    if len(data) > settings.limits.max_bytes:
+        raise MediaError(f"larger than {settings.limits.max_bytes} bytes")
+    match modality:
+        case Modality.IMAGE:
+            opened = open_image(data, budget)
+            return MediaSurvey(opened.width, opened.height)
+        case Modality.VIDEO:
+            return survey_clip(data, settings, options, budget).survey
+        case Modality.AUDIO:
+            return MediaSurvey(num_samples=sum(map(len, sound_pieces(data, settings, budget))))
+
+
+def probe(
+    modality: Modality,
+    data: bytes,
+    settings: MediaSettings,
+    options: MediaOptions = DEFAULT_OPTIONS,
+    *,
+    item_idx: int | None = 0,
+) -> MediaProbe:
+    """Raises MediaError, whose message names the item unless `item_idx` is None."""
+    with naming(modality, item_idx):
+        found = survey(modality, data, settings, options, DecodeBudget(settings.limits))
+        return probe_of(modality, found, settings, options)

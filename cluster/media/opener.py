@@ -24,8 +24,7 @@ from cluster.types.media import MediaOptions, Modality
 
 # An opener cannot import: these, and all that Pillow and PyAV would import for some file.
 IMPORTS = (
-    "cluster.media.confinement", "cluster.media.decode", "cluster.media.probe",
-    "PIL.ImageCms", "av.subtitles.codeccontext", "av.subtitles.stream", "av.subtitles.subtitle",
+    "cluster.media.confinement", "cluster.media.decode", "PIL.ImageCms", "av.subtitles.codeccontext", "av.subtitles.stream", "av.subtitles.subtitle",
 )  # fmt: skip
 
 
@@ -61,9 +60,8 @@ _order_decoder = msgspec.msgpack.Decoder(SurveyOrder | DecodeOrder)
 def look(order: SurveyOrder, data: bytes) -> Surveyed:
     """Surveys one file. Raises MediaError, which does not name the item."""
     from cluster.media.budget import DecodeBudget
-    from cluster.media.decode import decoded_parts
+    from cluster.media.decode import decoded_parts, survey
     from cluster.media.images import image_format
-    from cluster.media.probe import survey
 
     settings, options = order.settings, order.options
     budget = DecodeBudget(settings.limits, order.timeout_s)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import mmap
 import os
 import select
 import signal
@@ -34,6 +35,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from cluster.config.environment import bare_environment
 from cluster.errors import ClusterError, MediaError, NotWantedError, RequestError, UnavailableError, from_info
@@ -260,6 +262,16 @@ class ProcessPool(Generic[A]):
             bounded = msgspec.structs.replace(order, timeout_s=max(0.0, ends_at - time.monotonic()))
         raise reason
 
+    def ask_blocking(
+        self, order: ProcessOrder, data: bytes | memoryview, is_wanted: Callable[[], bool], read: Read[A, T]
+    ) -> T:
+        """`ask` about these bytes, on a thread that blocks no longer than the result `is_wanted`. Raises
+        NotWantedError as well."""
+        with open_memory_file() as file:
+            append(file, data)
+            seal(file)
+            return run_blocking(self.ask(order, file, wait_while(is_wanted), read))
+
     def close(self) -> None:
         """Ends all processes. Running orders fail."""
         with self._lock:
@@ -336,12 +348,20 @@ def seal(file: int) -> None:
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
 
 
-def check_size(file: int, num_bytes: int) -> None:
-    """Raises ValueError if the file has another size, or is large and not sealed."""
+def result_bytes(file: int, num_bytes: int) -> np.ndarray:
+    """[num_bytes] uint8, private to the caller: a large result is mapped where it lies and freed with the array,
+    others are copied from memory that the process keeps. Raises ValueError if the file has another size, or is
+    large and not sealed."""
     if os.fstat(file).st_size != num_bytes:
         raise ValueError("the result has another size")
-    if num_bytes > MAX_COPIED_BYTES and fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
-        raise ValueError("the result is not sealed")
+    if num_bytes > MAX_COPIED_BYTES:
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise ValueError("the result is not sealed")
+        return np.frombuffer(mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE), np.uint8)
+    data = np.empty(num_bytes, np.uint8)
+    if os.preadv(file, [data.data], 0) < num_bytes:
+        raise ValueError("the result was cut")
+    return data
 
 
 async def wait_on_loop(end: socket.socket, timeout_s: float) -> None:

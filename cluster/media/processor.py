@@ -27,7 +27,7 @@ import numpy as np
 from cluster.config.checkpoint import check_family, placeholder_ids, read_config, read_json, takes_media
 from cluster.config.families import EncoderForm, ModelFamily, family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.calls import NOTHING, ProcessorCalls
+from cluster.media.calls import NOTHING, ProcessorCalls, setting_of
 from cluster.media.layout import make_layout
 from cluster.media.normalising import (
     WITHOUT,
@@ -204,8 +204,8 @@ class MediaProcessor:
         """What `begin` leaves to `finish`."""
         calls, processor = self._calls, self.transformers_processor
         parts = {
-            Modality.IMAGE: (lambda: processor.image_processor, calls.images_kwargs, trial_images),
-            Modality.VIDEO: (lambda: processor.video_processor, calls.videos_kwargs, trial_clips),
+            Modality.IMAGE: (lambda: processor.image_processor, calls.kwargs["images_kwargs"], trial_images),
+            Modality.VIDEO: (lambda: processor.video_processor, calls.kwargs["videos_kwargs"], trial_clips),
         }
 
         def find(modality: Modality) -> Normalisation | None:
@@ -251,12 +251,12 @@ class MediaProcessor:
         processor = self.transformers_processor
         video = VideoSampling()
         if Modality.VIDEO in self.modalities:
-            video = _sampling(processor.video_processor, self._calls.videos_kwargs)
+            video = _sampling(processor.video_processor, self._calls.kwargs["videos_kwargs"])
         if Modality.AUDIO not in self.modalities:
             return MediaSettings(limits, video)
         extractor = processor.feature_extractor
         cuts = self._family.cuts_sounds
-        most = None if cuts else _max_samples(processor, self._calls.audio_kwargs)
+        most = None if cuts else _max_samples(processor, self._calls.kwargs["audio_kwargs"])
         return MediaSettings(limits, video, extractor.sampling_rate, most)
 
     def _check_modality(self, modality: Modality) -> None:
@@ -305,10 +305,7 @@ def _row_tokens(processor: Any, config: Mapping[str, Any], family: ModelFamily) 
 
 
 def _sampling(part: Any, kwargs: Mapping[str, Any]) -> VideoSampling:
-    def value(name: str) -> Any:
-        given = kwargs.get(name)
-        return getattr(part, name, None) if given is None else given
-
+    value = functools.partial(setting_of, part, kwargs)
     fps, num_frames = value("fps"), value("num_frames")
     max_frames = value("max_frames") or num_frames or FALLBACK_NUM_FRAMES
     min_frames = value("min_frames") or (1 if fps else max_frames)

@@ -12,7 +12,7 @@ from cluster.media import container
 from cluster.media.boxes import check_index
 from cluster.media.budget import DecodeBudget
 from cluster.media.clips import ContainerClip
-from cluster.media.probe import probe
+from cluster.media.decode import probe
 from cluster.media.settings import MediaLimits, MediaSettings
 from cluster.media.sounds import sound_pieces
 from cluster.types.media import Modality

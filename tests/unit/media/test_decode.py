@@ -12,9 +12,8 @@ import pytest
 from PIL import Image
 
 from cluster.errors import MediaError
-from cluster.media.decode import decode
+from cluster.media.decode import decode, probe
 from cluster.media.hashing import media_hash
-from cluster.media.probe import probe
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling
 from cluster.media.sources import PIECE_CHARS, MediaSource, read_source
 from cluster.media.torchvision_compat import ensure_torchvision

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from cluster.errors import MediaError, UnavailableError
+from cluster.media.decode import probe
 from cluster.media.opener import Surveyed, SurveyOrder, Written
 from cluster.media.openers import opener_pool
-from cluster.media.probe import probe
 from cluster.media.processes import ProcessEndedError, ProcessPool, open_memory_file
 from cluster.media.settings import MediaSettings
 from cluster.media.survey import MediaSurvey, probe_of
