@@ -27,8 +27,7 @@ from cluster.types.transfer import ReceivedGrant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from encoder_service.cache import EmbeddingCache
-from encoder_service.holdings import Holdings
-from encoder_service.state import Delivery
+from encoder_service.state import Delivery, Holdings
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.events import Finished, SendEvent
 from kv_transfer.lease.transfer_engine import TransferEngine

@@ -37,16 +37,12 @@ from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import SpeedReporter
-from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
-from encoder_service.calls import CallPart, CallPlanner, EncoderLimits
+from encoder_service.calls import CallBudget, CallPart, CallPlanner, EncoderFits, EncoderLimits
 from encoder_service.deliveries import Deliveries, OwnPrompts
-from encoder_service.failures import named
-from encoder_service.fits import EncoderFits
-from encoder_service.holdings import Holdings
 from encoder_service.preparation import IsWanted, NotWantedError, Preparation, PreparationLimits
-from encoder_service.runner import EncoderRunner, Prepared
-from encoder_service.state import Delivery, EncodeItem, delivery_key
+from encoder_service.runner import EncoderRunner, Prepared, named
+from encoder_service.state import Delivery, EncodeItem, Holdings, delivery_key
 from kv_transfer.lease.events import SendEvent
 from kv_transfer.lease.transfer_engine import TransferEngine
 

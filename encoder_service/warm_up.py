@@ -15,7 +15,7 @@ import numpy as np
 from cluster.clock import Clock
 from cluster.types.media import MediaOptions, Modality
 from cluster.worker.cpu_slots import CpuSlots
-from encoder_service.fits import EncoderFits
+from encoder_service.calls import EncoderFits
 from encoder_service.runner import EncoderRunner, Piece
 
 logger = logging.getLogger(__name__)

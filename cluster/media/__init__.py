@@ -7,8 +7,8 @@
 * `processes`, `opener`, `confinement`: the processes in which files are opened; for doors by `surveyors`, for
   encoders by `decoders`.
 * `processor`: exact placeholder counts from a probe (door), model inputs from decoded media (encoder).
-* `decode`: bytes to a survey and to arrays, by `images`, `videos` and `sounds`. `sampling`: which frames of a video are
-  taken.
+* `decode`: bytes to a survey and to arrays, by `images`, `videos` and `sounds`. `sampling`: which frames of
+  a video are taken.
 * `clips`: moving pictures in a container or an animated image.
 * `container`: the only place that opens a container with FFmpeg. `boxes` checks an MP4's index before that.
 * `budget`: the time and packets that one `probe` or `decode` may take.

@@ -5,9 +5,9 @@ checked against the limits, before the item goes anywhere:
 * Video: packets and the first frame are enough; the strategy "scenes" decodes all frames.
 * Audio: it is decoded, because no header gives an exact sample count.
 
-Doors and encoders have both done in processes of their own (`surveyors`, `decoders`): `survey`, and `decoded_parts`.
-`probe` and `decode` do the same in the caller's process, for files that are trusted. The same functions determine
-size and length for both, so that the two agree about every file.
+Doors and encoders have both done in processes of their own (`surveyors`, `decoders`): `survey`, and
+`decoded_parts`. `probe` and `decode` do the same in the caller's process, for files that are trusted. The
+same functions determine size and length for both, so that the two agree about every file.
 """
 
 from __future__ import annotations

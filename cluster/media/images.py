@@ -115,9 +115,9 @@ def _check_jpeg_scans(data: bytes) -> None:
 
 
 def _without_comments(data: bytes) -> bytes:
-    """The same file, or a copy without chunks that say nothing of the picture. Pillow unpacks comments and colour
-    profiles, and refuses the whole picture if one of them, or all together, are large. Neither is used here. Only
-    what may hold the orientation stays; Pillow's limits apply to it."""
+    """The same file, or a copy without chunks that say nothing of the picture. Pillow unpacks comments and
+    colour profiles, and refuses the whole picture if one of them, or all together, are large. Neither is used
+    here. Only what may hold the orientation stays; Pillow's limits apply to it."""
     kept: list[memoryview] = []
     view, start = memoryview(data), 0
     for begin, end in _png_chunks(data):

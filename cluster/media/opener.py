@@ -24,7 +24,8 @@ from cluster.types.media import MediaOptions, Modality
 
 # An opener cannot import: these, and all that Pillow and PyAV would import for some file.
 IMPORTS = (
-    "cluster.media.confinement", "cluster.media.decode", "PIL.ImageCms", "av.subtitles.codeccontext", "av.subtitles.stream", "av.subtitles.subtitle",
+    "cluster.media.confinement", "cluster.media.decode", "PIL.ImageCms", "av.subtitles.codeccontext",
+    "av.subtitles.stream", "av.subtitles.subtitle",
 )  # fmt: skip
 
 

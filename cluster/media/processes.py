@@ -349,9 +349,9 @@ def seal(file: int) -> None:
 
 
 def result_bytes(file: int, num_bytes: int) -> np.ndarray:
-    """[num_bytes] uint8, private to the caller: a large result is mapped where it lies and freed with the array,
-    others are copied from memory that the process keeps. Raises ValueError if the file has another size, or is
-    large and not sealed."""
+    """[num_bytes] uint8, private to the caller: a large result is mapped where it lies and freed with the
+    array, others are copied from memory that the process keeps. Raises ValueError if the file has another
+    size, or is large and not sealed."""
     if os.fstat(file).st_size != num_bytes:
         raise ValueError("the result has another size")
     if num_bytes > MAX_COPIED_BYTES:

@@ -6,7 +6,6 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Protocol, TypeVar
 
 from cluster.clock import Clock
@@ -30,36 +29,24 @@ class TrackedRequest(Protocol):
 R = TypeVar("R", bound=TrackedRequest)
 
 
-class RequestTable(Mapping[str, R]):
+class RequestTable(dict[str, R]):
     """`deadlines`: by request id. The id of a request that has ended expires, too, and is ignored then."""
 
     def __init__(self, clock: Clock):
-        self._requests: dict[str, R] = {}
+        super().__init__()
         self.deadlines = Deadlines(clock)
 
-    def __getitem__(self, request_id: str) -> R:
-        return self._requests[request_id]
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._requests
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._requests)
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def add(self, request: R) -> None:
-        self._requests[request.request_id] = request
+        self[request.request_id] = request
 
     def remove(self, request_id: str) -> None:
-        del self._requests[request_id]
+        del self[request_id]
 
     def live(self, request_id: str) -> R | None:
         """The request, unless it is unknown, has ended or is closing."""
-        request = self._requests.get(request_id)
+        request = self.get(request_id)
         return None if request is None or request.is_closing else request
 
     def of_door(self, door: DoorId) -> list[str]:
         """Ids of the door's requests, in order of arrival."""
-        return [request_id for request_id, request in self._requests.items() if request.door == door]
+        return [request_id for request_id, request in self.items() if request.door == door]

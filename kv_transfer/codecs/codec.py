@@ -78,9 +78,9 @@ class Codec:
         wire_blocks: Sequence[int] | np.ndarray,
         layers: Sequence[int] | None = None,
     ) -> CodingJob:
-        """Group blocks[g] [n] and block wire_blocks[g] of the wire, in the given layers or in all. Raises before a
-        byte is written: IndexError if an id is outside its memory, ValueError if a memory has another layout or a
-        group has not n blocks."""
+        """Group blocks[g] [n] and block wire_blocks[g] of the wire, in the given layers or in all. Raises
+        before a byte is written: IndexError if an id is outside its memory, ValueError if a memory has
+        another layout or a group has not n blocks."""
         if kv.layout != self.kv_layout or wire.layout != self.wire_layout:
             raise ValueError("the memory has another layout than the codec")
         block_ids = _ids(blocks, kv.num_blocks)
@@ -93,8 +93,8 @@ class Codec:
         return CodingJob(block_ids, wire_ids, chosen)
 
     def code(self, kv: BlockMemory, wire: BlockMemory, jobs: Sequence[CodingJob], *, encodes: bool) -> None:
-        """Codes all jobs into the wire memory, or back. On CUDA the work is enqueued on the current stream; with
-        Triton as one launch."""
+        """Codes all jobs into the wire memory, or back. On CUDA the work is enqueued on the current stream;
+        with Triton as one launch."""
         device = kv.buffer.device
         if device.type == "cuda" and has_triton():
             layers, blocks, wire_ids = (

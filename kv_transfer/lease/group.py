@@ -11,10 +11,9 @@ free on every rank.
                    ◀── Granted ──                 waited for, so that no writer can be there before the lease
     cancel, revoke, note_writer
                    ── EngineOrder ──▶             the same
-    open           ── OpenOrder(shard i - 1) ─▶   transfer_engine.open
-    write          ── LeaseOrder(…, mark) ──▶     outgoing.write, ready when rank i's forward has come to `mark`
-    finish, abort  ── LeaseOrder ──▶              the same
-    on_event(i, …) ◀── RankEvent ──               of its transfer engine
+    open           ── OpenOrder(shard i - 1) ─▶   transfer_engine.open write          ── LeaseOrder(…, mark)
+    ──▶     outgoing.write, ready when rank i's forward has come to `mark` finish, abort  ── LeaseOrder ──▶
+    the same on_event(i, …) ◀── RankEvent ──               of its transfer engine
 
 If the transfer of one rank fails, the writer aborts those of the others. Pipes keep their order; a pipe that
 ends is the end of the group.

@@ -1,7 +1,7 @@
 """The transfers of a rank above 0: its transfer engine repeats what rank 0's did (`group`).
 
-What runs through the pipe between the two is pickled; both are the same version of this code. An order is a call
-of rank 0's transfer engine, or of a lease that was opened there: a method with its arguments.
+What runs through the pipe between the two is pickled; both are the same version of this code. An order is a
+call of rank 0's transfer engine, or of a lease that was opened there: a method with its arguments.
 
 Threads: one reads orders from the pipe, the transfer thread reports events; both write reports to the pipe
 under a lock.

@@ -1,8 +1,8 @@
-"""What a service sees of transfer: the same whether its worker is one process or several ranks. Every call returns
-at once.
+"""What a service sees of transfer: the same whether its worker is one process or several ranks. Every call
+returns at once.
 
-`grant`, `cancel`, `note_writer` and `revoke` of a `BlockTransfer` are the owner's: see `Receiver`. `open` is the
-writer's: see `Sender`. `Outgoing` says more of an `OutgoingLease`.
+`grant`, `cancel`, `note_writer` and `revoke` of a `BlockTransfer` are the owner's: see `Receiver`. `open` is
+the writer's: see `Sender`. `Outgoing` says more of an `OutgoingLease`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import MediaOptions, Modality
-from encoder_service.pooling import pool_rows
-from encoder_service.runner import EncoderRunner, Piece, Prepared
+from encoder_service.runner import EncoderRunner, Piece, Prepared, pool_rows
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import noise
 
