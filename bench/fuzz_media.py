@@ -182,7 +182,7 @@ def check(item: MediaCase, processor: Any) -> bool:
     settings, modality = processor.settings, item.modality
     try:
         probed = probe(modality, item.data, settings, item.options, item_idx=3)
-        geometry = processor.geometry(probed, item_idx=3)
+        geometry = processor.layout(probed, item_idx=3).geometry
         array = decode(modality, item.data, settings, item.options, item_idx=3)
         inputs = processor.prepare(modality, array, item_idx=3)
         again = probe(modality, item.data, settings, item.options, item_idx=3)

@@ -38,7 +38,7 @@ from cluster.media.normalising import (
 )
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
 from cluster.media.shapes import blank_audio, blank_image, blank_video, shapes_only
-from cluster.types.media import MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
+from cluster.types.media import MediaLayout, MediaOptions, MediaProbe, Modality
 
 if TYPE_CHECKING:
     import torch
@@ -122,12 +122,6 @@ class MediaProcessor:
         self._check_modality(probe.modality)
         with naming(probe.modality, item_idx):
             return self._cached_layout(probe, options, sound)
-
-    def geometry(
-        self, probe: MediaProbe, options: MediaOptions = DEFAULT_OPTIONS, *, item_idx: int = 0
-    ) -> MediaGeometry:
-        """The geometry of an item without its sound track."""
-        return self.layout(probe, options, item_idx=item_idx).geometry
 
     @property
     def bounds_whole_clips(self) -> bool:

@@ -98,12 +98,7 @@ def _grammar(structure: Structure, vocabulary: Vocabulary) -> str:
         case StructureKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(
                 held_schema(structure.text, is_strict=structure.is_strict),
-                overrides={
-                    "whitespace_flexible": not structure.is_compact,
-                    "whitespace_pattern": None if structure.is_compact else WHITESPACE,
-                    "coerce_one_of": structure.is_loose,
-                    "lenient": False,
-                },
+                overrides=json_options(is_compact=structure.is_compact, is_loose=structure.is_loose),
             )
         case StructureKind.REGEX:
             return LLMatcher.grammar_from_regex(structure.text)
@@ -114,6 +109,12 @@ def _grammar(structure: Structure, vocabulary: Vocabulary) -> str:
             return LLMatcher.grammar_from_lark(structure.text)
         case StructureKind.GRAMMAR:
             return grammar_from("grammar", _by_id(structure.text, vocabulary.special_ids))
+
+
+def json_options(*, is_compact: bool, is_loose: bool) -> dict[str, Any]:
+    """How llguidance reads a JSON schema."""
+    blanks = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITESPACE}
+    return {**blanks, "coerce_one_of": is_loose, "lenient": False}
 
 
 def _by_id(grammar: str, special_ids: Mapping[str, int]) -> str:

@@ -258,11 +258,8 @@ class NixlAgent:
                 self.poll(handle)
             if handle.state is TransferState.PENDING:
                 handle.state = TransferState.FAILED
-        try:
-            with self._mapped():
-                self._agent.remove_remote_agent(peer)
-        except TransferError:
-            pass  # already gone
+        with suppress(TransferError), self._mapped():  # already gone
+            self._agent.remove_remote_agent(peer)
 
     def close(self) -> None:
         if self._nixl is None:
@@ -298,11 +295,8 @@ class NixlAgent:
 
     def _forget(self, transfer: Any) -> None:
         """Release, ignoring errors: NIXL's own finaliser tries again."""
-        try:
-            with self._mapped():
-                transfer.release()
-        except TransferError:
-            pass
+        with suppress(TransferError), self._mapped():
+            transfer.release()
 
     def _descriptors(self, rows: np.ndarray, regions: tuple[NixlRegion, ...], owner: str) -> Any:
         """NIXL's descriptor list (address, bytes, device) of rows that all lie in one registered range."""

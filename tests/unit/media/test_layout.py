@@ -302,7 +302,7 @@ def test_a_heard_clips_rows_alternate_with_its_sounds_as_the_processor_says(fami
         **folder.call_kwargs,
     )  # fmt: skip
     assert written_out(media, layout) == folder.processor.tokenizer.decode(theirs["input_ids"][0])
-    assert layout.parts == ((VIDEO, media.geometry(clip)), (AUDIO, media.geometry(sound)))
+    assert layout.parts == ((VIDEO, media.layout(clip).geometry), (AUDIO, media.layout(sound).geometry))
 
 
 def test_a_clip_is_heard_by_omni_models_alone(families):

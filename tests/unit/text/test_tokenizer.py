@@ -198,7 +198,7 @@ def test_defaults_are_the_models_own(demo_model, tmp_path):
 
 def test_decoded_media_and_probes_agree_in_this_file(media):
     assert media.prepare(IMAGE, PIXELS)["image_grid_thw"].tolist() == [
-        list(media.geometry(PROBES[IMAGE]).grid_thw)
+        list(media.layout(PROBES[IMAGE]).geometry.grid_thw)
     ]
 
 
