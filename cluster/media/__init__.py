@@ -10,8 +10,8 @@
 * `decode`: bytes to a survey and to arrays, by `images`, `videos` and `sounds`. `sampling`: which frames of
   a video are taken.
 * `clips`: moving pictures in a container or an animated image.
-* `container`: the only place that opens a container with FFmpeg. `boxes` checks an MP4's index before that.
-* `budget`: the time and packets that one `probe` or `decode` may take.
+* `container`: the only place that opens a container with FFmpeg, and the packets that may be read. `boxes`
+  checks an MP4's index before that.
 
 Whatever a client sends, these modules raise only MediaError or UnsupportedError.
 """

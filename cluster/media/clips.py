@@ -20,8 +20,7 @@ from PIL import Image
 
 from cluster.errors import MediaError
 from cluster.media.boxes import frame_times
-from cluster.media.budget import DecodeBudget
-from cluster.media.container import first_stream, open_container, picture_decoder
+from cluster.media.container import DecodeBudget, first_stream, open_container, picture_decoder
 from cluster.media.images import image_format, open_image
 from cluster.media.pixels import on_white, to_rgb
 
@@ -119,9 +118,7 @@ class ContainerClip:
             for packet in container.demux(stream):
                 if only_keys and packet.size and not packet.is_keyframe:
                     continue
-                self._budget.check()
                 for frame in decoder.decode(packet if packet.size else None):
-                    self._budget.check()
                     self._check_size(frame.width, frame.height)
                     yield ContainerPicture(frame)
 
@@ -171,7 +168,6 @@ class AnimationClip:
         times = self.timeline().times or ()
         image = open_image(self._data, self._budget).image
         for idx, time in enumerate(times):
-            self._budget.check()
             image.seek(idx)
             # a copy, because `seek` draws over the image
             yield AnimationPicture(to_rgb(image.copy()), time)

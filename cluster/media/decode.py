@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from cluster.errors import MediaError
-from cluster.media.budget import DecodeBudget
+from cluster.media.container import DecodeBudget
 from cluster.media.images import decode_image, open_image
 from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings, naming
 from cluster.media.sounds import sound_pieces
@@ -37,7 +37,7 @@ def decode(
     """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that `probe` names. Audio: [num_samples]
     float32.
 
-    Blocks while it decodes, for at most `max_decode_s`. Raises MediaError."""
+    Blocks while it decodes. Raises MediaError."""
     with naming(modality, item_idx):
         parts = list(decoded_parts(modality, data, settings, options, DecodeBudget(settings.limits)))
         match modality:

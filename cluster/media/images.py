@@ -7,6 +7,7 @@ declared type.
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 from collections.abc import Iterator
@@ -16,8 +17,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cluster.errors import MediaError
-from cluster.media.budget import DecodeBudget
-from cluster.media.container import HEIC_BRANDS
+from cluster.media.container import HEIC_BRANDS, DecodeBudget
 from cluster.media.pixels import Samples, samples_of, to_rgb
 from cluster.media.settings import TRUNCATED
 
@@ -63,7 +63,7 @@ def open_image(data: bytes, budget: DecodeBudget) -> OpenedImage:
             raise MediaError(f"cannot be decoded: {TRUNCATED}")
         _check_size(*_webp_canvas(data), budget)
     try:
-        image = Image.open(budget.file(data), formats=IMAGE_FORMATS)
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     except Image.DecompressionBombError as error:
         raise MediaError(f"more than {budget.limits.max_pixels} pixels are not accepted") from error
     except UnidentifiedImageError as error:

@@ -60,12 +60,12 @@ _order_decoder = msgspec.msgpack.Decoder(SurveyOrder | DecodeOrder)
 
 def look(order: SurveyOrder, data: bytes) -> Surveyed:
     """Surveys one file. Raises MediaError, which does not name the item."""
-    from cluster.media.budget import DecodeBudget
+    from cluster.media.container import DecodeBudget
     from cluster.media.decode import decoded_parts, survey
     from cluster.media.images import image_format
 
     settings, options = order.settings, order.options
-    budget = DecodeBudget(settings.limits, order.timeout_s)
+    budget = DecodeBudget(settings.limits)
     with naming(order.modality, None):
         found, sound = survey(order.modality, data, settings, options, budget), None
         is_animation = image_format(data) is not None
@@ -81,13 +81,13 @@ def look(order: SurveyOrder, data: bytes) -> Surveyed:
 def open_file(order: DecodeOrder, data: bytes) -> Iterator[np.ndarray]:
     """The result of an order, in parts. Raises MediaError, and whatever Pillow or PyAV raise for broken
     files."""
-    from cluster.media.budget import DecodeBudget
+    from cluster.media.container import DecodeBudget
     from cluster.media.decode import decoded_parts
 
     if isinstance(order, SurveyOrder):
         yield np.frombuffer(encoder.encode(look(order, data)), np.uint8)
     else:
-        budget = DecodeBudget(order.settings.limits, order.timeout_s)
+        budget = DecodeBudget(order.settings.limits)
         yield from decoded_parts(order.modality, data, order.settings, order.options, budget)
 
 

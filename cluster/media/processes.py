@@ -39,7 +39,6 @@ import numpy as np
 
 from cluster.config.environment import bare_environment
 from cluster.errors import ClusterError, MediaError, NotWantedError, RequestError, UnavailableError, from_info
-from cluster.media.budget import too_slow
 from cluster.media.program import (
     MAX_COPIED_BYTES,
     MAX_MESSAGE_BYTES,
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 NUM_ATTEMPTS = 2
 START_TIMEOUT_S = 60.0  # importing FFmpeg and Pillow takes half a second, transformers some seconds
 FORK_TIMEOUT_S = 10.0  # of a server that has started a process before, which takes milliseconds
-GRACE_S = 1.0  # beyond the time limit, which the opener itself observes where its libraries allow it
+GRACE_S = 1.0  # beyond the time limit: for what is not decoding
 WANTED_EVERY_S = 0.05  # how often a thread that waits asks whether the result is still wanted
 
 T = TypeVar("T")
@@ -258,7 +257,7 @@ class ProcessPool(Generic[A]):
                 reason = MediaError("cannot be decoded: the process that works on it dies")
                 logger.warning("a process has ended over media: %s", type(order).__name__)
             except TimeoutError:
-                raise MediaError(too_slow(order.timeout_s)) from None
+                raise MediaError(f"takes longer than {order.timeout_s:g} seconds to decode") from None
             bounded = msgspec.structs.replace(order, timeout_s=max(0.0, ends_at - time.monotonic()))
         raise reason
 

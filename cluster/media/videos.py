@@ -16,8 +16,8 @@ import numpy as np
 
 from cluster.errors import MediaError
 from cluster.media import sampling
-from cluster.media.budget import DecodeBudget
 from cluster.media.clips import Clip, Picture, Timeline, open_clip
+from cluster.media.container import DecodeBudget
 from cluster.media.settings import MediaSettings
 from cluster.media.survey import MediaSurvey, taken_frames
 from cluster.types.media import FrameStrategy, MediaOptions
