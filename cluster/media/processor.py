@@ -27,8 +27,7 @@ import numpy as np
 from cluster.config.checkpoint import check_family, placeholder_ids, read_config, read_json, takes_media
 from cluster.config.families import EncoderForm, ModelFamily, family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.calls import NOTHING, ProcessorCalls, setting_of
-from cluster.media.layout import make_layout
+from cluster.media.calls import NOTHING, ProcessorCalls, make_layout, setting_of
 from cluster.media.normalising import (
     WITHOUT,
     Normalisation,

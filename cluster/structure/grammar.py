@@ -79,7 +79,7 @@ def _limits() -> LLParserLimits:
     """A lexer state takes one to two kilobytes, and every choice has its own. A row has four items for each
     optional property of an object. Masks of 230 structures (the benchmark's, and large ones: 200 optional
     properties, 5,000 values) with vocabularies of 1,024 and 65,000 tokens took up to 10,000 items; an
-    ambiguous grammar takes more after some 100 characters. Time is limited in `effort`."""
+    ambiguous grammar takes more after some 100 characters. Time is limited by `Effort`."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

@@ -12,7 +12,7 @@ sender             the writer's half: takes up grants, keeps the table of open l
   lease_writer       a lease on the agent's thread: post, wait, notify
   prompt_places      where the blocks of prompts lie in a grant
   group_coding       which groups of a lease travel coded
-  peer_links         connections to owners, measured by link_meter
+  link_meter         connections to owners, and how fast they are
 memories           of both sides, with their wire memories; checks and decodes what arrives
 envelope           the notification that ends a lease; the contract of both sides
 

@@ -40,9 +40,9 @@ from kv_transfer.codecs.pending import Pending
 from kv_transfer.lease.envelope import Envelope, NoticeKind, digest_grant, encode
 from kv_transfer.lease.events import Finished, SendAborted, SendEvent, SendFailed
 from kv_transfer.lease.group_coding import BlockWrite, CodedWrite
+from kv_transfer.lease.link_meter import PeerLinks
 from kv_transfer.lease.memories import TransferMemory
 from kv_transfer.lease.outgoing import Outgoing, QueuedWrite, expired
-from kv_transfer.lease.peer_links import PeerLinks
 
 # Of one write. Every descriptor takes 16 bytes in a message of the collective transport, which has a limit.
 MAX_DESCRIPTORS = 1 << 16

@@ -37,9 +37,9 @@ from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.events import SendEvent, SendFailed
 from kv_transfer.lease.group_coding import GroupCoding
 from kv_transfer.lease.lease_writer import LeaseWriter, SenderSide, SentBytes
+from kv_transfer.lease.link_meter import PeerLinks
 from kv_transfer.lease.memories import TransferMemory
 from kv_transfer.lease.outgoing import Outgoing, WriterSide
-from kv_transfer.lease.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
 

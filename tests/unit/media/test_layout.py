@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.config.families import family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.layout import cut_runs
+from cluster.media.calls import cut_runs
 from cluster.media.processor import MediaProcessor
 from cluster.media.settings import VideoSampling
 from cluster.model.encoder import EncoderModel

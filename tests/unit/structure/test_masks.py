@@ -9,9 +9,8 @@ import pytest
 from cluster.errors import StructureError
 from cluster.structure import effort as limits
 from cluster.structure import masks as filling
-from cluster.structure.effort import Effort
 from cluster.structure.masks import MaskFiller
-from cluster.structure.matcher import Matcher
+from cluster.structure.matcher import Effort, Matcher
 from tests.fakes.structures import allowed, demo_vocabulary, ids_of, matcher_of, of_regex
 from tests.fakes.workers import Inbox, ManualExecutor
 
