@@ -29,8 +29,8 @@ from typing import IO, Any
 import numpy as np
 
 from bench import hostile_media, media_files
+from bench.trusted_media import decode, probe
 from cluster.errors import RequestError
-from cluster.media.decode import decode, probe
 from cluster.media.settings import MediaLimits
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 

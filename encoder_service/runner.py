@@ -14,7 +14,6 @@ import torch
 
 from cluster.errors import ClusterError, InternalError, OverloadedError
 from cluster.lost_device import is_device_lost
-from cluster.media.decode import decode
 from cluster.media.decoders import Decoders
 from cluster.media.preprocessors import Preprocessors
 from cluster.media.processor import MediaProcessor
@@ -60,11 +59,10 @@ class EncoderRunner:
         self,
         model: EncoderModel,
         processor: MediaProcessor,
-        decoders: Decoders | None = None,
+        decoders: Decoders,
         preprocessors: Preprocessors | None = None,
     ):
-        """`decoders`: None: files are trusted, and decoded in this process. `preprocessors`: None: arrays are
-        preprocessed in this process."""
+        """`preprocessors`: None: arrays are preprocessed in this process."""
         self._model = model
         self._processor = processor
         self._decoders = decoders
@@ -76,11 +74,8 @@ class EncoderRunner:
 
         The error does not number the item: requests that share the item know it by different numbers, and
         their doors add them."""
-        settings, options = self._processor.settings, item.options
-        if self._decoders is None:
-            array = decode(item.modality, item.data, settings, options, item_idx=None)
-        else:
-            array = self._decoders.decode(item.modality, item.data, settings, options, is_wanted)
+        settings = self._processor.settings
+        array = self._decoders.decode(item.modality, item.data, settings, item.options, is_wanted)
         return self.preprocess(item.modality, array, item.options, is_wanted)
 
     def preprocess(
@@ -90,7 +85,7 @@ class EncoderRunner:
         options: MediaOptions,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Prepared:
-        """`array`: what `cluster.media.decode` made of a file. Otherwise as `prepare`."""
+        """`array`: what `cluster.media.decoders` made of a file. Otherwise as `prepare`."""
         if self._preprocessors is None:
             begun = self._processor.begin(modality, array, options, item_idx=None)
         else:

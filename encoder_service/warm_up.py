@@ -55,7 +55,7 @@ def _run(
 
 
 def _blank_items(modality: Modality) -> tuple[np.ndarray, np.ndarray]:
-    """A small item and a larger one, in the form that `cluster.media.decode` gives."""
+    """A small item and a larger one, in the form that `cluster.media.decoders` gives."""
     match modality:
         case Modality.IMAGE:
             return np.zeros((64, 64, 3), np.uint8), np.zeros((256, 256, 3), np.uint8)

@@ -28,6 +28,7 @@ from bench.encoder.clients import text_part
 from bench.engine.prompts import Part
 from bench.media_files import video_of
 from bench.records import Record
+from bench.trusted_media import trusted_decoders
 from bench.workload import png_bytes
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
@@ -147,7 +148,9 @@ class EvaluatedModel:
         if media is None:
             raise RuntimeError(f"{folder} has no media encoder")
         self._media = media
-        self._runner = EncoderRunner(EncoderModel.load(folder, dtype=torch.float32), media)
+        self._runner = EncoderRunner(
+            EncoderModel.load(folder, dtype=torch.float32), media, trusted_decoders()
+        )
         self._language = language = LanguageModel.load(folder, dtype=torch.float32)
         self._prompts = PromptBuilder(
             TextProcessor.load(folder, media.transformers_processor),

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bench.engine.prompts import Prompts
 from bench.records import Record
+from bench.trusted_media import decode
 from bench.workload import SAMPLING_RATE, wav_bytes
 from cluster.errors import ConfigError
-from cluster.media.decode import decode
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import Modality

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bench.encoder.curve import Sizes, make_file
 from bench.records import Record
+from bench.trusted_media import decode
 from cluster.errors import ConfigError
-from cluster.media.decode import decode
 from cluster.media.processor import MediaProcessor
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.encoder import EncoderModel

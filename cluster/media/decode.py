@@ -5,9 +5,8 @@ checked against the limits, before the item goes anywhere:
 * Video: packets and the first frame are enough; the strategy "scenes" decodes all frames.
 * Audio: it is decoded, because no header gives an exact sample count.
 
-Doors and encoders have both done in processes of their own (`surveyors`, `decoders`): `survey`, and
-`decoded_parts`. `probe` and `decode` do the same in the caller's process, for files that are trusted. The
-same functions determine size and length for both, so that the two agree about every file.
+Doors and encoders have it done in processes of their own (`surveyors`, `decoders`). The same functions
+determine size and length for both, so that the two agree about every file.
 """
 
 from __future__ import annotations
@@ -19,34 +18,11 @@ import numpy as np
 from cluster.errors import MediaError
 from cluster.media.container import DecodeBudget
 from cluster.media.images import decode_image, open_image
-from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings, naming
+from cluster.media.settings import MediaSettings
 from cluster.media.sounds import sound_pieces
-from cluster.media.survey import MediaSurvey, probe_of
+from cluster.media.survey import MediaSurvey
 from cluster.media.videos import plan_video, survey_clip, video_frames
-from cluster.types.media import MediaOptions, MediaProbe, Modality
-
-
-def decode(
-    modality: Modality,
-    data: bytes,
-    settings: MediaSettings,
-    options: MediaOptions = DEFAULT_OPTIONS,
-    *,
-    item_idx: int | None = 0,
-) -> np.ndarray:
-    """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that `probe` names. Audio: [num_samples]
-    float32.
-
-    Blocks while it decodes. Raises MediaError."""
-    with naming(modality, item_idx):
-        parts = list(decoded_parts(modality, data, settings, options, DecodeBudget(settings.limits)))
-        match modality:
-            case Modality.IMAGE:
-                return parts[0]
-            case Modality.VIDEO:
-                return np.stack(parts)
-            case Modality.AUDIO:
-                return np.concatenate(parts)
+from cluster.types.media import MediaOptions, Modality
 
 
 def decoded_parts(
@@ -79,17 +55,3 @@ def survey(
             return survey_clip(data, settings, options, budget).survey
         case Modality.AUDIO:
             return MediaSurvey(num_samples=sum(map(len, sound_pieces(data, settings, budget))))
-
-
-def probe(
-    modality: Modality,
-    data: bytes,
-    settings: MediaSettings,
-    options: MediaOptions = DEFAULT_OPTIONS,
-    *,
-    item_idx: int | None = 0,
-) -> MediaProbe:
-    """Raises MediaError, whose message names the item unless `item_idx` is None."""
-    with naming(modality, item_idx):
-        found = survey(modality, data, settings, options, DecodeBudget(settings.limits))
-        return probe_of(modality, found, settings, options)

@@ -33,9 +33,9 @@ class Decoders:
         options: MediaOptions,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> np.ndarray:
-        """Does what `cluster.media.decode.decode` does, for an item without a number; the array is private to
-        the caller. Blocks no longer than the item `is_wanted`. Raises MediaError, NotWantedError and
-        UnavailableError."""
+        """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that its probe names. Audio:
+        [num_samples] float32. The array is private to the caller. Blocks no longer than the item `is_wanted`.
+        Raises MediaError, NotWantedError and UnavailableError."""
         order = DecodeOrder(modality, options, settings, timeout_s=settings.limits.max_decode_s)
         read = functools.partial(read_array, modality, settings)
         return self._pool.ask_blocking(order, data, is_wanted, read)

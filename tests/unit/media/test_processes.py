@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from bench import fuzz_media
+from bench.trusted_media import decode
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError
-from cluster.media.decode import decode
 from cluster.media.decoders import Decoders
 from cluster.media.opener import DecodeOrder, Written
 from cluster.media.openers import opener_pool

@@ -9,8 +9,8 @@ import os
 import msgspec
 import pytest
 
+from bench.trusted_media import probe
 from cluster.errors import MediaError, UnavailableError
-from cluster.media.decode import probe
 from cluster.media.opener import Surveyed, SurveyOrder, Written
 from cluster.media.openers import opener_pool
 from cluster.media.processes import ProcessEndedError, ProcessPool, open_memory_file

@@ -70,7 +70,7 @@ def of_many_units(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def runner_of(encoder: EncoderModel) -> EncoderRunner:
-    return EncoderRunner(encoder, processor=None)  # type: ignore[arg-type]  # nothing is prepared here
+    return EncoderRunner(encoder, None, None)  # type: ignore[arg-type]  # nothing is prepared here
 
 
 def encode(
