@@ -52,7 +52,7 @@ def probe(
 
 
 class TrustedDecoders:
-    """In place of `cluster.media.decoders.Decoders`."""
+    """Decodes as `cluster.media.decoders.Decoders` does, without processes."""
 
     def decode(
         self,

@@ -14,7 +14,8 @@ import numpy as np
 
 from cluster.media.opener import DecodeOrder, Written
 from cluster.media.openers import opener_pool
-from cluster.media.processes import ProcessPool, result_bytes
+from cluster.media.processes import ProcessPool
+from cluster.media.program import result_bytes
 from cluster.media.settings import MediaSettings
 from cluster.types.media import MediaOptions, Modality
 

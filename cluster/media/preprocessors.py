@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from cluster.media.preprocessor import Preprocessed, PreprocessOrder, read_tensors
-from cluster.media.processes import PoolProcess, ProcessPool, ProcessServer, result_bytes
+from cluster.media.processes import PoolProcess, ProcessPool, ProcessServer
+from cluster.media.program import result_bytes
 from cluster.types.media import MediaOptions, Modality
 
 

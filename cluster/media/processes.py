@@ -19,9 +19,7 @@ awaits it, an encoder's thread passes a wait that blocks, and runs it with `run_
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import mmap
 import os
 import select
 import signal
@@ -30,23 +28,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 
 from cluster.config.environment import bare_environment
 from cluster.errors import ClusterError, MediaError, NotWantedError, RequestError, UnavailableError, from_info
 from cluster.media.program import (
     MAX_COPIED_BYTES,
     MAX_MESSAGE_BYTES,
-    SEALS,
     ProcessOrder,
     ProcessReady,
     Refused,
+    append,
     encoder,
+    memory_file,
+    open_memory_file,
+    seal,
 )
 
 logger = logging.getLogger(__name__)
@@ -320,47 +320,6 @@ class ProcessPool(Generic[A]):
                 self._has_warned = True
                 logger.warning("this kernel filters no system calls: processes for media have limits only")
         self.warm_up(num_processes)
-
-
-def memory_file() -> int:
-    """An empty file in memory. It is freed when all its descriptors and mappings are gone."""
-    return os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-@contextmanager
-def open_memory_file() -> Iterator[int]:
-    file = memory_file()
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def append(file: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def seal(file: int) -> None:
-    """Seals the file: from now on nothing can change it."""
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
-
-
-def result_bytes(file: int, num_bytes: int) -> np.ndarray:
-    """[num_bytes] uint8, private to the caller: a large result is mapped where it lies and freed with the
-    array, others are copied from memory that the process keeps. Raises ValueError if the file has another
-    size, or is large and not sealed."""
-    if os.fstat(file).st_size != num_bytes:
-        raise ValueError("the result has another size")
-    if num_bytes > MAX_COPIED_BYTES:
-        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
-            raise ValueError("the result is not sealed")
-        return np.frombuffer(mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE), np.uint8)
-    data = np.empty(num_bytes, np.uint8)
-    if os.preadv(file, [data.data], 0) < num_bytes:
-        raise ValueError("the result was cut")
-    return data
 
 
 async def wait_on_loop(end: socket.socket, timeout_s: float) -> None:

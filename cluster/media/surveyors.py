@@ -19,7 +19,8 @@ from cluster import overload
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.opener import Surveyed, SurveyOrder, Written
 from cluster.media.openers import opener_pool
-from cluster.media.processes import ProcessPool, append, open_memory_file, result_bytes, seal, wait_on_loop
+from cluster.media.processes import ProcessPool, wait_on_loop
+from cluster.media.program import append, open_memory_file, result_bytes, seal
 from cluster.media.settings import MAX_SURVEY_BYTES
 from cluster.media.slots import FairSlots
 from cluster.media.survey import check_survey

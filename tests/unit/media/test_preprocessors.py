@@ -15,8 +15,9 @@ from bench.equality import MODEL
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError
 from cluster.media.preprocessor import Preprocessed, read_tensors, write_tensors
 from cluster.media.preprocessors import Preprocessors, preprocessor_server
-from cluster.media.processes import ProcessServer, memory_file
+from cluster.media.processes import ProcessServer
 from cluster.media.processor import MediaProcessor
+from cluster.media.program import memory_file
 from cluster.types.media import MediaOptions, Modality
 from tests.fakes import unruly_preprocessor as unruly
 

@@ -30,10 +30,10 @@ from cluster.media.processes import (
     ProcessEndedError,
     ProcessPool,
     ProcessServer,
-    open_memory_file,
     run_blocking,
     wait_while,
 )
+from cluster.media.program import open_memory_file
 from cluster.media.settings import MediaLimits, MediaSettings
 from cluster.types.media import MediaOptions, Modality
 from tests.fakes import hostile_opener
