@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 import msgspec
 
@@ -49,6 +50,8 @@ from kv_transfer.lease.rank_follower import (
     next_message,
 )
 from kv_transfer.lease.transfer_engine import TransferEngine
+
+Totals = TypeVar("Totals", SentTotals, ReceivedTotals)
 
 ANSWER_TIMEOUT_S = 10.0  # normally a fraction of a millisecond
 
@@ -109,6 +112,10 @@ class RankLink:
         return answer
 
 
+def _sum(totals: Sequence[Totals]) -> Totals:
+    return type(totals[0])(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
+
+
 def order_all(links: Sequence[RankLink], order: Order) -> None:
     for link in links:
         link.order(order)
@@ -146,20 +153,14 @@ class GroupTransferEngine:
     def sent(self) -> SentTotals:
         """What all ranks have sent; of the others, when they last ended a lease. The errors of the codec are
         rank 0's."""
-        own, others = self._transfer_engine.sent, [link.sent for link in self._links]
-        return msgspec.structs.replace(
-            own,
-            raw_bytes=own.raw_bytes + sum(other.raw_bytes for other in others),
-            coded_bytes=own.coded_bytes + sum(other.coded_bytes for other in others),
-            coded_groups=own.coded_groups + sum(other.coded_groups for other in others),
-            crowded_groups=own.crowded_groups + sum(other.crowded_groups for other in others),
-        )
+        own = self._transfer_engine.sent
+        totals = _sum([own, *(link.sent for link in self._links)])
+        return msgspec.structs.replace(totals, key_error=own.key_error, value_error=own.value_error)
 
     @property
     def received(self) -> ReceivedTotals:
         """What all ranks have received; of the others, when they last ended a lease."""
-        totals = [self._transfer_engine.received, *(link.received for link in self._links)]
-        return ReceivedTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
+        return _sum([self._transfer_engine.received, *(link.received for link in self._links)])
 
     @property
     def links(self) -> dict[str, Link]:

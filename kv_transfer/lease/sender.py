@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 
 from cluster.clock import Clock
@@ -65,8 +64,7 @@ class Sender:
         self._writer_side = SenderSide(self._memory, self._links, self._sent, clock.now)
         self._lock = threading.Lock()  # guards the tables of open and used leases
         self._open: dict[str, LeaseWriter] = {}
-        self._used: deque[tuple[float, str]] = deque()  # closed leases, oldest first: when to forget, lease
-        self._used_ids: set[str] = set()
+        self._used: dict[str, float] = {}  # closed leases, oldest first: when to forget each
 
     @property
     def wire(self) -> Wire | None:
@@ -109,7 +107,7 @@ class Sender:
         outgoing = Outgoing(received, coding, self._side)
         writer = LeaseWriter(outgoing, self._writer_side)
         with self._lock:
-            if grant.lease_id in self._open or grant.lease_id in self._used_ids:
+            if grant.lease_id in self._open or grant.lease_id in self._used:
                 raise TransferError(f"lease {grant.lease_id} was opened before; it can be written once")
             self._open[grant.lease_id] = writer
         self._wake()
@@ -167,7 +165,6 @@ class Sender:
             outgoing.coding.free()
         with self._lock:
             self._open.pop(outgoing.lease_id, None)
-            self._used.append((self._now() + outgoing.grant.ttl_s, outgoing.lease_id))
-            self._used_ids.add(outgoing.lease_id)
-            while self._used and self._used[0][0] <= self._now():
-                self._used_ids.discard(self._used.popleft()[1])
+            self._used[outgoing.lease_id] = self._now() + outgoing.grant.ttl_s
+            while self._used and self._used[first := next(iter(self._used))] <= self._now():
+                del self._used[first]
