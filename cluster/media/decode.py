@@ -21,7 +21,7 @@ from cluster.media.images import decode_image, open_image
 from cluster.media.settings import MediaSettings
 from cluster.media.sounds import sound_pieces
 from cluster.media.survey import MediaSurvey
-from cluster.media.videos import plan_video, survey_clip, video_frames
+from cluster.media.videos import survey_clip, video_frames
 from cluster.types.media import MediaOptions, Modality
 
 
@@ -34,7 +34,7 @@ def decoded_parts(
         case Modality.IMAGE:
             yield decode_image(data, budget)
         case Modality.VIDEO:
-            yield from video_frames(data, plan_video(data, settings, options, budget), budget)
+            yield from video_frames(data, settings, options, budget)
         case Modality.AUDIO:
             yield from sound_pieces(data, settings, budget)
 

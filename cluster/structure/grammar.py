@@ -111,7 +111,7 @@ def _grammar(structure: Structure, vocabulary: Vocabulary) -> str:
             return grammar_from("grammar", _by_id(structure.text, vocabulary.special_ids))
 
 
-def json_options(*, is_compact: bool, is_loose: bool) -> dict[str, Any]:
+def json_options(*, is_compact: bool, is_loose: bool) -> Any:
     """How llguidance reads a JSON schema."""
     blanks = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITESPACE}
     return {**blanks, "coerce_one_of": is_loose, "lenient": False}
