@@ -3,8 +3,7 @@ of those that are open to writers, and whether the bytes are right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import CodedPart, Grant
@@ -66,9 +65,20 @@ class IncomingMemory(TransferMemory):
         if grant.coded is not None and self.wire is not None:
             self.wire.free(grant.coded.block_ids)
 
-    def take_in(self, grant: Grant, envelope: Envelope) -> TakingIn:
-        """The check of all bytes and the decoding of coded groups; nothing begins before its `advance`."""
-        return TakingIn(self._checks(grant, envelope), partial(self._decode, grant, envelope))
+    def take_in(self, grant: Grant, envelope: Envelope) -> Iterator[bool | None]:
+        """Checks all bytes and decodes the coded groups, in as many rounds as are asked for. None: ask again,
+        the device still reads or writes. False: the bytes are not those that were sent."""
+        checks = list(self._checks(grant, envelope))
+        while not all(check.is_done() for check in checks):
+            yield None
+        if not all(check.value() for check in checks):
+            yield False
+            return
+        decoding = self._decode(grant, envelope)
+        while not decoding.is_done():
+            yield None
+        decoding.value()
+        yield True
 
     def _checks(self, grant: Grant, envelope: Envelope) -> Iterator[Pending[bool]]:
         part, wire_sums = grant.coded, self.wire_sums
@@ -88,32 +98,6 @@ class IncomingMemory(TransferMemory):
         firsts = (part.first_blocks[i] for i in envelope.coded)
         groups = [grant.block_ids[first : first + wire.blocks_per_group] for first in firsts]
         return wire.decode([part.block_ids[i] for i in envelope.coded], groups)
-
-
-class TakingIn:
-    """The bytes of one lease: they are checked, then its coded groups are decoded. Both may take several
-    rounds."""
-
-    def __init__(self, checks: Iterator[Pending[bool]], decode: Callable[[], Pending[None]]):
-        self._checks_to_begin = checks
-        self._checks: list[Pending[bool]] = []
-        self._decode = decode
-        self._decoding: Pending[None] | None = None
-
-    def advance(self) -> bool | None:
-        """False: the bytes are not those that were sent. None: call it again, the device still reads or
-        writes."""
-        if self._decoding is None:
-            self._checks += self._checks_to_begin
-            if not all(check.is_done() for check in self._checks):
-                return None
-            if not all(check.value() for check in self._checks):
-                return False
-            self._decoding = self._decode()
-        if not self._decoding.is_done():
-            return None
-        self._decoding.value()
-        return True
 
 
 def _fit(places: Sequence[int], count: int) -> bool:

@@ -91,8 +91,7 @@ class Fetcher:
     async def _download(self, url: URL, max_bytes: int, tenant: str) -> FetchedMedia:
         key = (tenant, str(url))
         got = await self._downloader.get(url, max_bytes, self._cache.get(key), tenant)
-        data = self._cache.put(key, got.digest, got.data, got.allowed, got.url, got.validators)
-        return _within(FetchedMedia(data, got.digest), max_bytes)
+        return _within(FetchedMedia(self._cache.put(key, got), got.digest), max_bytes)
 
 
 def _within(media: FetchedMedia, max_bytes: int) -> FetchedMedia:
