@@ -29,7 +29,7 @@ from typing import IO, Any
 import numpy as np
 
 from bench import hostile_media, media_files
-from bench.trusted_media import decode, probe
+from bench.trusted_media import decode, prepare, probe
 from cluster.errors import RequestError
 from cluster.media.settings import MediaLimits
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
@@ -184,7 +184,7 @@ def check(item: MediaCase, processor: Any) -> bool:
         probed = probe(modality, item.data, settings, item.options, item_idx=3)
         geometry = processor.layout(probed, item_idx=3).geometry
         array = decode(modality, item.data, settings, item.options, item_idx=3)
-        inputs = processor.prepare(modality, array, item_idx=3)
+        inputs = prepare(processor, modality, array, item_idx=3)
         again = probe(modality, item.data, settings, item.options, item_idx=3)
     except RequestError as error:
         assert error.message.startswith(f"item 3 ({modality}): "), error.message

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from cluster.media.container import DecodeBudget
 from cluster.media.decode import decoded_parts, survey
+from cluster.media.processor import MediaProcessor
 from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings, naming
 from cluster.media.survey import probe_of
 from cluster.types.media import MediaOptions, MediaProbe, Modality
@@ -49,6 +51,19 @@ def probe(
     with naming(modality, item_idx):
         found = survey(modality, data, settings, options, DecodeBudget(settings.limits))
         return probe_of(modality, found, settings, options)
+
+
+def prepare(
+    processor: MediaProcessor,
+    modality: Modality,
+    array: np.ndarray,
+    options: MediaOptions = DEFAULT_OPTIONS,
+    *,
+    item_idx: int | None = 0,
+) -> dict[str, Tensor]:
+    """Model inputs of one item, as the processor gives them for a batch of one."""
+    with naming(modality, item_idx):
+        return processor.finish(modality, processor.begin(modality, array, options))
 
 
 class TrustedDecoders:

@@ -87,7 +87,7 @@ class EncoderRunner:
     ) -> Prepared:
         """`array`: what `cluster.media.decoders` made of a file. Otherwise as `prepare`."""
         if self._preprocessors is None:
-            begun = self._processor.begin(modality, array, options, item_idx=None)
+            begun = self._processor.begin(modality, array, options)
         else:
             begun = self._preprocessors.begin(modality, array, options, is_wanted)
         cut, num_units = self._model.splitter(modality), 1

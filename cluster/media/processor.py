@@ -2,9 +2,8 @@
 
 * `layout`, for the door: the text and the number of embedding rows of an item. The processor itself is asked
   about an item of that size without content (`shapes`).
-* `prepare`, for the encoder: the tensors of one item that `get_image_features`, `get_video_features` and
-  `get_audio_features` take. In two parts, `begin` and `finish`, which may run in different places
-  (`normalising`).
+* `begin` and `finish`, for the encoder: the tensors of one item that `get_image_features`,
+  `get_video_features` and `get_audio_features` take. The two may run in different places (`normalising`).
 
 Both make the same calls (`calls`), so they agree. `mm_processor_kwargs.json` in the model folder holds
 call-time arguments; without them some processors (Qwen2.5-Omni's) ignore parts of their own saved
@@ -134,18 +133,6 @@ class MediaProcessor:
         part = processor.video_processor if modality is Modality.VIDEO else processor.image_processor
         return part.patch_size
 
-    def prepare(
-        self,
-        modality: Modality,
-        array: np.ndarray,
-        options: MediaOptions = DEFAULT_OPTIONS,
-        *,
-        item_idx: int | None = 0,
-    ) -> dict[str, torch.Tensor]:
-        """Model inputs of one item from the array that `decode` made, as the processor gives them for a batch
-        of one. Pooling follows the encoder and changes nothing here. Raises MediaError, UnsupportedError."""
-        return self.finish(modality, self.begin(modality, array, options, item_idx=item_idx))
-
     def warm_up(self) -> None:
         """Does what the first item would have to wait for."""
         _ = self._normalisations
@@ -155,18 +142,18 @@ class MediaProcessor:
         modality: Modality,
         array: np.ndarray,
         options: MediaOptions = DEFAULT_OPTIONS,
-        *,
-        item_idx: int | None = 0,
     ) -> dict[str, torch.Tensor]:
-        """What `prepare` does up to `finish`: pixels are bytes where they can be."""
+        """Model inputs of one item from the array that `decoders` give, for a batch of one, up to `finish`:
+        pixels are bytes where they can be. Pooling follows the encoder and changes nothing here. Raises
+        MediaError, UnsupportedError."""
         self._check_modality(modality)
         options = msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
         more = NOTHING if self._normalisations.get(modality) is None else WITHOUT
-        with naming(modality, item_idx):
+        with naming(modality, None):
             return self._model_inputs(modality, self._process(modality, array, options, more))
 
     def finish(self, modality: Modality, begun: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of `begin`, on any device, as those of `prepare` on that device."""
+        """The tensors of `begin`, on any device, as the processor gives them."""
         normalisation = self._normalisations.get(modality)
         return dict(begun) if normalisation is None else normalisation.finish(begun)
 

@@ -63,7 +63,7 @@ def test_a_process_gives_the_same_bits_as_this_one(processor, served, modality):
 )
 def test_a_refusal_is_the_one_of_this_process(processor, served, modality, options):
     with pytest.raises(RequestError) as expected:
-        processor.begin(modality, ARRAYS[modality], options, item_idx=None)
+        processor.begin(modality, ARRAYS[modality], options)
     with pytest.raises(expected.type) as got:
         served.begin(modality, ARRAYS[modality], options)
     assert (str(got.value), got.value.param) == (str(expected.value), expected.value.param)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.trusted_media import prepare
 from cluster.errors import ConfigError, MediaError
 from cluster.media.processor import MediaProcessor
 from cluster.types.media import MediaProbe, Modality
@@ -44,7 +45,7 @@ def test_image_geometry_and_tensors_are_the_processors(processor, hf_processor, 
                        **call_kwargs(demo_model))  # fmt: skip
     assert geometry.num_tokens == count(out, hf_processor, Modality.IMAGE)
     assert [list(geometry.grid_thw)] == out["image_grid_thw"].tolist()
-    inputs = processor.prepare(Modality.IMAGE, pixels)
+    inputs = prepare(processor, Modality.IMAGE, pixels)
     assert set(inputs) == {"pixel_values", "image_grid_thw"}
     for key, tensor in inputs.items():
         torch.testing.assert_close(tensor, out[key], rtol=0, atol=0)
@@ -63,7 +64,7 @@ def test_video_geometry_and_tensors_are_the_processors(
     assert geometry.num_tokens == count(out, hf_processor, Modality.VIDEO)
     assert [list(geometry.grid_thw)] == out["video_grid_thw"].tolist()
     assert geometry.second_per_grid == float(out["video_second_per_grid"][0])
-    inputs = processor.prepare(Modality.VIDEO, frames)
+    inputs = prepare(processor, Modality.VIDEO, frames)
     assert set(inputs) == {"pixel_values_videos", "video_grid_thw"}
     for key, tensor in inputs.items():
         torch.testing.assert_close(tensor, torch.as_tensor(out[key]), rtol=0, atol=0)
@@ -83,7 +84,7 @@ def test_audio_geometry_and_tensors_are_the_processors(processor, hf_processor, 
     )
     assert geometry.num_tokens == count(out, hf_processor, Modality.AUDIO)
     assert geometry.num_mel_frames == int(out["feature_attention_mask"].sum())
-    inputs = processor.prepare(Modality.AUDIO, waveform)
+    inputs = prepare(processor, Modality.AUDIO, waveform)
     assert set(inputs) == {"input_features", "feature_attention_mask"}
     for key, tensor in inputs.items():
         torch.testing.assert_close(tensor, out[key], rtol=0, atol=0)
@@ -149,5 +150,5 @@ def test_the_other_families_agree_with_their_processors(demo_model, tmp_path, fa
         assert geometry.num_tokens == count(out, hf, Modality.VIDEO)
         theirs = out.get("second_per_grid_ts")
         assert geometry.second_per_grid == (None if theirs is None else pytest.approx(float(theirs[0])))
-        inputs = loaded.prepare(Modality.VIDEO, frames)
+        inputs = prepare(loaded, Modality.VIDEO, frames)
         assert inputs["pixel_values_videos"].shape == out["pixel_values_videos"].shape
