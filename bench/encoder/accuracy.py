@@ -34,7 +34,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
 from cluster.media.opener import SurveyOrder, look
 from cluster.media.processor import MediaProcessor
-from cluster.media.sources import MediaSource, read_source
+from cluster.media.sources import MediaSource, read_data_uri
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.text.defaults import GenerationDefaults, context_length
@@ -245,7 +245,7 @@ class EvaluatedModel:
 
     def _content(self, source: MediaSource) -> Content:
         settings = self._media.settings
-        data, _ = read_source(source, settings.limits.max_bytes)
+        data = read_data_uri(source.url, settings.limits.max_bytes)
         order = SurveyOrder(source.modality, source.options, settings, timeout_s=settings.limits.max_decode_s)
         return Content(FetchedMedia(data, hashlib.sha256(data).digest()), look(order, data))
 
