@@ -34,7 +34,7 @@ from cluster.media.normalising import (
     trial_clips,
     trial_images,
 )
-from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
+from cluster.media.settings import DEFAULT_OPTIONS, MediaLimits, MediaSettings, VideoSampling, naming
 from cluster.media.shapes import blank_audio, blank_image, blank_video, shapes_only
 from cluster.types.media import MediaLayout, MediaOptions, MediaProbe, Modality
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_LIMITS = MediaLimits()
-DEFAULT_OPTIONS = MediaOptions()
 FRAMES_AS_IMAGES = (EncoderForm.TILED_IMAGES, EncoderForm.MASKED_TILES)  # to the model a clip is T images
 NUM_CACHED_LAYOUTS = 4096  # a few KB each for the timestamps of a long clip
 FALLBACK_FPS = 2.0  # for processors without a rate
