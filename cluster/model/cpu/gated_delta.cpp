@@ -14,6 +14,7 @@
 
 #include "common.h"
 #include "kernels.h"
+#include "state_pages.h"
 
 namespace {
 
@@ -38,17 +39,6 @@ inline float inverse_norm(const float* x, int64_t width) {
   Floats squares = {};
   for (int64_t i = 0; i < width; i += kLanes) squares += load<Floats>(x + i) * load<Floats>(x + i);
   return 1.0f / std::sqrt(sum_of(squares) + kEpsilon);
-}
-
-// Bytes [offset, offset + bytes) of a layer's states, which lie in pages. `copy(page bytes, our bytes, count)`.
-template <class Copy>
-void over_pages(const DeltaMixer& mixer, const MixerStep& step, const int64_t* pages, int64_t offset, int64_t bytes,
-                char* ours, Copy copy) {
-  while (bytes > 0) {
-    const int64_t within = offset % mixer.page_bytes, count = std::min(bytes, mixer.page_bytes - within);
-    copy(step.memory + pages[mixer.first_page + offset / mixer.page_bytes] * mixer.page_bytes + within, ours, count);
-    offset += count, bytes -= count, ours += count;
-  }
 }
 
 // q, k or a v of one head: some channels of the convolution.
@@ -116,29 +106,27 @@ class Head {
 
   void run() {
     const int64_t first = step.sequences[sequence], end = step.sequences[sequence + 1];
-    read_state(step.source + first * step.pages);
+    read_state(pages_before(step, sequence));
     for (int64_t span = first; span < end; span++) {
       for (int64_t t = step.starts[span]; t < step.starts[span + 1]; t += kBlock)
         take_block(t, std::min<int64_t>(kBlock, step.starts[span + 1] - t));
-      if (step.pages && step.target[span * step.pages] >= 0) write_state(step.target + span * step.pages);
+      if (const int64_t* pages = pages_after(step, span)) write_state(pages);
     }
   }
 
  private:
   void read_state(const int64_t* pages) {
     const int64_t taps = mixer.taps;
-    const bool is_new = !step.pages || pages[0] < 0;
-    const auto copy = [](const char* theirs, char* ours, int64_t count) { std::memcpy(ours, theirs, count); };
-    if (is_new)
-      std::fill(state, state + group * state_floats, 0.0f);
+    if (pages)
+      read_states(mixer.mixer, step, pages, state_offset(), group * state_floats * sizeof(float), state);
     else
-      over_pages(mixer, step, pages, state_offset(), group * state_floats * sizeof(float), (char*)state, copy);
+      std::fill(state, state + group * state_floats, 0.0f);
     for (const Part& part : parts) {
-      if (is_new) {
+      if (!pages) {
         std::fill(part.inputs, part.inputs + taps * part.width, 0.0f);
         continue;
       }
-      over_pages(mixer, step, pages, conv_offset(part), taps * part.width * sizeof(Element), (char*)kept, copy);
+      read_states(mixer.mixer, step, pages, conv_offset(part), taps * part.width * sizeof(Element), kept);
       for (int64_t c = 0; c < part.width; c++)
         for (int64_t j = 0; j < taps; j++) part.inputs[j * part.width + c] = as_float(kept[c * taps + j]);
     }
@@ -146,12 +134,11 @@ class Head {
 
   void write_state(const int64_t* pages) {
     const int64_t taps = mixer.taps;
-    const auto copy = [](char* theirs, const char* ours, int64_t count) { std::memcpy(theirs, ours, count); };
-    over_pages(mixer, step, pages, state_offset(), group * state_floats * sizeof(float), (char*)state, copy);
+    write_states(mixer.mixer, step, pages, state_offset(), group * state_floats * sizeof(float), state);
     for (const Part& part : parts) {
       for (int64_t c = 0; c < part.width; c++)
         for (int64_t j = 0; j < taps; j++) store_some(kept + c * taps + j, 1, splat(part.inputs[j * part.width + c]));
-      over_pages(mixer, step, pages, conv_offset(part), taps * part.width * sizeof(Element), (char*)kept, copy);
+      write_states(mixer.mixer, step, pages, conv_offset(part), taps * part.width * sizeof(Element), kept);
     }
   }
 
@@ -239,26 +226,24 @@ class Head {
 
 }  // namespace
 
-namespace kernels {
-
-void run_mixer(const DeltaMixer& mixer, const MixerStep& step, const void* rows, void* out, int64_t item) {
-  if (mixer.is_bf16)
-    Head<BFloat16>(mixer, step, (const BFloat16*)rows, (BFloat16*)out, item).run();
-  else
-    Head<float>(mixer, step, (const float*)rows, (float*)out, item).run();
-}
-
-}  // namespace kernels
-
 extern "C" {
 
 // Channels that the kernel takes at once: widths are multiples of it.
-int64_t gated_delta_lanes() { return kLanes; }
+int64_t mixer_lanes() { return kLanes; }
 
 // rows [tokens, row_width], out [tokens, value_heads, value_width].
-void gated_delta(const DeltaMixer* mixer, const MixerStep* step, const void* rows, void* out, int threads) {
-  const int64_t items = mixer->items(*step);
+void run_gated_delta(const Mixer* mixer, const MixerStep* step, const void* rows, void* out, int64_t item) {
+  const DeltaMixer& own = *(const DeltaMixer*)mixer;
+  if (mixer->is_bf16)
+    Head<BFloat16>(own, *step, (const BFloat16*)rows, (BFloat16*)out, item).run();
+  else
+    Head<float>(own, *step, (const float*)rows, (float*)out, item).run();
+}
+
+// Any mixer, alone.
+void run_mixer(const Mixer* mixer, const MixerStep* step, const void* rows, void* out, int threads) {
+  const int64_t items = mixer->items * step->num_sequences;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t item = 0; item < items; item++) kernels::run_mixer(*mixer, *step, rows, out, item);
+  for (int64_t item = 0; item < items; item++) mixer->run(mixer, step, rows, out, item);
 }
 }

@@ -11,7 +11,6 @@ from torch import nn
 
 from cluster.model.attention_cpu import MAX_GROUP, MAX_WIDTH
 from cluster.model.cpu.adapters import PART_OUTPUTS
-from cluster.model.cpu.gated_delta import GatedDelta, gated_delta
 from cluster.model.cpu.layer import (
     Head,
     NativeDecoder,
@@ -21,6 +20,7 @@ from cluster.model.cpu.layer import (
     is_gated_attention,
 )
 from cluster.model.cpu.library import Kernels
+from cluster.model.cpu.mixers import MixerOfModules, mixer_of_modules
 from cluster.model.cpu.modules import (
     NativeRmsNorm,
     PackedLinear,
@@ -30,9 +30,9 @@ from cluster.model.cpu.modules import (
     is_shifted,
     optimise,
 )
-from cluster.model.layers.mixer_parts import mixer_inputs
+from cluster.model.layers.mixer_parts import mixer_linears
 from cluster.model.layers.mixers import MixerTrial
-from cluster.model.layers.parts import AttentionParts, DecoderParts, Linear, is_linear
+from cluster.model.layers.parts import AttentionParts, DecoderParts, Linear, MlpParts, is_linear
 from cluster.model.layers.search import Settings, TextParts
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
 from cluster.model.state_step import StatefulForward
@@ -91,9 +91,10 @@ class CpuLayerKernels:
             yield {"int8": int8, "heads": None if heads is None else heads.to_json(), "shifted": shifted}
 
     def _knows_mixer(self, parts: DecoderParts) -> bool:
-        """Compares what lies between its products, over steps with states. The trial of the layer has none."""
+        """Compares what lies between its products, over steps with states: the trial of a layer has none."""
         forward = cast(StatefulForward, parts.attention.body.forward)
-        kernel, hidden_size = gated_delta(forward, self._kernels), parts.mlp.inner.inputs[0].in_features
+        kernel, mlp = mixer_of_modules(forward, self._kernels), cast(MlpParts, parts.mlp.inner)
+        hidden_size = mlp.inputs[0].in_features
         return kernel is not None and self._mixers.agrees(forward, kernel, hidden_size)
 
     def build(self, parts: DecoderParts, settings: Settings) -> NativeDecoderLayer:
@@ -110,8 +111,8 @@ class CpuLayerKernels:
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> nn.Module | None:
         return optimise(text_model, head, self._weight_dtype, self._kernels)
 
-    def mixer(self, forward: StatefulForward) -> GatedDelta | None:
-        return gated_delta(forward, self._kernels)
+    def mixer(self, forward: StatefulForward) -> MixerOfModules | None:
+        return mixer_of_modules(forward, self._kernels)
 
     def whole(self, parts: TextParts) -> NativeTextModel | None:
         native = [layer for layer in parts.layers if isinstance(layer, NativeDecoderLayer)]
@@ -129,8 +130,7 @@ def _linears(parts: DecoderParts) -> list[Linear] | None:
     """Those of the first half; None: it cannot be part of a native layer."""
     if parts.attention.inner is None:
         forward = vars(parts.attention.body).get("forward")
-        found = mixer_inputs(parts.attention.body) if isinstance(forward, StatefulForward) else None
-        linears = [] if found is None else [*found.linears, found.out]
+        linears = mixer_linears(forward) if isinstance(forward, StatefulForward) else []
         return cast("list[Linear]", linears) if linears and all(map(is_linear, linears)) else None
     *inputs, out = (*parts.attention.inner.projections, parts.attention.inner.out)
     is_uneven = any(linear.out_features % PART_OUTPUTS for linear in inputs)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import cluster.model  # noqa: F401  (prepares torchvision)
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cpu.gated_delta import GatedDelta
 from cluster.model.cpu.layer_search import CpuLayerKernels
+from cluster.model.cpu.mixers import MixerOfModules
 from cluster.model.kv_format import kv_segments
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
@@ -54,7 +54,7 @@ class Memory:
 
     def run(self, rows: Tensor) -> Tensor:
         """rows [B, N, hidden_size]: N more tokens of each sequence."""
-        assert isinstance(self._forward.kernel, GatedDelta)
+        assert isinstance(self._forward.kernel, MixerOfModules)
         spans = [[StateSpan(rows.shape[1], own, own)] for own in self._blocks]
         step = StepState(self._forward.layout, self._kv, spans)
         with torch.inference_mode():
