@@ -27,9 +27,7 @@ class Unruly:
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def begin(
-        self, modality: Modality, array: np.ndarray, options: MediaOptions, *, item_idx: int | None
-    ) -> dict[str, torch.Tensor]:
+    def begin(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> dict[str, torch.Tensor]:
         match int(array.flat[0]):
             case 1:
                 os.abort()

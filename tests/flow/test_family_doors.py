@@ -17,11 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.trusted_media import decode, probe
 from bench.workload import data_uri, png_bytes, wav_bytes
 from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
-from cluster.media.decode import decode
-from cluster.media.probe import probe
 from cluster.media.processor import MediaProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import GenerateRequest, StopParams

@@ -88,8 +88,9 @@ REHEARSED = {  # test file: places
         cluster/model/language_parts.py:_layer_kernels cluster/model/language_parts.py:load_parts
         cluster/model/language_parts.py:load_parts.make
         cluster/model/parallel.py:join_group
-        cluster/worker/hardware.py:hardware_of cluster/worker/language.py:load_language
+        cluster/worker/language.py:load_language
         cluster/worker/memory_plan.py:available_bytes cluster/worker/memory_plan.py:gpu_bytes
+        cluster/worker/process.py:hardware_of
         cluster/worker/setup.py:set_up """,
     "../engine/test_mixed_roles.py": "cluster/engine/limits.py:_num_kv_blocks",
     "../serving/test_composition.py": "deploy/app.py:actor_options_of",

@@ -15,8 +15,9 @@ from bench.equality import MODEL
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError
 from cluster.media.preprocessor import Preprocessed, read_tensors, write_tensors
 from cluster.media.preprocessors import Preprocessors, preprocessor_server
-from cluster.media.processes import ProcessServer, memory_file
+from cluster.media.processes import ProcessServer
 from cluster.media.processor import MediaProcessor
+from cluster.media.program import memory_file
 from cluster.types.media import MediaOptions, Modality
 from tests.fakes import unruly_preprocessor as unruly
 
@@ -62,7 +63,7 @@ def test_a_process_gives_the_same_bits_as_this_one(processor, served, modality):
 )
 def test_a_refusal_is_the_one_of_this_process(processor, served, modality, options):
     with pytest.raises(RequestError) as expected:
-        processor.begin(modality, ARRAYS[modality], options, item_idx=None)
+        processor.begin(modality, ARRAYS[modality], options)
     with pytest.raises(expected.type) as got:
         served.begin(modality, ARRAYS[modality], options)
     assert (str(got.value), got.value.param) == (str(expected.value), expected.value.param)
