@@ -44,7 +44,7 @@ from deploy.demo_model.training.speech import WordBank
 from encoder_service.runner import EncoderRunner, Piece
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.media import Content, MediaPlanner
 from router.served_models import ServedModels

@@ -4,7 +4,7 @@ sound and an instruction, and its answer is the transcript, or its translation t
 The instructions are the operator's (`door.transcription_instruction`, `door.translation_instruction`); the
 client's `language` and `prompt` are lines below them. The models are those that take sound in a chat request;
 they give no times, so the forms with times (verbose_json, srt, vtt) have one segment, from the start to the
-end of the sound. Pure but for the routes, which run on the door's event loop.
+end of the sound. Pure.
 """
 
 from __future__ import annotations
@@ -17,21 +17,16 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from fastapi import FastAPI
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from cluster.errors import ClusterError, RequestError
 from router.api.body import RequestBody, validated
 from router.api.chat import render
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
 from router.api.fields import Unit
 from router.api.names import naming
-from router.api.protocol import DoorProtocol, Generation
-from router.api.serving import CallServer
+from router.api.protocol import CallContext, Generation
 from router.calls import ChatCall, TextDelta, Usage
 from router.http.errors import error_body
 from router.http.forms import parse_form
@@ -141,34 +136,6 @@ def _data_uri(data: bytes) -> str:
 def transcription_name(param: str) -> str:
     """A field of the chat request that the door refuses, as this endpoint names it."""
     return "file" if param.startswith(("messages", "prompt")) else param
-
-
-class AudioRoutes:
-    def __init__(self, door: DoorProtocol, calls: CallServer):
-        self._door = door
-        self._calls = calls
-
-    def mount(self, api: FastAPI) -> None:
-        api.add_api_route("/v1/audio/transcriptions", self.transcribe, methods=["POST"], response_model=None)
-        if self._door.translation_instruction:
-            api.add_api_route("/v1/audio/translations", self.translate, methods=["POST"], response_model=None)
-
-    async def transcribe(self, request: Request) -> Response:
-        return await self._write_down(request, TranscriptionRequest, self._door.transcription_instruction)
-
-    async def translate(self, request: Request) -> Response:
-        return await self._write_down(request, TranslationRequest, self._door.translation_instruction)
-
-    async def _write_down(
-        self, request: Request, kind: type[TranscriptionRequest], instruction: str
-    ) -> Response:
-        content_type = request.headers.get("content-type", "")
-        asked, call = await self._calls.read(
-            request,
-            lambda body, context: transcription_call(body, content_type, kind, instruction, context),
-            is_json=False,
-        )
-        return await self._calls.answer(request, call, self._door.chat, TranscriptFormat(asked))
 
 
 class TranscriptFormat:

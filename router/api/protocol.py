@@ -1,4 +1,5 @@
-"""What the API needs of the door. The fake in `tests/fakes/fake_door.py` implements it, too.
+"""What the API needs of the door. The fake in `tests/fakes/fake_door.py` implements it, too. And what a call
+depends on besides the body of its request.
 
 One call, in order: `chat` or `complete` → for every generation: iterate to its finish reason → `usage` →
 `aclose`. `aclose` is always called, also after the end, after an error and when the client is gone; it may be
@@ -8,9 +9,11 @@ repeated. If the client disconnects while `chat` or `complete` is waiting, the a
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.text.defaults import GenerationDefaults
+from router.api.fields import MAX_PRIORITY
 from router.calls import (
     ChatCall,
     CompletionCall,
@@ -24,6 +27,8 @@ from router.calls import (
 from router.http.keys import Access
 from router.http.limits import Limits
 from router.served_models import ServedModels
+
+ANY = Limits(min_priority=-MAX_PRIORITY)  # for calls that no model will serve
 
 
 class TimelineProtocol(Protocol):
@@ -135,3 +140,14 @@ class DoorProtocol(Protocol):
     def metrics(self) -> bytes:
         """Returns Prometheus text."""
         ...
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """`tenant`: the client, by its credentials."""
+
+    models: ServedModels
+    defaults: GenerationDefaults
+    tenant: str = ""
+    trace_parent: str = ""
+    limits: Limits = ANY

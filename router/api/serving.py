@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ClusterError, InternalError
-from router.api.context import CallContext
+from router.api.body import RequestBody, parse
 from router.api.names import naming
-from router.api.protocol import DoorProtocol, Generation
+from router.api.protocol import CallContext, DoorProtocol, Generation
 from router.calls import Call, TextDelta
 from router.http.body_parser import BodyReader
 from router.http.disconnect import until_disconnect
@@ -26,6 +26,7 @@ from router.http.event_stream import EventStream
 log = logging.getLogger(__name__)
 # Header. In a request it asks for the timeline; in the answer it has the durations until the first token
 LEDGER = "x-epdg-ledger"
+Body = TypeVar("Body", bound=RequestBody)
 Translated = TypeVar("Translated")
 AnyCall = TypeVar("AnyCall", bound=Call)
 Start = Callable[[], Awaitable[Sequence[Generation]]]  # of a call
@@ -111,6 +112,13 @@ class CallServer:
         return await self._bodies.read(
             request, lambda body: translate(body, self._context(request)), is_json=is_json
         )
+
+    async def parse(
+        self, request: Request, model: type[Body], translate: Callable[[Body, CallContext], Translated]
+    ) -> Translated:
+        """Returns what `translate` makes of the request's body, which is a `model` as JSON. Raises as `read`
+        does."""
+        return await self.read(request, lambda body, context: translate(parse(model, body), context))
 
     async def answer(
         self, request: Request, call: AnyCall, start: StartCall[AnyCall], answer: AnswerFormat

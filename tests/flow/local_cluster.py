@@ -31,7 +31,7 @@ from kv_transfer.agents.factory import Transport
 from prefill_service.service import prefill_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
 from router.door import Door
 from router.flow import placer
 from router.policy import Policy

@@ -13,7 +13,7 @@ import pytest
 from cluster.errors import ContextLengthError, RequestError
 from router.api.chat.schema import CompletionRequest
 from router.api.chat.translate import completion_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
 from router.calls import CompletionCall
 from router.door import Door
 from router.prompts.builder import PromptBuilder

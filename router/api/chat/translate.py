@@ -27,8 +27,8 @@ from router.api.chat.schema import (
 )
 from router.api.chat.structure import structure_of
 from router.api.chat.tools import options_of, rules_of, tool_texts
-from router.api.context import CallContext
 from router.api.fields import MAX_PRIORITY
+from router.api.protocol import CallContext
 from router.calls import (
     ChatCall,
     CommonFields,

@@ -16,7 +16,7 @@ from router.api.anthropic.translate import messages_call
 from router.api.body import parse
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
 from router.calls import ChatCall, MediaNote, TextDelta, TokenizeCall, ToolCallDelta
 from router.served_models import ServedModels
 from tests.fakes.fake_door import FakeDoor
