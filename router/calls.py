@@ -72,22 +72,7 @@ class ToolRules(msgspec.Struct, frozen=True):
         return self.must_call or any(function.is_strict for function in self.functions)
 
 
-class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of both endpoints that need nothing but the request."""
-
-    structure: Structure | None = None  # the form of each answer
-    changes: LogitChanges | None = None  # without bad words
-    bad_words: tuple[str, ...] = ()
-    num_prompt_logprobs: int | None = None  # as `num_logprobs`, of a prompt's tokens
-    skips_special: bool = True  # special tokens have no text
-    returns_token_ids: bool = False  # of the prompt and of the answer
-    priority: int = 0
-    stream: bool = False
-    include_usage: bool = False  # streams only: a last chunk with the usage
-    usage_in_events: bool = False  # … and the usage so far in each chunk
-
-
-class Call(CommonFields, frozen=True, kw_only=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that both endpoints have."""
 
     model: str  # as the client names it
@@ -99,6 +84,16 @@ class Call(CommonFields, frozen=True, kw_only=True):
     tenant: str = ""  # is charged for the request, and may use the files that were fetched for it
     cache_salt: str = ""  # tenant and client's salt: only KV and embeddings under the same salt are reused
     trace_parent: str = ""  # the client's span
+    structure: Structure | None = None  # the form of each answer
+    changes: LogitChanges | None = None  # without bad words
+    bad_words: tuple[str, ...] = ()
+    num_prompt_logprobs: int | None = None  # as `num_logprobs`, of a prompt's tokens
+    skips_special: bool = True  # special tokens have no text
+    returns_token_ids: bool = False  # of the prompt and of the answer
+    priority: int = 0
+    stream: bool = False
+    include_usage: bool = False  # streams only: a last chunk with the usage
+    usage_in_events: bool = False  # … and the usage so far in each chunk
 
 
 class ChatCall(Call, frozen=True, kw_only=True):

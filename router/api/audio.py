@@ -13,7 +13,7 @@ import base64
 import functools
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -26,7 +26,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.fields import Unit
 from router.api.names import naming
-from router.api.protocol import CallContext, Generation
+from router.api.protocol import Answers, CallContext, Generation, Generations, Ledger, extra_fields
 from router.calls import ChatCall, TextDelta, Usage
 from router.http.errors import error_body
 from router.http.forms import parse_form
@@ -133,11 +133,6 @@ def _data_uri(data: bytes) -> str:
     return uri.getvalue()
 
 
-def transcription_name(param: str) -> str:
-    """A field of the chat request that the door refuses, as this endpoint names it."""
-    return "file" if param.startswith(("messages", "prompt")) else param
-
-
 class TranscriptFormat:
     """The transcript in the form that the client wants. A stream has `transcript.text.delta` for each piece,
     then `transcript.text.done` with the whole text."""
@@ -147,17 +142,10 @@ class TranscriptFormat:
         self._pieces: list[str] = []
         self.media_type = _JSON if "json" in request.response_format else _TEXT
 
-    def body(
-        self,
-        answers: Sequence[Sequence[TextDelta]],
-        generations: Sequence[Generation],
-        timelines: Sequence[dict[str, Any]] = (),
-    ) -> Iterator[bytes]:
-        yield self._body(render.WholeChoice.of(answers[0]), generations[0], timelines)
+    def body(self, answers: Answers, generations: Generations, ledger: Ledger = ()) -> Iterator[bytes]:
+        yield self._body(render.WholeChoice.of(answers[0]), generations[0], ledger)
 
-    def _body(
-        self, answer: render.WholeChoice, generation: Generation, timelines: Sequence[dict[str, Any]]
-    ) -> bytes:
+    def _body(self, answer: render.WholeChoice, generation: Generation, ledger: Ledger) -> bytes:
         usage = generation.usage
         match self._request.response_format:
             case "text":
@@ -171,11 +159,7 @@ class TranscriptFormat:
             case _:
                 whole = {"text": answer.text, "usage": _usage(usage)}
         whole["finish_reason"] = answer.finish_reason  # `length`: the transcript is not complete
-        if notes := generation.media_notes:
-            whole["media"] = notes
-        if timelines:
-            whole["ledger"] = timelines
-        return _encode(whole)
+        return _encode(whole | extra_fields(generation, ledger))
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
         return b""
@@ -191,14 +175,14 @@ class TranscriptFormat:
         whole = {"text": text, "usage": usage, "finish_reason": delta.finish_reason}
         return _event({"type": "transcript.text.done", **whole})
 
-    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
-        return _event({"type": "epdg:ledger", "ledger": timelines})
+    def ledger(self, ledger: Ledger) -> bytes:
+        return _event({"type": "epdg:ledger", "ledger": ledger})
 
-    def end(self, generations: Sequence[Generation]) -> bytes:
+    def end(self, generations: Generations) -> bytes:
         return render.DONE
 
     def name_of(self, param: str) -> str:
-        return transcription_name(param)
+        return "file" if param.startswith(("messages", "prompt")) else param
 
     def error_event(self, error: ClusterError) -> bytes:
         return b"data: %b\n\n" % error_body(error)

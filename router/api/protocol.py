@@ -86,6 +86,18 @@ class Generation(Protocol):
         ...
 
 
+Generations = Sequence[Generation]  # all choices of the first prompt, then of the second, …
+Answers = Sequence[Sequence[TextDelta]]  # all deltas of each generation; the last one has the finish reason
+Ledger = Sequence[dict[str, Any]]  # fields of one timeline per prompt, if the client asked for them
+
+
+def extra_fields(generation: Generation, ledger: Ledger) -> dict[str, Any]:
+    """Returns the fields of an answer that are this server's own, as far as there is something to say: what
+    was changed in the media, and the timelines."""
+    found = {"media": generation.media_notes, "ledger": ledger}
+    return {name: value for name, value in found.items() if value}
+
+
 class AdaptersProtocol(Protocol):
     """Loading and unloading of LoRA adapters in all workers, while the cluster runs."""
 
@@ -114,11 +126,11 @@ class DoorProtocol(Protocol):
     @property
     def adapters(self) -> AdaptersProtocol: ...
 
-    async def chat(self, call: ChatCall) -> Sequence[Generation]:
+    async def chat(self, call: ChatCall) -> Generations:
         """Returns one generation per choice. Raises ClusterError."""
         ...
 
-    async def complete(self, call: CompletionCall) -> Sequence[Generation]:
+    async def complete(self, call: CompletionCall) -> Generations:
         """Returns the choices of the first prompt, then of the second, and so on. Raises ClusterError."""
         ...
 

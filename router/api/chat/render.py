@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.errors import ClusterError
-from router.api.protocol import Generation
+from router.api.protocol import Answers, Generation, Generations, Ledger, extra_fields
 from router.calls import Call, RankedToken, ScoredToken, TextDelta, TokenScores, ToolCallDelta, Usage
 from router.http.errors import error_body
 from router.http.pieces import Many, json_bytes, json_pieces
@@ -84,25 +84,15 @@ class ResponseFormat(ABC):
         self._has_prompt_logprobs = call.num_prompt_logprobs is not None
         self._has_usage = call.usage_in_events
 
-    def body(
-        self,
-        answers: Sequence[Sequence[TextDelta]],
-        generations: Sequence[Generation],
-        timelines: Sequence[dict[str, Any]] = (),
-    ) -> Iterator[bytes]:
-        """Writes a whole answer. `generations`: those of `answers`. `timelines`: the fields of the timelines,
-        one per prompt, if the client asked for them."""
+    def body(self, answers: Answers, generations: Generations, ledger: Ledger = ()) -> Iterator[bytes]:
+        """Writes a whole answer. `generations`: those of `answers`."""
         choices = map(self._choice, count(), answers, generations)
         whole = {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(generations)}
         if not self._repeats_prompt:
             whole |= self._prompt(generations[0])
-        if notes := generations[0].media_notes:
-            whole["media"] = notes
-        if timelines:
-            whole["ledger"] = timelines
-        return json_pieces(whole)
+        return json_pieces(whole | extra_fields(generations[0], ledger))
 
-    def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
+    def _usage(self, generations: Generations) -> dict[str, Any]:
         return usage_fields([generation.usage for generation in generations], self._num_choices)
 
     def _choice(self, index: int, deltas: Sequence[TextDelta], generation: Generation) -> dict[str, Any]:
@@ -125,13 +115,13 @@ class ResponseFormat(ABC):
             fields["prompt_logprobs"] = Many(_ranked, generation.prompt_logprobs)
         return fields
 
-    def end(self, generations: Sequence[Generation]) -> bytes:
+    def end(self, generations: Generations) -> bytes:
         if not self._include_usage:
             return DONE
         return b'%b[],"usage":%b}\n\n%b' % (self._prefix, _encode(self._usage(generations)), DONE)
 
-    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
-        return b'%b[],"ledger":%b%b' % (self._prefix, _encode(timelines), self._suffix)
+    def ledger(self, ledger: Ledger) -> bytes:
+        return b'%b[],"ledger":%b%b' % (self._prefix, _encode(ledger), self._suffix)
 
     @abstractmethod
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
