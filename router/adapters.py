@@ -36,8 +36,8 @@ from cluster.errors import (
 from cluster.types.adapters import AdapterEntry, AdapterSet
 from cluster.types.members import Phase
 from cluster.types.messages import SetAdapters
+from router.calls import ServedModels
 from router.members import MemberTable, Peer
-from router.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
 

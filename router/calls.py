@@ -7,12 +7,14 @@ construction and with every default filled in. The door answers with deltas, usa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import msgspec
 
+from cluster.errors import ModelNotFoundError
 from cluster.media.sources import MediaSource
 from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions
 from cluster.text.stop import StopStrings
@@ -20,6 +22,26 @@ from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure
 
 MAX_CALL_NAME_CHARS = 256  # of the function in a call that an answer has, and that a conversation repeats
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """What clients may give as `model`: the model, or one of its adapters, as `name` or `model:name`.
+
+    adapters: digests by name."""
+
+    model_id: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def adapter_of(self, name: str) -> str:
+        """Returns the digest of the adapter that a client names; of the model itself: "". Raises
+        ModelNotFoundError."""
+        if name == self.model_id:
+            return ""
+        adapter = self.adapters.get(name) or self.adapters.get(name.removeprefix(f"{self.model_id}:"))
+        if adapter is None:
+            raise ModelNotFoundError(f"the model {name[:200]!r} does not exist", param="model")
+        return adapter
 
 
 class StopRules(msgspec.Struct, frozen=True, dict=True):

@@ -39,7 +39,16 @@ from router.adapters import DoorAdapters
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.answer_text import AnswerText
-from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized, num_scored, num_told
+from router.calls import (
+    ChatCall,
+    CompletionCall,
+    ServedModels,
+    StopRules,
+    TokenizeCall,
+    Tokenized,
+    num_scored,
+    num_told,
+)
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
@@ -60,7 +69,6 @@ from router.prompts.media import MediaPlanner
 from router.prompts.media_budget import load_share
 from router.scaling import DoorReport
 from router.scaling.report import door_report
-from router.served_models import ServedModels
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 
@@ -267,17 +275,15 @@ class Door:
         """What `chat` generates from; to be released. Raises ClusterError."""
         self._prompts.check_count(call)
         media = await self._intake.take_in(call)
+        # of its tokens that new media keeps while encoders lag
+        share = load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
         try:
-            prepared = await self._off_loop(self._prompts.chat, call, media.contents, self._media_share())
+            prepared = await self._off_loop(self._prompts.chat, call, media.contents, share)
         except BaseException:
             media.release()
             raise
         timeline.prepared(media.read_at, self._clock.now())
         return replace(prepared, release=media.release)
-
-    def _media_share(self) -> float:
-        """The share of its tokens that new media keeps while encoders lag."""
-        return load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
 
     async def _changes(self, call: ChatCall | CompletionCall) -> LogitChanges | None:
         """Returns the changes with the tokens of bad words."""

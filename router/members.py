@@ -141,7 +141,7 @@ class MemberTable:
         peer = self._peers.pop(replica_id, None)
         if peer is not None:
             peer.say_goodbye()
-            self._close_later(peer.connection)
+            asyncio.ensure_future(peer.connection.aclose())
             self._listener.on_lost(peer)
 
     async def aclose(self) -> None:
@@ -152,9 +152,6 @@ class MemberTable:
             peer.say_goodbye()
         for peer in peers:
             await peer.connection.aclose()
-
-    def _close_later(self, connection: Connection) -> None:
-        asyncio.ensure_future(connection.aclose())
 
     def _start_dialling(self, member: Member) -> None:
         if member.replica_id not in self._peers and member.replica_id not in self._dialling:
@@ -186,7 +183,8 @@ class MemberTable:
                 log = self._log_of(member.replica_id, connection.peer_name)
                 peer = Peer(member, connection, member.replica_id in self._listed[member.role], log)
                 self._peers[member.replica_id] = peer
-                self._tell_owners(peer.log, connection.peer_last_read)
+                for owner, message in log.take_unread(connection.peer_last_read):
+                    self.send(owner, message)
                 try:
                     self._listener.on_joined(peer)
                     self._listener.on_listed(peer)
@@ -238,7 +236,3 @@ class MemberTable:
         if log is None or log.peer_name != process_name:
             log = self._logs[replica_id] = SentLog(process_name)
         return log
-
-    def _tell_owners(self, log: SentLog[OfGrant], last_read: str | None) -> None:
-        for owner, message in log.take_unread(last_read):
-            self.send(owner, message)

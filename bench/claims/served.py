@@ -20,8 +20,8 @@ from prefill_service.service import prefill_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.door import Door
-from router.served_models import ServedModels
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
 SETTINGS = {"model": str(MODEL), "model_id": "demo", "dtype": "float32"}

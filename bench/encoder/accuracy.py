@@ -45,9 +45,9 @@ from encoder_service.runner import EncoderRunner, Piece
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
 from router.prompts.media import Content, MediaPlanner
-from router.served_models import ServedModels
 
 TASKS = {
     Modality.IMAGE: ("shape", "colour", "yes or no", "describe the image", "two images in order"),

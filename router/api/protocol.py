@@ -19,6 +19,7 @@ from router.calls import (
     CompletionCall,
     MediaNote,
     RankedToken,
+    ServedModels,
     TextDelta,
     TokenizeCall,
     Tokenized,
@@ -26,7 +27,6 @@ from router.calls import (
 )
 from router.http.keys import Access
 from router.http.limits import Limits
-from router.served_models import ServedModels
 
 ANY = Limits(min_priority=-MAX_PRIORITY)  # for calls that no model will serve
 

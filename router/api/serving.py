@@ -224,10 +224,17 @@ def _starting(request: Request, call: AnyCall, start: StartCall[AnyCall]) -> Sta
 
     async def begin() -> Generations:
         generations = await start(call)
-        permit.watch(generations, len(call.sampling))
+        permit.watch(lambda: num_tokens(generations, len(call.sampling)))
         return generations
 
     return begin
+
+
+def num_tokens(generations: Generations, num_choices: int) -> int:
+    """Counts the tokens so far. `num_choices`: the choices of each prompt, which counts once."""
+    usages = [generation.usage for generation in generations]
+    num_prompts = sum(usage.prompt_tokens for usage in usages[::num_choices])
+    return num_prompts + sum(usage.completion_tokens for usage in usages)
 
 
 async def close_all(generations: Generations) -> None:

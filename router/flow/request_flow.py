@@ -65,7 +65,11 @@ class RequestFlow:
         self._timeouts = timeouts
         self._context = FlowContext(placer, timeouts.first_token_s)
         self.attempts = Attempts(self._context, admission, self._go_on)
-        self._watch = WorkerWatch(self._ping, self._on_avoided, self.attempts.on_silent)
+        self._watch = WorkerWatch(
+            self._ping,
+            lambda worker: self._cluster.set_avoided(worker.replica_id, worker.is_avoided),
+            self.attempts.on_silent,
+        )
         self._clients: dict[str, ClientRequest] = {}  # that wait or run
         self._waiting: dict[str, RequestView] = {}  # of requests that wait for admission
         self.continuation = Continuation(self._context, self.attempts)
@@ -108,7 +112,7 @@ class RequestFlow:
 
     @property
     def calibration(self) -> CalibrationStatistics:
-        return self._cluster.calibration
+        return self._cluster.calibration.statistics()
 
     @property
     def is_idle(self) -> bool:
@@ -254,10 +258,6 @@ class RequestFlow:
 
     def _ping(self, worker: WorkerState) -> None:
         self._context.put(Send(worker.replica_id, Ping()))
-
-    def _on_avoided(self, worker: WorkerState) -> None:
-        """Placements avoid the worker from now on, or do no longer."""
-        self._cluster.set_avoided(worker.replica_id, worker.is_avoided)
 
     # Requests
 

@@ -3,7 +3,7 @@ drive the same objects.
 
     views        a request, a placement, a prediction
     cluster      what is known of the workers; made of `pool`, `links`, `index`, `encoder_media`, `pending`,
-                 `in_flight`, `calibration`, `feedback`
+                 `in_flight`, `calibration`
     estimate     what a placement of one request takes and costs; made of `at_encoders`, `at_prefills`,
                  `at_decodes`
     joint        the placement of least cost, found by `search`

@@ -32,10 +32,10 @@ from prefill_service.service import prefill_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.door import Door
 from router.flow import placer
 from router.policy import Policy
-from router.served_models import ServedModels
 from tests.fakes.local_prefill import LocalPrefillPolicy
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long

@@ -24,7 +24,7 @@ from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
-from router.served_models import ServedModels
+from router.calls import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family

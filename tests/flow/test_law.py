@@ -27,7 +27,7 @@ from router.api.app import build_api
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
-from router.served_models import ServedModels
+from router.calls import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
 from tests.fakes.slow_memory import SlowMemory

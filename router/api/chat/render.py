@@ -62,7 +62,10 @@ class WholeChoice(msgspec.Struct, frozen=True):
             [scores for delta in deltas for scores in delta.scores],
             [token_id for delta in deltas for token_id in delta.token_ids],
             "".join(delta.reasoning for delta in deltas),
-            [_whole_call(pieces) for pieces in calls.values()],
+            [
+                msgspec.structs.replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
+                for pieces in calls.values()
+            ],
         )
 
 
@@ -76,7 +79,9 @@ class ResponseFormat(ABC):
 
     def __init__(self, response_id: str, created: int, model: str, call: Call):
         self._head = {"id": response_id, "created": created, "model": model}
-        self._prefix, self._suffix = _frame(self._head, self._event_kind, call.include_usage)
+        # The bytes before and after the choices of every event
+        self._prefix = b"data: " + _encode({**self._head, "object": self._event_kind})[:-1] + b',"choices":'
+        self._suffix = b',"usage":null}\n\n' if call.include_usage else b"}\n\n"
         self._num_choices = len(call.sampling)
         self._include_usage = call.include_usage
         self._has_logprobs = call.num_logprobs is not None
@@ -240,10 +245,6 @@ class CompletionFormat(ResponseFormat):
         }
 
 
-def _whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
-    return msgspec.structs.replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
-
-
 def _call(piece: ToolCallDelta, *, is_event: bool) -> dict[str, Any]:
     """Returns a call as OpenAI writes it. Its id, type and name are in its first event only."""
     index = {"index": piece.index} if is_event else {}
@@ -300,9 +301,3 @@ def _ranked(tokens: Sequence[RankedToken] | None) -> dict[str, Any] | None:
 def _finite(logprob: float | None) -> float | None:
     """Returns a number in place of infinity, which JSON has not; OpenAI writes the same one."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
-
-
-def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:
-    """The bytes before and after the choices of every event."""
-    prefix = b"data: " + _encode({**head, "object": kind})[:-1] + b',"choices":'
-    return prefix, b',"usage":null}\n\n' if include_usage else b"}\n\n"

@@ -20,8 +20,8 @@ from router.api.app import build_api
 from router.api.protocol import CallContext
 from router.api.responses.schema import ReasoningItem, ReasoningText, ResponsesRequest
 from router.api.responses.translate import responses_call
+from router.calls import ServedModels
 from router.http.body_parser import BIG_BYTES, NUM_THREADS, NUM_THREADS_PER_TENANT, BodyParser
-from router.served_models import ServedModels
 from tests.fakes.fake_door import FakeDoor
 from tests.unit.api.test_client import HANG_S, expect_soon
 

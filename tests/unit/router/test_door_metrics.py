@@ -14,8 +14,8 @@ from cluster.types.members import Member, Role
 from cluster.types.messages import LoadReport, PhasesAssigned
 from deploy.serving.gauges import WorkerGauges
 from router.admission.answers import RefusalReason
+from router.admission.controller import AdmissionTotals
 from router.admission.fair_queue import AdmissionTicket
-from router.admission.totals import AdmissionTotals
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 
