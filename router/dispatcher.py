@@ -208,7 +208,7 @@ class Dispatcher:
                 logger.exception("a message to %s could not be sent", output.replica_id)
 
     def _call(self, output: CallDecode) -> None:
-        if not self.flow.is_running(output.request_id):
+        if output.request_id not in self.flow.attempts:
             return
         call = asyncio.ensure_future(self._call_decode(output.replica_id, output.request_id))
         self._calls.add(call)

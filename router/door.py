@@ -63,8 +63,8 @@ from router.parsing.formats import AnswerFormats, needs_structure
 from router.parsing.parser import ParsedAnswer
 from router.policy import ClusterView, Policy, make_policy
 from router.prompt_report import PromptReport
-from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
-from router.prompts.intake import ByteLimits, MediaIntake
+from router.prompts.builder import PreparedPrompt, PromptBuilder
+from router.prompts.intake import MediaIntake
 from router.prompts.media import MediaPlanner
 from router.prompts.media_budget import load_share
 from router.scaling import DoorReport
@@ -104,7 +104,7 @@ class Door:
         self._prompts = PromptBuilder(
             self._text,
             MediaPlanner(media, self._cluster.has_media),
-            MediaCaps(rules.max_items, rules.max_tokens, rules.max_picture_rows, rules.max_rows),
+            rules,
             args.block_size,
             self._max_model_len,
         )
@@ -115,7 +115,7 @@ class Door:
             Fetcher(FetchPolicy(**rules.fetch.model_dump()), self._clock),
             surveyors,
             media,
-            ByteLimits(rules.max_request_bytes, rules.max_held_bytes),
+            rules,
             self._clock,
         )
         self._placer = Placer(policy or make_policy(args.door.policy), self._cluster, args.block_size)

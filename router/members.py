@@ -141,7 +141,7 @@ class MemberTable:
         peer = self._peers.pop(replica_id, None)
         if peer is not None:
             peer.say_goodbye()
-            asyncio.ensure_future(peer.connection.aclose())
+            self._close_later(peer.connection)
             self._listener.on_lost(peer)
 
     async def aclose(self) -> None:
@@ -152,6 +152,9 @@ class MemberTable:
             peer.say_goodbye()
         for peer in peers:
             await peer.connection.aclose()
+
+    def _close_later(self, connection: Connection) -> None:
+        asyncio.ensure_future(connection.aclose())
 
     def _start_dialling(self, member: Member) -> None:
         if member.replica_id not in self._peers and member.replica_id not in self._dialling:

@@ -29,6 +29,7 @@ from bench.engine.prompts import Part
 from bench.media_files import video_of
 from bench.records import Record
 from bench.workload import png_bytes
+from cluster.config.settings import MediaArgs
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
 from cluster.media.opener import SurveyOrder, look
@@ -46,7 +47,7 @@ from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.protocol import CallContext
 from router.calls import ServedModels
-from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
+from router.prompts.builder import PreparedPrompt, PromptBuilder
 from router.prompts.media import Content, MediaPlanner
 
 TASKS = {
@@ -152,7 +153,7 @@ class EvaluatedModel:
         self._prompts = PromptBuilder(
             TextProcessor.load(folder, media.transformers_processor),
             MediaPlanner(media, lambda _: False),
-            MediaCaps(MAX_ITEMS, max_tokens=0),
+            MediaArgs(max_items=MAX_ITEMS),
             language.block_size,
             context_length(folder),
         )

@@ -88,7 +88,7 @@ def transcription_call(
     fields: dict[str, Any] = dict(form.fields)
     # a form has numbers and truth values as text
     request = validated(kind, fields, functools.partial(kind.model_validate, strict=False))
-    if file is None or not file.data:
+    if not file:
         raise RequestError("file: the form needs a sound", param="file")
     if request.stream and request.response_format != "json":
         raise RequestError("stream needs response_format json", param="response_format")
@@ -100,7 +100,7 @@ def transcription_call(
     chat = ChatRequest.model_validate(
         {
             "model": request.model,
-            "messages": [{"role": "user", "content": _content(request, file.data, instruction)}],
+            "messages": [{"role": "user", "content": _content(request, file, instruction)}],
             "temperature": request.temperature,
             "stream": request.stream,
             "logprobs": has_details,

@@ -46,7 +46,7 @@ from router.flow.placer import Placer
 from router.flow.quarantine import Quarantine
 from router.flow.state import Attempt, ClientRequest, WorkerState
 from router.flow.watch import WorkerWatch
-from router.policy import CalibrationStatistics, Decision, RequestView
+from router.policy import Calibration, Decision, RequestView
 
 
 @dataclass(frozen=True)
@@ -111,18 +111,14 @@ class RequestFlow:
         return self._context.quarantine
 
     @property
-    def calibration(self) -> CalibrationStatistics:
-        return self._cluster.calibration.statistics()
+    def calibration(self) -> Calibration:
+        return self._cluster.calibration
 
     @property
     def is_idle(self) -> bool:
         """Nothing is kept of any request."""
         is_any_left = self._clients or self._waiting or self._unplaced or not self.attempts.is_idle
         return not is_any_left and self._admission.is_idle and self._cluster.is_idle
-
-    def is_running(self, request_id: str) -> bool:
-        """Whether an attempt of this name is under way."""
-        return request_id in self.attempts
 
     @property
     def workers(self) -> Collection[WorkerState]:

@@ -15,7 +15,7 @@ No torch, asyncio, Ray or clock: `now` is an argument.
 
 from __future__ import annotations
 
-from router.policy.calibration import CalibrationStatistics
+from router.policy.calibration import Calibration
 from router.policy.cluster import ClusterView
 from router.policy.joint import JointPolicy
 from router.policy.registry import Policy, make_policy
@@ -31,7 +31,7 @@ from router.policy.views import (
 )
 
 __all__ = [
-    "CalibrationStatistics",
+    "Calibration",
     "ClusterView",
     "Decision",
     "ItemPrediction",

@@ -146,6 +146,7 @@ class EncodeEstimate:
     ) -> list[ItemPrediction]:
         """The prediction of an assignment, per item. Items that are not needed are not encoded."""
         used_s: dict[int, float] = {}
+        transfers = self.transfers(prefill)
         predictions = []
         for idx, encoder in enumerate(encoders):
             if not is_needed[idx]:
@@ -154,10 +155,7 @@ class EncodeEstimate:
             finish_s = self.finish_after(idx, encoder, used_s.get(encoder, 0.0))
             own_s = float(self.encode_s[idx, encoder])
             used_s[encoder] = used_s.get(encoder, 0.0) + own_s
-            transfer_s = float(
-                self._links.latency_s[prefill, encoder]
-                + self.num_bytes[idx, 0] * self._links.s_per_byte[prefill, encoder]
-            )
+            transfer_s = float(transfers[idx, encoder])
             if self.is_held[idx, encoder]:
                 predictions.append(ItemPrediction(finish_s, 0.0, transfer_s))
             else:

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 from router.api.body import Harmless, RequestBody
 from router.api.chat.schema import MAX_MESSAGES, InputAudioPart, MediaFields
 from router.api.chat.structure import NamedSchema, StructuredOutputs
-from router.api.chat.tools import MAX_TOOLS, CalledName, CallId, Effort, ToolName, Variables, choice_kind
+from router.api.chat.tools import MAX_TOOLS, CalledName, CallId, ChoiceOf, Effort, ToolName, Variables
 from router.api.fields import Count, NumLogprobs, Parts, SamplingFields, SomeParts, StrictModel, TextOr
 
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
@@ -236,15 +236,7 @@ class ResponsesRequest(RequestBody, SamplingFields, MediaFields):
     instructions: str | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-            | Annotated[NamedFunction, Tag("<tool>")]
-            | Annotated[AllowedFunctions, Tag("<tools>")],
-            Discriminator(choice_kind),
-        ]
-        | None
-    ) = None
+    tool_choice: ChoiceOf[NamedFunction, AllowedFunctions] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None

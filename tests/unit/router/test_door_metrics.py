@@ -28,7 +28,7 @@ def lines(metrics: DoorMetrics) -> dict[str, float]:
 
 def flow() -> MagicMock:
     found = MagicMock(num_running=2, num_waiting=3)
-    found.calibration = SimpleNamespace(num_observed=0, factors={})
+    found.calibration = SimpleNamespace(accuracy=SimpleNamespace(num_observed=0), factors={})
     return found
 
 

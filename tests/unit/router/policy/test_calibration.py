@@ -74,12 +74,12 @@ def test_before_anything_was_seen_the_interval_is_as_wide_as_a_correction_can_be
 
 def test_statistics_are_of_the_last_predictions():
     calibration = Calibration()
-    assert math.isnan(calibration.statistics().mape)
+    assert math.isnan(calibration.accuracy.mape)
     calibration.observe_ttft(Kind.TEXT, 2.0, 1.0, 1.0, (0.9, 1.1))
-    assert (calibration.statistics().mape, calibration.statistics().coverage) == (0.5, 0.0)
+    assert (calibration.accuracy.mape, calibration.accuracy.coverage) == (0.5, 0.0)
     for _ in range(ACCURACY_WINDOW):
         calibration.observe_ttft(Kind.TEXT, 1.0, 1.1, 1.0, (0.9, 1.1))
-    statistics = calibration.statistics()
+    statistics = calibration.accuracy
     assert statistics.mape == pytest.approx(0.1)
     assert (statistics.coverage, statistics.num_observed) == (1.0, ACCURACY_WINDOW + 1)
 
@@ -99,7 +99,7 @@ def test_workers_that_are_slower_than_they_say_are_predicted_as_they_are():
         image, words = media(400, name=f"r{idx}"), text(160, f"t{idx}")
         serve(cluster, image, idx, 0.17, [EncodeTiming(encoding_s=2 * 0.05)], None)
         serve(cluster, words, idx + 0.5, 1.5 * 0.026, None, PrefillTiming(computing_s=1.5 * 0.026))
-    factors = cluster.calibration.statistics().factors
+    factors = cluster.calibration.factors
     assert factors[Role.ENCODE, ""] == pytest.approx(2.0, rel=0.05)
     assert factors[Role.PREFILL, ""] == pytest.approx(1.5, rel=0.05)
     for request, ttft_s in ((media(400), 0.17), (text(160), 1.5 * 0.026)):
@@ -116,7 +116,7 @@ def test_who_shared_a_worker_shows_nothing_of_its_speed():
         serve(
             cluster, media(400, name=f"r{idx}"), idx + 0.5, 1.1, [EncodeTiming(queued_s=1.0, encoding_s=1.0)]
         )
-    assert not cluster.calibration.statistics().factors
+    assert not cluster.calibration.factors
 
 
 def test_what_no_worker_accounts_for_is_part_of_every_prediction():
@@ -131,7 +131,7 @@ def test_what_no_worker_accounts_for_is_part_of_every_prediction():
 def test_what_an_unknown_request_took_is_ignored():
     cluster = cluster_of()
     cluster.observed("nobody", 1.0)
-    assert cluster.calibration.statistics().num_observed == 0
+    assert cluster.calibration.accuracy.num_observed == 0
 
 
 def test_the_parts_of_a_corrected_prediction_still_add_up():
