@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
@@ -52,7 +52,6 @@ from router.calls import (
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
-from router.flow.state import WorkerState
 from router.generation import Choice
 from router.http.keys import Access
 from router.http.limits import Limits
@@ -175,11 +174,6 @@ class Door:
         """Every worker this door is connected to."""
         return self._members.all_peers()
 
-    @property
-    def workers(self) -> Collection[WorkerState]:
-        """The same, as the request flow sees them."""
-        return self._flow.workers
-
     def is_ready(self) -> bool:
         """Whether every phase that this model needs has a worker."""
         needed = [phase for phase in Phase if phase is not Phase.ENCODE or self._needs_encoder]
@@ -191,7 +185,7 @@ class Door:
         return {
             "num_running": self._flow.num_running,
             "num_waiting": self._flow.num_waiting,
-            "pools": pool_fields(self._roles, self.peers, self.workers, shows_workers=shows_workers),
+            "pools": pool_fields(self._roles, self.peers, self._flow.workers, shows_workers=shows_workers),
         }
 
     def metrics(self) -> bytes:

@@ -188,5 +188,5 @@ class Calibration:
 
     @property
     def factors(self) -> dict[tuple[Role, str], float]:
-        """By role and hardware."""
+        """Returns the factors by role and hardware."""
         return {key: factor.value for key, factor in self._factors.items()}
