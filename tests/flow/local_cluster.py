@@ -90,7 +90,7 @@ class LocalCluster:
             pass
         for door in self.doors:
             assert door.num_running == 0, "a request is still on its way"
-            assert all(worker.num_requests == 0 for worker in door.workers)
+            assert all(worker.num_requests == 0 for worker in door.dispatcher.flow.workers)
             for peer in door.peers:
                 assert peer.is_idle, f"{peer.member.replica_id} still holds something: {peer.loads}"
             assert door.is_idle, (
