@@ -49,9 +49,9 @@ from cluster.errors import RequestError
 from decode_service.service import language_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.door import Door
-from router.served_models import ServedModels
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 PROMPT = "Describe a thing as JSON."

@@ -36,8 +36,8 @@ from cluster.errors import (
 from cluster.types.adapters import AdapterEntry, AdapterSet
 from cluster.types.members import Phase
 from cluster.types.messages import SetAdapters
+from router.calls import ServedModels
 from router.members import MemberTable, Peer
-from router.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
 
@@ -165,11 +165,6 @@ class DoorAdapters:
         peers = self._members.all_peers()
         return [peer for peer in peers if peer.is_listed and peer.member.role.phases & LANGUAGE]
 
-    def _num_behind(self, wanted: AdapterSet) -> int:
-        """Workers that have not told of this set or a newer one."""
-        told = (peer.adapters for peer in self._holders)
-        return sum(own is None or wanted.follows(own.wanted) for own in told)
-
     def _is_held(self, wanted: AdapterSet, entry: AdapterEntry) -> bool:
         """Whether every worker holds the adapter, and there is one for each phase. Raises ClusterError if one
         cannot hold it, or another change has come."""
@@ -184,7 +179,11 @@ class DoorAdapters:
         return phases >= LANGUAGE and is_everywhere
 
     async def _confirmed(self, wanted: AdapterSet) -> None:
-        await self._within(CONFIRM_TIMEOUT_S, lambda: not self._num_behind(wanted))
+        def is_known() -> bool:
+            told = (peer.adapters for peer in self._holders)
+            return all(own is not None and not wanted.follows(own.wanted) for own in told)
+
+        await self._within(CONFIRM_TIMEOUT_S, is_known)
 
     async def _within(self, timeout_s: float, is_done: Callable[[], bool]) -> None:
         try:

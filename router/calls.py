@@ -7,12 +7,14 @@ construction and with every default filled in. The door answers with deltas, usa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import msgspec
 
+from cluster.errors import ModelNotFoundError
 from cluster.media.sources import MediaSource
 from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions
 from cluster.text.stop import StopStrings
@@ -20,6 +22,26 @@ from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure
 
 MAX_CALL_NAME_CHARS = 256  # of the function in a call that an answer has, and that a conversation repeats
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """What clients may give as `model`: the model, or one of its adapters, as `name` or `model:name`.
+
+    adapters: digests by name."""
+
+    model_id: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def adapter_of(self, name: str) -> str:
+        """Returns the digest of the adapter that a client names; of the model itself: "". Raises
+        ModelNotFoundError."""
+        if name == self.model_id:
+            return ""
+        adapter = self.adapters.get(name) or self.adapters.get(name.removeprefix(f"{self.model_id}:"))
+        if adapter is None:
+            raise ModelNotFoundError(f"the model {name[:200]!r} does not exist", param="model")
+        return adapter
 
 
 class StopRules(msgspec.Struct, frozen=True, dict=True):
@@ -72,22 +94,7 @@ class ToolRules(msgspec.Struct, frozen=True):
         return self.must_call or any(function.is_strict for function in self.functions)
 
 
-class CommonFields(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of both endpoints that need nothing but the request."""
-
-    structure: Structure | None = None  # the form of each answer
-    changes: LogitChanges | None = None  # without bad words
-    bad_words: tuple[str, ...] = ()
-    num_prompt_logprobs: int | None = None  # as `num_logprobs`, of a prompt's tokens
-    skips_special: bool = True  # special tokens have no text
-    returns_token_ids: bool = False  # of the prompt and of the answer
-    priority: int = 0
-    stream: bool = False
-    include_usage: bool = False  # streams only: a last chunk with the usage
-    usage_in_events: bool = False  # … and the usage so far in each chunk
-
-
-class Call(CommonFields, frozen=True, kw_only=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """The fields that both endpoints have."""
 
     model: str  # as the client names it
@@ -99,6 +106,16 @@ class Call(CommonFields, frozen=True, kw_only=True):
     tenant: str = ""  # is charged for the request, and may use the files that were fetched for it
     cache_salt: str = ""  # tenant and client's salt: only KV and embeddings under the same salt are reused
     trace_parent: str = ""  # the client's span
+    structure: Structure | None = None  # the form of each answer
+    changes: LogitChanges | None = None  # without bad words
+    bad_words: tuple[str, ...] = ()
+    num_prompt_logprobs: int | None = None  # as `num_logprobs`, of a prompt's tokens
+    skips_special: bool = True  # special tokens have no text
+    returns_token_ids: bool = False  # of the prompt and of the answer
+    priority: int = 0
+    stream: bool = False
+    include_usage: bool = False  # streams only: a last chunk with the usage
+    usage_in_events: bool = False  # … and the usage so far in each chunk
 
 
 class ChatCall(Call, frozen=True, kw_only=True):

@@ -1,5 +1,5 @@
 """Drives the request flow on the door's event loop: connections to workers, streams of readers, Serve's
-calls, one timer.
+calls, one timer. To its reader each choice of a request is a stream of token events.
 
 Every message and event is passed to `RequestFlow` with the time, and what the flow wants done is done at
 once, in order. Decides nothing.
@@ -9,27 +9,88 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 from cluster.clock import Clock
+from cluster.errors import ClusterError
 from cluster.ids import new_process_name
 from cluster.rpc import connect
 from cluster.types.media import MediaItem
-from cluster.types.messages import AdaptersHeld, AnyMessage
+from cluster.types.messages import AdaptersHeld, AnyMessage, TokenEvent
 from cluster.types.request import GenerateRequest
 from router.flow.outputs import CallDecode, Deliver, Drained, Output, Placed, Send
 from router.flow.request_flow import RequestFlow
 from router.flow.state import ClientRequest
 from router.members import Dial, MemberTable, Peer
-from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
 
 logger = logging.getLogger(__name__)
 
 # Ray Serve's one call of a request: (replica id, request id).
 DecodeCaller = Callable[[str, str], Awaitable[None]]
+
+
+class TokenStream:
+    """Token events of one choice; the last one has a finish reason. Raises ClusterError. One reader. A stream
+    that has not ended or raised must be closed. The request is submitted when one of its streams is first
+    read."""
+
+    def __init__(self, submit: Callable[[], None], close: Callable[[], None]):
+        """`submit`: the first choice of the request is read; may be repeated. `close`: this one is not read
+        any more."""
+        self._submit = submit
+        self._on_closed = close
+        self._events: deque[TokenEvent | ClusterError] = deque()
+        self._arrival: asyncio.Future[None] | None = None  # the reader waits for it
+        self._is_submitted = False
+        self.is_closed = False
+
+    @property
+    def has_next(self) -> bool:
+        """Whether tokens are there: reading on does not wait, and raises no ClusterError."""
+        return bool(self._events) and not self.is_closed and isinstance(self._events[0], TokenEvent)
+
+    def __aiter__(self) -> TokenStream:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self.is_closed:
+            raise StopAsyncIteration
+        if not self._is_submitted:
+            self._is_submitted = True
+            self._submit()
+        try:
+            if not self._events:
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
+            event = self._events.popleft()
+            if isinstance(event, ClusterError):
+                raise event
+        except BaseException:  # also when the reader is cancelled
+            self._close()
+            raise
+        if event.finish_reason is not None:
+            self._close()
+        return event
+
+    def put(self, event: TokenEvent | ClusterError) -> None:
+        """What the reader gets next."""
+        self._events.append(event)
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None and not arrival.done():  # done: the reader was cancelled
+            arrival.set_result(None)
+
+    async def aclose(self) -> None:
+        """May be repeated, and may come before the first event."""
+        self._close()
+
+    def _close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self._on_closed()
 
 
 class Dispatcher:
@@ -72,11 +133,12 @@ class Dispatcher:
         """One stream per choice, each to be closed. `hashes`: one per full block of the prompt."""
         request_id = request.request_id
         self._unread[request_id] = ClientRequest(request, items, hashes, timeline, tenant)
-        streams = [TokenStream(self, request_id, idx) for idx in range(len(request.sampling))]
+        streams = [
+            TokenStream(partial(self.submit, request_id), partial(self._close, request_id, idx))
+            for idx in range(len(request.sampling))
+        ]
         self._streams[request_id] = streams
         return streams.copy()
-
-    # For streams (`StreamOwner`)
 
     def submit(self, request_id: str) -> None:
         client = self._unread.pop(request_id, None)
@@ -87,7 +149,7 @@ class Dispatcher:
             if stream.is_closed:
                 self._run(self.flow.close, request_id, choice_idx)
 
-    def close(self, request_id: str, choice_idx: int) -> None:
+    def _close(self, request_id: str, choice_idx: int) -> None:
         if all(stream.is_closed for stream in self._streams[request_id]):
             del self._streams[request_id]
         if self._unread.get(request_id) is None:
@@ -146,7 +208,7 @@ class Dispatcher:
                 logger.exception("a message to %s could not be sent", output.replica_id)
 
     def _call(self, output: CallDecode) -> None:
-        if not self.flow.is_running(output.request_id):
+        if output.request_id not in self.flow.attempts:
             return
         call = asyncio.ensure_future(self._call_decode(output.replica_id, output.request_id))
         self._calls.add(call)

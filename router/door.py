@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import inf
@@ -39,11 +39,19 @@ from router.adapters import DoorAdapters
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
 from router.answer_text import AnswerText
-from router.calls import ChatCall, CompletionCall, StopRules, TokenizeCall, Tokenized, num_scored, num_told
+from router.calls import (
+    ChatCall,
+    CompletionCall,
+    ServedModels,
+    StopRules,
+    TokenizeCall,
+    Tokenized,
+    num_scored,
+    num_told,
+)
 from router.dispatcher import DecodeCaller, Dispatcher
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
-from router.flow.state import WorkerState
 from router.generation import Choice
 from router.http.keys import Access
 from router.http.limits import Limits
@@ -54,13 +62,12 @@ from router.parsing.formats import AnswerFormats, needs_structure
 from router.parsing.parser import ParsedAnswer
 from router.policy import ClusterView, Policy, make_policy
 from router.prompt_report import PromptReport
-from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
-from router.prompts.intake import ByteLimits, MediaIntake
+from router.prompts.builder import PreparedPrompt, PromptBuilder
+from router.prompts.intake import MediaIntake
 from router.prompts.media import MediaPlanner
 from router.prompts.media_budget import load_share
 from router.scaling import DoorReport
 from router.scaling.report import door_report
-from router.served_models import ServedModels
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 
@@ -96,7 +103,7 @@ class Door:
         self._prompts = PromptBuilder(
             self._text,
             MediaPlanner(media, self._cluster.has_media),
-            MediaCaps(rules.max_items, rules.max_tokens, rules.max_picture_rows, rules.max_rows),
+            rules,
             args.block_size,
             self._max_model_len,
         )
@@ -107,7 +114,7 @@ class Door:
             Fetcher(FetchPolicy(**rules.fetch.model_dump()), self._clock),
             surveyors,
             media,
-            ByteLimits(rules.max_request_bytes, rules.max_held_bytes),
+            rules,
             self._clock,
         )
         self._placer = Placer(policy or make_policy(args.door.policy), self._cluster, args.block_size)
@@ -167,11 +174,6 @@ class Door:
         """Every worker this door is connected to."""
         return self._members.all_peers()
 
-    @property
-    def workers(self) -> Collection[WorkerState]:
-        """The same, as the request flow sees them."""
-        return self._flow.workers
-
     def is_ready(self) -> bool:
         """Whether every phase that this model needs has a worker."""
         needed = [phase for phase in Phase if phase is not Phase.ENCODE or self._needs_encoder]
@@ -183,7 +185,7 @@ class Door:
         return {
             "num_running": self._flow.num_running,
             "num_waiting": self._flow.num_waiting,
-            "pools": pool_fields(self._roles, self.peers, self.workers, shows_workers=shows_workers),
+            "pools": pool_fields(self._roles, self.peers, self._flow.workers, shows_workers=shows_workers),
         }
 
     def metrics(self) -> bytes:
@@ -267,17 +269,15 @@ class Door:
         """What `chat` generates from; to be released. Raises ClusterError."""
         self._prompts.check_count(call)
         media = await self._intake.take_in(call)
+        # of its tokens that new media keeps while encoders lag
+        share = load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
         try:
-            prepared = await self._off_loop(self._prompts.chat, call, media.contents, self._media_share())
+            prepared = await self._off_loop(self._prompts.chat, call, media.contents, share)
         except BaseException:
             media.release()
             raise
         timeline.prepared(media.read_at, self._clock.now())
         return replace(prepared, release=media.release)
-
-    def _media_share(self) -> float:
-        """The share of its tokens that new media keeps while encoders lag."""
-        return load_share(self._cluster.num_queued_rows(), self._reduce_from_rows)
 
     async def _changes(self, call: ChatCall | CompletionCall) -> LogitChanges | None:
         """Returns the changes with the tokens of bad words."""

@@ -11,10 +11,10 @@ from cluster.errors import ClusterError
 from cluster.types.messages import TokenEvent
 from router.answer_text import AnswerText
 from router.calls import MediaNote, RankedToken, TextDelta, Usage
+from router.dispatcher import TokenStream
 from router.parsing.parser import ParsedAnswer
 from router.prompt_report import PromptReport
 from router.prompts.builder import PreparedPrompt
-from router.streams import TokenStream
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 

@@ -186,7 +186,8 @@ class MemberTable:
                 log = self._log_of(member.replica_id, connection.peer_name)
                 peer = Peer(member, connection, member.replica_id in self._listed[member.role], log)
                 self._peers[member.replica_id] = peer
-                self._tell_owners(peer.log, connection.peer_last_read)
+                for owner, message in log.take_unread(connection.peer_last_read):
+                    self.send(owner, message)
                 try:
                     self._listener.on_joined(peer)
                     self._listener.on_listed(peer)
@@ -238,7 +239,3 @@ class MemberTable:
         if log is None or log.peer_name != process_name:
             log = self._logs[replica_id] = SentLog(process_name)
         return log
-
-    def _tell_owners(self, log: SentLog[OfGrant], last_read: str | None) -> None:
-        for owner, message in log.take_unread(last_read):
-            self.send(owner, message)

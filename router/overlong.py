@@ -10,16 +10,9 @@ from cluster.errors import ContextLengthError
 
 
 class OverlongError(ContextLengthError):
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        retry_after_s: float | None = None,
-        of_messages: str = "",
-    ):
+    def __init__(self, message: str, *, param: str | None = None, of_messages: str = ""):
         """`of_messages`: the text in the words of Anthropic's API."""
-        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        super().__init__(message, param=param)
         self.of_messages = of_messages
 
 

@@ -19,9 +19,9 @@ from encoder_service.service import EncoderService
 from prefill_service.service import prefill_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.door import Door
-from router.served_models import ServedModels
 
 MODEL = REPOSITORY / "deploy" / "demo_model"
 SETTINGS = {"model": str(MODEL), "model_id": "demo", "dtype": "float32"}

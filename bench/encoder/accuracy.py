@@ -30,6 +30,7 @@ from bench.media_files import video_of
 from bench.records import Record
 from bench.trusted_media import trusted_decoders
 from bench.workload import png_bytes
+from cluster.config.settings import MediaArgs
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
 from cluster.media.opener import SurveyOrder, look
@@ -45,10 +46,10 @@ from deploy.demo_model.training.speech import WordBank
 from encoder_service.runner import EncoderRunner, Piece
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
-from router.prompts.builder import MediaCaps, PreparedPrompt, PromptBuilder
+from router.api.protocol import CallContext
+from router.calls import ServedModels
+from router.prompts.builder import PreparedPrompt, PromptBuilder
 from router.prompts.media import Content, MediaPlanner
-from router.served_models import ServedModels
 
 TASKS = {
     Modality.IMAGE: ("shape", "colour", "yes or no", "describe the image", "two images in order"),
@@ -155,7 +156,7 @@ class EvaluatedModel:
         self._prompts = PromptBuilder(
             TextProcessor.load(folder, media.transformers_processor),
             MediaPlanner(media, lambda _: False),
-            MediaCaps(MAX_ITEMS, max_tokens=0),
+            MediaArgs(max_items=MAX_ITEMS),
             language.block_size,
             context_length(folder),
         )

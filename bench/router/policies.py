@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.router.one_device import OneDevice, OneDeviceRoundRobin
 from bench.router.oracle import Oracle
 from deploy.simulator.simulation import MakePolicy
-from router.policy.registry import policy_class
+from router.policy import make_policy
 
 ORACLE, WHOLE, WHOLE_IN_TURN = "oracle", "data_parallel", "data_parallel_in_turn"
 SEERS: dict[str, MakePolicy] = {ORACLE: Oracle, WHOLE: OneDevice, WHOLE_IN_TURN: OneDeviceRoundRobin}
@@ -27,5 +27,6 @@ def maker(name: str) -> MakePolicy:
     ConfigError."""
     if name in SEERS:
         return SEERS[name]
-    make = policy_class(setting_of(name))
-    return lambda _: make()
+    setting = setting_of(name)
+    make_policy(setting)
+    return lambda _: make_policy(setting)

@@ -33,7 +33,7 @@ from encoder_service.service import MAX_BATCH_ROWS
 from router.api.body import parse
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
 from router.door import Door
 from router.prompts.builder import PreparedPrompt
 from router.telemetry.timeline import RequestTimeline

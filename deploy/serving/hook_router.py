@@ -14,8 +14,6 @@ inside methods. Two things would hang every later call of the process and are av
 
 from __future__ import annotations
 
-from typing import Any
-
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 
@@ -40,11 +38,6 @@ class HookRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         from cluster.types.members import Role
-        from deploy.serving.membership import MEMBERSHIP
-        from deploy.serving.published import decode_members
+        from deploy.serving.membership import MEMBERSHIP, decode_members
 
-        MEMBERSHIP.publish(Role(self._role), decode_members(_metadata(replica) for replica in replicas))
-
-
-def _metadata(replica: RunningReplica) -> dict[str, Any]:
-    return replica.replica_metadata
+        MEMBERSHIP.publish(Role(self._role), decode_members(each.replica_metadata for each in replicas))

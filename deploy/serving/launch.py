@@ -81,8 +81,8 @@ class LocalCluster:
         """`say` receives lines of progress. Raises ConfigError for a file that is not a Serve
         configuration."""
         self._config = config
-        self.host, self.port = serve_file.address_of(serve_file.read_serve_file(config))
-        self.url = f"http://{self.host}:{self.port}"
+        host, port = serve_file.address_of(serve_file.read_serve_file(config))
+        self.url = f"http://{host}:{port}"
         # a short path, because socket paths have at most 107 bytes
         self.folder = Path(tempfile.mkdtemp(prefix="epdg-", dir="/tmp"))
         self.modalities: tuple[Modality, ...] = ()

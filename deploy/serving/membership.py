@@ -2,16 +2,21 @@
 
 One registry per process. Serve's router thread writes (`HookRouter.update_replicas`) and the door's event
 loop reads (`subscribe`). A subscriber gets the current state at once and then every change, in order, on its
-own loop. Imports no Ray.
+own loop. A `Member` travels as replica metadata of Serve, which is a dict of plain values. Imports no Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
 
 from cluster.types.members import Member, Role
+
+_KEY = "member"  # of the replica metadata
 
 OnMembers = Callable[[Role, list[Member]], None]
 
@@ -47,3 +52,13 @@ class Membership:
 
 
 MEMBERSHIP = Membership()  # the one of this process
+
+
+def encode_member(member: Member) -> dict[str, str]:
+    return {_KEY: msgspec.json.encode(member).decode()}
+
+
+def decode_members(metadata: Iterable[dict[str, Any]]) -> list[Member]:
+    """The published members. Replicas that have not published yet are left out; a later push contains
+    them."""
+    return [msgspec.json.decode(entry[_KEY], type=Member) for entry in metadata if _KEY in entry]

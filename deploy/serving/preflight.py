@@ -38,8 +38,6 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 @dataclass(frozen=True)
 class StartPlan:
     content: Mapping[str, Any]  # of the Serve file to run
-    host: str
-    port: int
     notes: tuple[str, ...]  # for the operator
 
 
@@ -60,15 +58,14 @@ def check(
     """Raises ConfigError, which says what to change. Blocks while a model named by its hub id is
     downloaded."""
     content = copy.deepcopy(read_serve_file(file))
-    host, port = address_of(content)
-    check_port(host, port)
+    check_port(*address_of(content))
     notes: list[str] = []
     for application in content["applications"]:
         if application.get("import_path") == BUILDER:
             notes += _complete(
                 application, file, read_environment(variables), machine or Machine(os.sched_getaffinity(0))
             )
-    return StartPlan(content, host, port, tuple(notes))
+    return StartPlan(content, tuple(notes))
 
 
 def check_port(host: str, port: int) -> None:

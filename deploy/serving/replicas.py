@@ -22,40 +22,19 @@ import gc
 import importlib
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import ray
 from ray import serve
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError, UnavailableError
-from cluster.types.members import Member
-from cluster.types.messages import LoadReport
 from deploy.serving.exposure import bind_to_node_address
 from deploy.serving.gauges import WorkerGauges
 from deploy.serving.held_check import HeldCheck
-from deploy.serving.published import encode_member
-
-if TYPE_CHECKING:
-    from cluster.worker.setup import WorkerSetup
+from deploy.serving.membership import encode_member
 
 DRAIN_S = 14.0  # part of the time that Serve gives a replica to end (deploy.app); the rest is for stopping
-
-
-class WorkerService(Protocol):
-    def __init__(self, args: ClusterArgs, setup: WorkerSetup): ...
-
-    async def start(self) -> Member: ...
-
-    def assign(self, phases: Sequence[str] | None) -> None: ...
-
-    async def drain(self, timeout_s: float) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    def loads(self) -> list[LoadReport]: ...
-
-    def check_health(self) -> None: ...
 
 
 def freeze_what_is_loaded() -> None:

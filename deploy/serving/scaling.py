@@ -65,7 +65,11 @@ class ScalingPolicy:
         now = self._clock.now()
         if not self._scaler.is_due(now):
             return {}
-        pools = {ROLES[each.deployment_name]: name for name, each in contexts.items() if _is_pool(each)}
+        pools = {
+            ROLES[each.deployment_name]: name
+            for name, each in contexts.items()
+            if each.deployment_name in ROLES
+        }
         states = tuple(_state(role, contexts[name]) for role, name in pools.items())
         doors = self._doors(each for each in contexts.values() if each.deployment_name == DOOR)
         decision = self._scaler.decide(Snapshot(states, doors), now)
@@ -121,10 +125,6 @@ def assigned_phases(app: str, replica_id: str) -> list[str] | None:
     except ray_internals.RayChanged:  # the policy has logged it
         return None
     return None if value is None else json.loads(value).get(replica_id)
-
-
-def _is_pool(context: AutoscalingContext) -> bool:
-    return context.deployment_name in ROLES
 
 
 def _state(role: Role, context: AutoscalingContext) -> PoolState:

@@ -30,21 +30,15 @@ class LoadRequest(UnloadRequest):
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]  # in `adapters_folder`
 
 
-class AdapterRoutes:
-    def __init__(self, door: DoorProtocol, calls: CallServer):
-        self._door = door
-        self._calls = calls
-
-    def mount(self, api: FastAPI) -> None:
-        api.add_api_route(LOAD_PATH, self.load, methods=["POST"], response_model=None)
-        api.add_api_route(UNLOAD_PATH, self.unload, methods=["POST"], response_model=None)
-
-    async def load(self, request: Request) -> Response:
-        wanted = await self._calls.read(request, lambda body, _: parse(LoadRequest, body))
-        await until_disconnect(request, self._door.adapters.load(wanted.lora_name, wanted.lora_path))
+def mount_adapters(api: FastAPI, door: DoorProtocol, calls: CallServer) -> None:
+    @api.post(LOAD_PATH)
+    async def load(request: Request) -> Response:
+        wanted = await calls.read(request, lambda body, _: parse(LoadRequest, body))
+        await until_disconnect(request, door.adapters.load(wanted.lora_name, wanted.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' added successfully.")
 
-    async def unload(self, request: Request) -> Response:
-        wanted = await self._calls.read(request, lambda body, _: parse(UnloadRequest, body))
-        await until_disconnect(request, self._door.adapters.unload(wanted.lora_name))
+    @api.post(UNLOAD_PATH)
+    async def unload(request: Request) -> Response:
+        wanted = await calls.read(request, lambda body, _: parse(UnloadRequest, body))
+        await until_disconnect(request, door.adapters.unload(wanted.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{wanted.lora_name}' removed successfully.")

@@ -4,7 +4,7 @@ sound and an instruction, and its answer is the transcript, or its translation t
 The instructions are the operator's (`door.transcription_instruction`, `door.translation_instruction`); the
 client's `language` and `prompt` are lines below them. The models are those that take sound in a chat request;
 they give no times, so the forms with times (verbose_json, srt, vtt) have one segment, from the start to the
-end of the sound. Pure but for the routes, which run on the door's event loop.
+end of the sound. Pure.
 """
 
 from __future__ import annotations
@@ -13,25 +13,20 @@ import base64
 import functools
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from fastapi import FastAPI
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from cluster.errors import ClusterError, RequestError
 from router.api.body import RequestBody, validated
 from router.api.chat import render
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
 from router.api.fields import Unit
 from router.api.names import naming
-from router.api.protocol import DoorProtocol, Generation
-from router.api.serving import CallServer
+from router.api.protocol import Answers, CallContext, Generation, Generations, Ledger, extra_fields
 from router.calls import ChatCall, TextDelta, Usage
 from router.http.errors import error_body
 from router.http.forms import parse_form
@@ -93,7 +88,7 @@ def transcription_call(
     fields: dict[str, Any] = dict(form.fields)
     # a form has numbers and truth values as text
     request = validated(kind, fields, functools.partial(kind.model_validate, strict=False))
-    if file is None or not file.data:
+    if not file:
         raise RequestError("file: the form needs a sound", param="file")
     if request.stream and request.response_format != "json":
         raise RequestError("stream needs response_format json", param="response_format")
@@ -105,7 +100,7 @@ def transcription_call(
     chat = ChatRequest.model_validate(
         {
             "model": request.model,
-            "messages": [{"role": "user", "content": _content(request, file.data, instruction)}],
+            "messages": [{"role": "user", "content": _content(request, file, instruction)}],
             "temperature": request.temperature,
             "stream": request.stream,
             "logprobs": has_details,
@@ -138,39 +133,6 @@ def _data_uri(data: bytes) -> str:
     return uri.getvalue()
 
 
-def transcription_name(param: str) -> str:
-    """A field of the chat request that the door refuses, as this endpoint names it."""
-    return "file" if param.startswith(("messages", "prompt")) else param
-
-
-class AudioRoutes:
-    def __init__(self, door: DoorProtocol, calls: CallServer):
-        self._door = door
-        self._calls = calls
-
-    def mount(self, api: FastAPI) -> None:
-        api.add_api_route("/v1/audio/transcriptions", self.transcribe, methods=["POST"], response_model=None)
-        if self._door.translation_instruction:
-            api.add_api_route("/v1/audio/translations", self.translate, methods=["POST"], response_model=None)
-
-    async def transcribe(self, request: Request) -> Response:
-        return await self._write_down(request, TranscriptionRequest, self._door.transcription_instruction)
-
-    async def translate(self, request: Request) -> Response:
-        return await self._write_down(request, TranslationRequest, self._door.translation_instruction)
-
-    async def _write_down(
-        self, request: Request, kind: type[TranscriptionRequest], instruction: str
-    ) -> Response:
-        content_type = request.headers.get("content-type", "")
-        asked, call = await self._calls.read(
-            request,
-            lambda body, context: transcription_call(body, content_type, kind, instruction, context),
-            is_json=False,
-        )
-        return await self._calls.answer(request, call, self._door.chat, TranscriptFormat(asked))
-
-
 class TranscriptFormat:
     """The transcript in the form that the client wants. A stream has `transcript.text.delta` for each piece,
     then `transcript.text.done` with the whole text."""
@@ -180,17 +142,10 @@ class TranscriptFormat:
         self._pieces: list[str] = []
         self.media_type = _JSON if "json" in request.response_format else _TEXT
 
-    def body(
-        self,
-        answers: Sequence[Sequence[TextDelta]],
-        generations: Sequence[Generation],
-        timelines: Sequence[dict[str, Any]] = (),
-    ) -> Iterator[bytes]:
-        yield self._body(render.WholeChoice.of(answers[0]), generations[0], timelines)
+    def body(self, answers: Answers, generations: Generations, ledger: Ledger = ()) -> Iterator[bytes]:
+        yield self._body(render.WholeChoice.of(answers[0]), generations[0], ledger)
 
-    def _body(
-        self, answer: render.WholeChoice, generation: Generation, timelines: Sequence[dict[str, Any]]
-    ) -> bytes:
+    def _body(self, answer: render.WholeChoice, generation: Generation, ledger: Ledger) -> bytes:
         usage = generation.usage
         match self._request.response_format:
             case "text":
@@ -204,11 +159,7 @@ class TranscriptFormat:
             case _:
                 whole = {"text": answer.text, "usage": _usage(usage)}
         whole["finish_reason"] = answer.finish_reason  # `length`: the transcript is not complete
-        if notes := generation.media_notes:
-            whole["media"] = notes
-        if timelines:
-            whole["ledger"] = timelines
-        return _encode(whole)
+        return _encode(whole | extra_fields(generation, ledger))
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
         return b""
@@ -224,14 +175,14 @@ class TranscriptFormat:
         whole = {"text": text, "usage": usage, "finish_reason": delta.finish_reason}
         return _event({"type": "transcript.text.done", **whole})
 
-    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
-        return _event({"type": "epdg:ledger", "ledger": timelines})
+    def ledger(self, ledger: Ledger) -> bytes:
+        return _event({"type": "epdg:ledger", "ledger": ledger})
 
-    def end(self, generations: Sequence[Generation]) -> bytes:
+    def end(self, generations: Generations) -> bytes:
         return render.DONE
 
     def name_of(self, param: str) -> str:
-        return transcription_name(param)
+        return "file" if param.startswith(("messages", "prompt")) else param
 
     def error_event(self, error: ClusterError) -> bytes:
         return b"data: %b\n\n" % error_body(error)

@@ -141,7 +141,7 @@ def _limit(details: Any) -> str:
             return ""
 
 
-_BRANCHES = {"text", "parts", "refusal", "image_url", "video_url", "audio_url", "input_audio"} | {
+_BRANCHES = {"text", "refusal", "image_url", "video_url", "audio_url", "input_audio"} | {
     "input_text", "output_text", "input_image", "input_video", "input_file",
     "image", "thinking", "redacted_thinking", "tool_reference", "tool_use", "tool_result", "base64", "url",
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -20,6 +20,7 @@ MAX_BAD_WORD_CHARS = 256  # of one
 MAX_ALL_BAD_WORD_CHARS = 4000  # engines build their automaton
 MAX_ALLOWED = 4096  # token ids
 MAX_PRIORITY = 8
+MAX_PARTS = 4096  # of all messages
 MAX_FIELDS = 128  # of an object whose fields are named here: none has so many
 
 Unit = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -48,6 +49,18 @@ Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
+
+_Item = TypeVar("_Item")
+_Items = TypeVar("_Items")
+# Of all messages, or of one: pydantic stops at the first that is too many
+Parts = Annotated[list[_Item], Field(max_length=MAX_PARTS, fail_fast=True)]
+SomeParts = Annotated[list[_Item], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)]
+# Decided by the value's kind, so that an error is about the one or the other
+TextOr = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[_Items, Tag("<parts>")],
+    Discriminator(lambda value: "<text>" if isinstance(value, str) else "<parts>"),
+]
 
 
 class StrictModel(BaseModel):

@@ -1,4 +1,5 @@
-"""What the API needs of the door. The fake in `tests/fakes/fake_door.py` implements it, too.
+"""What the API needs of the door. The fake in `tests/fakes/fake_door.py` implements it, too. And what a call
+depends on besides the body of its request.
 
 One call, in order: `chat` or `complete` → for every generation: iterate to its finish reason → `usage` →
 `aclose`. `aclose` is always called, also after the end, after an error and when the client is gone; it may be
@@ -8,14 +9,17 @@ repeated. If the client disconnects while `chat` or `complete` is waiting, the a
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cluster.text.defaults import GenerationDefaults
+from router.api.fields import MAX_PRIORITY
 from router.calls import (
     ChatCall,
     CompletionCall,
     MediaNote,
     RankedToken,
+    ServedModels,
     TextDelta,
     TokenizeCall,
     Tokenized,
@@ -23,7 +27,8 @@ from router.calls import (
 )
 from router.http.keys import Access
 from router.http.limits import Limits
-from router.served_models import ServedModels
+
+ANY = Limits(min_priority=-MAX_PRIORITY)  # for calls that no model will serve
 
 
 class TimelineProtocol(Protocol):
@@ -81,6 +86,18 @@ class Generation(Protocol):
         ...
 
 
+Generations = Sequence[Generation]  # all choices of the first prompt, then of the second, …
+Answers = Sequence[Sequence[TextDelta]]  # all deltas of each generation; the last one has the finish reason
+Ledger = Sequence[dict[str, Any]]  # fields of one timeline per prompt, if the client asked for them
+
+
+def extra_fields(generation: Generation, ledger: Ledger) -> dict[str, Any]:
+    """Returns the fields of an answer that are this server's own, as far as there is something to say: what
+    was changed in the media, and the timelines."""
+    found = {"media": generation.media_notes, "ledger": ledger}
+    return {name: value for name, value in found.items() if value}
+
+
 class AdaptersProtocol(Protocol):
     """Loading and unloading of LoRA adapters in all workers, while the cluster runs."""
 
@@ -109,11 +126,11 @@ class DoorProtocol(Protocol):
     @property
     def adapters(self) -> AdaptersProtocol: ...
 
-    async def chat(self, call: ChatCall) -> Sequence[Generation]:
+    async def chat(self, call: ChatCall) -> Generations:
         """Returns one generation per choice. Raises ClusterError."""
         ...
 
-    async def complete(self, call: CompletionCall) -> Sequence[Generation]:
+    async def complete(self, call: CompletionCall) -> Generations:
         """Returns the choices of the first prompt, then of the second, and so on. Raises ClusterError."""
         ...
 
@@ -135,3 +152,14 @@ class DoorProtocol(Protocol):
     def metrics(self) -> bytes:
         """Returns Prometheus text."""
         ...
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """`tenant`: the client, by its credentials."""
+
+    models: ServedModels
+    defaults: GenerationDefaults
+    tenant: str = ""
+    trace_parent: str = ""
+    limits: Limits = ANY

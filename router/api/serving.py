@@ -7,16 +7,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cluster.errors import ClusterError, InternalError
-from router.api.context import CallContext
+from router.api.body import RequestBody, parse
 from router.api.names import naming
-from router.api.protocol import DoorProtocol, Generation
+from router.api.protocol import Answers, CallContext, DoorProtocol, Generation, Generations, Ledger
 from router.calls import Call, TextDelta
 from router.http.body_parser import BodyReader
 from router.http.disconnect import until_disconnect
@@ -26,10 +26,11 @@ from router.http.event_stream import EventStream
 log = logging.getLogger(__name__)
 # Header. In a request it asks for the timeline; in the answer it has the durations until the first token
 LEDGER = "x-epdg-ledger"
+Body = TypeVar("Body", bound=RequestBody)
 Translated = TypeVar("Translated")
 AnyCall = TypeVar("AnyCall", bound=Call)
-Start = Callable[[], Awaitable[Sequence[Generation]]]  # of a call
-StartCall = Callable[[AnyCall], Awaitable[Sequence[Generation]]]
+Start = Callable[[], Awaitable[Generations]]  # of a call
+StartCall = Callable[[AnyCall], Awaitable[Generations]]
 _OF_WORKERS = ("placement", "alternatives")  # fields of a timeline
 MAX_WRITE_BYTES = 16 << 10  # of events that are sent together: some 80 tokens, 1.5 ms of work
 
@@ -39,14 +40,8 @@ class AnswerFormat(Protocol):
 
     media_type: str  # of a body
 
-    def body(
-        self,
-        answers: Sequence[Sequence[TextDelta]],
-        generations: Sequence[Generation],
-        timelines: Sequence[dict[str, Any]] = (),
-    ) -> Iterator[bytes]:
-        """Writes a whole answer in pieces, each of which takes a bounded time; one may be empty. `answers`:
-        all deltas of each; the last one has the finish reason."""
+    def body(self, answers: Answers, generations: Generations, ledger: Ledger = ()) -> Iterator[bytes]:
+        """Writes a whole answer in pieces, each of which takes a bounded time; one may be empty."""
         ...
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes: ...
@@ -57,9 +52,9 @@ class AnswerFormat(Protocol):
         """Writes the events at a choice's end. `delta`: its last one."""
         ...
 
-    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes: ...
+    def ledger(self, ledger: Ledger) -> bytes: ...
 
-    def end(self, generations: Sequence[Generation]) -> bytes:
+    def end(self, generations: Generations) -> bytes:
         """Writes the last events of a stream that has not failed; may be empty."""
         ...
 
@@ -86,7 +81,7 @@ class TimelineReport:
         """Is called when the first token has come."""
         self._headers.setdefault(LEDGER, generation.timeline.header())
 
-    def fields(self, generations: Sequence[Generation]) -> list[dict[str, Any]]:
+    def fields(self, generations: Generations) -> list[dict[str, Any]]:
         """Returns one timeline per prompt."""
         return [
             {name: value for name, value in generation.timeline.fields().items() if name not in self._hidden}
@@ -111,6 +106,13 @@ class CallServer:
         return await self._bodies.read(
             request, lambda body: translate(body, self._context(request)), is_json=is_json
         )
+
+    async def parse(
+        self, request: Request, model: type[Body], translate: Callable[[Body, CallContext], Translated]
+    ) -> Translated:
+        """Returns what `translate` makes of the request's body, which is a `model` as JSON. Raises as `read`
+        does."""
+        return await self.read(request, lambda body, context: translate(parse(model, body), context))
 
     async def answer(
         self, request: Request, call: AnyCall, start: StartCall[AnyCall], answer: AnswerFormat
@@ -161,17 +163,18 @@ async def whole(
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_collect(generation)) for generation in generations]
-        except ExceptionGroup as errors:
-            raise _first(errors) from errors
+        except ExceptionGroup as errors:  # the client gets an expected one, if there is one
+            known = (error for error in errors.exceptions if isinstance(error, ClusterError))
+            raise next(known, errors.exceptions[0]) from errors
         finally:
             await close_all(generations)
-        timelines = []
+        ledger: Ledger = ()
         if report is not None:
             report.begin(generations[0])
-            timelines = report.fields(generations)
+            ledger = report.fields(generations)
         answers = [task.result() for task in tasks]
         written: list[bytes] = []
-        for piece in answer.body(answers, generations, timelines):
+        for piece in answer.body(answers, generations, ledger):
             if written:
                 await asyncio.sleep(0)  # other requests go on
             written.append(piece)
@@ -209,7 +212,7 @@ async def stream(
                         yield events
                         events = b""
             if report is not None:
-                yield answer.timelines(report.fields(generations))
+                yield answer.ledger(report.fields(generations))
             yield answer.end(generations)
         finally:
             await close_all(generations)
@@ -219,20 +222,27 @@ def _starting(request: Request, call: AnyCall, start: StartCall[AnyCall]) -> Sta
     """Returns a start of the call whose tokens are the request's."""
     permit = permit_of(request)
 
-    async def begin() -> Sequence[Generation]:
+    async def begin() -> Generations:
         generations = await start(call)
-        permit.watch(generations, len(call.sampling))
+        permit.watch(lambda: num_tokens(generations, len(call.sampling)))
         return generations
 
     return begin
 
 
-async def close_all(generations: Sequence[Generation]) -> None:
+def num_tokens(generations: Generations, num_choices: int) -> int:
+    """Counts the tokens so far. `num_choices`: the choices of each prompt, which counts once."""
+    usages = [generation.usage for generation in generations]
+    num_prompts = sum(usage.prompt_tokens for usage in usages[::num_choices])
+    return num_prompts + sum(usage.completion_tokens for usage in usages)
+
+
+async def close_all(generations: Generations) -> None:
     """Closes generations, also if this task is being cancelled, so that the pools stop working."""
     await asyncio.shield(_close_all(generations))
 
 
-async def _close_all(generations: Sequence[Generation]) -> None:
+async def _close_all(generations: Generations) -> None:
     results = await asyncio.gather(
         *(generation.aclose() for generation in generations), return_exceptions=True
     )
@@ -250,7 +260,7 @@ async def _collect(generation: Generation) -> list[TextDelta]:
     raise InternalError("a generation ended without a finish reason")
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncGenerator[tuple[int, TextDelta], None]:
+async def _merged(generations: Generations) -> AsyncGenerator[tuple[int, TextDelta], None]:
     """Yields deltas of all choices as they come, each up to its finish reason. The first error ends all
     choices."""
     if len(generations) == 1:  # the usual case; it needs no queue and no task
@@ -288,17 +298,3 @@ async def _pump(
         raise InternalError("a generation ended without a finish reason")
     except Exception as error:
         await put((idx, error))
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    """Returns the error for the client: an expected one if there is one."""
-    leaves = list(_leaves(errors))
-    return next((error for error in leaves if isinstance(error, ClusterError)), leaves[0])
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error

@@ -1,30 +1,22 @@
 """/tokenize and /detokenize, with vLLM's fields: the tokens of a text or of a conversation, and back. No
 worker is asked. A media item has the tokens that stand for it in the prompt; it is fetched and opened for
-that. Pure but for the routes, which run on the door's event loop.
+that. Pure.
 """
 
 from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
-from fastapi import FastAPI
 from pydantic import Field
-from starlette.requests import Request
-from starlette.responses import Response
 
 from cluster.errors import RequestError
-from router.api.body import RequestBody, parse
+from router.api.body import RequestBody
 from router.api.chat.schema import ChatRequest, Messages
 from router.api.chat.tools import Tools, Variables
 from router.api.chat.translate import chat_call, check_prompt
-from router.api.context import CallContext
 from router.api.fields import TokenId
-from router.api.protocol import DoorProtocol
-from router.api.serving import CallServer
+from router.api.protocol import CallContext
 from router.calls import TokenizeCall
-from router.http.disconnect import until_disconnect
-from router.http.errors import json_answer
 
 
 class TokenizeRequest(RequestBody):
@@ -40,35 +32,6 @@ class TokenizeRequest(RequestBody):
 class DetokenizeRequest(RequestBody):
     model: str
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
-
-
-class TokenRoutes:
-    def __init__(self, door: DoorProtocol, calls: CallServer):
-        self._door = door
-        self._calls = calls
-
-    def mount(self, api: FastAPI) -> None:
-        api.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
-        api.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
-
-    async def tokenize(self, request: Request) -> Response:
-        call = await self._calls.read(
-            request, lambda body, context: tokenize_call(parse(TokenizeRequest, body), context)
-        )
-        found = await until_disconnect(request, self._door.tokenize(call))
-        fields = {
-            "count": len(found.token_ids),
-            "max_model_len": self._door.limits.max_model_len,
-            "tokens": found.token_ids,
-            "token_strs": found.names,
-        }
-        return json_answer(msgspec.json.encode(fields))
-
-    async def detokenize(self, request: Request) -> Response:
-        token_ids = await self._calls.read(
-            request, lambda body, context: ids_to_detokenize(parse(DetokenizeRequest, body), context)
-        )
-        return json_answer(msgspec.json.encode({"prompt": await self._door.detokenize(token_ids)}))
 
 
 def tokenize_call(request: TokenizeRequest, context: CallContext) -> TokenizeCall:

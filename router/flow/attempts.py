@@ -215,7 +215,8 @@ class Attempts(Mapping[str, Attempt]):
             attempt.has_memory = True
             self._start_decode(attempt)
         elif isinstance(message, DecodeGranted):
-            self._on_decode_granted(attempt, message)
+            target = DecodeTarget(attempt.request_id, message.grant)
+            self._context.pass_on(attempt, attempt.decode, attempt.prompt_worker, target)
         elif isinstance(message, FeatureGranted):
             self._media.on_granted(attempt, message, now)
         elif isinstance(message, FeatureShared):
@@ -238,10 +239,6 @@ class Attempts(Mapping[str, Attempt]):
         attempt.client.timeline.encoded(message.item_idx, message.timing, message.cached)
         self._cluster.item_done(message.request_id, message.item_idx, now)
         self._item_done(attempt, message.item_idx)
-
-    def _on_decode_granted(self, attempt: Attempt, granted: DecodeGranted) -> None:
-        target = DecodeTarget(attempt.request_id, granted.grant)
-        self._context.pass_on(attempt, attempt.decode, attempt.prompt_worker, target)
 
     def _item_done(self, attempt: Attempt, item_idx: int) -> None:
         attempt.item_arrived(item_idx)

@@ -61,7 +61,8 @@ class MediaFlow:
         there is room."""
         return tuple(
             item_idx
-            for item_idx in attempt.own_items
+            for item_idx, state in enumerate(attempt.media)
+            if state.encoder is attempt.prompt_worker and not state.is_shared
             if not self._quarantine.is_suspect(attempt.items[item_idx].media_hash, now)
         )
 

@@ -30,6 +30,7 @@ from router.policy import (
     Worker,
     free_shares,
 )
+from router.policy.encoder_media import row_s
 
 ANSWER_TOKENS = 128.0  # expected of an answer before the first has ended
 FORGETTING = 0.05  # weight of a new observation
@@ -125,7 +126,7 @@ class Placer:
         curve = prefills.curve("prefill")
         token_s = (curve.per_unit_s + curve.per_pair_s * cluster.context_tokens) * cluster.factors(prefills)
         return Reported(
-            encode_s=float((encoders.reported_units * cluster.row_s()).sum()),
+            encode_s=float((encoders.reported_units * row_s(encoders)).sum()),
             prefill_s=float((prefills.reported_units * token_s).sum()),
             num_blocks=int(cluster.decodes.reported_blocks.sum()),
         )

@@ -46,7 +46,7 @@ from router.flow.placer import Placer
 from router.flow.quarantine import Quarantine
 from router.flow.state import Attempt, ClientRequest, WorkerState
 from router.flow.watch import WorkerWatch
-from router.policy import CalibrationStatistics, Decision, RequestView
+from router.policy import Calibration, Decision, RequestView
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,11 @@ class RequestFlow:
         self._timeouts = timeouts
         self._context = FlowContext(placer, timeouts.first_token_s)
         self.attempts = Attempts(self._context, admission, self._go_on)
-        self._watch = WorkerWatch(self._ping, self._on_avoided, self.attempts.on_silent)
+        self._watch = WorkerWatch(
+            self._ping,
+            lambda worker: self._cluster.set_avoided(worker.replica_id, worker.is_avoided),
+            self.attempts.on_silent,
+        )
         self._clients: dict[str, ClientRequest] = {}  # that wait or run
         self._waiting: dict[str, RequestView] = {}  # of requests that wait for admission
         self.continuation = Continuation(self._context, self.attempts)
@@ -107,7 +111,7 @@ class RequestFlow:
         return self._context.quarantine
 
     @property
-    def calibration(self) -> CalibrationStatistics:
+    def calibration(self) -> Calibration:
         return self._cluster.calibration
 
     @property
@@ -115,10 +119,6 @@ class RequestFlow:
         """Nothing is kept of any request."""
         is_any_left = self._clients or self._waiting or self._unplaced or not self.attempts.is_idle
         return not is_any_left and self._admission.is_idle and self._cluster.is_idle
-
-    def is_running(self, request_id: str) -> bool:
-        """Whether an attempt of this name is under way."""
-        return request_id in self.attempts
 
     @property
     def workers(self) -> Collection[WorkerState]:
@@ -254,10 +254,6 @@ class RequestFlow:
 
     def _ping(self, worker: WorkerState) -> None:
         self._context.put(Send(worker.replica_id, Ping()))
-
-    def _on_avoided(self, worker: WorkerState) -> None:
-        """Placements avoid the worker from now on, or do no longer."""
-        self._cluster.set_avoided(worker.replica_id, worker.is_avoided)
 
     # Requests
 

@@ -257,15 +257,6 @@ class Attempt:
         return self.prompt_worker is self.decode
 
     @property
-    def own_items(self) -> tuple[int, ...]:
-        """Items whose encoder is the prompt worker."""
-        return tuple(
-            item_idx
-            for item_idx, state in enumerate(self.media)
-            if state.encoder is self.prompt_worker and not state.is_shared
-        )
-
-    @property
     def has_first_token(self) -> bool:
         return all(choice.has_first_token for choice in self.choices)
 

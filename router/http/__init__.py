@@ -1,5 +1,5 @@
-"""What an HTTP API needs, whatever its endpoints are. `router.api` has the endpoints and imports this
-package; this package imports none of them.
+"""What an HTTP API needs, whatever its endpoints are. `router.api` has the endpoints and composes the
+application; this package imports none of them.
 
 edge          around every request: ids, unanswered errors, clients that do not read, event-loop lag
 keys          which requests may pass, and as which tenant
@@ -13,5 +13,4 @@ pieces        writes large JSON piece by piece
 event_stream  an answer that is a stream of server-sent events
 disconnect    ends the work for a client that is gone
 errors        errors as answers
-app           composes an application of these, for any routes
 """

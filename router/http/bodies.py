@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -78,7 +78,7 @@ class BodyBudget:
             del self._held[tenant]
 
 
-class BodyLease:
+class BodyLease(AbstractContextManager):
     """The bytes of one request; a context manager that frees them."""
 
     def __init__(self, budget: BodyBudget, tenant: str):
@@ -92,12 +92,7 @@ class BodyLease:
             self._budget.take(self._tenant, num_bytes)
             self._num_bytes += num_bytes
 
-    def __enter__(self) -> BodyLease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._num_bytes:
             self._budget.free(self._tenant, self._num_bytes)
             self._num_bytes = 0
@@ -135,7 +130,9 @@ class _Scan:
         if self._num_escapes > limits.max_escapes + self.num_bytes // 32:
             raise BodyTooLargeError(f"the body has more than {limits.max_escapes} escaped characters")
         if self.num_bytes > limits.max_text_bytes and not self._has_media:
-            self._has_media = self._finds_media()
+            # Once: text before the first media item is bounded like a body without media
+            start = self.body()
+            self._has_media = any(mark in start for mark in _MEDIA)
             if not self._has_media:
                 raise BodyTooLargeError(
                     f"a body without media may have {limits.max_text_bytes} bytes at most"
@@ -143,11 +140,6 @@ class _Scan:
 
     def body(self) -> bytes:
         return b"".join(self._chunks)
-
-    def _finds_media(self) -> bool:
-        """Is called once: text before the first media item is bounded like a body without media."""
-        start = self.body()
-        return any(mark in start for mark in _MEDIA)
 
 
 def check_size(num_bytes: int, limits: Limits) -> None:

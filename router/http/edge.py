@@ -187,24 +187,21 @@ class Edge:
             await self._app(scope, receive, send)
             return
         scope[_REQUEST_ID] = _request_id(scope)
-        self._watch.enter()
-        try:
-            await self._run(scope, receive, send)
-        finally:
-            self._watch.leave()
-
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A response that cannot be sent stays unfinished; the server then closes the connection."""
         deadline = asyncio.timeout(None)
         told_id = scope[_REQUEST_ID] if self._tells_request_id else None
+        self._watch.enter()
         try:
             async with deadline:
                 counted = self._metrics.responses
                 sending = _Sending(send, deadline, self._read_timeout_s, told_id, counted)
                 await self._answer(scope, receive, sending)
-        except TimeoutError:
+        except (
+            TimeoutError
+        ):  # a response that cannot be sent stays unfinished; the server closes the connection
             if not deadline.expired():
                 raise
+        finally:
+            self._watch.leave()
 
     async def _answer(self, scope: Scope, receive: Receive, sending: _Sending) -> None:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -59,7 +60,9 @@ def log_unexpected(request: Request, error: Exception) -> None:
         log.error("request %s failed unexpectedly", request_id_of(request), exc_info=error)
 
 
-def json_answer(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """`value`: what is written as JSON, or bytes that are JSON already."""
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
     return Response(body, status, headers, media_type="application/json")
 
 

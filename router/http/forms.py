@@ -25,17 +25,11 @@ MAX_BOUNDARY_CHARS = 70  # RFC 2046
 _Parameters = dict[str, str | tuple[str | None, str | None, str]]  # a tuple: in a character set (RFC 2231)
 
 
-class FormFile(NamedTuple):
-    name: str  # as the client wrote it; a hint
-    declared: str  # its type, a hint too
-    data: bytes
-
-
 class Form(NamedTuple):
     """Fields whose names end in [] are lists, without it in their name."""
 
     fields: dict[str, str | list[str]]
-    files: dict[str, FormFile]
+    files: dict[str, bytes]  # what clients say of their names and types is not read
 
 
 def parse_form(body: bytes, content_type: str) -> Form:
@@ -56,8 +50,7 @@ def parse_form(body: bytes, content_type: str) -> Form:
         if key in form.files or (known is not None and not (isinstance(known, list) and key != name)):
             raise RequestError(f"the form has {key[:64]!r} twice", param=key[:64])
         if "filename" in disposition:
-            filename = _text(disposition, "filename").strip()
-            form.files[key] = FormFile(filename, header.get_content_type(), data)
+            form.files[key] = data
         elif key == name:
             form.fields[key] = _decoded(data, key)
         else:

@@ -24,7 +24,6 @@ import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from starlette.datastructures import Headers
@@ -63,34 +62,26 @@ class ForbiddenError(RequestError):
     code = "insufficient_permissions"
 
 
-class KeySource(Protocol):
-    """Where keys are listed. Both calls block."""
-
-    def stamp(self) -> _Stamp:
-        """Changes when the list does. Raises OSError."""
-        ...
-
-    def read(self) -> tuple[ApiKey, ...]:
-        """Raises ConfigError."""
-        ...
-
-
 class KeyFile:
+    """Where keys are listed. Its calls block."""
+
     def __init__(self, path: Path):
         self._path = path
 
     def stamp(self) -> _Stamp:
+        """Changes when the list does. Raises OSError."""
         found = os.stat(self._path)
         return found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev
 
     def read(self) -> tuple[ApiKey, ...]:
+        """Raises ConfigError."""
         return read_key_file(self._path)
 
 
 class KeyRing:
     """The keys that are valid now."""
 
-    def __init__(self, source: KeySource | None, own: Sequence[ApiKey], clock: Clock):
+    def __init__(self, source: KeyFile | None, own: Sequence[ApiKey], clock: Clock):
         """Reads the keys. `own`: keys of the environment, which no file takes away. Blocks. Raises
         ConfigError."""
         self._source = source
@@ -234,7 +225,7 @@ class Access:
         return found
 
 
-def _look_at(source: KeySource, known: _Stamp | None) -> tuple[_Stamp, Sequence[ApiKey] | None]:
+def _look_at(source: KeyFile, known: _Stamp | None) -> tuple[_Stamp, Sequence[ApiKey] | None]:
     """Reads the list of keys; None if it is as it was. Blocks. The stamp is older than what is read, so a
     change between the two is seen by the next look."""
     stamp = source.stamp()

@@ -1,22 +1,20 @@
 """What a tenant with limits has used of them at this door: requests and tokens a minute, requests at once.
 
-A request begins (`TenantUse.begin`), may name its generations to its permit (`Permit.watch`), and ends with
-the permit. Tokens are counted when a request ends and when another one of the tenant begins, so no token of a
-stream costs anything. Therefore a request that has begun always ends, and what it uses beyond the limit makes
-the next ones wait. Pure but for the clock; belongs to the door's event loop.
+A request begins (`TenantUse.begin`), may give its permit what counts its tokens (`Permit.watch`), and ends
+with the permit. Tokens are counted when a request ends and when another one of the tenant begins, so no token
+of a stream costs anything. Therefore a request that has begun always ends, and what it uses beyond the limit
+makes the next ones wait. Pure but for the clock; belongs to the door's event loop.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from cluster.clock import Clock
 from cluster.config.keys import KeyLimits
 from cluster.errors import OverloadedError
-from router.calls import Usage
 
 MINUTE_S = 60.0
 RETRY_AFTER_S = 1.0  # when a request of the same tenant ends is not known
@@ -25,13 +23,6 @@ _ROUNDING = 1e-6  # of a unit
 
 class RateLimitError(OverloadedError):
     code = "rate_limit_exceeded"
-
-
-class HasUsage(Protocol):
-    """A generation, as far as limits are concerned."""
-
-    @property
-    def usage(self) -> Usage: ...
 
 
 class Allowance:
@@ -107,39 +98,29 @@ class TenantUse:
             self._tokens.charge(permit.take_tokens(), self._clock.now())
 
 
-class Permit:
+class Permit(AbstractContextManager):
     """The right of one request to be answered; a context manager that ends with the request."""
 
     def __init__(self, tenant: str, use: TenantUse | None = None):
         """`use`: None if the request counts for no limit."""
         self.tenant = tenant
         self._use = use
-        self._generations: list[tuple[Sequence[HasUsage], int]] = []
+        self._counts: list[Callable[[], int]] = []
         self._num_taken = 0
 
-    def watch(self, generations: Sequence[HasUsage], num_choices: int) -> None:
-        """Counts the tokens of `generations` as the request's. `num_choices`: the choices of each prompt,
-        which counts once."""
+    def watch(self, count: Callable[[], int]) -> None:
+        """`count`: the tokens so far of what the request generates."""
         if self._use is not None and self._use.counts_tokens:
-            self._generations.append((generations, num_choices))
+            self._counts.append(count)
 
     def take_tokens(self) -> int:
         """Returns the number of tokens since the last call."""
-        num_tokens = 0
-        for generations, num_choices in self._generations:
-            usages = [generation.usage for generation in generations]
-            num_tokens += sum(usage.completion_tokens for usage in usages)
-            num_tokens += sum(usage.prompt_tokens for usage in usages[::num_choices])
+        num_tokens = sum(count() for count in self._counts)
         num_new = num_tokens - self._num_taken
         self._num_taken = num_tokens
         return num_new
 
-    def __enter__(self) -> Permit:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._use is not None:
             self._use.end(self)
 

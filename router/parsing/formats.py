@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from cluster.errors import StructureError, UnsupportedError
-from cluster.structure.calls import CallGrammar, HeldFunction, Reasoning
+from cluster.structure.calls import HeldFunction, Reasoning
 from cluster.text.answer_format import AnswerSyntax
 from cluster.text.tokenizer import TextProcessor
 from cluster.types.structure import Structure, StructureKind
@@ -70,7 +70,12 @@ class AnswerFormats:
         rules, form = call.tools, self._format(call)
         if rules is None or form is None or form.grammar is None:
             raise AssertionError("calls that are not constrained")
-        text = self._grammar(form.grammar, held, rules, call.structure, self._where(form, prompt))
+        if rules.must_call or call.structure is not None:
+            answer = None if rules.must_call else call.structure
+            where = self._where(form, prompt)
+            text = form.grammar.required(held, where, is_parallel=rules.is_parallel, answer=answer)
+        else:
+            text = form.grammar.triggered(held, is_parallel=rules.is_parallel)
         return Structure(StructureKind.CALLS, text, "tools")
 
     def answer(
@@ -115,20 +120,6 @@ class AnswerFormats:
         if not events:
             return Reasoning.MAY_COME
         return Reasoning.OPEN if is_in_reasoning(events) else Reasoning.NONE
-
-    def _grammar(
-        self,
-        grammar: CallGrammar,
-        held: Sequence[HeldFunction],
-        rules: ToolRules,
-        answer: Structure | None,
-        where: Reasoning,
-    ) -> str:
-        if rules.must_call:
-            return grammar.required(held, where, is_parallel=rules.is_parallel)
-        if answer is not None:
-            return grammar.required(held, where, is_parallel=rules.is_parallel, answer=answer)
-        return grammar.triggered(held, is_parallel=rules.is_parallel)
 
 
 def needs_structure(call: ChatCall) -> bool:

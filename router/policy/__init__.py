@@ -3,7 +3,7 @@ drive the same objects.
 
     views        a request, a placement, a prediction
     cluster      what is known of the workers; made of `pool`, `links`, `index`, `encoder_media`, `pending`,
-                 `in_flight`, `calibration`, `feedback`
+                 `in_flight`, `calibration`
     estimate     what a placement of one request takes and costs; made of `at_encoders`, `at_prefills`,
                  `at_decodes`
     joint        the placement of least cost, found by `search`
@@ -15,7 +15,7 @@ No torch, asyncio, Ray or clock: `now` is an argument.
 
 from __future__ import annotations
 
-from router.policy.calibration import CalibrationStatistics
+from router.policy.calibration import Calibration
 from router.policy.cluster import ClusterView
 from router.policy.joint import JointPolicy
 from router.policy.registry import Policy, make_policy
@@ -31,7 +31,7 @@ from router.policy.views import (
 )
 
 __all__ = [
-    "CalibrationStatistics",
+    "Calibration",
     "ClusterView",
     "Decision",
     "ItemPrediction",

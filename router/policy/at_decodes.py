@@ -38,13 +38,9 @@ class KvTransferEstimate:
     first_s: Floats  # from the KV's arrival to the end of decode's first step
     is_local: bool = False  # to the same worker
 
-    def complete_s(self, ttft_s: float) -> Floats:
-        """When all KV is there."""
-        return np.maximum(ttft_s + self.after_s, self.before_s)
-
     def end_s(self, ttft_s: float) -> Floats:
         """When decode's first step ends."""
-        return self.complete_s(ttft_s) + self.first_s
+        return np.maximum(ttft_s + self.after_s, self.before_s) + self.first_s
 
 
 class DecodeEstimate:

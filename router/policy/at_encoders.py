@@ -84,7 +84,7 @@ class EncodeEstimate:
             holders = slots_of(cluster.media.holders(item.media_hash))
             for slot in holders[self.is_able[idx, holders]]:
                 self.is_held[idx, slot] = True
-                self.finish_s[idx, slot] = cluster.arriving_s(int(slot), item.media_hash, now)
+                self.finish_s[idx, slot] = cluster.encoder_media.arriving_s(int(slot), item.media_hash, now)
                 self.encode_s[idx, slot] = self.cost_s[idx, slot] = 0.0
         self._prefer_one(cluster.encoders)
 
@@ -137,17 +137,6 @@ class EncodeEstimate:
         for them."""
         return float(self.cost_s[idx, encoder]) + (0.0 if self.is_held[idx, encoder] else device_s)
 
-    def total_cost_s(self, encoders: Sequence[int], is_needed: NDArray[np.bool_]) -> float:
-        """Returns the cost of an assignment: of each item after those before it on the same encoder."""
-        used_s: dict[int, float] = {}
-        cost_s = 0.0
-        for idx, encoder in enumerate(encoders):
-            if is_needed[idx]:
-                before_s = used_s.get(encoder, 0.0)
-                cost_s += self.cost_after(idx, encoder, before_s)
-                used_s[encoder] = before_s + float(self.encode_s[idx, encoder])
-        return cost_s
-
     def default(self) -> list[int]:
         """The best encoder per item, as if each were alone; for items that prefill does not need."""
         return [int(encoder) for encoder in (self.finish_s + self.cost_s).argmin(1)] if self.items else []
@@ -157,6 +146,7 @@ class EncodeEstimate:
     ) -> list[ItemPrediction]:
         """The prediction of an assignment, per item. Items that are not needed are not encoded."""
         used_s: dict[int, float] = {}
+        transfers = self.transfers(prefill)
         predictions = []
         for idx, encoder in enumerate(encoders):
             if not is_needed[idx]:
@@ -165,10 +155,7 @@ class EncodeEstimate:
             finish_s = self.finish_after(idx, encoder, used_s.get(encoder, 0.0))
             own_s = float(self.encode_s[idx, encoder])
             used_s[encoder] = used_s.get(encoder, 0.0) + own_s
-            transfer_s = float(
-                self._links.latency_s[prefill, encoder]
-                + self.num_bytes[idx, 0] * self._links.s_per_byte[prefill, encoder]
-            )
+            transfer_s = float(transfers[idx, encoder])
             if self.is_held[idx, encoder]:
                 predictions.append(ItemPrediction(finish_s, 0.0, transfer_s))
             else:

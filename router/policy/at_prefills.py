@@ -129,13 +129,13 @@ class PrefillEstimate:
 
     def _correct(self, request: RequestView, cluster: ClusterView) -> None:
         """Applies the learnt corrections of this kind of prediction."""
-        alone = cluster.residual(Kind.COMPUTED if request.media else Kind.TEXT)
+        alone = cluster.calibration.residual(Kind.COMPUTED if request.media else Kind.TEXT)
         decodes = cluster.shared.decode_slots >= 0
-        computed = np.where(decodes, cluster.residual(Kind.BESIDE_ANSWERS), alone)
-        self._awaited = cluster.residual(Kind.AWAITED)
-        self.queue_s = computed * (self.queue_s + cluster.overhead_s)
-        self.text_s = computed * (self.text_s + cluster.overhead_s)
-        self.tail_s += cluster.overhead_s
+        computed = np.where(decodes, cluster.calibration.residual(Kind.BESIDE_ANSWERS), alone)
+        self._awaited = cluster.calibration.residual(Kind.AWAITED)
+        self.queue_s = computed * (self.queue_s + cluster.calibration.overhead_s)
+        self.text_s = computed * (self.text_s + cluster.calibration.overhead_s)
+        self.tail_s += cluster.calibration.overhead_s
 
     def _expected(self, request: RequestView, depths: Floats, cluster: ClusterView) -> Floats:
         """`depths`, and blocks that a running step computes: it ends before the prompt's turn."""

@@ -52,9 +52,8 @@ class StagedPolicy(ABC):
         added = np.zeros(len(pool))
         for idx, item in enumerate(estimate.encoders.items):
             is_able, is_held = estimate.encoders.is_able[idx], estimate.encoders.is_held[idx]
-            encoder = self._least(
-                self._item_scores(estimate, item, added), is_held if is_held.any() else is_able
-            )
+            scores = _queued(pool) + added + rendezvous(pool.salts, item.media_hash.encode())
+            encoder = self._least(scores, is_held if is_held.any() else is_able)
             if not is_held[encoder]:
                 added[encoder] += item.num_rows
             chosen.append(encoder)
@@ -70,10 +69,6 @@ class StagedPolicy(ABC):
     def _decode_scores(self, estimate: Estimate) -> Floats:
         pool = estimate.cluster.decodes
         return _queued(pool) + rendezvous(pool.salts, estimate.request.request_id.encode())
-
-    def _item_scores(self, estimate: Estimate, item: ItemView, added: Floats) -> Floats:
-        pool = estimate.cluster.encoders
-        return _queued(pool) + added + rendezvous(pool.salts, item.media_hash.encode())
 
 
 class LeastLoadedPolicy(StagedPolicy):

@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import StrEnum
 
 from cluster.types.members import Role
@@ -41,16 +40,6 @@ class Kind(StrEnum):
     COMPUTED = "computed"  # with media whose embeddings arrive before its turn
     AWAITED = "awaited"  # prefill waits for embeddings
     BESIDE_ANSWERS = "beside_answers"  # not awaited, at a worker that decodes
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationStatistics:
-    """Statistics over the last `ACCURACY_WINDOW` observations. NaN before the first."""
-
-    num_observed: int
-    mape: float  # mean absolute percentage error of ttft_s, as a ratio to the actual
-    coverage: float  # share of actual TTFTs inside their interval
-    factors: Mapping[tuple[Role, str], float]  # by role and hardware
 
 
 class Window:
@@ -114,7 +103,7 @@ class ConformalInterval:
 
 
 class Accuracy:
-    """Error and coverage of the last predictions."""
+    """Error and coverage of the last `ACCURACY_WINDOW` predictions. NaN before the first."""
 
     def __init__(self) -> None:
         self._window: deque[tuple[float, bool]] = deque(maxlen=ACCURACY_WINDOW)
@@ -126,10 +115,12 @@ class Accuracy:
 
     @property
     def mape(self) -> float:
+        """Mean absolute percentage error of times to first token, as a ratio to the actual ones."""
         return self._mean([error for error, _ in self._window])
 
     @property
     def coverage(self) -> float:
+        """Share of the actual times inside their interval."""
         return self._mean([float(is_inside) for _, is_inside in self._window])
 
     @staticmethod
@@ -152,7 +143,7 @@ class Calibration:
         self._factors: dict[tuple[Role, str], Factor] = {}
         self._residuals: dict[Kind, Factor] = {}
         self._intervals: dict[Kind, ConformalInterval] = {}
-        self._accuracy = Accuracy()
+        self.accuracy = Accuracy()
 
     def factor(self, role: Role, hardware: str) -> float:
         factor = self._factors.get((role, hardware))
@@ -190,15 +181,12 @@ class Calibration:
         if actual_s <= 0 or predicted_s <= 0:
             return
         is_inside = bounds[0] <= actual_s <= bounds[1]
-        self._accuracy.observe(actual_s, predicted_s, is_inside)
+        self.accuracy.observe(actual_s, predicted_s, is_inside)
         self._residuals.setdefault(kind, Factor()).observe(actual_s, predicted_s / correction)
         interval = self._intervals.setdefault(kind, ConformalInterval())
         interval.observe(actual_s / predicted_s, is_inside)
 
-    def statistics(self) -> CalibrationStatistics:
-        return CalibrationStatistics(
-            self._accuracy.num_observed,
-            self._accuracy.mape,
-            self._accuracy.coverage,
-            {key: factor.value for key, factor in self._factors.items()},
-        )
+    @property
+    def factors(self) -> dict[tuple[Role, str], float]:
+        """Returns the factors by role and hardware."""
+        return {key: factor.value for key, factor in self._factors.items()}

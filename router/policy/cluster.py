@@ -25,10 +25,9 @@ from cluster.types.curves import Curve, ServiceCurves
 from cluster.types.members import Phase, Role
 from cluster.types.messages import LoadReport
 from cluster.types.timings import EncodeTiming, PrefillTiming
-from router.policy.calibration import Calibration, CalibrationStatistics, Kind
-from router.policy.encoder_media import EncoderMedia, row_s
-from router.policy.feedback import learn
-from router.policy.in_flight import InFlightRequest, kind_of, num_early_tokens
+from router.policy.calibration import Calibration, Kind
+from router.policy.encoder_media import EncoderMedia
+from router.policy.in_flight import InFlightRequest, learn, num_early_tokens
 from router.policy.index import HolderIndex
 from router.policy.links import Links
 from router.policy.pending import PendingPrompts
@@ -64,14 +63,14 @@ class ClusterView:
         self.shared = SharedWorkers(self.encoders, self.prefills, self.decodes)
         self.feature_links = Links(self.encoders, self.prefills, is_free_inside=True)
         self.kv_links = Links(self.prefills, self.decodes)
-        self._encoder_media = EncoderMedia(self.encoders)
-        self.media = self._encoder_media.index
+        self.encoder_media = EncoderMedia(self.encoders)
+        self.media = self.encoder_media.index
         self.prefixes: HolderIndex[bytes] = HolderIndex()
         self.pending = PendingPrompts()
         self.holding_s = HOLDING_S
         self.context_tokens = CONTEXT_TOKENS
         self.usual_rows = math.nan  # of a media item, on average; NaN before the first one
-        self._calibration = Calibration()
+        self.calibration = Calibration()
         self.in_flight: dict[str, InFlightRequest] = {}
         self._now = 0.0  # the latest instant of any call
 
@@ -94,7 +93,7 @@ class ClusterView:
         for pool in self._pools_of(replica_id):
             slot = pool.remove(replica_id)
             if pool is self.encoders:
-                self._encoder_media.drop(slot)
+                self.encoder_media.drop(slot)
             elif pool is self.prefills:
                 self.prefixes.drop(slot)
                 self.pending.drop_slot(slot)
@@ -142,14 +141,14 @@ class ClusterView:
 
     def reported(self, replica_id: str, load: LoadReport, now: float) -> None:
         self._now = max(self._now, now)
-        round_trip_s = ROUND_TRIP_SHARE * self._calibration.round_trip_s
+        round_trip_s = ROUND_TRIP_SHARE * self.calibration.round_trip_s
         for pool in self._reporting(replica_id, load.is_of_encoder):
             is_shared = pool is self.prefills and replica_id in self.decodes.slots
             pool.reported(replica_id, _of_prompts(load) if is_shared else load, now, round_trip_s)
 
     def media_changed(self, encoder: str, added: Sequence[str], evicted: Sequence[str]) -> None:
         """The encoder has taken on `added` items, for any door, and no longer has the `evicted` ones."""
-        self._encoder_media.changed(encoder, added, evicted, self._now)
+        self.encoder_media.changed(encoder, added, evicted, self._now)
 
     def blocks_changed(self, replica_id: str, added: Sequence[bytes], evicted: Sequence[bytes]) -> None:
         """The worker has a prefix cache."""
@@ -177,7 +176,7 @@ class ClusterView:
             placement=placement,
             prediction=prediction,
             started_at=now,
-            residual=self.residual(kind),
+            residual=self.calibration.residual(kind),
             kind=kind,
             prefill_factor=self.factor(pool, placement.prefill),
             encode_factors=tuple(self.factor(self.encoders, encoder) for encoder in placement.encoders),
@@ -192,7 +191,7 @@ class ClusterView:
         self._queue_prompt(in_flight, num_tokens, num_cached, now)
         for item, encoder, predicted in zip(request.media, placement.encoders, prediction.items, strict=True):
             encoded_s = predicted.queue_s + predicted.encode_s
-            in_flight.items.append(self._encoder_media.assign(item, encoder, encoded_s, self._now))
+            in_flight.items.append(self.encoder_media.assign(item, encoder, encoded_s, self._now))
 
     def _queue_prompt(
         self, in_flight: InFlightRequest, num_tokens: int, num_cached_blocks: int, now: float
@@ -224,10 +223,10 @@ class ClusterView:
         """Another encoder is asked for the item."""
         in_flight = self.in_flight.get(request_id)
         if in_flight is not None and encoder in self.encoders.slots:
-            self._encoder_media.release(in_flight.items[item_idx])
+            self.encoder_media.release(in_flight.items[item_idx])
             item, predicted = in_flight.request.media[item_idx], in_flight.prediction.items[item_idx]
             encoded_s = predicted.queue_s + predicted.encode_s or UNMEASURED_S * item.num_rows
-            in_flight.items[item_idx] = self._encoder_media.assign(item, encoder, encoded_s, self._now)
+            in_flight.items[item_idx] = self.encoder_media.assign(item, encoder, encoded_s, self._now)
 
     def item_done(self, request_id: str, item_idx: int, came_at: float | None = None) -> None:
         """The encoder is done with the item. `came_at`: arrival of its embeddings; None: others bring
@@ -235,7 +234,7 @@ class ClusterView:
         in_flight = self.in_flight.get(request_id)
         if in_flight is None:
             return
-        self._encoder_media.release(in_flight.items[item_idx])
+        self.encoder_media.release(in_flight.items[item_idx])
         if in_flight.prediction.items[item_idx].arrival_s > 0:
             self.pending.item_done(request_id, came_at)
 
@@ -253,7 +252,7 @@ class ClusterView:
             return
         self._end_prefill(in_flight)
         for item in in_flight.items:
-            self._encoder_media.release(item)
+            self.encoder_media.release(item)
         self.decodes.discharge(in_flight.decode)
         if self.prefills.has(in_flight.work):
             self.prefixes.unexpect(in_flight.work.slot, in_flight.expected)
@@ -269,7 +268,7 @@ class ClusterView:
         """The actual durations: from the decision to the first token, and of each item that was encoded."""
         in_flight = self.in_flight.get(request_id)
         if in_flight is not None:
-            learn(self._calibration, in_flight, ttft_s, media or (), prefill, self._hardware_of)
+            learn(self.calibration, in_flight, ttft_s, media or (), prefill, self._hardware_of)
 
     # --- what policies read
 
@@ -278,17 +277,9 @@ class ClusterView:
         """No request of this door is in flight."""
         return not self.in_flight
 
-    @property
-    def calibration(self) -> CalibrationStatistics:
-        return self._calibration.statistics()
-
     def has_media(self, media_hash: str) -> bool:
         """Whether some encoder has the item or has taken it on."""
         return self.media.holders(media_hash) != 0
-
-    def arriving_s(self, slot: int, media_hash: str, now: float) -> float:
-        """How long an encoder that has taken an item on still needs for it."""
-        return self._encoder_media.arriving_s(slot, media_hash, now)
 
     def num_cached_tokens(self, request: RequestView, replica_id: str) -> int:
         """Tokens of the prompt that a worker need not compute."""
@@ -299,10 +290,6 @@ class ClusterView:
         pool, able = self.encoders, self.encoders.is_listed
         return float((pool.reported_units + pool.sent_units)[able].min(initial=np.inf)) if able.any() else 0.0
 
-    def row_s(self) -> Floats:
-        """[encoders]: seconds of an embedding row of unknown modality."""
-        return row_s(self.encoders)
-
     def keys(self, request: RequestView, now: float, num_tokens: _Tokens) -> _Tokens:
         """The request's virtual deadline at prefill workers that lack so many of its tokens."""
         arrived_at = now - request.waited_s
@@ -311,25 +298,19 @@ class ClusterView:
 
     def factors(self, pool: WorkerPool) -> Floats:
         """[slots]: learnt corrections of predicted durations."""
-        factors = [self._calibration.factor(*hardware) for hardware in pool.hardware]
+        factors = [self.calibration.factor(*hardware) for hardware in pool.hardware]
         return np.array(factors)[pool.classes]
 
     def factor(self, pool: WorkerPool, replica_id: str) -> float:
-        return self._calibration.factor(*pool.hardware_of(replica_id))
+        return self.calibration.factor(*pool.hardware_of(replica_id))
 
     def kind_of(self, request: RequestView, placement: Placement, media_s: float) -> Kind:
-        return kind_of(request, placement.prefill in self.decodes.slots, media_s)
-
-    def residual(self, kind: Kind) -> float:
-        return self._calibration.residual(kind)
-
-    @property
-    def overhead_s(self) -> float:
-        """The part of a time to first token that no worker accounts for."""
-        return self._calibration.overhead_s
-
-    def interval(self, kind: Kind, ttft_s: float) -> tuple[float, float]:
-        return self._calibration.interval(kind, ttft_s)
+        """The kind of a placement's prediction."""
+        if media_s > 0:
+            return Kind.AWAITED
+        if placement.prefill in self.decodes.slots:
+            return Kind.BESIDE_ANSWERS
+        return Kind.COMPUTED if request.media else Kind.TEXT
 
     # --- internal
 

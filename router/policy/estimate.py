@@ -46,19 +46,6 @@ class Estimate:
         if self.tie_s > 0:
             self._break_ties()
 
-    def cost_s(self, placement: Placement) -> float:
-        """Infinite for an impossible placement. Raises KeyError for workers that are not there."""
-        prefill, encoders, decode = self._slots(placement)
-        kv_transfer = self._kv_transfer(placement, prefill)
-        if kv_transfer is None or not self.prefills.is_able[prefill]:
-            return np.inf
-        if not all(self.encoders.is_able[idx, e] for idx, e in enumerate(encoders)):
-            return np.inf
-        ttft_s = self.ttft_s(prefill, encoders)
-        end_s = float(kv_transfer.end_s(ttft_s)[decode])
-        encode_cost_s = self.encoders.total_cost_s(encoders, self.prefills.is_needed[:, prefill])
-        return end_s + float(self.decodes.cost_s[decode] + self.prefills.cost_s[prefill] + encode_cost_s)
-
     def ttft_s(self, prefill: int, encoders: Sequence[int]) -> float:
         """Seconds until the first token."""
         items = self.encoders.predict(prefill, encoders, self.prefills.is_needed[:, prefill])
@@ -66,15 +53,17 @@ class Estimate:
 
     def prediction(self, placement: Placement) -> Prediction:
         """Raises KeyError for a placement on workers that are not there, or that do not go together."""
-        prefill, encoders, decode = self._slots(placement)
-        kv_transfer = self._kv_transfer(placement, prefill)
+        pools = self.cluster
+        prefill, decode = pools.prefills.slots[placement.prefill], pools.decodes.slots[placement.decode]
+        encoders = [pools.encoders.slots[encoder] for encoder in placement.encoders]
+        kv_transfer = self.kv_transfer(placement, prefill)
         if kv_transfer is None:
             raise KeyError(placement.codec)
         items = self.encoders.predict(prefill, encoders, self.prefills.is_needed[:, prefill])
         text_s, queue_s = float(self.prefills.text_s[prefill]), float(self.prefills.queue_s[prefill])
         ttft_s = self._ttft_of(prefill, items)
         kind = self.cluster.kind_of(self.request, placement, ttft_s - text_s)
-        low_s, high_s = self.cluster.interval(kind, ttft_s)
+        low_s, high_s = self.cluster.calibration.interval(kind, ttft_s)
         end_s = float(kv_transfer.end_s(ttft_s)[decode])
         # If decode had the blocks
         before_s = float(kv_transfer.before_s[decode] - self.decodes.blocks_s[decode])
@@ -96,17 +85,11 @@ class Estimate:
         arrivals = np.array([item.arrival_s for item in items])
         return self.prefills.ttft_s(arrivals, prefill)
 
-    def _slots(self, placement: Placement) -> tuple[int, list[int], int]:
-        cluster = self.cluster
-        encoders = [cluster.encoders.slots[encoder] for encoder in placement.encoders]
-        return cluster.prefills.slots[placement.prefill], encoders, cluster.decodes.slots[placement.decode]
-
-    def _kv_transfer(self, placement: Placement, prefill: int) -> KvTransferEstimate | None:
+    def kv_transfer(self, placement: Placement, prefill: int) -> KvTransferEstimate | None:
         """None: the worker sends no KV, or not in this codec."""
         for kv_transfer in self.decodes.kv_transfers(prefill, self.prefills):
-            if kv_transfer.is_local and placement.is_local:
-                return kv_transfer
-            if not kv_transfer.is_local and not placement.is_local and kv_transfer.codec == placement.codec:
+            is_codec = kv_transfer.is_local or kv_transfer.codec == placement.codec
+            if kv_transfer.is_local == placement.is_local and is_codec:
                 return kv_transfer
         return None
 

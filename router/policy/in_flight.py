@@ -1,13 +1,25 @@
-"""What a door remembers of its own requests from the decision to their end."""
+"""What a door remembers of its own requests from the decision to their end, and what a first token teaches:
+the actual durations of one request against its prediction, given to the calibration.
+
+A worker's own duration shows its speed only if the work was alone there: if it waited no longer than
+`ALONE_RATIO` of its own duration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router.policy.calibration import Kind
+from cluster.types.members import Phase, Role
+from cluster.types.timings import EncodeTiming, PrefillTiming
+from router.policy.calibration import Calibration, Kind
 from router.policy.pool import Charge
 from router.policy.views import ItemView, Placement, Prediction, RequestView
+
+ALONE_RATIO = 0.1
+
+# A worker's role in a phase, and its hardware; None: it is gone
+HardwareOf = Callable[[Phase, str], tuple[Role, str] | None]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,10 +62,44 @@ def num_early_tokens(
     return max(0.0, min(coming) - num_cached) + request.num_negative_tokens if coming else num_tokens
 
 
-def kind_of(request: RequestView, is_shared: bool, media_s: float) -> Kind:
-    """The kind of a placement's prediction. `is_shared`: the worker that computes the prompt decodes, too."""
-    if media_s > 0:
-        return Kind.AWAITED
-    if is_shared:
-        return Kind.BESIDE_ANSWERS
-    return Kind.COMPUTED if request.media else Kind.TEXT
+def learn(
+    calibration: Calibration,
+    in_flight: InFlightRequest,
+    ttft_s: float,
+    media: Sequence[EncodeTiming | None],
+    prefill: PrefillTiming | None,
+    hardware_of: HardwareOf,
+) -> None:
+    """`ttft_s`: from the decision to the first token. `media`: per item; None: no encoder worked on it."""
+    predicted = in_flight.prediction
+    calibration.observe_ttft(
+        in_flight.kind, ttft_s, predicted.ttft_s, in_flight.residual, (predicted.low_s, predicted.high_s)
+    )
+    if prefill is not None:
+        _learn_prefill(calibration, in_flight, ttft_s, prefill, hardware_of)
+    for item, timing, factor, expected in zip(
+        in_flight.items, media, in_flight.encode_factors, predicted.items, strict=False
+    ):
+        worker = hardware_of(Phase.ENCODE, item.encoder)
+        if timing is None or worker is None:
+            continue
+        actual_s = timing.preparing_s + timing.encoding_s
+        num_there = sum(other.encoder == item.encoder for other in in_flight.items)
+        if num_there == 1 and timing.queued_s + expected.queue_s <= ALONE_RATIO * actual_s:
+            calibration.observe_phase(*worker, actual_s, expected.encode_s / factor)
+
+
+def _learn_prefill(
+    calibration: Calibration,
+    in_flight: InFlightRequest,
+    ttft_s: float,
+    timing: PrefillTiming,
+    hardware_of: HardwareOf,
+) -> None:
+    waited_s = timing.blocks_s + timing.media_s + timing.queued_s
+    calibration.observe_overhead(ttft_s - waited_s - timing.computing_s)
+    worker = hardware_of(Phase.PREFILL, in_flight.placement.prefill)
+    if worker is None or in_flight.request.media or waited_s > ALONE_RATIO * timing.computing_s:
+        return
+    uncorrected_s = in_flight.prediction.prefill_s / (in_flight.residual * in_flight.prefill_factor)
+    calibration.observe_phase(*worker, timing.computing_s, uncorrected_s)

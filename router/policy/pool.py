@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,9 +94,8 @@ class WorkerPool:
         self._step_units: dict[str, int] = {}
         self._resolved: dict[str, CurveArrays] = {}
         self._resolved_steps: Floats | None = None
-        self._able: dict[str, NDArray[np.bool_]] = {}  # modality → whether the worker takes it
         self._adapters: dict[str, frozenset[str]] = {}  # replica id → digests of adapters that it holds
-        self._holding: dict[str, NDArray[np.bool_]] = {}  # the same by digest
+        self._flags: dict[str, NDArray[np.bool_]] = {}  # what is asked of every worker → its answers
         self._unseen: dict[str, deque[Charge]] = {}  # by replica id, in order of `known_at`
         self._num_added = 0
 
@@ -151,28 +150,27 @@ class WorkerPool:
 
     def able(self, modality: str) -> NDArray[np.bool_]:
         """[slots]: listed workers that take the modality, avoided or not."""
-        able = self._able.get(modality)
-        if able is None:
-            able = np.zeros(len(self), bool)
-            for replica_id, worker in self._workers.items():
-                able[self.slots[replica_id]] = not worker.modalities or modality in worker.modalities
-            self._able[modality] = able
-        return able & self.is_listed
+        takes = self._asked(
+            f"takes {modality}", lambda each: not each.modalities or modality in each.modalities
+        )
+        return takes & self.is_listed
 
     def set_adapters(self, replica_id: str, digests: frozenset[str]) -> None:
         """The LoRA adapters that the worker holds."""
         self._adapters[replica_id] = digests
-        self._holding.clear()
+        self._flags.clear()
 
     def holding(self, digest: str) -> NDArray[np.bool_]:
         """[slots]: workers that hold the adapter."""
-        holding = self._holding.get(digest)
-        if holding is None:
-            holding = np.zeros(len(self), bool)
-            for replica_id, digests in self._adapters.items():
-                holding[self.slots[replica_id]] = digest in digests
-            self._holding[digest] = holding
-        return holding
+        return self._asked(f"holds {digest}", lambda each: digest in self._adapters.get(each.replica_id, ()))
+
+    def _asked(self, question: str, answer: Callable[[Worker], bool]) -> NDArray[np.bool_]:
+        """[slots]: the answer of every worker; False where there is none."""
+        if question not in self._flags:
+            flags = self._flags[question] = np.zeros(len(self), bool)
+            for replica_id, worker in self._workers.items():
+                flags[self.slots[replica_id]] = answer(worker)
+        return self._flags[question]
 
     def preferred(
         self, is_able: NDArray[np.bool_], avoided: Collection[str] = frozenset()
@@ -266,8 +264,7 @@ class WorkerPool:
 
     def _forget_resolved(self) -> None:
         self._resolved.clear()
-        self._able.clear()
-        self._holding.clear()
+        self._flags.clear()
         self._resolved_steps = None
 
     # --- how busy they are

@@ -7,7 +7,7 @@ package.module:Class            any class that implements `Policy` and takes no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from importlib import import_module
 from typing import Protocol
 
@@ -31,13 +31,9 @@ JOINT = "router.policy.joint:JointPolicy"
 
 def make_policy(name: str) -> Policy:
     """`name`: `joint` or an import path. Raises ConfigError if there is no such policy."""
-    return policy_class(name)()
-
-
-def policy_class(name: str) -> Callable[[], Policy]:
-    """See `make_policy`."""
     module, _, class_name = (JOINT if name == "joint" else name).partition(":")
     try:
-        return getattr(import_module(module), class_name)
+        make = getattr(import_module(module), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"no policy {name!r}: use joint, or an import path package.module:Class") from error
+    return make()

@@ -159,7 +159,8 @@ class _AtPrefill:
         beat."""
         row, cost = self._rows[idx], self._costs[idx]
         others_s = least_cost_s - float(self._least_costs[idx])
-        bound_s = self._least_end_s(np.maximum(least_ttft_s, row)) + cost + others_s
+        least_end_s = np.maximum(self._floor_s, np.maximum(least_ttft_s, row) + self._slope_s)
+        bound_s = least_end_s + cost + others_s
         left = np.flatnonzero(bound_s < max_s)
         order = left[np.lexsort((cost[left], row[left]))]
         kept: list[int] = []
@@ -212,10 +213,6 @@ class _AtPrefill:
             self._estimate.encoders.finish_after(idx, encoder, device_s) + self._transfers[idx, encoder]
         )
         return float(prefills.awaiting_s(arrival_s, prefills.tail_s[idx, self._prefill], self._prefill))
-
-    def _least_end_s(self, ttft_s: Floats) -> Floats:
-        """Lower bound of a placement's cost without encoders, by time to first token."""
-        return np.maximum(self._floor_s, ttft_s + self._slope_s)
 
     def _found(self, assignment: _Assignment) -> Found:
         estimate = self._estimate

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.scheduling.budget import tokens_of_fixed_part, tokens_that_fit
+from router.policy.encoder_media import row_s
 from router.policy.pool import Floats, WorkerPool
 
 if TYPE_CHECKING:
@@ -100,15 +101,16 @@ def answers_step_s(decodes: WorkerPool) -> Floats:
     return decodes.running_units * (curve.per_unit_s + curve.per_pair_s * context)
 
 
-class BesideEncoding(NamedTuple):
-    """[encoders] each: what the language engine of the same worker has to do. Zero where there is none."""
+class Beside(NamedTuple):
+    """What the other engine of the same worker has to do. Zero where there is none."""
 
-    queue_s: Floats  # infinite while answers run there
-    num_waiting: Floats  # prompts, and a part of the answers
+    queue_s: Floats
+    num_waiting: Floats
 
 
-def beside_encoding(cluster: ClusterView) -> BesideEncoding | None:
-    """None: no worker encodes and computes prompts."""
+def beside_encoding(cluster: ClusterView) -> Beside | None:
+    """[encoders]: the language engine's queue, which is infinite while answers run there, and its prompts and
+    a part of its answers. None: no worker encodes and computes prompts."""
     pool, decodes, shared = cluster.prefills, cluster.decodes, cluster.shared
     if not shared.has_encoding:
         return None
@@ -118,26 +120,19 @@ def beside_encoding(cluster: ClusterView) -> BesideEncoding | None:
     has_answers = shared.at_prefills(decodes.running_units) > 0
     answers = shared.at_prefills(decodes.reported_units + decodes.sent_units)
     num_prompts = pool.reported_requests + pool.sent_requests
-    return BesideEncoding(
+    return Beside(
         shared.of_prompts(np.where(has_answers, np.inf, queue_s)),
         shared.of_prompts(num_prompts + ANSWER_WEIGHT * answers),
     )
 
 
-class EncodingBeside(NamedTuple):
-    """[prefills] each: what the encoder of the same worker has to do. Zero where there is none."""
-
-    queue_s: Floats
-    num_waiting: Floats  # media items
-
-
-def encoding_beside(cluster: ClusterView) -> EncodingBeside | None:
-    """None: no worker encodes and computes prompts."""
+def encoding_beside(cluster: ClusterView) -> Beside | None:
+    """[prefills]: the encoder's queue, and its media items. None: no worker encodes and computes prompts."""
     pool, shared = cluster.encoders, cluster.shared
     if not shared.has_encoding:
         return None
-    queue_s = (pool.reported_units + pool.sent_units) * cluster.row_s() * cluster.factors(pool)
-    return EncodingBeside(
+    queue_s = (pool.reported_units + pool.sent_units) * row_s(pool) * cluster.factors(pool)
+    return Beside(
         shared.of_encoders(queue_s), shared.of_encoders(pool.reported_requests + pool.sent_requests)
     )
 

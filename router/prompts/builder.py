@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from cluster.config.settings import MediaArgs
 from cluster.errors import MediaError, RequestError
 from cluster.kvcache.hashing import block_hashes
 from cluster.text.chat import NO_OPTIONS, ChatMedia, ChatMessage, ChatOptions, LaidOutMedia
@@ -43,22 +44,11 @@ class PreparedPrompt:
         return sum(item.geometry.num_tokens for item in self.items if item.modality is Modality.AUDIO)
 
 
-@dataclass(frozen=True)
-class MediaCaps:
-    """The operator's limits for one request."""
-
-    max_items: int
-    max_tokens: int  # of all items; 0: as many as fit into the context
-    # rows that an encoder computes for one image, or for frames that are encoded together
-    max_picture_rows: int = 16_384
-    max_rows: int = 65_536  # the same for all items
-
-
 class PromptBuilder:
     """Thread-safe after construction."""
 
     def __init__(
-        self, text: TextProcessor, media: MediaPlanner, caps: MediaCaps, block_size: int, max_model_len: int
+        self, text: TextProcessor, media: MediaPlanner, caps: MediaArgs, block_size: int, max_model_len: int
     ):
         self._text = text
         self._media = media

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from cluster import overload
 from cluster.clock import Clock
+from cluster.config.settings import MediaArgs
 from cluster.errors import ClusterError, MediaError, OverloadedError, RequestError
 from cluster.media.fetch import FetchedMedia, Fetcher
 from cluster.media.opener import Surveyed, SurveyOrder
@@ -38,33 +39,20 @@ class MediaTooLargeError(RequestError):
     code = "media_too_large"
 
 
-@dataclass(frozen=True)
-class ByteLimits:
-    """Bytes of files as they were sent or fetched. A request's equal contents count once."""
-
-    per_request: int
-    per_door: int  # of all requests in work
-
-    @property
-    def per_tenant(self) -> int:
-        return max(self.per_door // 2, self.per_request)
-
-
 class MediaBytes:
-    """The bytes that the requests in work hold."""
+    """The bytes of files, as they were sent or fetched, that the requests in work hold. A request's equal
+    contents count once."""
 
-    def __init__(self, limits: ByteLimits):
+    def __init__(self, limits: MediaArgs):
         self.limits = limits
         self.total = 0
         self.by_tenant: Counter[str] = Counter()
 
     def hold(self, tenant: str, num_bytes: int) -> None:
         """Raises OverloadedError."""
-        held, limits = self.by_tenant[tenant], self.limits
-        for name, max_bytes, now in (
-            ("door", limits.per_door, self.total),
-            ("tenant", limits.per_tenant, held),
-        ):
+        held, per_door = self.by_tenant[tenant], self.limits.max_held_bytes
+        per_tenant = max(per_door // 2, self.limits.max_request_bytes)
+        for name, max_bytes, now in (("door", per_door, self.total), ("tenant", per_tenant, held)):
             if now + num_bytes > max_bytes:
                 raise OverloadedError(
                     overload.media_bytes(now + num_bytes, name, max_bytes), retry_after_s=RETRY_AFTER_S
@@ -96,7 +84,7 @@ class RequestMedia:
         known = self._by_digest.get(media.digest)
         if known is not None:
             return known
-        max_bytes, num_bytes = self.bytes_in_work.limits.per_request, len(media.data)
+        max_bytes, num_bytes = self.bytes_in_work.limits.max_request_bytes, len(media.data)
         if self.num_bytes + num_bytes > max_bytes:
             raise MediaTooLargeError(
                 f"the media of this request have more than {max_bytes} bytes", param=param
@@ -119,7 +107,7 @@ class MediaIntake:
         fetcher: Fetcher,
         surveyors: SurveyorPool,
         processor: MediaProcessor | None,
-        limits: ByteLimits,
+        limits: MediaArgs,
         clock: Clock,
     ):
         """`processor`: None for a model without media; then `MediaPlanner` refuses every item by name."""

@@ -207,7 +207,8 @@ class MediaPlanner:
             if surveyed.sound is not None:
                 sound = probe_of(Modality.AUDIO, surveyed.sound, processor.settings, options)
             layout = processor.layout(known, options, sound, item_idx=item_idx)
-            encoded = processor.layout(known, _unpooled(options), sound, item_idx=item_idx).geometry
+            unpooled = msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
+            encoded = processor.layout(known, unpooled, sound, item_idx=item_idx).geometry
         return MeasuredItem(
             item_idx=item_idx,
             modality=modality,
@@ -282,10 +283,6 @@ def _first_beyond(limit: int, measured: Sequence[MeasuredItem], sizes: Sequence[
     """Returns the place of the first item with which the sum of the sizes is above the limit."""
     sums = zip(measured, accumulate(sizes), strict=True)
     return next((item.param for item, total in sums if total > limit), measured[-1].param)
-
-
-def _unpooled(options: MediaOptions) -> MediaOptions:
-    return msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
 
 
 def _options_of(item: MeasuredItem, kind: Modality) -> MediaOptions:

@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 
 from cluster.errors import KINDS
 from router.admission.answers import RefusalReason
-from router.admission.totals import AdmissionTotals
+from router.admission.controller import AdmissionTotals
 from router.flow.request_flow import RequestFlow
 from router.members import Peer
 from router.telemetry.state import StateCollector
@@ -62,19 +62,21 @@ class DoorMetrics:
         that are served now, by name."""
         self._registry = registry or CollectorRegistry()
         labels = {"labelnames": ("model_name",), "registry": self._registry}
-        name = model_id
-        self.ttft_s = Histogram(
-            "epdg_time_to_first_token_seconds",
-            "Arrival of the request at the door until its first token leaves it",
-            buckets=_TTFT_BUCKETS_S,
-            **labels,
-        ).labels(name)
-        self.prompt_tokens = Counter(
-            "epdg_prompt_tokens", "Prompt tokens of answered requests", **labels
-        ).labels(name)
-        self.cached_tokens = Counter(
-            "epdg_prompt_tokens_cached", "Prompt tokens whose KV came from the prefix cache", **labels
-        ).labels(name)
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"epdg_{name}", text, buckets=buckets, **labels).labels(model_id)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"epdg_{name}", text, **labels).labels(model_id)
+
+        text = "Arrival of the request at the door until its first token leaves it"
+        self.ttft_s = histogram("time_to_first_token_seconds", text, _TTFT_BUCKETS_S)
+        text = "The same as epdg_time_to_first_token_seconds, as predicted when the request was placed"
+        self.predicted_ttft_s = histogram("predicted_time_to_first_token_seconds", text, _TTFT_BUCKETS_S)
+        self._ended = {name: histogram(name, text, buckets) for name, text, buckets in _ENDED}
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of answered requests")
+        text = "Prompt tokens whose KV came from the prefix cache"
+        self.cached_tokens = counter("prompt_tokens_cached", text)
         self._stage_s = Histogram(
             "epdg_ttft_stage_seconds",
             "Parts of the time to first token, which sum to it",
@@ -82,12 +84,6 @@ class DoorMetrics:
             buckets=_TTFT_BUCKETS_S,
             registry=self._registry,
         )
-        self.predicted_ttft_s = Histogram(
-            "epdg_predicted_time_to_first_token_seconds",
-            "The same as epdg_time_to_first_token_seconds, as predicted when the request was placed",
-            buckets=_TTFT_BUCKETS_S,
-            **labels,
-        ).labels(name)
         self._finished = Counter(
             "epdg_requests",
             "Choices that ended, by reason: stop, length, cancelled, or the name of an error",
@@ -97,10 +93,6 @@ class DoorMetrics:
         for reason in (*_REASONS, *KINDS):
             self._finished.labels(model_id, reason)  # a rate does not see the first count of a new series
         self._model_id = model_id
-        self._ended = {
-            name: Histogram(f"epdg_{name}", text, buckets=buckets, **labels).labels(model_id)
-            for name, text, buckets in _ENDED
-        }
         self.tokens = TokenMetrics(model_id)
         self._registry.register(self.tokens)
         self._registry.register(StateCollector(peers, flow, adapters))

@@ -290,16 +290,16 @@ class StateCollector(Collector):
 
     def _predictions(self) -> Iterable[Metric]:
         known = self._flow.calibration
-        if known.num_observed:
+        if known.accuracy.num_observed:
             yield GaugeMetricFamily(
                 "epdg_ttft_prediction_error_ratio",
                 "Mean absolute error of recent predicted times to first token, as a ratio to the actual ones",
-                value=known.mape,
+                value=known.accuracy.mape,
             )
             yield GaugeMetricFamily(
                 "epdg_ttft_prediction_coverage_ratio",
                 "Share of times to first token inside their predicted 90 % interval; recent requests",
-                value=known.coverage,
+                value=known.accuracy.coverage,
             )
         factor = GaugeMetricFamily(
             "epdg_prediction_factor",

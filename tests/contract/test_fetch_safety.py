@@ -11,7 +11,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
+from cluster.config.settings import FetchArgs
 from cluster.errors import ConfigError, MediaError
 from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.fetch.addresses import is_global
@@ -338,12 +340,17 @@ async def test_no_local_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     "policy",
     [{"allowed_hosts": ("a b",)}, {"denied_hosts": ("http://x",)}, {"internal_hosts": ("x:0",)}, {"internal_hosts": ("x:65536",)},
-     {"allowed_hosts": ("*x.com",)}, {"allowed_hosts": ("",)}, {"denied_hosts": ("::1",)}, {"total_timeout_s": 0.0},
-     {"max_concurrent": 0}, {"cache_bytes": -1}],
+     {"allowed_hosts": ("*x.com",)}, {"allowed_hosts": ("",)}, {"denied_hosts": ("::1",)}],
 )  # fmt: skip
 def test_a_policy_that_means_nothing_is_refused_at_start(policy):
     with pytest.raises(ConfigError):
         FetchPolicy(**policy)
+
+
+@pytest.mark.parametrize("value", [{"total_timeout_s": 0.0}, {"max_concurrent": 0}, {"cache_bytes": -1}])
+def test_settings_that_mean_nothing_are_refused_at_start(value):
+    with pytest.raises(ValidationError, match=next(iter(value))):
+        FetchArgs(**value)
 
 
 async def test_the_systems_resolver_answers_off_the_event_loop(monkeypatch):

@@ -14,6 +14,7 @@ from router.calls import (
     MediaNote,
     RankedToken,
     ScoredToken,
+    ServedModels,
     TextDelta,
     TokenizeCall,
     Tokenized,
@@ -22,7 +23,6 @@ from router.calls import (
 )
 from router.http.keys import Access, KeyRing
 from router.http.limits import Limits
-from router.served_models import ServedModels
 
 
 class FakeTimeline:

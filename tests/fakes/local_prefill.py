@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from router.policy import ClusterView, Decision, JointPolicy, RequestView
 from router.policy.estimate import Estimate
-from tests.fakes.placement import is_plain
+from tests.fakes.placement import cost_of, is_plain
 
 
 class LocalPrefillPolicy(JointPolicy):
@@ -32,7 +32,7 @@ class LocalPrefillPolicy(JointPolicy):
         placement, estimate = decision.placement, Estimate(request, cluster, now)
         local = replace(placement, prefill=placement.decode, codec="raw")
         stays = False
-        if is_plain(request) or estimate.cost_s(local) < float("inf"):
+        if is_plain(request) or cost_of(estimate, local) < float("inf"):
             self.num_able += 1
             stays = self._stays(self.num_able)
             self.num_local += stays

@@ -12,6 +12,7 @@ from cluster.types.media import Modality
 from cluster.types.members import Role
 from cluster.types.messages import LoadReport
 from router.policy import ClusterView, ItemView, Placement, RequestView, Worker
+from router.policy.estimate import Estimate
 
 EPD = (Role.ENCODE, Role.PREFILL, Role.DECODE)
 SCHEDULING = SchedulingPolicy(aging_s=10.0, tokens_per_s=10_000.0, text_share=0.5)
@@ -93,6 +94,26 @@ def media(*num_rows: int, name: str = "media", num_before: int = 40, **fields) -
         items.append(ItemView(f"{name}-{idx}", Modality.IMAGE, rows, rows * 1024, start, end))
         start = end + num_before
     return RequestView(name, start, BLOCK, hashes(name, start // BLOCK), items, **fields)
+
+
+def cost_of(estimate: Estimate, placement: Placement) -> float:
+    """The cost of a placement, by its definition: infinite for an impossible one."""
+    cluster, encodes, prefills = estimate.cluster, estimate.encoders, estimate.prefills
+    prefill, decode = cluster.prefills.slots[placement.prefill], cluster.decodes.slots[placement.decode]
+    encoders = [cluster.encoders.slots[encoder] for encoder in placement.encoders]
+    kv_transfer = estimate.kv_transfer(placement, prefill)
+    if kv_transfer is None or not prefills.is_able[prefill]:
+        return float("inf")
+    if not all(encodes.is_able[idx, encoder] for idx, encoder in enumerate(encoders)):
+        return float("inf")
+    used_s = [0.0] * len(cluster.encoders)
+    cost_s = float(kv_transfer.end_s(estimate.ttft_s(prefill, encoders))[decode])
+    cost_s += float(estimate.decodes.cost_s[decode] + prefills.cost_s[prefill])
+    for idx, encoder in enumerate(encoders):
+        if prefills.is_needed[idx, prefill]:
+            cost_s += encodes.cost_after(idx, encoder, used_s[encoder])
+            used_s[encoder] += float(encodes.encode_s[idx, encoder])
+    return cost_s
 
 
 def is_expected(cluster: ClusterView, request: RequestView) -> bool:

@@ -139,7 +139,7 @@ class ScriptedFlow:
             case Deliver(request_id, choice_idx, event):
                 self.readers[request_id][choice_idx].get(event)
             case CallDecode(_, request_id):
-                self.calls += [request_id] if self.flow.is_running(request_id) else []
+                self.calls += [request_id] if request_id in self.flow.attempts else []
             case Placed(timeline):
                 timeline.started(self.now)
             case Drained(name):

@@ -32,11 +32,11 @@ from kv_transfer.agents.factory import Transport
 from prefill_service.service import prefill_worker
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.door import Door
 from router.flow import placer
 from router.policy import Policy
-from router.served_models import ServedModels
 from tests.fakes.known_speeds import known_speeds
 from tests.fakes.local_prefill import LocalPrefillPolicy
 
@@ -92,7 +92,7 @@ class LocalCluster:
             pass
         for door in self.doors:
             assert door.num_running == 0, "a request is still on its way"
-            assert all(worker.num_requests == 0 for worker in door.workers)
+            assert all(worker.num_requests == 0 for worker in door.dispatcher.flow.workers)
             for peer in door.peers:
                 assert peer.is_idle, f"{peer.member.replica_id} still holds something: {peer.loads}"
             assert door.is_idle, (

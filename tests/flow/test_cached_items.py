@@ -108,7 +108,7 @@ async def test_a_turn_with_media_that_decode_lacks_is_computed_there_behind_what
         assert await cluster.answer(second[0], MAX_TOKENS) == right(second[1])
         assert asked == ["prefill", "decode", "decode"]
         assert num_asked(cluster)[0] == before + 1
-        assert not any(worker.is_avoided for worker in cluster.door.workers)
+        assert not any(worker.is_avoided for worker in cluster.door.dispatcher.flow.workers)
 
 
 def asked_of(cluster: LocalCluster) -> list[str]:

@@ -15,8 +15,8 @@ from cluster.text.defaults import GenerationDefaults
 from decode_service.calls import GenerationCalls
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
-from router.served_models import ServedModels
+from router.api.protocol import CallContext
+from router.calls import ServedModels
 from tests.fakes.progress import Progress
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import local_cluster

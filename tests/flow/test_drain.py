@@ -77,7 +77,7 @@ async def test_a_worker_that_must_go_first_finishes_its_requests(media_cases, ro
             while not all(
                 w.num_requests
                 for door in cluster.doors
-                for w in door.workers
+                for w in door.dispatcher.flow.workers
                 if w.replica_id == leaving.replica_id
             ):
                 await asyncio.sleep(0.001)

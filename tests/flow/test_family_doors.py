@@ -27,9 +27,9 @@ from cluster.types.request import GenerateRequest, StopParams
 from router.api.app import build_api
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.door import Door
-from router.served_models import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family

@@ -23,8 +23,8 @@ from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
-from router.served_models import ServedModels
+from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, OWN_TOKENS, SPECIAL_TOKENS, FamilyFolder, save_family

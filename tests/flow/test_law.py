@@ -26,8 +26,8 @@ from kv_transfer.lease.sender import Sender
 from router.api.app import build_api
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
-from router.served_models import ServedModels
+from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.cases import NUM_PARTS, Answered, Pair, part_of
 from tests.fakes.slow_memory import SlowMemory

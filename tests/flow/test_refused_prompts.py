@@ -13,11 +13,10 @@ import pytest
 from cluster.errors import ContextLengthError, RequestError
 from router.api.chat.schema import CompletionRequest
 from router.api.chat.translate import completion_call
-from router.api.context import CallContext
-from router.calls import CompletionCall
+from router.api.protocol import CallContext
+from router.calls import CompletionCall, ServedModels
 from router.door import Door
 from router.prompts.builder import PromptBuilder
-from router.served_models import ServedModels
 from tests.flow.test_law import cluster_args
 
 HANG_S = 60.0

@@ -15,7 +15,7 @@ from cluster.ids import new_request_id
 from cluster.kvcache.hashing import block_hashes
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from cluster.types.structure import Structure
-from router.streams import TokenStream
+from router.dispatcher import TokenStream
 from router.telemetry.timeline import RequestTimeline
 from tests.flow.local_cluster import LocalCluster
 from tests.flow.test_law import MODEL

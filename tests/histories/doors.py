@@ -82,7 +82,7 @@ class SimulatedDispatcher(Dispatcher):
 
     def _call(self, output: CallDecode) -> None:
         """The call of Ray Serve, which ends with an error if the replica does."""
-        if self.flow.is_running(output.request_id):
+        if output.request_id in self.flow.attempts:
             self._door.serve_calls[output.request_id] = output.replica_id
 
     def fail_call(self, request_id: str) -> None:

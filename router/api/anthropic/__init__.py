@@ -2,6 +2,5 @@
 answer.
 
 A request is translated into the `ChatCall` that `/v1/chat/completions` would make of the same conversation
-(`translate`), and its answer is rendered as a message or as typed events (`render`). Only `routes` knows
-HTTP.
+(`translate`), and its answer is rendered as a message or as typed events (`render`).
 """

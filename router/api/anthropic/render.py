@@ -8,14 +8,14 @@ the first token, so that an error until then is an HTTP error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from cluster.errors import ClusterError
 from router.api.anthropic.translate import messages_name
-from router.api.protocol import Generation
+from router.api.protocol import Answers, Generation, Generations, Ledger, extra_fields
 from router.calls import TextDelta, Usage
 from router.http.pieces import MAX_ITEMS
 from router.overlong import OverlongError
@@ -53,12 +53,7 @@ class MessageFormat:
         self._content: list[dict[str, Any]] = []
         self._grown: list[str] = []  # what the last block has got
 
-    def body(
-        self,
-        answers: Sequence[Sequence[TextDelta]],
-        generations: Sequence[Generation],
-        timelines: Sequence[dict[str, Any]] = (),
-    ) -> Iterator[bytes]:
+    def body(self, answers: Answers, generations: Generations, ledger: Ledger = ()) -> Iterator[bytes]:
         (deltas,), (generation,) = answers, generations
         for idx, delta in enumerate(deltas, 1):
             for _ in self._pushed(delta):
@@ -73,12 +68,12 @@ class MessageFormat:
             **_ending(deltas[-1]),
             "usage": _usage(generation.usage),
         }
-        yield _encode({**whole, **({"ledger": timelines} if timelines else {}), **_notes(generation)})
+        yield _encode(whole | extra_fields(generation, ledger))
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
         begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         usage = _usage(generation.usage) | {"output_tokens": 0}
-        return _event("message_start", message={**begun, "usage": usage, **_notes(generation)})
+        return _event("message_start", message={**begun, "usage": usage, **extra_fields(generation, ())})
 
     def text(self, index: int, delta: TextDelta, generation: Generation) -> bytes:
         return b"".join(self._pushed(delta))
@@ -91,11 +86,11 @@ class MessageFormat:
     def error_event(self, error: ClusterError) -> bytes:
         return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
-    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
+    def ledger(self, ledger: Ledger) -> bytes:
         """Writes an event of our own, for a client that asked for it."""
-        return _event("epdg:ledger", ledger=timelines)
+        return _event("epdg:ledger", ledger=ledger)
 
-    def end(self, generations: Sequence[Generation]) -> bytes:
+    def end(self, generations: Generations) -> bytes:
         return b""  # `message_stop` is the last event
 
     def name_of(self, param: str) -> str:
@@ -160,7 +155,3 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "cache_creation_input_tokens": 0,
         "output_tokens": usage.completion_tokens,
     }
-
-
-def _notes(generation: Generation) -> dict[str, Any]:
-    return {"media": notes} if (notes := generation.media_notes) else {}

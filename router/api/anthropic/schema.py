@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from router.api.body import Harmless, RequestBody
-from router.api.chat.schema import MAX_MESSAGES, MAX_PARTS
+from router.api.chat.schema import MAX_MESSAGES
 from router.api.chat.tools import MAX_TOOLS, CalledName, CallId, ToolName
-from router.api.fields import Count, StopList, StrictModel, Unit
+from router.api.fields import Count, Parts, SomeParts, StopList, StrictModel, TextOr, Unit
 
 
 class TextBlock(StrictModel):
@@ -64,10 +64,6 @@ class ToolUseBlock(StrictModel):
     caller: Harmless = None
 
 
-def _content_kind(value: Any) -> str:
-    return "<text>" if isinstance(value, str) else "<parts>"
-
-
 class ToolReferenceBlock(StrictModel):
     """A tool that a client's search for tools has found."""
 
@@ -84,14 +80,7 @@ class ToolResultBlock(StrictModel):
 
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: (
-        Annotated[
-            Annotated[str, Tag("<text>")]
-            | Annotated[list[ResultBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-            Discriminator(_content_kind),
-        ]
-        | None
-    ) = None
+    content: TextOr[Parts[ResultBlock]] | None = None
     is_error: Harmless = None  # the model reads it from the content
     cache_control: Harmless = None
 
@@ -104,11 +93,7 @@ Block = Annotated[
 
 class Message(StrictModel):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[list[Block], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-        Discriminator(_content_kind),
-    ]
+    content: TextOr[SomeParts[Block]]
 
 
 class CustomTool(StrictModel):
@@ -161,14 +146,7 @@ class CountRequest(RequestBody):
 
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: (
-        Annotated[
-            Annotated[str, Tag("<text>")]
-            | Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<parts>")],
-            Discriminator(_content_kind),
-        ]
-        | None
-    ) = None
+    system: TextOr[Parts[TextBlock]] | None = None
     tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

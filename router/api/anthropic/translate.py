@@ -32,8 +32,8 @@ from router.api.anthropic.schema import (
 from router.api.body import validated
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
 from router.api.names import naming, renamed, with_names
+from router.api.protocol import CallContext
 from router.calls import ChatCall
 
 _NAMES = {

@@ -7,5 +7,4 @@ messages   … its messages
 tools      … its tools
 structure  … the form of its answers
 render     answers and stream events as bytes
-routes     the endpoints
 """

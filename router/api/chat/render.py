@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from cluster.errors import ClusterError
-from router.api.protocol import Generation
+from router.api.protocol import Answers, Generation, Generations, Ledger, extra_fields
 from router.calls import Call, RankedToken, ScoredToken, TextDelta, TokenScores, ToolCallDelta, Usage
 from router.http.errors import error_body
 from router.http.pieces import Many, json_bytes, json_pieces
@@ -62,7 +62,10 @@ class WholeChoice(msgspec.Struct, frozen=True):
             [scores for delta in deltas for scores in delta.scores],
             [token_id for delta in deltas for token_id in delta.token_ids],
             "".join(delta.reasoning for delta in deltas),
-            [_whole_call(pieces) for pieces in calls.values()],
+            [
+                msgspec.structs.replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
+                for pieces in calls.values()
+            ],
         )
 
 
@@ -76,7 +79,9 @@ class ResponseFormat(ABC):
 
     def __init__(self, response_id: str, created: int, model: str, call: Call):
         self._head = {"id": response_id, "created": created, "model": model}
-        self._prefix, self._suffix = _frame(self._head, self._event_kind, call.include_usage)
+        # The bytes before and after the choices of every event
+        self._prefix = b"data: " + _encode({**self._head, "object": self._event_kind})[:-1] + b',"choices":'
+        self._suffix = b',"usage":null}\n\n' if call.include_usage else b"}\n\n"
         self._num_choices = len(call.sampling)
         self._include_usage = call.include_usage
         self._has_logprobs = call.num_logprobs is not None
@@ -84,25 +89,15 @@ class ResponseFormat(ABC):
         self._has_prompt_logprobs = call.num_prompt_logprobs is not None
         self._has_usage = call.usage_in_events
 
-    def body(
-        self,
-        answers: Sequence[Sequence[TextDelta]],
-        generations: Sequence[Generation],
-        timelines: Sequence[dict[str, Any]] = (),
-    ) -> Iterator[bytes]:
-        """Writes a whole answer. `generations`: those of `answers`. `timelines`: the fields of the timelines,
-        one per prompt, if the client asked for them."""
+    def body(self, answers: Answers, generations: Generations, ledger: Ledger = ()) -> Iterator[bytes]:
+        """Writes a whole answer. `generations`: those of `answers`."""
         choices = map(self._choice, count(), answers, generations)
         whole = {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(generations)}
         if not self._repeats_prompt:
             whole |= self._prompt(generations[0])
-        if notes := generations[0].media_notes:
-            whole["media"] = notes
-        if timelines:
-            whole["ledger"] = timelines
-        return json_pieces(whole)
+        return json_pieces(whole | extra_fields(generations[0], ledger))
 
-    def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
+    def _usage(self, generations: Generations) -> dict[str, Any]:
         return usage_fields([generation.usage for generation in generations], self._num_choices)
 
     def _choice(self, index: int, deltas: Sequence[TextDelta], generation: Generation) -> dict[str, Any]:
@@ -125,13 +120,13 @@ class ResponseFormat(ABC):
             fields["prompt_logprobs"] = Many(_ranked, generation.prompt_logprobs)
         return fields
 
-    def end(self, generations: Sequence[Generation]) -> bytes:
+    def end(self, generations: Generations) -> bytes:
         if not self._include_usage:
             return DONE
         return b'%b[],"usage":%b}\n\n%b' % (self._prefix, _encode(self._usage(generations)), DONE)
 
-    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
-        return b'%b[],"ledger":%b%b' % (self._prefix, _encode(timelines), self._suffix)
+    def ledger(self, ledger: Ledger) -> bytes:
+        return b'%b[],"ledger":%b%b' % (self._prefix, _encode(ledger), self._suffix)
 
     @abstractmethod
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
@@ -250,10 +245,6 @@ class CompletionFormat(ResponseFormat):
         }
 
 
-def _whole_call(pieces: Sequence[ToolCallDelta]) -> ToolCallDelta:
-    return msgspec.structs.replace(pieces[0], arguments="".join(piece.arguments for piece in pieces))
-
-
 def _call(piece: ToolCallDelta, *, is_event: bool) -> dict[str, Any]:
     """Returns a call as OpenAI writes it. Its id, type and name are in its first event only."""
     index = {"index": piece.index} if is_event else {}
@@ -310,9 +301,3 @@ def _ranked(tokens: Sequence[RankedToken] | None) -> dict[str, Any] | None:
 def _finite(logprob: float | None) -> float | None:
     """Returns a number in place of infinity, which JSON has not; OpenAI writes the same one."""
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
-
-
-def _frame(head: dict[str, Any], kind: str, include_usage: bool) -> tuple[bytes, bytes]:
-    """The bytes before and after the choices of every event."""
-    prefix = b"data: " + _encode({**head, "object": kind})[:-1] + b',"choices":'
-    return prefix, b',"usage":null}\n\n' if include_usage else b"}\n\n"

@@ -10,13 +10,12 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 from router.api.body import NEUTRAL, Harmless, RequestBody
 from router.api.chat.structure import StructureFields
 from router.api.chat.tools import CallId, InputToolCall, ToolFields
-from router.api.fields import Count, NumLogprobs, SamplingFields, StrictModel, TokenId
+from router.api.fields import Count, NumLogprobs, Parts, SamplingFields, StrictModel, TextOr, TokenId
 from router.http.limits import MAX_INT
 
 MAX_CHOICES = 8
 MAX_PROMPTS = 64
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of all messages
 MAX_CALLS = 256  # of one message
 MAX_FRAMES = 1 << 20
 MAX_URL_CHARS = 8192  # of one that is fetched
@@ -81,20 +80,9 @@ ContentPart = Annotated[
 ]
 
 
-def _content_kind(value: Any) -> str:
-    return "text" if isinstance(value, str) else "parts"
-
-
 class InputMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: (
-        Annotated[
-            Annotated[str, Tag("text")]
-            | Annotated[list[ContentPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("parts")],
-            Discriminator(_content_kind),
-        ]
-        | None
-    ) = None  # only of an assistant that calls tools
+    content: TextOr[Parts[ContentPart]] | None = None  # none: of an assistant that calls tools
     name: Harmless = None  # of a tool's message: the template may want it
     tool_calls: Annotated[list[InputToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: CallId | None = None

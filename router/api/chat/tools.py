@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
@@ -84,19 +84,21 @@ def choice_kind(value: Any) -> str:
     return "<tools>" if kind == "allowed_tools" else "<tool>"
 
 
+_Tool = TypeVar("_Tool")
+_Allowed = TypeVar("_Allowed")
+ChoiceOf = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[_Tool, Tag("<tool>")]
+    | Annotated[_Allowed, Tag("<tools>")],
+    Discriminator(choice_kind),
+]
+
+
 class ToolFields(BaseModel):
     """The fields of chats."""
 
     tools: Tools | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-            | Annotated[NamedTool, Tag("<tool>")]
-            | Annotated[AllowedChoice, Tag("<tools>")],
-            Discriminator(choice_kind),
-        ]
-        | None
-    ) = None
+    tool_choice: ChoiceOf[NamedTool, AllowedChoice] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Effort | None = None

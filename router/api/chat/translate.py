@@ -16,7 +16,6 @@ from cluster.types.request import LogitChanges, SamplingParams
 from cluster.types.structure import Structure, StructureKind
 from router.api.chat.messages import media_options, messages_of, negative_of
 from router.api.chat.schema import (
-    MAX_PARTS,
     ChatRequest,
     CompletionRequest,
     EndpointRequest,
@@ -27,11 +26,11 @@ from router.api.chat.schema import (
 )
 from router.api.chat.structure import structure_of
 from router.api.chat.tools import options_of, rules_of, tool_texts
-from router.api.context import CallContext
-from router.api.fields import MAX_PRIORITY
+from router.api.fields import MAX_PARTS, MAX_PRIORITY
+from router.api.protocol import CallContext
 from router.calls import (
+    Call,
     ChatCall,
-    CommonFields,
     CompletionCall,
     GuidanceRules,
     MediaRules,
@@ -50,7 +49,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
 def chat_call(request: ChatRequest, context: CallContext) -> ChatCall:
     """Raises RequestError."""
-    limits, defaults = context.limits, context.defaults
+    limits = context.limits
     adapter = context.models.adapter_of(request.model)
     _check(request, context)
     rules = rules_of(request)
@@ -60,34 +59,31 @@ def chat_call(request: ChatRequest, context: CallContext) -> ChatCall:
     _check_messages(request.messages, shown, limits)
     media: list[MediaSource] = []
     messages = messages_of(request.messages, media_options(request), media)
-    common = _common(request, limits)
+    call = _call(
+        request,
+        context,
+        adapter,
+        max_tokens=_max_tokens(request),
+        num_logprobs=_num_logprobs(request),
+        negative=lambda text: negative_of(messages, text),
+    )
     if rules is not None:
-        _check_together(rules, common.structure, request.min_tokens or 0)
+        _check_together(rules, call.structure, request.min_tokens or 0)
     return ChatCall(
+        **asdict(call),
         messages=messages,
         media=tuple(media),
-        sampling=_sampling(request, defaults, limits),
-        stop=_stop(request, _max_tokens(request), defaults),
-        num_logprobs=_num_logprobs(request),
-        guidance=_guidance(request, lambda text: negative_of(messages, text)),
         media_rules=MediaRules(
             request.max_media_tokens, bool(request.exact_media), request.on_media_error == "omit"
         ),
-        model=request.model,
-        adapter=adapter,
-        tenant=context.tenant,
-        cache_salt=_salt(request, context),
-        trace_parent=context.trace_parent,
         options=shown,
         tools=rules,
         shows_reasoning=request.include_reasoning is not False,
-        **asdict(common),
     )
 
 
 def completion_call(request: CompletionRequest, context: CallContext) -> CompletionCall:
     """Raises RequestError."""
-    limits, defaults = context.limits, context.defaults
     adapter = context.models.adapter_of(request.model)
     _check(request, context)
     if request.best_of not in (None, request.n or 1):
@@ -95,28 +91,36 @@ def completion_call(request: CompletionRequest, context: CallContext) -> Complet
     max_tokens = _max_tokens(request)
     if max_tokens == 0 and not request.echo:
         raise RequestError("max_tokens: 0 needs echo: true", param="max_tokens")
-    return CompletionCall(
-        prompts=_prompts(request.prompt, limits),
-        sampling=_sampling(request, defaults, limits),
-        stop=_stop(
-            request, DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(1, max_tokens), defaults
-        ),
+    prompts = _prompts(request.prompt, context.limits)
+    call = _call(
+        request,
+        context,
+        adapter,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if max_tokens is None else max(1, max_tokens),
         num_logprobs=request.logprobs,
-        echo=bool(request.echo),
-        generates=max_tokens != 0,
-        guidance=_guidance(request, lambda text: text),
+        negative=lambda text: text,
+    )
+    return CompletionCall(**asdict(call), prompts=prompts, echo=bool(request.echo), generates=max_tokens != 0)
+
+
+def _call(
+    request: EndpointRequest,
+    context: CallContext,
+    adapter: str,
+    *,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    negative: Callable[[str], tuple[ChatMessage, ...] | str],
+) -> Call:
+    """Translates what both endpoints have. `negative`: a negative prompt as the endpoint has its prompts."""
+    limits, defaults = context.limits, context.defaults
+    options = request.stream_options or StreamOptions()
+    return Call(
         model=request.model,
         adapter=adapter,
         tenant=context.tenant,
         cache_salt=_salt(request, context),
         trace_parent=context.trace_parent,
-        **asdict(_common(request, limits)),
-    )
-
-
-def _common(request: EndpointRequest, limits: Limits) -> CommonFields:
-    options = request.stream_options or StreamOptions()
-    return CommonFields(
         priority=request.priority or 0,
         stream=bool(request.stream),
         include_usage=bool(options.include_usage),
@@ -127,6 +131,10 @@ def _common(request: EndpointRequest, limits: Limits) -> CommonFields:
         skips_special=request.skip_special_tokens is not False,
         returns_token_ids=bool(request.return_token_ids),
         num_prompt_logprobs=request.prompt_logprobs,
+        sampling=_sampling(request, defaults, limits),
+        stop=_stop(request, max_tokens, defaults),
+        num_logprobs=num_logprobs,
+        guidance=_guidance(request, negative),
     )
 
 

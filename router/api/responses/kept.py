@@ -20,6 +20,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
+from functools import partial
 
 from cluster import overload
 from cluster.errors import ClusterError, OverloadedError, RequestError
@@ -178,8 +179,9 @@ class KeptResponses:
     def begin(
         self, kept: KeptResponse, events: AsyncGenerator[bytes, None], held: contextlib.ExitStack
     ) -> None:
-        response_id = kept.answer.response_id
-        kept.begin(events, held).add_done_callback(lambda _: self._forget_later(response_id))
+        forget = partial(self._forget, kept.answer.response_id)
+        later = asyncio.get_running_loop().call_later
+        kept.begin(events, held).add_done_callback(lambda _: later(self._keep_s, forget))
 
     def find(self, response_id: str, tenant: str) -> KeptResponse:
         """Raises ResponseNotFoundError."""
@@ -235,9 +237,6 @@ class KeptResponses:
                     overload.kept_bytes(held, free, self._max_bytes), retry_after_s=RETRY_AFTER_S
                 )
             self._forget(oldest.answer.response_id)
-
-    def _forget_later(self, response_id: str) -> None:
-        asyncio.get_running_loop().call_later(self._keep_s, self._forget, response_id)
 
     def _forget(self, response_id: str) -> None:
         """May be repeated."""

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from cluster.errors import ClusterError, OverloadedError, RequestError
 from router.api.chat.render import DONE
-from router.api.protocol import Generation
+from router.api.protocol import Answers, Generation, Generations, Ledger, extra_fields
 from router.api.responses.items import Event, OutputItems
 from router.api.responses.schema import ResponsesRequest
 from router.api.responses.translate import responses_name
@@ -41,12 +41,7 @@ class ResponsesFormat:
         self.num_events = 0
         self._last: Generation | None = None  # the one that has begun, until the answer has ended
 
-    def body(
-        self,
-        answers: Sequence[Sequence[TextDelta]],
-        generations: Sequence[Generation],
-        timelines: Sequence[dict[str, Any]] = (),
-    ) -> Iterator[bytes]:
+    def body(self, answers: Answers, generations: Generations, ledger: Ledger = ()) -> Iterator[bytes]:
         (deltas,) = answers
         for idx, delta in enumerate(deltas, 1):
             self._items.push(delta)
@@ -54,10 +49,7 @@ class ResponsesFormat:
                 yield b""
         status = _status(deltas[-1].finish_reason)
         self._items.close(status)
-        whole = self._response(status, generations[0])
-        if timelines:
-            whole["ledger"] = timelines
-        yield _encode(whole)
+        yield _encode(self._response(status, generations[0], ledger))
 
     def first(self, index: int, generation: Generation, *, has_notes: bool) -> bytes:
         self._last = generation
@@ -104,11 +96,11 @@ class ResponsesFormat:
         whole["error"] = {"code": _error_code(error), "message": error.message}
         return self._events([("response.failed", {"response": self._end(whole)})])
 
-    def timelines(self, timelines: Sequence[dict[str, Any]]) -> bytes:
+    def ledger(self, ledger: Ledger) -> bytes:
         """Writes an event of our own, after the last one of OpenAI's, for a client that asked for it."""
-        return self._events([("epdg:ledger", {"ledger": timelines})])
+        return self._events([("epdg:ledger", {"ledger": ledger})])
 
-    def end(self, generations: Sequence[Generation]) -> bytes:
+    def end(self, generations: Generations) -> bytes:
         return DONE
 
     def name_of(self, param: str) -> str:
@@ -129,7 +121,7 @@ class ResponsesFormat:
             self.num_events += 1
         return b"".join(written)
 
-    def _response(self, status: str, generation: Generation | None) -> dict[str, Any]:
+    def _response(self, status: str, generation: Generation | None, ledger: Ledger = ()) -> dict[str, Any]:
         is_over = status not in ("queued", "in_progress")
         whole = {
             **self._fields,
@@ -139,9 +131,7 @@ class ResponsesFormat:
             "output": self._items.fields("incomplete"),
             "usage": _usage(generation.usage) if is_over and generation is not None else None,
         }
-        if generation is not None and (notes := generation.media_notes):
-            whole["media"] = notes
-        return whole
+        return whole if generation is None else whole | extra_fields(generation, ledger)
 
 
 def _fields(response_id: str, created: int, request: ResponsesRequest, call: ChatCall) -> dict[str, Any]:

@@ -7,17 +7,14 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Annotated
 
-import msgspec
 from fastapi import FastAPI, Query
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ClusterError, RequestError
-from router.api.body import parse
-from router.api.context import CallContext
 from router.api.names import new_id
-from router.api.protocol import DoorProtocol
+from router.api.protocol import CallContext, DoorProtocol
 from router.api.responses.kept import PIECE_BYTES, KeptResponse, KeptResponses
 from router.api.responses.render import ResponsesFormat
 from router.api.responses.schema import ResponsesRequest
@@ -31,68 +28,50 @@ from router.http.event_stream import EventStream
 _PATH = "/v1/responses/{response_id}"
 
 
-class ResponsesRoutes:
-    def __init__(self, door: DoorProtocol, calls: CallServer, kept: KeptResponses):
-        self._door = door
-        self._calls = calls
-        self._kept = kept
-
-    def mount(self, api: FastAPI) -> None:
-        api.add_api_route("/v1/responses", self.respond, methods=["POST"], response_model=None)
-
-    async def respond(self, request: Request) -> Response:
-        call, answer = await self._calls.read(request, _translated)
+def mount_responses(api: FastAPI, door: DoorProtocol, calls: CallServer, kept: KeptResponses) -> None:
+    @api.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        call, answer = await calls.parse(request, ResponsesRequest, _translated)
         if not answer.is_background:
-            return await self._calls.answer(request, call, self._door.chat, answer)
-        kept = self._kept.add(answer, tenant_of(request))
-        events = self._calls.events(request, call, self._door.chat, answer, {})
-        self._kept.begin(kept, events, take_held(request))
-        if call.stream:
-            return stream_kept(kept.read())
-        return json_answer(answer.now())
+            return await calls.answer(request, call, door.chat, answer)
+        response = kept.add(answer, tenant_of(request))
+        events = calls.events(request, call, door.chat, answer, {})
+        kept.begin(response, events, take_held(request))
+        return stream_kept(response.read()) if call.stream else json_answer(answer.now())
 
 
-def _translated(body: bytes, context: CallContext) -> tuple[ChatCall, ResponsesFormat]:
-    """Translates a body. Parsed values are many times as large as it, so they do not live as long as the
-    answer."""
-    asked = parse(ResponsesRequest, body)
+def _translated(asked: ResponsesRequest, context: CallContext) -> tuple[ChatCall, ResponsesFormat]:
+    """Parsed values are many times as large as their body, so they do not live as long as the answer."""
     call = responses_call(asked, context)
     return call, ResponsesFormat(new_id("resp_"), int(time.time()), asked, call)
 
 
-class KeptRoutes:
-    def __init__(self, kept: KeptResponses):
-        self._kept = kept
-
-    def mount(self, api: FastAPI) -> None:
-        api.add_api_route(_PATH, self.get, methods=["GET"], response_model=None)
-        api.add_api_route(_PATH, self.delete, methods=["DELETE"], response_model=None)
-        api.add_api_route(f"{_PATH}/cancel", self.cancel, methods=["POST"], response_model=None)
-
+def mount_kept(api: FastAPI, kept: KeptResponses) -> None:
+    @api.get(_PATH)
     async def get(
-        self,
         request: Request,
         response_id: str,
         stream: bool = False,
         starting_after: Annotated[int, Query(ge=0)] | None = None,
     ) -> Response:
         """`starting_after`: the sequence number of the last event that the client has."""
-        kept = self._kept.find(response_id, tenant_of(request))
+        response = kept.find(response_id, tenant_of(request))
         if starting_after is not None and not stream:
             raise RequestError("starting_after needs stream=true", param="starting_after")
         if stream:
-            return stream_kept(self._kept.read(kept, -1 if starting_after is None else starting_after))
-        return _Body(kept, self._kept)
+            return stream_kept(kept.read(response, -1 if starting_after is None else starting_after))
+        return _Body(response, kept)
 
-    async def cancel(self, request: Request, response_id: str) -> Response:
-        kept = self._kept.find(response_id, tenant_of(request))
-        await kept.cancel()
-        return _Body(kept, self._kept)
+    @api.delete(_PATH)
+    async def delete(request: Request, response_id: str) -> Response:
+        await kept.delete(response_id, tenant_of(request))
+        return json_answer({"id": response_id, "object": "response", "deleted": True})
 
-    async def delete(self, request: Request, response_id: str) -> Response:
-        await self._kept.delete(response_id, tenant_of(request))
-        gone = {"id": response_id, "object": "response", "deleted": True}
-        return json_answer(msgspec.json.encode(gone))
+    @api.post(f"{_PATH}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        response = kept.find(response_id, tenant_of(request))
+        await response.cancel()
+        return _Body(response, kept)
 
 
 def stream_kept(events: AsyncGenerator[bytes, None]) -> Response:

@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from router.api.body import Harmless, RequestBody
-from router.api.chat.schema import MAX_MESSAGES, MAX_PARTS, InputAudioPart, MediaFields
+from router.api.chat.schema import MAX_MESSAGES, InputAudioPart, MediaFields
 from router.api.chat.structure import NamedSchema, StructuredOutputs
-from router.api.chat.tools import MAX_TOOLS, CalledName, CallId, Effort, ToolName, Variables, choice_kind
-from router.api.fields import Count, NumLogprobs, SamplingFields, StrictModel
+from router.api.chat.tools import MAX_TOOLS, CalledName, CallId, ChoiceOf, Effort, ToolName, Variables
+from router.api.fields import Count, NumLogprobs, Parts, SamplingFields, SomeParts, StrictModel, TextOr
 
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
 
@@ -80,33 +80,26 @@ class InputFile(StrictModel):
 Part = InputText | OutputText | OutputRefusal | InputImage | InputVideo | InputFile | InputAudioPart
 
 
-def _content_kind(value: Any) -> str:
-    return "<text>" if isinstance(value, str) else "<parts>"
+Content = TextOr[SomeParts[Annotated[Part, Field(discriminator="type")]]]
 
 
-Content = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[
-        list[Annotated[Part, Field(discriminator="type")]],
-        Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
-        Tag("<parts>"),
-    ],
-    Discriminator(_content_kind),
-]
+class _KeptItem(StrictModel):
+    """What items of an earlier answer have besides."""
+
+    id: Harmless = None
+    status: Harmless = None
 
 
-class MessageItem(StrictModel):
+class MessageItem(_KeptItem):
     """A message of the client, or of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    id: Harmless = None
-    status: Harmless = None
     phase: Harmless = None
 
 
-class CallItem(StrictModel):
+class CallItem(_KeptItem):
     """A call in an earlier answer."""
 
     type: Literal["function_call"]
@@ -114,21 +107,17 @@ class CallItem(StrictModel):
     name: CalledName
     arguments: str
     parsed_arguments: Harmless = None  # what the openai client's helpers add
-    id: Harmless = None
-    status: Harmless = None
     namespace: None = None
     caller: None = None
 
 
-class CallOutputItem(StrictModel):
+class CallOutputItem(_KeptItem):
     """What a tool answered."""
 
     type: Literal["function_call_output"]
     call_id: CallId
     output: Content
     name: CalledName | None = None
-    id: Harmless = None
-    status: Harmless = None
     namespace: None = None
     caller: None = None
 
@@ -138,18 +127,16 @@ class ReasoningText(StrictModel):
     text: str
 
 
-ReasoningTexts = Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)]
+ReasoningTexts = Parts[ReasoningText]
 
 
-class ReasoningItem(StrictModel):
+class ReasoningItem(_KeptItem):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
     content: ReasoningTexts | None = None
     summary: ReasoningTexts | None = None  # read if there is no content
     encrypted_content: None = None
-    id: Harmless = None
-    status: Harmless = None
 
 
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -245,23 +232,11 @@ class ResponsesRequest(RequestBody, SamplingFields, MediaFields):
     harmless: ClassVar[tuple[str, ...]] = ("max_tool_calls", "prompt_cache_options", "prompt_cache_retention")
 
     model: str
-    input: Annotated[
-        Annotated[str, Tag("<text>")]
-        | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<parts>")],
-        Discriminator(_content_kind),
-    ]
+    input: TextOr[Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]]
     instructions: str | None = None
     max_output_tokens: Count | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-            | Annotated[NamedFunction, Tag("<tool>")]
-            | Annotated[AllowedFunctions, Tag("<tools>")],
-            Discriminator(choice_kind),
-        ]
-        | None
-    ) = None
+    tool_choice: ChoiceOf[NamedFunction, AllowedFunctions] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None

@@ -16,9 +16,9 @@ from router.api.body import validated
 from router.api.chat.schema import ChatRequest, MediaFields
 from router.api.chat.structure import AskedFormat
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
 from router.api.fields import SamplingFields
 from router.api.names import naming, renamed, with_names
+from router.api.protocol import CallContext
 from router.api.responses.schema import (
     LOGPROBS,
     AllowedFunctions,

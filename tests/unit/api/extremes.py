@@ -15,8 +15,7 @@ from router.api.anthropic.translate import messages_call
 from router.api.body import RequestBody, parse
 from router.api.chat.schema import InputMessage
 from router.api.chat.translate import chat_call, completion_call
-from router.api.context import CallContext
-from router.api.protocol import DoorProtocol
+from router.api.protocol import CallContext, DoorProtocol
 from router.api.responses.translate import responses_call
 from router.api.tokens import ids_to_detokenize, tokenize_call
 

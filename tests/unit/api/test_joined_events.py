@@ -21,8 +21,8 @@ from router.api.chat.render import ChatFormat
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
 from router.api.serving import stream
+from router.dispatcher import TokenStream
 from router.generation import Choice
-from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
 from tests.unit.http.test_body_parser import CONTEXT
 
@@ -33,10 +33,7 @@ class Owner:
     def __init__(self) -> None:
         self.num_closed = 0
 
-    def submit(self, request_id: str) -> None:
-        pass
-
-    def close(self, request_id: str, choice_idx: int) -> None:
+    def close(self) -> None:
         self.num_closed += 1
 
 
@@ -47,7 +44,7 @@ class Served:
         asked = {"model": "org/demo", "messages": [{"role": "user", "content": "hi"}], "stream": True}
         call = chat_call(ChatRequest.model_validate({**asked, "n": num_choices, **fields}), CONTEXT)
         self.owner = Owner()
-        self.tokens = [TokenStream(self.owner, "r", idx) for idx in range(num_choices)]
+        self.tokens = [TokenStream(lambda: None, self.owner.close) for _ in range(num_choices)]
         self.choices = [_choice(tokens, stop) for tokens in self.tokens]
         self.pieces: list[bytes] = []
         self._reading = asyncio.ensure_future(self._read(ChatFormat("id", 1, "m", call)))

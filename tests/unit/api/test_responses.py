@@ -14,11 +14,10 @@ from cluster.errors import OverloadedError, UnavailableError
 from router.api.body import parse
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
-from router.api.context import CallContext
+from router.api.protocol import CallContext
 from router.api.responses.schema import ResponsesRequest
 from router.api.responses.translate import responses_call
-from router.calls import MediaNote
-from router.served_models import ServedModels
+from router.calls import MediaNote, ServedModels
 from tests.fakes.fake_door import FakeDoor
 from tests.unit.api.test_app import call
 from tests.unit.api.test_client import HANG_S, expect_soon, run

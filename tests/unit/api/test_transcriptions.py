@@ -230,8 +230,7 @@ def test_a_form_is_read_as_clients_write_it():
     )
     form = parse_form(body, 'Multipart/Form-Data; boundary="xyz"')
     assert form.fields == {"x": ["ä", "--xy\r\n"]}
-    assert form.files["f"].data == SOUND and form.files["f"].declared == "audio/wav"
-    assert form.files["g"].data == b"" and form.files["g"].name == "ä.mp3"
+    assert form.files == {"f": SOUND, "g": b""}
 
 
 @pytest.mark.parametrize(

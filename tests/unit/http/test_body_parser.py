@@ -17,11 +17,11 @@ from cluster.text.defaults import GenerationDefaults
 from router.api.anthropic.schema import Message, MessagesRequest, TextBlock, ThinkingBlock
 from router.api.anthropic.translate import messages_call
 from router.api.app import build_api
-from router.api.context import CallContext
+from router.api.protocol import CallContext
 from router.api.responses.schema import ReasoningItem, ReasoningText, ResponsesRequest
 from router.api.responses.translate import responses_call
+from router.calls import ServedModels
 from router.http.body_parser import BIG_BYTES, NUM_THREADS, NUM_THREADS_PER_TENANT, BodyParser
-from router.served_models import ServedModels
 from tests.fakes.fake_door import FakeDoor
 from tests.unit.api.test_client import HANG_S, expect_soon
 

@@ -18,7 +18,7 @@ from cluster.config.keys import ApiKey, key_entry, new_key
 from cluster.config.settings import AccessArgs
 from cluster.errors import ConfigError, UnavailableError
 from router.api.app import build_api
-from router.http.keys import LOAD_PATH, LOOK_PERIOD_S, UNLOAD_PATH, Access, KeyRing
+from router.http.keys import LOAD_PATH, LOOK_PERIOD_S, UNLOAD_PATH, Access, KeyFile, KeyRing
 from tests.fakes.clock import ManualClock
 from tests.fakes.fake_door import FakeDoor
 from tests.fakes.http_server import serving
@@ -28,7 +28,7 @@ ALICE, BOB, SCRAPER = "sk-alice", "sk-bob", "sk-scraper"
 CHAT = "/v1/chat/completions"
 
 
-class ScriptedSource:
+class ScriptedSource(KeyFile):
     """A key file whose changes a test makes. Counts looks and reads, and notes their threads."""
 
     def __init__(self, *keys: ApiKey):

@@ -18,12 +18,11 @@ from cluster.types.messages import AnyMessage, Cancel, FinishReason, Ping, Start
 from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
 from router.admission.controller import AdmissionController
 from router.admission.queue import AdmissionQueue, Capacity
-from router.dispatcher import Dispatcher
+from router.dispatcher import Dispatcher, TokenStream
 from router.flow.continuation import MAX_REPLAYS
 from router.flow.placer import Placer
 from router.flow.request_flow import RequestFlow, Timeouts
 from router.policy import ClusterView
-from router.streams import TokenStream
 from router.telemetry.timeline import RequestTimeline
 from tests.fakes.local_prefill import LocalPrefillPolicy
 from tests.fakes.placement import EPD

@@ -14,8 +14,8 @@ from cluster.types.members import Member, Role
 from cluster.types.messages import LoadReport, PhasesAssigned
 from deploy.serving.gauges import WorkerGauges
 from router.admission.answers import RefusalReason
+from router.admission.controller import AdmissionTotals
 from router.admission.fair_queue import AdmissionTicket
-from router.admission.totals import AdmissionTotals
 from router.telemetry.metrics import DoorMetrics
 from router.telemetry.timeline import RequestTimeline
 
@@ -28,7 +28,7 @@ def lines(metrics: DoorMetrics) -> dict[str, float]:
 
 def flow() -> MagicMock:
     found = MagicMock(num_running=2, num_waiting=3)
-    found.calibration = SimpleNamespace(num_observed=0, factors={})
+    found.calibration = SimpleNamespace(accuracy=SimpleNamespace(num_observed=0), factors={})
     return found
 
 

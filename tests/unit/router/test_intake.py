@@ -13,6 +13,7 @@ import pytest
 
 from bench.media_files import image
 from cluster.clock import SystemClock
+from cluster.config.settings import MediaArgs
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.fetch import FetchedMedia
 from cluster.media.opener import Surveyed
@@ -22,10 +23,10 @@ from cluster.media.survey import MediaSurvey
 from cluster.types.media import MediaOptions, Modality
 from cluster.types.request import SamplingParams
 from router.calls import ChatCall, MediaRules, StopRules
-from router.prompts.intake import ByteLimits, MediaBytes, MediaIntake, MediaTooLargeError
+from router.prompts.intake import MediaBytes, MediaIntake, MediaTooLargeError
 
 PICTURE, OTHER = image(30, 20), image(31, 20)
-LIMITS = ByteLimits(per_request=4 * len(PICTURE), per_door=8 * len(PICTURE))
+LIMITS = MediaArgs(max_request_bytes=4 * len(PICTURE), max_held_bytes=8 * len(PICTURE))
 
 
 class FakeFetcher:
@@ -113,10 +114,10 @@ async def test_equal_items_are_held_and_opened_once():
 
 async def test_a_request_of_too_many_bytes_is_refused_with_the_limit_and_nothing_is_held():
     made, pictures = Intake(), [image(30, 20 + idx) for idx in range(8)]
-    with pytest.raises(MediaTooLargeError, match=f"more than {LIMITS.per_request} bytes") as refused:
+    with pytest.raises(MediaTooLargeError, match=f"more than {LIMITS.max_request_bytes} bytes") as refused:
         await made.take_in(*pictures, omits_bad=True)
     sums = list(accumulate(map(len, pictures)))
-    first_beyond = next(idx for idx, total in enumerate(sums) if total > LIMITS.per_request)
+    first_beyond = next(idx for idx, total in enumerate(sums) if total > LIMITS.max_request_bytes)
     assert refused.value.status == 413 and refused.value.param == f"messages[0].content[{first_beyond}]"
     assert made.intake.num_held_bytes == 0
 
@@ -124,11 +125,13 @@ async def test_a_request_of_too_many_bytes_is_refused_with_the_limit_and_nothing
 async def test_requests_in_work_hold_no_more_than_a_tenant_and_the_door_may():
     made = Intake()
     held = [await made.take_in(image(30, 20, "PNG"), tenant="a") for _ in range(4)]
-    with pytest.raises(OverloadedError, match=f"a tenant holds at most {LIMITS.per_tenant}") as refused:
+    with pytest.raises(
+        OverloadedError, match=f"a tenant holds at most {LIMITS.max_request_bytes}"
+    ) as refused:
         await made.take_in(PICTURE, tenant="a")
     assert refused.value.retry_after_s
     held += [await made.take_in(PICTURE, tenant="b") for _ in range(4)]
-    with pytest.raises(OverloadedError, match=f"a door holds at most {LIMITS.per_door}"):
+    with pytest.raises(OverloadedError, match=f"a door holds at most {LIMITS.max_held_bytes}"):
         await made.take_in(PICTURE, tenant="c")
     for media in held:
         media.release()

@@ -73,7 +73,7 @@ def test_a_prompt_with_media_concerns_its_encoder_and_one_other_worker(door):
     timing = PrefillTiming(0.1, 0.2, 0.3, 0.4)
     door.wait(1.5)
     door.tell("language", Tokens((TokenEvent("r", (5,), None, 3, timing=timing),), LoadReport()))
-    assert reader.token_ids == [5] and door.cluster.overhead_s > 0
+    assert reader.token_ids == [5] and door.cluster.calibration.overhead_s > 0
     door.token(Role.LANGUAGE, 6, reason=FinishReason.LENGTH)
     assert reader.token_ids == [5, 6] and reader.finish_reason is FinishReason.LENGTH
     assert "Cancel" in door.sent("encode") and "Cancel" not in door.sent("language")

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from bench.media_files import audio, image, video
+from cluster.config.settings import MediaArgs
 from cluster.errors import ContextLengthError, MediaError, RequestError
 from cluster.media.sources import MediaSource
 from cluster.text.chat import NO_OPTIONS, ChatMedia, ChatMessage, ChatOptions, ChatText, LaidOutMedia
 from cluster.types.media import MediaOptions, Modality, PlacedMedia
 from cluster.types.request import Prompt, SamplingParams
 from router.calls import ChatCall, GuidanceRules, MediaRules, StopRules
-from router.prompts.builder import MediaCaps, PromptBuilder, items_of_earlier_turns, without_items
+from router.prompts.builder import PromptBuilder, items_of_earlier_turns, without_items
 from router.prompts.media import MediaPlanner
 from tests.unit.router.test_media import AS_NEEDED, FakeProcessor, contents_of
 
@@ -64,7 +65,9 @@ FAKE_PROCESSOR: Any = FakeProcessor()
 
 def builder(max_model_len: int = 1000, max_items: int = 4, max_tokens: int = 0, is_held=lambda _: False):
     planner = MediaPlanner(FAKE_PROCESSOR, is_held)
-    return PromptBuilder(FAKE_TEXT, planner, MediaCaps(max_items, max_tokens), 16, max_model_len)
+    return PromptBuilder(
+        FAKE_TEXT, planner, MediaArgs(max_items=max_items, max_tokens=max_tokens), 16, max_model_len
+    )
 
 
 def user(*parts: str | Modality) -> ChatMessage:
@@ -146,7 +149,8 @@ def test_rows_that_pooling_hides_are_refused_though_the_prompt_has_room():
     asked = msgspec.structs.replace(asked, media=(media,))
     planner = MediaPlanner(FAKE_PROCESSOR, lambda _: False)
     for most, is_accepted in ((256, True), (255, False)):
-        built = PromptBuilder(FAKE_TEXT, planner, MediaCaps(4, 0, most, 1000), 16, 1000)
+        caps = MediaArgs(max_items=4, max_picture_rows=most, max_rows=1000)
+        built = PromptBuilder(FAKE_TEXT, planner, caps, 16, 1000)
         if is_accepted:
             (item,) = prepared(built, asked, BIG).items
             assert (item.geometry.num_tokens, item.num_call_rows) == (4, 256)

@@ -29,6 +29,7 @@ from tests.fakes.placement import (
     SCHEDULING,
     add,
     cluster_of,
+    cost_of,
     curves_of,
     hashes,
     is_expected,
@@ -65,7 +66,7 @@ def test_every_placement_is_legal_for_the_roles(policy, seed):
     for request in REQUESTS:
         placement = decide(request, cluster, policy, 1.0).placement
         assert is_legal(placement, request, cluster) and len(placement.encoders) == len(request.media)
-        assert Estimate(request, cluster, 1.0).cost_s(placement) < float("inf")
+        assert cost_of(Estimate(request, cluster, 1.0), placement) < float("inf")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -92,7 +93,7 @@ def test_a_decode_worker_without_a_cache_computes_what_is_not_plain_text_if_no_o
     assert decide(request_, cluster).placement.is_local == is_plain(request_)
     estimate = Estimate(request_, cluster, 0.0)
     encoders = ("e0",) * len(request_.media)
-    assert estimate.cost_s(Placement(encoders, "d0", "d1")) == float("inf")
+    assert cost_of(estimate, Placement(encoders, "d0", "d1")) == float("inf")
     cluster.remove("p0")
     assert decide(request_, cluster).placement.is_local
 
@@ -115,8 +116,8 @@ def test_a_decode_worker_computes_text_behind_its_media_and_media_of_which_other
     decision = decide(request, cluster)
     assert is_legal(decision.placement, request, cluster)
     local = Placement(("e0", "e0"), "d1", "d1")
-    assert (Estimate(request, cluster, 0.0).cost_s(local) < float("inf")) == is_able
-    assert Estimate(request, cluster, 0.0).cost_s(Placement(("e0", "e0"), "d1", "d0")) == float("inf")
+    assert (cost_of(Estimate(request, cluster, 0.0), local) < float("inf")) == is_able
+    assert cost_of(Estimate(request, cluster, 0.0), Placement(("e0", "e0"), "d1", "d0")) == float("inf")
     if is_able and num_cached > num_elsewhere:
         assert decision.placement.prefill == "d1"
         assert (decision.prediction.media_s == 0) == (num_cached > 8)
@@ -146,12 +147,12 @@ def test_running_answers_send_a_prompt_to_another_worker(request_):
 def test_queued_prompts_send_an_answer_to_another_worker():
     cluster = cluster_of(0, 1, 0, 2)
     placement = Placement((), "p0", "l0")
-    before_s = Estimate(text(160), cluster, 0.0).cost_s(placement)
+    before_s = cost_of(Estimate(text(160), cluster, 0.0), placement)
     cluster.reported("l0", load(0, 1, num_prompt_tokens=900, num_prompts=1), 0.0)
     estimate = Estimate(text(160), cluster, 0.0)
     longer_s = 0.5 * DECODE.seconds(1) + 1.5 * 900 * PREFILL.per_unit_s
-    assert estimate.cost_s(placement) - before_s == pytest.approx(longer_s, rel=0.02)
-    assert estimate.cost_s(Placement((), "p0", "l1")) == pytest.approx(before_s, rel=0.02)
+    assert cost_of(estimate, placement) - before_s == pytest.approx(longer_s, rel=0.02)
+    assert cost_of(estimate, Placement((), "p0", "l1")) == pytest.approx(before_s, rel=0.02)
 
 
 def test_answers_take_part_in_the_steps_of_a_prompt_and_limit_them():

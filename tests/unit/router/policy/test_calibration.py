@@ -74,12 +74,12 @@ def test_before_anything_was_seen_the_interval_is_as_wide_as_a_correction_can_be
 
 def test_statistics_are_of_the_last_predictions():
     calibration = Calibration()
-    assert math.isnan(calibration.statistics().mape)
+    assert math.isnan(calibration.accuracy.mape)
     calibration.observe_ttft(Kind.TEXT, 2.0, 1.0, 1.0, (0.9, 1.1))
-    assert (calibration.statistics().mape, calibration.statistics().coverage) == (0.5, 0.0)
+    assert (calibration.accuracy.mape, calibration.accuracy.coverage) == (0.5, 0.0)
     for _ in range(ACCURACY_WINDOW):
         calibration.observe_ttft(Kind.TEXT, 1.0, 1.1, 1.0, (0.9, 1.1))
-    statistics = calibration.statistics()
+    statistics = calibration.accuracy
     assert statistics.mape == pytest.approx(0.1)
     assert (statistics.coverage, statistics.num_observed) == (1.0, ACCURACY_WINDOW + 1)
 
@@ -131,7 +131,7 @@ def test_what_no_worker_accounts_for_is_part_of_every_prediction():
 def test_what_an_unknown_request_took_is_ignored():
     cluster = cluster_of()
     cluster.observed("nobody", 1.0)
-    assert cluster.calibration.num_observed == 0
+    assert cluster.calibration.accuracy.num_observed == 0
 
 
 def test_the_parts_of_a_corrected_prediction_still_add_up():

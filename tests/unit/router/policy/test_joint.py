@@ -15,6 +15,7 @@ from router.policy.search import MAX_PREFILLS, MAX_STEPS, Search
 from tests.fakes.placement import (
     all_placements,
     cluster_of,
+    cost_of,
     is_legal,
     load,
     media,
@@ -48,13 +49,13 @@ def test_the_search_finds_what_looking_at_everything_finds(seed, num_items, num_
         cached = request.block_hashes[: rng.randrange(len(request.block_hashes) + 1)]
         cluster.blocks_changed(rng.choice(sorted(cluster.prefills.slots)), cached, [])
     estimate = Estimate(request, cluster, 1.0)
-    least = min(estimate.cost_s(placement) for placement in all_placements(request, cluster))
+    least = min(cost_of(estimate, placement) for placement in all_placements(request, cluster))
     found = Search(estimate, max_prefills=len(cluster.prefills)).best()
     assert found.cost_s == pytest.approx(least) and least < float("inf")
     decision = JointPolicy().decide(request, cluster, 1.0)
     assert is_legal(decision.placement, request, cluster)
     if len(cluster.prefills) <= MAX_PREFILLS:
-        assert estimate.cost_s(decision.placement) == pytest.approx(least)
+        assert cost_of(estimate, decision.placement) == pytest.approx(least)
 
 
 def test_the_bounds_leave_little_to_look_at():
@@ -91,10 +92,10 @@ def test_ties_cost_no_more_than_they_may(seed):
     cluster, request = random_cluster(random.Random(seed), (3, 3, 2)), media(400, 1000)
     with mock.patch.object(estimate_module, "TIE_RATIO", 0.0):
         estimate = Estimate(request, cluster, 1.0)
-    least = min(estimate.cost_s(placement) for placement in all_placements(request, cluster))
+    least = min(cost_of(estimate, placement) for placement in all_placements(request, cluster))
     chosen = JointPolicy().decide(request, cluster, 1.0).placement
     allowed = 4 * estimate_module.TIE_RATIO * float(estimate.prefills.text_s.min())
-    assert estimate.cost_s(chosen) <= least + allowed
+    assert cost_of(estimate, chosen) <= least + allowed
 
 
 def test_items_of_a_request_wait_for_one_another_even_where_its_first_token_does_not():
