@@ -1,13 +1,15 @@
-"""The parts of a mixer with the gated delta rule, or with Kimi's delta attention, found by the names of its
-modules. The tables hold the names that families use; what the parts compute is left to a comparison
-(`mixers`)."""
+"""The parts of a mixer with the gated delta rule, with Kimi's delta attention or a short convolution, found
+by the names of its modules. The tables hold the names that families use; what the parts compute is left to a
+comparison (`mixers`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
+
+from cluster.model.state_step import StatefulForward
 
 _SIZES = ("conv1d", "A_log", "dt_bias", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
 # Inputs by their order in a row of their products, norm, projection of the output
@@ -96,3 +98,24 @@ def _columns(mixer: nn.Module, *, is_grouped: bool) -> Columns:
         return Columns(0, width, step, 2 * width, 2 * width + values, step, end, end + group, 2 * group)
     gate, beta = 2 * keys + heads * values, 2 * keys + 2 * heads * values
     return Columns(0, keys, width, 2 * keys, gate, values, beta, beta + heads * group, group)
+
+
+def is_short_convolution(forward: StatefulForward) -> bool:
+    """Whether it is LFM2's."""
+    own = cast(Any, forward.mixer)
+    if not all(isinstance(getattr(own, name, None), nn.Module) for name in ("conv", "in_proj", "out_proj")):
+        return False
+    weight: Tensor = own.conv.weight
+    kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]
+    return (
+        kinds == [(False, weight.dtype, (weight.shape[0], weight.shape[-1]))]
+        and getattr(own.in_proj, "out_features", 0) == 3 * weight.shape[0]
+    )
+
+
+def mixer_linears(forward: StatefulForward) -> list[nn.Module]:
+    """The products of a mixer with the gated delta rule or a short convolution; of others none."""
+    if (found := mixer_inputs(forward.mixer)) is not None:
+        return [*found.linears, found.out]
+    own = cast(Any, forward.mixer)
+    return [own.in_proj, own.out_proj] if is_short_convolution(forward) else []
