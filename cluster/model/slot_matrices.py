@@ -1,5 +1,5 @@
-"""What the numbered slots of LoRA adapters add to one or more linears with one input: A and B of all slots side
-by side in two matrices of fixed size and place.
+"""What the numbered slots of LoRA adapters add to one or more linears with one input: A and B of all slots
+side by side in two matrices of fixed size and place.
 
 A slot may be written while steps run in which no sequence has it: what they compute with its columns they
 multiply by 0, or do not compute.
@@ -43,8 +43,8 @@ class UpdateStore(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One linear's A or B of one slot. target [R, columns], contiguous; source [rank, some columns]: goes into
-    the first rows, from the column `begin` on, and zeros go everywhere else."""
+    """One linear's A or B of one slot. target [R, columns], contiguous; source [rank, some columns]: goes
+    into the first rows, from the column `begin` on, and zeros go everywhere else."""
 
     target: Tensor
     source: Tensor

@@ -3,8 +3,8 @@ sees them.
 
 Rank 0, the worker process, starts the other ranks on its own host before it loads its share of the model, and
 they load theirs (cluster/worker/follower.py). Each has three pipes: for model calls, for transfers, and for
-adapters that are loaded later. If a rank ends, the worker ends: `on_lost` is called at the end of the pipe. A rank ends when its pipes end, so
-also when rank 0 is killed.
+adapters that are loaded later. If a rank ends, the worker ends: `on_lost` is called at the end of the pipe. A
+rank ends when its pipes end, so also when rank 0 is killed.
 
 Order: `load_with_ranks` → `attach` → `stop`, after the last model call.
 """

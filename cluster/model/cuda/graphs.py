@@ -10,8 +10,8 @@ A replay repeats the recorded launches at the recorded addresses. Therefore:
 * a step's inputs always use the same buffers (`StepBuffers`),
 * a step is padded to a recorded size with tokens that write into a scratch block, and a scratch state,
 * the logits are always in the same tensor, which all sizes share,
-* of a model with room for LoRA adapters a size is recorded twice: for steps in which tokens have some, whichever,
-  and for those without, as of a model without room,
+* of a model with room for LoRA adapters a size is recorded twice: for steps in which tokens have some,
+  whichever, and for those without, as of a model without room,
 * attention must not read the sizes of a step on the host (`ModelAttention.can_capture`), nor may mixers with
   states: transformers' own code takes steps of answers only (`state_step`).
 

@@ -148,7 +148,7 @@ def test_recorded_steps_have_an_adapter_that_came_later(device: SimulatedCuda, t
 
 
 def test_a_large_adapter_is_sent_in_parts(device: SimulatedCuda) -> None:
-    """Into the second slot of products of several linears, of which one is not adapted; what it had is gone."""
+    """Into the second slot, of products of several linears; what the slot had is gone."""
     step = StepAdapters(3, 8)
     linears = [("q", 0, 40), ("v", 60, 80)]
     stores, plain = (
