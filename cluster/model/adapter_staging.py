@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from cluster.model.cuda.uploads import upload
-from cluster.model.slot_matrices import Piece, SlotMatrices, Updates
+from cluster.model.slot_matrices import SlotMatrices, SlotPiece, Updates
 
 STAGING_BYTES = 32 << 20  # on the host and on the device. An assumption: some milliseconds of a copy
 
 
-class Staging:
+class AdapterStaging:
     """`write`: one thread at a time."""
 
     def __init__(
@@ -53,14 +53,14 @@ class Staging:
                 used += size
             self._send(pieces, used)
 
-    def _stage(self, piece: Piece, first: int) -> None:
+    def _stage(self, piece: SlotPiece, first: int) -> None:
         rows = _rows(self._host, first, piece)
         into = piece.place_in(rows)
         if into.shape != rows.shape:
             rows.zero_()
         into.copy_(piece.source)
 
-    def _send(self, pieces: Sequence[Piece], used: int) -> None:
+    def _send(self, pieces: Sequence[SlotPiece], used: int) -> None:
         """Waits until the host's buffer may be written again."""
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         staged, first = [], 0
@@ -78,7 +78,7 @@ class Staging:
         self._stream.synchronize()
 
 
-def _rows(buffer: Tensor, first: int, piece: Piece) -> Tensor:
+def _rows(buffer: Tensor, first: int, piece: SlotPiece) -> Tensor:
     """[rank, columns]: the place of a piece that begins there."""
     num_rows, width = len(piece.source), piece.target.shape[1]
     return buffer[first : first + num_rows * width].view(num_rows, width)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from cluster.config.adapters import AdaptedModule, Adapter, AdapterRoom, content_digest, tensor_names
 from cluster.errors import ConfigError
-from cluster.model.adapter_staging import Staging
+from cluster.model.adapter_staging import AdapterStaging
 from cluster.model.layers.codes import CodedLinear
 from cluster.model.mixer_shares import piece_of, whole_shape
 from cluster.model.rank_linears import SummedLinear
@@ -148,7 +148,7 @@ class AdapterSlots:
         """Puts `AdaptedLinear` in the place of every linear that has room. Raises ConfigError for an adapter
         of `room` that does not fit the model, or changes what is not a linear of its text model."""
         self.room, self.device, self._dtype = room, device, dtype
-        self._staging: Staging | None = None
+        self._staging: AdapterStaging | None = None
         self.step = StepAdapters(room.num_slots, room.rank)
         self.unused: set[str] = set()
         self._text, self._shapes = text_model, _linears_of(text_model)
@@ -181,7 +181,7 @@ class AdapterSlots:
         if self.room.is_open and self.device.type == "cuda":
             modules = (module for module in self._text.modules() if isinstance(module, SlotMatrices))
             largest = max((module.largest for module in modules), default=0)
-            self._staging = Staging(self.device, self._dtype, largest)
+            self._staging = AdapterStaging(self.device, self._dtype, largest)
 
     def fill(self) -> None:
         """Random adapters in the first and in the last slot, which add about as much as a linear does: what

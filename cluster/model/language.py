@@ -318,12 +318,12 @@ class LanguageModel:
         return self._slots.read(adapter)
 
     def write_adapter(self, slot: int, updates: Updates) -> None:
-        """Of this rank; steps may run. Blocks. Any thread, one at a time. No sequence may have the slot."""
+        """Writes this rank's slot, which no sequence has; steps may run. Blocks. One thread at a time."""
         assert self._slots is not None
         self._slots.write(slot, updates)
 
     def set_adapter(self, slot: int, digest: str) -> None:
-        """From now on sequences may have what was written into the slot; empty: none may."""
+        """Lets sequences have what was written into the slot, under this name; empty: none may."""
         kept = {own: place for own, place in self.adapter_slots.items() if place != slot}
         self.adapter_slots = kept | ({digest: slot} if digest else {})
 

@@ -42,7 +42,7 @@ class UpdateStore(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class SlotPiece:
     """One linear's A or B of one slot. target [R, columns], contiguous; source [rank, some columns]: goes
     into the first rows, from the column `begin` on, and zeros go everywhere else."""
 
@@ -85,7 +85,7 @@ class SlotMatrices(nn.Module):
 
     @property
     def largest(self) -> int:
-        """Numbers of the largest `Piece`."""
+        """Numbers of the largest `SlotPiece`."""
         return self.step.rank * max(self.down.size(1), self.up.size(1))
 
     def rows(self, linear: int, slot: int) -> slice:
@@ -98,7 +98,7 @@ class SlotMatrices(nn.Module):
             y += ((x @ self.down.T) * self.mask[slots]) @ self.up
 
     def write_slot(self, slot: int, updates: Updates) -> None:
-        """See `UpdateStore`. Copies one by one; to many modules of a GPU: `Staging`."""
+        """See `UpdateStore`. Copies one by one; to many modules of a GPU: `AdapterStaging`."""
         self.ranks[slot] = self.rank_of(updates)
         for piece in self.pieces(slot, updates):
             piece.target.zero_()
@@ -108,15 +108,15 @@ class SlotMatrices(nn.Module):
         """The largest in these linears; 0: the adapter changes none of them."""
         return max((len(updates[path].a) for path, _, _ in self._linears if path in updates), default=0)
 
-    def pieces(self, slot: int, updates: Updates) -> Iterator[Piece]:
+    def pieces(self, slot: int, updates: Updates) -> Iterator[SlotPiece]:
         """All that a slot has of these linears."""
         for i, (path, begin, _) in enumerate(self._linears):
             every = self.rows(i, slot)
             down, up, update = self.down[every], self.up[every], updates.get(path)
             if update is None:
-                yield from (Piece(down, _NOTHING), Piece(up, _NOTHING))
+                yield from (SlotPiece(down, _NOTHING), SlotPiece(up, _NOTHING))
                 continue
             a, b = update.a, update.b.T
             if self._piece is not None:
                 a, b = self._piece.columns_of(a), self._piece.rows_of(b)
-            yield from (Piece(down, a), Piece(up, b, begin))
+            yield from (SlotPiece(down, a), SlotPiece(up, b, begin))

@@ -56,7 +56,7 @@ class RankedLoader:
 
     def __call__(self, entry: AdapterEntry, slot: int) -> None:
         """Blocks. Raises the error of the first rank that could not."""
-        order = _Order(next(self._numbers), slot, entry)
+        order = _LoadOrder(next(self._numbers), slot, entry)
         try:
             for other in self._others:
                 other.send_bytes(msgspec.msgpack.encode(order))
@@ -70,7 +70,7 @@ class RankedLoader:
 
     def _answer(self, other: Connection, number: int, deadline: float) -> ErrorInfo | None:
         while other.poll(max(0.0, deadline - time.monotonic())):
-            answer = msgspec.msgpack.decode(other.recv_bytes(), type=_Answer)
+            answer = msgspec.msgpack.decode(other.recv_bytes(), type=_LoadAnswer)
             if answer.number == number:  # else that of an order that was given up
                 return answer.error
         raise UnavailableError("a rank of this worker does not load the adapter in time")
@@ -80,24 +80,24 @@ def follow_loads(orders: Connection, load: LoadAdapter) -> None:
     """Loads what rank 0 orders, until the pipe ends. Blocks; for a thread of its own."""
     while True:
         try:
-            order = msgspec.msgpack.decode(orders.recv_bytes(), type=_Order)
+            order = msgspec.msgpack.decode(orders.recv_bytes(), type=_LoadOrder)
             error = None
             try:
                 load(order.entry, order.slot)
             except Exception as raised:  # rank 0 tells it
                 logger.exception("an adapter could not be loaded")
                 error = to_info(raised)
-            orders.send_bytes(msgspec.msgpack.encode(_Answer(order.number, error)))
+            orders.send_bytes(msgspec.msgpack.encode(_LoadAnswer(order.number, error)))
         except (EOFError, OSError):
             return
 
 
-class _Order(msgspec.Struct, frozen=True, array_like=True):
+class _LoadOrder(msgspec.Struct, frozen=True, array_like=True):
     number: int
     slot: int
     entry: AdapterEntry
 
 
-class _Answer(msgspec.Struct, frozen=True, array_like=True):
+class _LoadAnswer(msgspec.Struct, frozen=True, array_like=True):
     number: int  # of the order
     error: ErrorInfo | None

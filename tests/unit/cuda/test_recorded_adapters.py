@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cluster.config.adapters import read_adapters, room_for
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapter_staging import Staging
+from cluster.model.adapter_staging import AdapterStaging
 from cluster.model.adapters import AdapterSlots
 from cluster.model.cuda.graphs import GraphedModel
 from cluster.model.language import LanguageModel, SequenceChunk
@@ -158,7 +158,7 @@ def test_a_large_adapter_is_sent_in_parts(device: SimulatedCuda) -> None:
         ]
         for place in (torch.device("cuda"), torch.device("cpu"))
     )
-    staging = Staging(torch.device("cuda"), torch.float32, max(store.largest for store in stores), 0)
+    staging = AdapterStaging(torch.device("cuda"), torch.float32, max(store.largest for store in stores), 0)
     generator = torch.Generator().manual_seed(1)
     for rank, names in ((8, ("q", "v", "out")), (4, ("v", "out")), (5, ("q", "v"))):
         sizes = {"q": (24, 40), "v": (24, 20), "out": (80, 24)}
