@@ -110,8 +110,9 @@ def test_a_hybrid_model_runs_in_one_call_and_computes_the_same(folder: Path, dty
 
 
 @_each_model
-def test_int8_weights_run_so_too(folder: Path) -> None:
-    parts = loaded(folder, torch.float32, weight_dtype="int8")
+@pytest.mark.parametrize("option", ["weight_dtype", "kv_cache_dtype"])
+def test_int8_runs_so_too(folder: Path, option: str) -> None:
+    parts = loaded(folder, torch.float32, **{option: "int8"})
     assert num_native(parts) == 4
     assert parts.decoder is not None
     exact = run(LanguageModel(loaded(folder, torch.float32)))
