@@ -207,7 +207,6 @@ def cluster_args(folder: FamilyFolder, max_batch_tokens: int = 48) -> ClusterArg
             "encode": {"cache_bytes": 4 << 20},
             "prefill": {"max_batch_tokens": max_batch_tokens, "kv_blocks": 256, "feature_bytes": 4 << 20},
             "decode": {"kv_blocks": 256},
-            "weight_cache": {"max_bytes": 0},  # a model that no other test has would be loaded twice
             "door": PATIENT_DOOR,
         }
     )

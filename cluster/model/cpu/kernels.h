@@ -51,7 +51,7 @@ struct AttentionCall {
   double scale, softcap;  // softcap 0: none
 };
 
-// The next four are mirrored by mixers.py.
+// The next six are mirrored by mixers.py.
 struct MixerStep {             // the same for all layers of a step
   const int32_t* starts;       // [spans + 1] the first token of each span
   const int64_t* sequences;    // [num_sequences + 1] the first span of each sequence
@@ -67,18 +67,33 @@ struct Mixer {
   int64_t items, first_page, page_bytes, is_bf16;  // items: of a sequence; first_page: of the layer's states
 };
 
+// A short causal convolution of some channels of a row, with silu. Its state is the last inputs, [channels, taps].
+struct Convolution {
+  const float *weight, *bias;  // [taps, channels], [channels] or null
+  int64_t taps, channels;
+  int64_t row_width, state_offset;  // of a row of the products; in the layer's states
+};
+
 // Columns of a row: where the parts of the first key head begin, and the steps to the next key head's.
 struct DeltaMixer {
   Mixer mixer;
-  const float* weight;                // [taps, channels] of the convolution
+  Convolution convolution;
   const float *rates, *shifts;        // [value_heads]
   const void* norm;                   // [value_width]
-  int64_t key_heads, value_heads, key_width, value_width, taps;
-  int64_t row_width, query, key, key_step, value, gate, value_step, beta, decay, gate_step;
-  int64_t conv_offset, delta_offset;  // in the layer's states
+  int64_t key_heads, value_heads, key_width, value_width;
+  int64_t query, key, key_step, value, gate, value_step, beta, decay, gate_step;
+  int64_t state_offset;
   double epsilon;
+};
 
-  int64_t channels() const { return 2 * key_heads * key_width + value_heads * value_width; }
+// Mamba 2. Columns of a row: where the channels of the convolution begin (x of all heads, B of all groups, C), and the steps.
+struct StateSpaceMixer {
+  Mixer mixer;
+  Convolution convolution;
+  const float *rates, *shifts, *skips;  // [heads]
+  int64_t heads, groups, head_width, state_width;
+  int64_t first, steps, state_offset;
+  double low, high;                     // of a step
 };
 
 // A row is three gates and inputs: B, C and x.

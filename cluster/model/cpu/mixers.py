@@ -17,11 +17,17 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import pointer
 from cluster.model.cpu.weight_source import Matrix, WeightSource
-from cluster.model.layers.mixer_parts import MixerInputs, is_short_convolution, mixer_inputs
+from cluster.model.layers.mixer_parts import (
+    MixerInputs,
+    is_short_convolution,
+    is_state_space,
+    mixer_inputs,
+)
 from cluster.model.layers.parts import epsilon_of
 from cluster.model.state_step import StatefulForward, StepState
 from cluster.model.states import PackedSpans
@@ -47,21 +53,44 @@ class _Mixer(ctypes.Structure):
     )  # fmt: skip
 
 
+class _MixerConvolution(ctypes.Structure):
+    """Mirrors `Convolution` of kernels.h."""
+
+    _fields_ = (
+        ("weight", c_void_p), ("bias", c_void_p), ("taps", c_int64), ("channels", c_int64),
+        ("row_width", c_int64), ("state_offset", c_int64),
+    )  # fmt: skip
+
+
 class _DeltaMixer(ctypes.Structure):
     """Mirrors `DeltaMixer` of kernels.h."""
 
     _fields_ = (
-        ("mixer", _Mixer),
-        *((name, c_void_p) for name in ("weight", "rates", "shifts", "norm")),
+        ("mixer", _Mixer), ("convolution", _MixerConvolution),
+        *((name, c_void_p) for name in ("rates", "shifts", "norm")),
         *(
             (name, c_int64)
             for name in (
-                "key_heads", "value_heads", "key_width", "value_width", "taps",
-                "row_width", "query", "key", "key_step", "value", "gate", "value_step", "beta", "decay",
-                "gate_step", "conv_offset", "delta_offset",
+                "key_heads", "value_heads", "key_width", "value_width",
+                "query", "key", "key_step", "value", "gate", "value_step", "beta", "decay", "gate_step",
+                "state_offset",
             )
         ),
         ("epsilon", c_double),
+    )  # fmt: skip
+
+
+class _StateSpaceMixer(ctypes.Structure):
+    """Mirrors `StateSpaceMixer` of kernels.h."""
+
+    _fields_ = (
+        ("mixer", _Mixer), ("convolution", _MixerConvolution),
+        *((name, c_void_p) for name in ("rates", "shifts", "skips")),
+        *(
+            (name, c_int64)
+            for name in ("heads", "groups", "head_width", "state_width", "first", "steps", "state_offset")
+        ),
+        ("low", c_double), ("high", c_double),
     )  # fmt: skip
 
 
@@ -156,14 +185,15 @@ def _delta(
     rates = -own.A_log.detach().float().exp()
     shifts = own.dt_bias.detach().float().contiguous()
     norm_weight = norm_weight.detach().contiguous()
-    places, columns = [place.start for _, place in forward.states.places], found.columns
+    (conv_offset, state_offset), columns = (place.start for _, place in forward.states.places), found.columns
+    row_width = sum(linear.out_features for linear in found.linears)
     mixer = _DeltaMixer(
         _head(forward, kernels.cdll.run_gated_delta, own.num_k_heads, weight.dtype),
-        convolution.data_ptr(), rates.data_ptr(), shifts.data_ptr(), norm_weight.data_ptr(),
-        own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim, taps,
-        sum(linear.out_features for linear in found.linears),
+        _MixerConvolution(convolution.data_ptr(), None, taps, channels, row_width, conv_offset),
+        rates.data_ptr(), shifts.data_ptr(), norm_weight.data_ptr(),
+        own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim,
         columns.query, columns.key, columns.key_step, columns.value, columns.gate, columns.value_step,
-        columns.beta, columns.decay, columns.gate_step, *places, epsilon_of(norm),
+        columns.beta, columns.decay, columns.gate_step, state_offset, epsilon_of(norm),
     )  # fmt: skip
     out, width = cast(nn.Linear, found.out), own.num_v_heads * own.head_v_dim
     kept = (convolution, rates, shifts, norm_weight, mixer)
@@ -221,8 +251,7 @@ class MixerOfModules:
         # modules take the place of the linears later
         names = {module: name for name, module in forward.mixer.named_children()}
         self._inputs, self._out = [names[linear] for linear in mixer.linears], names[mixer.out]
-        self._run = kernels.cdll.run_mixer
-        self._run.argtypes, self._run.restype = (*[c_void_p] * 4, ctypes.c_int), None
+        self._run = _runner(kernels)
 
     def __call__(self, rows: Tensor, step: StepState) -> Tensor:
         projected = torch.cat([getattr(self._own, name)(rows[None])[0] for name in self._inputs], -1)
@@ -234,7 +263,66 @@ class MixerOfModules:
         return getattr(self._own, self._out)(out[None])[0]
 
 
-def mixer_of_modules(forward: StatefulForward, kernels: Kernels) -> MixerOfModules | None:
+class StateSpaceOfModules:
+    """Implements `MixerKernel`: Mamba 2, with products and gated norm of the mixer's own modules."""
+
+    def __init__(self, forward: StatefulForward, kernels: Kernels):
+        own = self._own = cast(Any, forward.mixer)
+        weight: Tensor = own.conv1d.weight
+        channels, _, taps = weight.shape
+        self._width, self._scale = own.num_heads * own.head_dim, getattr(own, "ssm_in_multiplier", 1.0)
+        self._scales: Tensor | None = getattr(own, "mup_vector", None)
+        bias = None if own.conv1d.bias is None else own.conv1d.bias.detach().float().contiguous()
+        convolution, rates = _taps_first(weight, None), -own.A_log.detach().float().exp()
+        skips, shifts = own.D.detach().float(), own.dt_bias.detach().to(weight.dtype).float()
+        limits = torch.tensor(getattr(own, "time_step_limit", (0.0, float("inf")))).to(weight.dtype).tolist()
+        conv_offset, state_offset = (place.start for _, place in forward.states.places)
+        row_width = self._width + channels + own.num_heads
+        mixer = _StateSpaceMixer(
+            _head(forward, kernels.cdll.run_state_space, own.num_heads, weight.dtype),
+            _MixerConvolution(convolution.data_ptr(), pointer(bias), taps, channels, row_width, conv_offset),
+            rates.data_ptr(), shifts.data_ptr(), skips.data_ptr(),
+            own.num_heads, own.n_groups, own.head_dim, own.ssm_state_size,
+            self._width, self._width + channels, state_offset, *limits,
+        )  # fmt: skip
+        self._kept = (convolution, bias, rates, skips, shifts, mixer)
+        self._address, self._run = ctypes.addressof(mixer), _runner(kernels)
+
+    def __call__(self, rows: Tensor, step: StepState) -> Tensor:
+        own = self._own
+        projected = own.in_proj((rows * self._scale if self._scale != 1 else rows)[None])
+        if self._scales is not None:
+            projected = projected * self._scales
+        projected = projected[0].contiguous()
+        out = torch.empty(len(rows), self._width)  # not rounded before the norm, as in transformers
+        spans = SpanPages.of(step, len(rows))
+        self._run(self._address, spans.address, projected.data_ptr(), out.data_ptr(), torch.get_num_threads())
+        gate = projected[:, : self._width]
+        is_bare = isinstance(own.norm, nn.Identity)
+        normed = out * F.silu(gate) if is_bare else own.norm(out[None], gate[None])[0]
+        return own.out_proj(normed.to(rows.dtype)[None])[0]
+
+
+def _is_state_space(forward: StatefulForward, kernels: Kernels) -> bool:
+    own = cast(Any, forward.mixer)
+    if not is_state_space(forward):
+        return False
+    weight, lanes = own.conv1d.weight, kernels.cdll.mixer_lanes()
+    return weight.dtype in _DTYPES and own.head_dim % lanes == own.ssm_state_size % lanes == 0
+
+
+def _runner(kernels: Kernels) -> Any:
+    """Any mixer, alone."""
+    run = kernels.cdll.run_mixer
+    run.argtypes, run.restype = (*[c_void_p] * 4, ctypes.c_int), None
+    return run
+
+
+def mixer_of_modules(
+    forward: StatefulForward, kernels: Kernels
+) -> MixerOfModules | StateSpaceOfModules | None:
     """None: it is no mixer that the kernels know."""
+    if _is_state_space(forward, kernels):
+        return StateSpaceOfModules(forward, kernels)
     mixer = native_mixer(forward, kernels)
     return None if mixer is None else MixerOfModules(forward, mixer, kernels)

@@ -14,12 +14,6 @@ namespace {
 constexpr int64_t kChannels = 256;  // of an item
 constexpr int64_t kMostTaps = 8;
 
-inline float as_float(float value) { return value; }
-inline float as_float(BFloat16 value) {
-  const uint32_t bits = (uint32_t)value.bits << 16;
-  return load<float>(&bits);
-}
-
 template <class Element>
 void convolve(const ConvolutionMixer& own, const MixerStep& step, const Element* rows, Element* out, int64_t item) {
   const int64_t sequence = item / own.mixer.items, first = item % own.mixer.items * kChannels, taps = own.taps;

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from cluster.model.state_step import StatefulForward
@@ -17,6 +18,11 @@ _GROUPED = (("in_proj_qkvz", "in_proj_ba"), "norm", "out_proj")  # Qwen3-Next: a
 _APART = (
     (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "norm", "out_proj"),  # Qwen3.5
     (("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), "o_norm", "o_proj"),  # OLMo-Hybrid
+)
+# Of Mamba 2
+_STATE_SPACE = (
+    *("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias"),
+    *("num_heads", "head_dim", "n_groups", "ssm_state_size"),
 )
 # Of Kimi's delta attention
 _KIMI_SIZES = ("conv1d", "forget_gate", "num_heads", "head_dim", "o_norm", "o_proj")
@@ -111,6 +117,27 @@ def is_short_convolution(forward: StatefulForward) -> bool:
         kinds == [(False, weight.dtype, (weight.shape[0], weight.shape[-1]))]
         and getattr(own.in_proj, "out_features", 0) == 3 * weight.shape[0]
     )
+
+
+def is_state_space(forward: StatefulForward) -> bool:
+    """Whether it is Mamba 2's: Bamba, Nemotron-H, Granite, Falcon-H1."""
+    own = cast(Any, forward.mixer)
+    if not all(hasattr(own, name) for name in _STATE_SPACE):
+        return False
+    weight: Tensor = own.conv1d.weight
+    width, channels = own.num_heads * own.head_dim, len(weight)
+    kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]
+    scales: Tensor | None = getattr(own, "mup_vector", None)
+    return (
+        channels == width + 2 * own.n_groups * own.ssm_state_size
+        and getattr(own.in_proj, "out_features", 0) == width + channels + own.num_heads
+        and (scales is None or scales.dtype == weight.dtype)
+        and (isinstance(own.norm, nn.Identity) or hasattr(own.norm, "variance_epsilon"))
+        and kinds == [
+            (False, weight.dtype, (channels, weight.shape[-1])),
+            (True, torch.float32, (own.num_heads, own.head_dim, own.ssm_state_size)),
+        ]
+    )  # fmt: skip
 
 
 def mixer_linears(forward: StatefulForward) -> list[nn.Module]:

@@ -195,7 +195,7 @@ def test_bytes_are_moved_on_a_stream_and_the_device_of_their_memory(device: Simu
     engine = Engine(agent, SystemClock(), lambda event: None, outgoing=memory)
     engine.start()
     try:
-        assert stepped.wait(10)
+        assert stepped.wait(60)
     finally:
         engine.close(0.0)
     (index, stream), *_ = seen

@@ -254,11 +254,11 @@ def test_a_rank_that_ends_is_known_at_once():
     listening = threading.Thread(target=link.listen, args=(print,))
     listening.start()
     theirs.send(RankReady(1))
-    link.wait_ready(5)
+    link.wait_ready(60)
     theirs.close()
     with pytest.raises(TransferError, match="has ended"):
-        link.wait_granted("lease", 5)
-    listening.join(5)
+        link.wait_granted("lease", 60)
+    listening.join(60)
     assert not listening.is_alive()
     link.order(OrderCancel("lease"))  # not an error
 
@@ -275,7 +275,7 @@ def test_a_link_whose_listener_fails_is_given_up_by_name():
     with pytest.raises(OSError, match="the owner's"):
         link.listen(broken)
     with pytest.raises(TransferError, match="has ended"):
-        link.wait_granted("lease", 5)
+        link.wait_granted("lease", 60)
 
 
 def test_orders_and_events_survive_a_real_pipe():
@@ -289,7 +289,7 @@ def test_orders_and_events_survive_a_real_pipe():
     for run, *arguments in ((rank_follower.run,), (link.listen, events.put)):
         threading.Thread(target=run, args=arguments, daemon=True).start()
     link.order(OrderGrant("lease", (1, 2), (7, 8), 5.0, (), (4, 0)))
-    grant = link.wait_granted("lease", 5)
+    grant = link.wait_granted("lease", 60)
     assert (grant.block_ids, grant.generations, grant.first_blocks) == ((1, 2), (7, 8), (4, 0))
     link.order(OrderRevoke("lease", "why not"))
     link.order(OrderGrant("next", (3,), (9,), 5.0, (), ()))

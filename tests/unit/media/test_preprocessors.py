@@ -98,9 +98,10 @@ class Unruly:
         return dict(self.preprocessors.begin(Modality.IMAGE, array, PLAIN, **wanted))
 
 
-@pytest.fixture
-def two(tmp_path) -> Iterator[Unruly]:
-    made = Unruly(tmp_path)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Iterator[Unruly]:
+    """For all tests that do not close them: their server takes seconds to import what they need."""
+    made = Unruly(tmp_path_factory.mktemp("unruly"))
     yield made
     made.preprocessors.close()
 
@@ -145,8 +146,9 @@ def test_a_refusal_keeps_the_process(two):
     assert len(pids) == 1
 
 
-def test_when_it_is_closed_processes_end_and_items_are_refused(two):
-    handle = os.pidfd_open(two.prepare(unruly.GOOD)["pid"].item())
+def test_when_it_is_closed_processes_end_and_items_are_refused(tmp_path):
+    two = Unruly(tmp_path)
+    handle = os.pidfd_open(int(two.prepare(unruly.GOOD)["pid"]))
     two.preprocessors.close()
     poll = select.poll()
     poll.register(handle, select.POLLIN)

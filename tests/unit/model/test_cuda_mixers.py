@@ -167,8 +167,8 @@ def test_states_may_lie_anywhere_in_a_large_memory(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
 def test_a_model_with_mixers_runs_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By fused layers alone, one after the other: logits of a prompt and of an answer are the modules'. One has
-    gated attention, one short convolutions."""
+    """By fused layers alone, one after the other: logits of a prompt and of an answer are the modules'. One
+    has gated attention, one short convolutions."""
     torch.manual_seed(0)
     config = CONFIGS[name]
     own = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
