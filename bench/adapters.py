@@ -116,15 +116,15 @@ def print_loading(model: LanguageModel, adapters: list[Adapter]) -> None:
     reading, writing = [], []
     for slot, adapter in enumerate(adapters, 1):
         times = [time.perf_counter()]
-        prepared = model.prepare_adapter(adapter)
+        updates = model.read_adapter(adapter)
         times.append(time.perf_counter())
-        model.set_adapter(slot, prepared)
+        model.write_adapter(slot, updates)
         times.append(time.perf_counter())
         reading.append(times[1] - times[0])
         writing.append(times[2] - times[1])
     print(
-        f"an adapter is read and converted in {statistics.median(reading):.2f} s beside the steps, and "
-        f"written between two of them in {1e3 * statistics.median(writing):.1f} ms"
+        f"beside the steps an adapter is read in {statistics.median(reading):.2f} s, and converted and "
+        f"written in {statistics.median(writing):.2f} s"
     )
 
 

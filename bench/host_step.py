@@ -61,9 +61,6 @@ class NoModel:
     def copy_blocks(self, *_: object) -> None:
         return
 
-    def set_adapter(self, *_: object) -> None:
-        return
-
 
 def engine_of(num_answers: int, sampling: SamplingParams) -> LanguageEngine:
     """Returns an engine that generates so many answers, whose prompts are computed."""

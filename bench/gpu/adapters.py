@@ -12,8 +12,8 @@ from bench.gpu.machine import DeviceSpeed, release
 from bench.gpu.models import SHAPES
 from bench.gpu.steps import WorkerSteps, blocks_of
 from cluster.config.adapters import AdapterRoom
-from cluster.model.adapters import Update
 from cluster.model.cuda.coded_products import whole_product
+from cluster.model.slot_matrices import Update
 
 NUM_ADAPTERS, RANK = 8, 16
 CONTEXT, ANSWERS = 2048, (1, 8, 64)
@@ -38,7 +38,7 @@ def measure(speed: DeviceSpeed, rehearse: bool) -> Iterator[dict[str, object]]:
                 path: Update(0.02 * torch.randn(RANK, inputs), 0.02 * torch.randn(outputs, RANK))
                 for path, (inputs, outputs) in sizes.items()
             }
-            language.steps.set_adapter(slot, language.model.prepared_adapter(str(slot), updates))
+            language.model.write_adapter(slot, updates)
         steps = WorkerSteps(language, SHAPES[name], speed)
         for batch in answers:
             plain_s = None

@@ -25,7 +25,6 @@ import cluster.engine.worker
 import encoder_service.service
 from cluster.engine.runner import LanguageRunner
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import PreparedAdapter
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.states import StateSpan
@@ -119,9 +118,6 @@ class _Steps:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         self._steps.copy_blocks(sources, targets, kv)
-
-    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
-        self._steps.set_adapter(slot, prepared)
 
 
 class _Encoder:

@@ -15,7 +15,10 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
     ),
     "attention chooses tokens by an index, or is sparse": (
         "dots3_note", "mistral_large4", "minimax_m3_vl", "unlimited_ocr", "hy_v4_vl", "qwen4_exp",
-        "glm5_next", "inkling2", "inkling2_loop", "inkling_mm_model",
+        "glm5_next",
+    ),
+    "attention adds biases by distance, and short convolutions around it keep states": (
+        "inkling2", "inkling2_loop", "inkling_mm_model",
     ),
     "encoder and decoder, or language layers look at media by cross-attention": (
         "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder", "mllama",

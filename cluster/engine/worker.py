@@ -22,7 +22,7 @@ from cluster.clock import Clock
 from cluster.config.checkpoint import placeholder_ids, read_config, takes_media
 from cluster.config.combinations import check_combination
 from cluster.config.settings import HEAD_METHODS, ClusterArgs
-from cluster.engine.adapters import AdapterReader, HeldAdapters
+from cluster.engine.adapters import HeldAdapters
 from cluster.engine.ahead import may_run_ahead
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.features import FeatureStore
@@ -44,6 +44,7 @@ from cluster.structure.vocabulary import VocabularySource
 from cluster.text.defaults import GenerationDefaults
 from cluster.types.adapters import AdapterSet
 from cluster.types.members import Member, Role
+from cluster.worker.adapter_loading import AdapterLoader, RankedLoader
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.draft_heads import load_head
 from cluster.worker.kv_tier import open_tier
@@ -89,8 +90,8 @@ class LanguageWorker(PhaseService):
         masks = self._constraints = _constraints(args, model.vocab_size, process.clock)
         runner = LanguageRunner(model, language.steps, language.kv, self.features, speculator, masks)
         blocks = BlockPool(language.num_kv_blocks, args.block_size)
-        self._adapter_reading = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        self._adapters = self._held_adapters(args, language, process)
+        self._adapter_loading = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._adapters = self._held_adapters(args, model, ranks, process)
         self._tier = open_tier(args, language, blocks, process.clock)
         self.engine = LanguageEngine(
             model=model,
@@ -117,17 +118,15 @@ class LanguageWorker(PhaseService):
         super().__init__(process, _member(role, process, language, encoder))
 
     def _held_adapters(
-        self, args: ClusterArgs, language: Language, process: WorkerProcess
+        self, args: ClusterArgs, model: LanguageModel, ranks: Ranks | None, process: WorkerProcess
     ) -> HeldAdapters | None:
         """None: the model has no room for adapters."""
-        model = language.model
         if not model.num_adapter_slots:
             return None
         begins_with = AdapterSet.of_settings({adapter.name: adapter.digest for adapter in model.adapters})
-        return HeldAdapters(
-            model, language.steps.set_adapter, begins_with, AdapterReader(args, model), process.seat.outbox,
-            self._adapter_reading,
-        )  # fmt: skip
+        load = AdapterLoader(args, model)
+        load = load if ranks is None else RankedLoader(load, ranks.adapters)
+        return HeldAdapters(model, begins_with, load, process.seat.outbox, self._adapter_loading)
 
     async def start(self) -> Member:
         if self._tier is not None:
@@ -144,7 +143,7 @@ class LanguageWorker(PhaseService):
 
     async def stop(self) -> None:
         await super().stop()
-        self._adapter_reading.shutdown(wait=False, cancel_futures=True)
+        self._adapter_loading.shutdown(wait=False, cancel_futures=True)
         if self.encoder is not None:
             self.encoder.close()
         self._constraints.close()

@@ -6,8 +6,8 @@ Adapters lie in numbered slots. A and B of all slots lie side by side in two mat
 so a step with any mix of adapters is two small products for each module, and a row's numbers depend on its
 own adapter alone: the columns of the others are multiplied by 0. A step without adapters skips both.
 
-Another adapter is brought into a slot in two parts: `prepare` reads, checks and converts it, on any thread;
-what it returns writes it, between two steps.
+An adapter comes into a slot that no sequence of a step has, on a thread of its own while steps run: `read`
+reads and checks it, `write` converts and writes it.
 
 Of a linear that the ranks of a worker divide by its outputs, each rank adds its piece of them; of one that
 they divide by its inputs, the products with A are summed over the ranks. Of a linear that
@@ -19,10 +19,10 @@ Which slot a row has is a property of the step (`StepAdapters`), set by the mode
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,11 @@ from torch import Tensor, nn
 
 from cluster.config.adapters import AdaptedModule, Adapter, AdapterRoom, content_digest, tensor_names
 from cluster.errors import ConfigError
+from cluster.model.adapter_staging import AdapterStaging
 from cluster.model.layers.codes import CodedLinear
-from cluster.model.mixer_shares import RankPiece, piece_of, whole_shape
+from cluster.model.mixer_shares import piece_of, whole_shape
 from cluster.model.rank_linears import SummedLinear
+from cluster.model.slot_matrices import SlotMatrices, Update, Updates, UpdateStore
 from cluster.model.step_adapters import StepAdapters
 
 logger = logging.getLogger(__name__)
@@ -42,42 +44,6 @@ logger = logging.getLogger(__name__)
 # What may stand before a module of the text model in the names of an adapter: transformers has moved the text
 # model within its multimodal models.
 _TEXT_PREFIXES = {"model", "language_model", "text_model", "thinker"}
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """What one adapter adds to one module: B A x. a [rank, inputs]; b [outputs, rank], scaled. float32."""
-
-    a: Tensor
-    b: Tensor
-
-
-Updates = Mapping[str, Update]  # of one adapter, by the path of the module in the text model
-
-
-@runtime_checkable
-class UpdateStore(Protocol):
-    """A module that keeps what the slots add to one or more linears."""
-
-    def prepare(self, updates: Updates) -> Callable[[int], None]:
-        """Converts what an adapter adds. Any thread. The call that is returned writes it into a slot, in
-        place of all that the slot had; on the thread that runs the model."""
-        ...
-
-
-@dataclass(frozen=True)
-class PreparedAdapter:
-    """An adapter that was read and converted. updates: whole, also where ranks divide the model."""
-
-    digest: str
-    updates: Updates
-    writes: Sequence[Callable[[int], None]]
-
-    @torch.inference_mode()
-    def write(self, slot: int) -> None:
-        """Makes the slot's adapter this one. On CUDA: enqueued."""
-        for write in self.writes:
-            write(slot)
 
 
 @dataclass(frozen=True)
@@ -92,75 +58,6 @@ class Share:
 
 
 WHOLE = Share()
-
-
-class SlotMatrices(nn.Module):
-    """A and B of all slots, for linears with one input. R rows of `down` and of `up` for each linear and
-    slot, linear after linear. down [linears * slots * R, inputs], up [linears * slots * R, outputs], 0
-    outside of each linear's own outputs, mask [1 + slots, linears * slots * R]; ranks [1 + slots] int32, of
-    R how many a slot's adapter has; ends [1 + linears] int32, of the linears' outputs, in order."""
-
-    def __init__(
-        self, linears: Sequence[tuple[str, int, int]], inputs: int, outputs: int, step: StepAdapters,
-        device: torch.device, dtype: torch.dtype, piece: RankPiece | None = None,
-    ):  # fmt: skip
-        """linears: path, first output and output after the last. piece: this rank's, of the only linear; its
-        inputs and outputs are then the rank's."""
-        super().__init__()
-        self._linears, self.step, self._piece = linears, step, piece
-        rows = len(linears) * step.num_slots * step.rank
-        own = torch.block_diag(torch.zeros(1, 0), *[torch.ones(1, step.rank)] * step.num_slots)
-        self.register_buffer("down", torch.zeros(rows, inputs, device=device, dtype=dtype), False)
-        self.register_buffer("up", torch.zeros(rows, outputs, device=device, dtype=dtype), False)
-        self.register_buffer("mask", own.repeat(1, len(linears)).to(device, dtype), False)
-        ranks = torch.zeros(1 + step.num_slots, device=device, dtype=torch.int32)
-        self.register_buffer("ranks", ranks, False)
-        ends = torch.tensor([linears[0][1], *(end for _, _, end in linears)], dtype=torch.int32)
-        self.register_buffer("ends", ends.to(device), False)
-
-    @property
-    def num_linears(self) -> int:
-        return len(self._linears)
-
-    def rows(self, linear: int, slot: int, rank: int | None = None) -> slice:
-        """Returns the first `rank` rows of a slot; None: all."""
-        first = (linear * self.step.num_slots + slot - 1) * self.step.rank
-        return slice(first, first + (self.step.rank if rank is None else rank))
-
-    def add_to(self, y: Tensor, x: Tensor) -> None:
-        """x [T, inputs]; y [T, outputs] is changed in place. Enqueued."""
-        if (slots := self.step.slots) is not None:
-            y += ((x @ self.down.T) * self.mask[slots]) @ self.up
-
-    def prepare(self, updates: Updates) -> Callable[[int], None]:
-        """See `UpdateStore`."""
-        converted = [
-            None if (own := updates.get(path)) is None else self._converted(own)
-            for path, _, _ in self._linears
-        ]
-
-        rank = max((len(own[0]) for own in converted if own is not None), default=0)
-
-        def write(slot: int) -> None:
-            self.ranks[slot] = rank
-            for i, ((_, begin, end), own) in enumerate(zip(self._linears, converted, strict=True)):
-                every = self.rows(i, slot)
-                self.down[every] = 0
-                self.up[every, begin:end] = 0
-                if own is not None:
-                    a, b = own
-                    rows = self.rows(i, slot, len(a))
-                    self.down[rows].copy_(a)
-                    self.up[rows, begin:end].copy_(b)
-
-        return write
-
-    def _converted(self, update: Update) -> tuple[Tensor, Tensor]:
-        """A, and B with its outputs last; this rank's of them."""
-        a, b = update.a, update.b.T
-        if self._piece is not None:
-            a, b = self._piece.columns_of(a), self._piece.rows_of(b)
-        return a.to(self.down.device, self.down.dtype), b.to(self.down.device, self.down.dtype)
 
 
 class AdaptedLinear(nn.Module):
@@ -226,7 +123,7 @@ def merged_updates(linears: Sequence[nn.Module]) -> SlotMatrices | None:
         first.added.down.device, first.added.down.dtype,
     )  # fmt: skip
     for slot in range(1, first.step.num_slots + 1):
-        merged.prepare(updates_of([linear for linear, _, _ in places], slot))(slot)
+        merged.write_slot(slot, updates_of([linear for linear, _, _ in places], slot))
     return merged
 
 
@@ -250,7 +147,8 @@ class AdapterSlots:
     ):  # fmt: skip
         """Puts `AdaptedLinear` in the place of every linear that has room. Raises ConfigError for an adapter
         of `room` that does not fit the model, or changes what is not a linear of its text model."""
-        self.room = room
+        self.room, self.device, self._dtype = room, device, dtype
+        self._staging: AdapterStaging | None = None
         self.step = StepAdapters(room.num_slots, room.rank)
         self.unused: set[str] = set()
         self._text, self._shapes = text_model, _linears_of(text_model)
@@ -267,15 +165,23 @@ class AdapterSlots:
         )
         logger.info("%d linear modules have room for %d adapters", len(self._shapes), room.num_slots)
 
-    def prepare(self, adapter: Adapter) -> PreparedAdapter:
-        """Reads the adapter and converts it for this model. Blocks. Any thread, after the modules were
-        replaced. Raises ConfigError, which names the adapter."""
-        return self.prepared(adapter.digest, self._read(adapter))
-
-    def prepared(self, digest: str, updates: Updates) -> PreparedAdapter:
-        """Converts an adapter that was read."""
+    @torch.inference_mode()
+    def write(self, slot: int, updates: Updates) -> None:
+        """Makes the slot's adapter this one, for all modules. Blocks. Any thread, one at a time, after the
+        modules were replaced, while no sequence of a step has the slot."""
         stores = [module for module in self._text.modules() if isinstance(module, UpdateStore)]
-        return PreparedAdapter(digest, updates, [store.prepare(updates) for store in stores])
+        if self._staging is not None:
+            self._staging.write(slot, cast("list[SlotMatrices]", stores), updates)
+        else:
+            for store in stores:
+                store.write_slot(slot, updates)
+
+    def stage_writes(self) -> None:
+        """Writes to a GPU, of adapters that come later, are few copies that the steps need not wait for."""
+        if self.room.is_open and self.device.type == "cuda":
+            modules = (module for module in self._text.modules() if isinstance(module, SlotMatrices))
+            largest = max((module.largest for module in modules), default=0)
+            self._staging = AdapterStaging(self.device, self._dtype, largest)
 
     def fill(self) -> None:
         """Random adapters in the first and in the last slot, which add about as much as a linear does: what
@@ -286,11 +192,11 @@ class AdapterSlots:
                 a = torch.randn(self.step.rank, linear.in_features, generator=generator)
                 b = torch.randn(linear.out_features, self.step.rank, generator=generator)
                 update = Update(a * linear.in_features**-0.5, 0.2 * b * self.step.rank**-0.5)
-                linear.added.prepare({linear.path: update})(slot)
+                linear.added.write_slot(slot, {linear.path: update})
 
     def clear(self) -> None:
         for slot in range(1, self.step.num_slots + 1):
-            self.prepared("", {}).write(slot)
+            self.write(slot, {})
 
     def leave_out(self, unused: Sequence[AdaptedLinear]) -> None:
         """These linears have no room any more, for what adapters add to them would be left out."""
@@ -300,8 +206,9 @@ class AdapterSlots:
                     setattr(parent, name, cast(AdaptedLinear, child).base)
         self.unused.update(linear.path for linear in unused)
 
-    def _read(self, adapter: Adapter) -> Updates:
-        """The content is read once, so what is hashed is what is used."""
+    def read(self, adapter: Adapter) -> Updates:
+        """What the adapter adds; the content is read once, so what is hashed is what is used. Blocks. Any
+        thread. Raises ConfigError, which names the adapter."""
         paths = self._paths_of(adapter)
         with _naming(adapter):
             try:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from cluster.config.adapters import NO_ADAPTERS, Adapter, AdapterRoom
 from cluster.config.checkpoint import length_limit
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import PreparedAdapter, Updates, unused_in
+from cluster.model.adapters import unused_in
 from cluster.model.attention import PagedBatch, UnknownSizes
 from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
 from cluster.model.cpu.modules import WeightDtype
@@ -36,6 +36,7 @@ from cluster.model.loading import fingerprint
 from cluster.model.positions import RULES, PromptPositions
 from cluster.model.probe import LayerShape, window_of_all
 from cluster.model.sharding import UNDIVIDED, Sharding
+from cluster.model.slot_matrices import Updates
 from cluster.model.state_probe import check_states
 from cluster.model.state_step import in_step
 from cluster.model.states import StateSpan
@@ -232,7 +233,7 @@ class LanguageModel:
             on_layer=on_layer,
         )
         extra = self._inputs.of_layers(inputs.token_ids)
-        adapters = inputs.adapters.long() if self.num_adapter_slots else None
+        adapters = None if inputs.adapters is None else inputs.adapters.long()
         with self._adapters.of_step(adapters), in_step(self.states, kv, recorded=inputs.states):
             return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted, extra)
 
@@ -311,33 +312,32 @@ class LanguageModel:
         is_all = batch.is_decode and len(rows) == len(hidden)
         return self._logits(hidden if is_all else hidden[rows])
 
-    def prepare_adapter(self, adapter: Adapter) -> PreparedAdapter:
-        """Reads an adapter and converts it for this model. Blocks. Any thread. Raises ConfigError for one
-        that does not fit the model."""
+    def read_adapter(self, adapter: Adapter) -> Updates:
+        """Blocks. Any thread. Raises ConfigError for an adapter that does not fit the model."""
         assert self._slots is not None, "this model has no room for adapters"
-        return self._slots.prepare(adapter)
+        return self._slots.read(adapter)
 
-    def prepared_adapter(self, digest: str, updates: Updates) -> PreparedAdapter:
-        """Converts an adapter that another rank has read."""
+    def write_adapter(self, slot: int, updates: Updates) -> None:
+        """Writes this rank's slot, which no sequence has; steps may run. Blocks. One thread at a time."""
         assert self._slots is not None
-        return self._slots.prepared(digest, updates)
+        self._slots.write(slot, updates)
 
-    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
-        """Makes the slot's adapter this one. On CUDA: enqueued."""
-        self.adapter_slots = {own: place for own, place in self.adapter_slots.items() if place != slot}
-        prepared.write(slot)
-        self.adapter_slots[prepared.digest] = slot
+    def set_adapter(self, slot: int, digest: str) -> None:
+        """Lets sequences have what was written into the slot, under this name; empty: none may."""
+        kept = {own: place for own, place in self.adapter_slots.items() if place != slot}
+        self.adapter_slots = kept | ({digest: slot} if digest else {})
 
     def _try_adapters(self, room: AdapterRoom) -> None:
         """One step of a block: linears that the model does not call in it lose their room. Then it gets the
         adapters of `room`. Raises ConfigError if one of these would be left out."""
         assert self._slots is not None
         kv = BlockMemory(self.kv_layout, 1, self.device)
-        tokens = [i % self.vocab_size for i in range(self.block_size)]
-        chunk = SequenceChunk(tokens, 0, 0, [0], adapter=1)
+        chunk = SequenceChunk([i % self.vocab_size for i in range(self.block_size)], 0, 0, [0], adapter=1)
         self._slots.leave_out(unused_in(self._text, lambda: self.forward([chunk], kv)))
+        self._slots.stage_writes()
         for slot, adapter in enumerate(room.adapters, 1):
-            self.set_adapter(slot, self.prepare_adapter(adapter))
+            self.write_adapter(slot, self.read_adapter(adapter))
+            self.set_adapter(slot, adapter.digest)
 
     def _adapted(self, adapters: np.ndarray) -> AbstractContextManager[None]:
         """The work inside is that of tokens with these adapters."""

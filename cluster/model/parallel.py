@@ -14,7 +14,7 @@ parallelism. `sharding` says what each of them holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +30,6 @@ from cluster.config.environment import tell_local_rank
 from cluster.errors import ConfigError
 from cluster.kvcache.memory import BlockMemory
 from cluster.lost_device import DeviceLostError
-from cluster.model.adapters import PreparedAdapter, Update, Updates
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.logprobs import PromptScores
 from cluster.model.states import StateSpan
@@ -187,17 +186,6 @@ class LeadingModel:
             self._tell(_CopyCall(sources, targets))
             self._model.copy_blocks(sources, targets, kv)
 
-    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
-        """Rank 0 alone has read the adapter: its matrices travel to the other ranks as one tensor."""
-        updates = prepared.updates
-        shapes = {path: (*own.a.shape, len(own.b)) for path, own in updates.items()}
-        with _in_step():
-            self._tell(_SetAdapter(slot, prepared.digest, shapes))
-            if updates:
-                parts = [part.flatten() for own in updates.values() for part in (own.a, own.b)]
-                dist.broadcast(torch.cat(parts).to(self._device), src=0)
-            self._model.set_adapter(slot, prepared)
-
     def close(self) -> None:
         """No call follows. Frees recorded steps: NCCL does not end a group while a graph contains its
         collectives."""
@@ -226,7 +214,6 @@ def _in_step() -> Iterator[None]:
 
 def follow(
     model: StepModel,
-    prepare: Callable[[str, Updates], PreparedAdapter],
     kv: BlockMemory,
     group: ParallelGroup,
     calls: Connection,
@@ -234,8 +221,7 @@ def follow(
     dtype: torch.dtype,
     feature_width: int,
 ) -> None:
-    """Repeats rank 0's calls until rank 0 closes the pipe. `prepare`: `LanguageModel.prepared_adapter`.
-    Blocks. If another rank is lost, raises the error
+    """Repeats rank 0's calls until rank 0 closes the pipe. Blocks. If another rank is lost, raises the error
     of the collective."""
     while True:
         try:
@@ -250,9 +236,6 @@ def follow(
                 model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
             case _CopyCall(sources, targets):
                 model.copy_blocks(sources, targets, kv)
-            case _SetAdapter(slot, digest, shapes):
-                updates = _received_updates(shapes, group.device)
-                model.set_adapter(slot, prepare(digest, updates))
             case _Forward(wires, reports):
                 chunks = _with_features(wires, dtype, group.device, feature_width)
                 progress.begin()
@@ -299,33 +282,14 @@ class _Decode(msgspec.Struct, array_like=True, tag=True):
     states: Sequence[StateSpan]
 
 
-class _SetAdapter(msgspec.Struct, array_like=True, tag=True):
-    slot: int
-    digest: str
-    shapes: dict[str, tuple[int, int, int]]  # by path: rank, inputs, outputs
-
-
 class _CopyCall(msgspec.Struct, array_like=True, tag=True):
     sources: Sequence[int]
     targets: Sequence[int]
 
 
-_RankCall = _Forward | _Decode | _CopyCall | _SetAdapter
+_RankCall = _Forward | _Decode | _CopyCall
 _encoder = msgspec.msgpack.Encoder(enc_hook=list)  # blocks of states are an `array`
 _decoder = msgspec.msgpack.Decoder(_RankCall)
-
-
-def _received_updates(shapes: Mapping[str, tuple[int, int, int]], device: torch.device) -> dict[str, Update]:
-    """Returns the matrices that rank 0 sends."""
-    counts = [rank * width for rank, *widths in shapes.values() for width in widths]
-    flat = torch.empty(sum(counts), device=device)
-    if counts:
-        dist.broadcast(flat, src=0)
-    parts = iter(flat.split(counts))
-    return {
-        path: Update(next(parts).view(rank, inputs), next(parts).view(outputs, rank))
-        for path, (rank, inputs, outputs) in shapes.items()
-    }
 
 
 def _to_wire(chunk: SequenceChunk) -> _WireChunk:

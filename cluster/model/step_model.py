@@ -8,7 +8,6 @@ from typing import Protocol
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import PreparedAdapter
 from cluster.model.language import SequenceChunk
 from cluster.model.states import StateSpan
 
@@ -50,8 +49,4 @@ class StepModel(Protocol):
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         """Block targets[i] becomes a copy of block sources[i]."""
-        ...
-
-    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
-        """Makes the slot's adapter this one, for the calls after this."""
         ...

@@ -1,7 +1,8 @@
 """A process of rank 1 or higher: its share of the model repeats the calls of rank 0, its transfer engine the
 transfers of rank 0.
 
-`python -m cluster.worker.follower CALLS TRANSFERS`, two inherited pipes; started by cluster/worker/ranks.py.
+`python -m cluster.worker.follower CALLS TRANSFERS ADAPTERS`, inherited pipes; started by
+cluster/worker/ranks.py.
 It has no sockets and no queue of its own, and decides nothing. It ends when its pipes end.
 """
 
@@ -17,6 +18,7 @@ import torch
 
 from cluster.clock import SystemClock
 from cluster.model.parallel import ForwardProgress, follow, join_group
+from cluster.worker.adapter_loading import AdapterLoader, follow_loads
 from cluster.worker.language import load_language
 from cluster.worker.ranks import RankSpec
 from cluster.worker.setup import set_up
@@ -27,8 +29,8 @@ from kv_transfer.lease.transfer_engine import TransferEngine
 logger = logging.getLogger(__name__)
 
 
-def main(calls_fd: int, transfers_fd: int) -> None:
-    calls, transfers = Connection(calls_fd), Connection(transfers_fd)
+def main(*pipes: int) -> None:
+    calls, transfers, adapters = map(Connection, pipes)
     spec: RankSpec = transfers.recv()
     progress = ForwardProgress()
     rank_follower = RankFollower(transfers, progress.has)
@@ -55,10 +57,9 @@ def main(calls_fd: int, transfers_fd: int) -> None:
     rank_follower.report(RankReady(spec.rank))
     setup.late_memory.populate(language.memories)
     model = language.model
-    follow(
-        language.steps, model.prepared_adapter, language.kv, group, calls, progress, model.dtype,
-        model.feature_width,
-    )  # fmt: skip
+    load = AdapterLoader(args, model)
+    threading.Thread(target=follow_loads, args=(adapters, load), name="adapters", daemon=True).start()
+    follow(language.steps, language.kv, group, calls, progress, model.dtype, model.feature_width)
     transfer_engine.close()
     os._exit(0)  # an orderly end would wait in NCCL for the graphs that contain its collectives
 
@@ -73,4 +74,4 @@ def _follow_transfers(rank_follower: RankFollower) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.WARNING)
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

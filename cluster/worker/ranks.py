@@ -2,9 +2,9 @@
 sees them.
 
 Rank 0, the worker process, starts the other ranks on its own host before it loads its share of the model, and
-they load theirs (cluster/worker/follower.py). Each has two pipes: one for model calls, one for transfers. If
-a rank ends, the worker ends: `on_lost` is called at the end of the pipe. A rank ends when its pipes end, so
-also when rank 0 is killed.
+they load theirs (cluster/worker/follower.py). Each has three pipes: for model calls, for transfers, and for
+adapters that are loaded later. If a rank ends, the worker ends: `on_lost` is called at the end of the pipe. A
+rank ends when its pipes end, so also when rank 0 is killed.
 
 Order: `load_with_ranks` → `attach` → `stop`, after the last model call.
 """
@@ -90,6 +90,7 @@ class Ranks:
         self._leading: LeadingModel | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._calls: list[Connection] = []
+        self.adapters: list[Connection] = []  # see `adapter_loading`
         self.links: list[RankLink] = []
         self.size = args.tensor_parallel_size
         make_private(setup.folder)
@@ -98,8 +99,9 @@ class Ranks:
         num_threads = max(1, torch.get_num_threads() // self.size)
         torch.set_num_threads(num_threads)
         for rank in range(1, self.size):
-            calls, transfers = self._spawn()
+            calls, transfers, adapters = self._spawn()
             self._calls.append(calls)
+            self.adapters.append(adapters)
             self.links.append(RankLink(transfers))
             transfers.send(
                 RankSpec(
@@ -161,6 +163,8 @@ class Ranks:
                 logger.error("rank process %d does not end; it is killed", process.pid)
                 process.kill()
                 process.wait()
+        for adapters in self.adapters:  # not before: a thread may wait for an answer
+            adapters.close()
         if self._leading is not None:
             self._leading.close()
             self._leading = None
@@ -185,9 +189,9 @@ class Ranks:
         if on_lost is not None:
             on_lost(rank)
 
-    def _spawn(self) -> tuple[Connection, Connection]:
-        """Rank 0's ends of the two pipes."""
-        pairs = [socket.socketpair() for _ in range(2)]
+    def _spawn(self) -> list[Connection]:
+        """Rank 0's ends of the three pipes."""
+        pairs = [socket.socketpair() for _ in range(3)]
         theirs = [pair[1].fileno() for pair in pairs]
         self._processes.append(
             subprocess.Popen(
@@ -199,5 +203,4 @@ class Ranks:
         )
         for _, their_end in pairs:
             their_end.close()
-        calls, transfers = (Connection(pair[0].detach()) for pair in pairs)
-        return calls, transfers
+        return [Connection(pair[0].detach()) for pair in pairs]

@@ -149,11 +149,11 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         index = self._index_of(flat, strict=func not in _COPIES and func not in _INDEXING)
         if func is _aten._local_scalar_dense.default and index is not None:
             self.sync("a tensor is read on the host")
-        if func is _aten._foreach_copy_.default:  # one by one between two memories
+        if func is _aten._foreach_copy_.default and not _is_one_launch(*args[:2]):
             for into, source in zip(*args[:2], strict=True):
                 self._copy(_aten.copy_.default, (into, source), {}, None, False)
             return None
-        if func in _COPIES:
+        if func in _COPIES and func is not _aten._foreach_copy_.default:
             return self._copy(func, args, kwargs, target, is_pinned)
         if func is _aten._pin_memory.default:
             return self._pin(args[0].clone())
@@ -348,6 +348,15 @@ def _histc_of_integers(numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _is_composite(func: Any) -> bool:
     """Inference mode hands over what is made of other operators."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _is_one_launch(into: list[Tensor], sources: list[Tensor]) -> bool:
+    """torch copies a list in few launches if all of it lies on the device, and each pair in one way."""
+
+    is_dense = all(_is_on_cuda(each) and each.is_contiguous() for each in (*into, *sources))
+    return is_dense and all(
+        (a.dtype, a.shape) == (b.dtype, b.shape) for a, b in zip(into, sources, strict=True)
+    )
 
 
 def _is_on_cuda(each: Any) -> bool:

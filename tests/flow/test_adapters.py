@@ -108,10 +108,11 @@ def test_adapters_that_come_later_take_the_places_of_others(name: str, tmp_path:
     adapted = Adapted(name, tmp_path, room=room, weight_cache=cache)
     mapped = LanguageModel.load(tmp_path / "model", dtype=torch.float32, adapters=room, weight_cache=cache)
     for language in (adapted.language, mapped):
-        prepared = [language.prepare_adapter(adapter) for adapter in adapted.adapters]
+        updates = [language.read_adapter(adapter) for adapter in adapted.adapters]
         for order in ((2, 0, 1), (1, 2, 0), (0, 1, 2)):
             for slot, which in enumerate(order, 1):
-                language.set_adapter(slot, prepared[which])
+                language.write_adapter(slot, updates[which])
+                language.set_adapter(slot, adapted.adapters[which].digest)
         slots = {adapter.digest: slot for slot, adapter in enumerate(adapted.adapters, 1)}
         assert language.adapter_slots == slots
         kv = memory(language)

@@ -4,6 +4,7 @@ prompts, answers, and prompts that go on from a snapshot of the same adapter."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,14 @@ FORMS: dict[str, Any] = {
 }
 
 
-def save_adapters(folder: Path, name: str, prompts: list[tuple[int, ...]]) -> dict[str, Any]:
-    """Adapters of the model in `folder`, and what the plain model and each answers, by name."""
+def save_adapters(
+    folder: Path, forms: Mapping[str, str], prompts: list[tuple[int, ...]], num_tokens: int = NUM_TOKENS
+) -> dict[str, list[list[int]]]:
+    """Adapters of the model in `folder`, one for each pattern of modules, and what the plain model and each
+    answers, by name."""
     model: Any = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    expected = {"": generated_by(model, prompts, NUM_TOKENS)}
-    for seed, (kind, targets) in enumerate(FORMS[name].items()):
+    expected = {"": generated_by(model, prompts, num_tokens)}
+    for seed, (kind, targets) in enumerate(forms.items()):
         torch.manual_seed(seed)
         config = LoraConfig(target_modules=targets, r=4 * (seed + 1), init_lora_weights=False)
         adapted: Any = get_peft_model(model, config)
@@ -41,7 +45,7 @@ def save_adapters(folder: Path, name: str, prompts: list[tuple[int, ...]]) -> di
             if "lora_" in key:
                 torch.nn.init.normal_(parameter, std=0.1)
         adapted.save_pretrained(folder / kind)
-        expected[kind] = generated_by(adapted.eval(), prompts, NUM_TOKENS)
+        expected[kind] = generated_by(adapted.eval(), prompts, num_tokens)
         model = adapted.unload()
     return expected
 
@@ -51,7 +55,7 @@ async def test_answers_of_adapted_mixers_equal_peft(name: str, tmp_path: Path) -
     """Twice the same requests, all at once: cold, then from snapshots, which one adapter's prompts share with
     no other's."""
     folder, prompts = save_hybrid(tmp_path, name), draw_prompts((5, 37, 40))
-    expected = save_adapters(folder, name, prompts)
+    expected = save_adapters(folder, FORMS[name], prompts)
     assert len({str(each) for each in expected.values()}) == 3
     folders = {kind: str(folder / kind) for kind in FORMS[name]}
     digests = {adapter.name: adapter.digest for adapter in read_adapters(folders, 16)}

@@ -213,11 +213,12 @@ def run_rank(
         except ConfigError as error:
             results.send((name, str(error)))
             continue
+        for slot, adapter in enumerate(adapters[1:], 2):
+            model.write_adapter(slot, model.read_adapter(adapter))
         kv, progress = memory(model), ForwardProgress()
         if rank > 0:
             follow(
                 model,
-                model.prepared_adapter,
                 kv,
                 group,
                 calls[name][0],
@@ -228,8 +229,6 @@ def run_rank(
             assert progress.has((num_forwards(model), model.num_layers))
             continue
         leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)
-        for slot, adapter in enumerate(adapters[1:], 2):  # rank 0 alone reads it
-            leading.set_adapter(slot, model.prepare_adapter(adapter))
         found = answers(leading, model, kv, SLOTS if adapters else (0, 0))
         for call in calls[name]:
             call.close()

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cluster.model.adapters import SlotMatrices, Update
 from cluster.model.cuda.adapter_products import add_to_few
 from cluster.model.layers.trial import agree
+from cluster.model.slot_matrices import SlotMatrices, Update
 from cluster.model.step_adapters import StepAdapters
 from tests.gpu.device import triton_device
 
@@ -28,7 +28,7 @@ def test_launches_equal_products_with_all_slots(dtype: torch.dtype, monkeypatch)
             path: Update(torch.randn(rank, 3584) / 60, torch.randn(end - begin, rank) / rank**0.5)
             for path, begin, end in LINEARS
         }
-        updates.prepare(pieces)(slot)
+        updates.write_slot(slot, pieces)
     x, zeros = (
         torch.randn(40, 3584, device=DEVICE).to(dtype),
         torch.zeros(40, 4608, device=DEVICE, dtype=dtype),

@@ -4,7 +4,7 @@ adapters.cpp reads it, and B packed as weights are."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster.model.adapters import AdaptedLinear, Update, Updates, updates_of
+from cluster.model.adapters import AdaptedLinear, updates_of
 from cluster.model.cpu.library import Kernels, Layer, LayerAdapter
 from cluster.model.cpu.modules import PackedWeights, in_panels
+from cluster.model.slot_matrices import Update, Updates
 from cluster.model.step_adapters import StepAdapters
 
 PART_OUTPUTS = 16  # a part of a product, behind which another one follows, is a multiple of the widest vector
@@ -39,7 +40,7 @@ class PackedAdapters(nn.Module):
         self._kept: list[object] = [None] * self._num_slots  # what the entries point to
         self._entries = (LayerAdapter * self._num_slots)()
         for slot in range(1, self._num_slots + 1):
-            self.prepare(updates_of(adapted, slot))(slot)
+            self.write_slot(slot, updates_of(adapted, slot))
 
     def attach(self, layer: Layer) -> None:
         """layer: must not outlive this object."""
@@ -50,20 +51,14 @@ class PackedAdapters(nn.Module):
         never = np.iinfo(np.int64).max
         layer.second, layer.third = (int(ends[i]) if i < len(ends) - 1 else never for i in (0, 1))
 
-    def prepare(self, updates: Updates) -> Callable[[int], None]:
-        """See `UpdateStore`. The layers must not run while the result is called."""
+    def write_slot(self, slot: int, updates: Updates) -> None:
+        """See `UpdateStore`. Native calls read the entries of their rows' slots alone."""
         own = [updates.get(path) for path in self._paths]
-        rank = max((len(update.a) for update in own if update is not None), default=0)
-        rank = _padded(rank)
-        kept = None if rank == 0 else self._packed(own, rank)
-
-        def write(slot: int) -> None:
-            self._kept[slot - 1] = kept
-            self._entries[slot - 1] = (
-                LayerAdapter() if kept is None else LayerAdapter(kept[0].data_ptr(), kept[1].data_ptr(), rank)
-            )
-
-        return write
+        rank = _padded(max((len(update.a) for update in own if update is not None), default=0))
+        kept = self._kept[slot - 1] = None if rank == 0 else self._packed(own, rank)
+        self._entries[slot - 1] = (
+            LayerAdapter() if kept is None else LayerAdapter(kept[0].data_ptr(), kept[1].data_ptr(), rank)
+        )
 
     def _packed(self, updates: Sequence[Update | None], rank: int) -> tuple[Tensor, Tensor]:
         """A and B of all parts, with zeros up to `rank`."""

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.model.adapters import SlotMatrices
 from cluster.model.cuda.early import early
 from cluster.model.cuda.tiles import power_of_two
+from cluster.model.slot_matrices import SlotMatrices
 
 MAX_ROWS = 64  # more rows are multiplied with all slots, on tensor cores
 # Of a program: ranks, columns of x that it sums, outputs; and rows, where there are more than _FEW. One warp

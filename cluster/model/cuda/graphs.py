@@ -10,6 +10,8 @@ A replay repeats the recorded launches at the recorded addresses. Therefore:
 * a step's inputs always use the same buffers (`StepBuffers`),
 * a step is padded to a recorded size with tokens that write into a scratch block, and a scratch state,
 * the logits are always in the same tensor, which all sizes share,
+* of a model with room for LoRA adapters a size is recorded twice: for steps in which tokens have some,
+  whichever, and for those without, as of a model without room,
 * attention must not read the sizes of a step on the host (`ModelAttention.can_capture`), nor may mixers with
   states: transformers' own code takes steps of answers only (`state_step`).
 
@@ -30,14 +32,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import PreparedAdapter
 from cluster.model.collectives import Collectives
 from cluster.model.cuda.capture import Capture, Replay, capture_cuda
 from cluster.model.cuda.layer_marks import LayerMarks
@@ -68,6 +69,7 @@ class CapturableModel(StepModel, Protocol):
     feature_width: int
     vocab_size: int
     state_blocks: int
+    num_adapter_slots: int
     position_axes: int
     dtype: torch.dtype
 
@@ -157,7 +159,7 @@ class GraphedModel:
         )
         self._embeds = torch.zeros(most_tokens, model.hidden_size, dtype=model.dtype, device=device)
         self._logits = torch.zeros(largest.num_wanted, model.vocab_size, device=device)
-        self._replays: dict[StepSizes, Replay] = {}
+        self._replays: dict[tuple[StepSizes, bool], Replay] = {}  # with adapters or without
         self._marks = LayerMarks(device, model.num_layers) if sizes.has_marks else None
 
     @torch.inference_mode()
@@ -197,7 +199,7 @@ class GraphedModel:
         token_ids = self._model.known_ids([token for chunk in chunks for token in chunk.token_ids])
         inputs = self._buffers.fill_chunks(sizes, token_ids, chunks)
         self._model.place_embeds(inputs.token_ids, chunks, self._embeds[: sizes.num_tokens])
-        logits = self._replays[sizes]()
+        logits = self._replays[sizes, any(chunk.adapter for chunk in chunks)]()
         if self._marks is not None and on_layer is not None:
             self._marks.report(on_layer)
         return logits[: sum(chunk.num_logits for chunk in chunks)]
@@ -227,14 +229,10 @@ class GraphedModel:
         )
         if is_on_device:
             inputs.token_ids[:count].copy_(self._model.known_on_device(token_ids))
-        return self._replays[sizes]()[:count]
+        return self._replays[sizes, any(adapters)]()[:count]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
         self._model.copy_blocks(sources, targets, kv)
-
-    def set_adapter(self, slot: int, prepared: PreparedAdapter) -> None:
-        """Recorded steps read the slots where they are."""
-        self._model.set_adapter(slot, prepared)
 
     def _sizes_of(self, chunks: Sequence[SequenceChunk]) -> StepSizes | None:
         """The smallest that hold such a step. None: it is not recorded."""
@@ -269,7 +267,13 @@ class GraphedModel:
         return chunk.scores is None and not (chunk.features and is_deep)
 
     def _record(self, sizes: StepSizes) -> None:
+        for is_adapted in (False, True)[: num_forms(self._model)]:
+            self._replays[sizes, is_adapted] = self._recorded(sizes, is_adapted)
+
+    def _recorded(self, sizes: StepSizes, is_adapted: bool) -> Replay:
         inputs = self._buffers.fill_answers(sizes, (), (), (), ())  # padding only
+        if not is_adapted:
+            inputs = replace(inputs, adapters=None)
         embeds = None if sizes.is_decode else self._embeds[: sizes.num_tokens]
         out = self._logits[: sizes.num_wanted]
         on_layer = None if sizes.is_decode or self._marks is None else self._marks.record
@@ -278,14 +282,14 @@ class GraphedModel:
             return out.copy_(self._model.step(inputs, self._kv, embeds, on_layer))
 
         if self._collectives is None:
-            self._replays[sizes] = self._capture(work)
-            return
-        error = None
+            return self._capture(work)
+        replay, error = None, None
         try:
-            self._replays[sizes] = self._capture(work)
+            replay = self._capture(work)
         except Exception as raised:  # of a compiler, too: the other ranks wait for the decision
             error = raised
         self._collectives.settle(error)
+        return cast(Replay, replay)
 
     def _check(self, kv: BlockMemory) -> None:
         assert kv is self._kv, "graphs hold the addresses of one memory"
@@ -330,7 +334,7 @@ def recording_of(model: LanguageModel, sizes: RecordedSizes) -> Recording | None
         sizes = replace(sizes, mixed=())
     del graphed
     torch.cuda.empty_cache()
-    num_graphs = len(sizes.answers) + len(sizes.mixed)
+    num_graphs = num_forms(model) * (len(sizes.answers) + len(sizes.mixed))
     return Recording(sizes, shared + num_graphs * GRAPH_BYTES, num_blocks)
 
 
@@ -340,6 +344,11 @@ def _have_places(context_lens: Sequence[int]) -> bool:
     if count * MAX_SHARES <= RECORDED_PLACES:
         return True
     return num_places([1] * count, [length + 1 for length in context_lens]) <= RECORDED_PLACES
+
+
+def num_forms(model: CapturableModel | LanguageModel) -> int:
+    """How often a size is recorded."""
+    return 2 if model.num_adapter_slots else 1
 
 
 def num_scratch_blocks(model: CapturableModel | LanguageModel) -> int:

@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from cluster.model.adapters import SlotMatrices, merged_updates, without_adapters
+from cluster.model.adapters import merged_updates, without_adapters
 from cluster.model.collectives import Collectives
 from cluster.model.cuda.adapter_products import add_adapters
 from cluster.model.cuda.coded_products import coded_product
@@ -23,6 +23,7 @@ from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, 
 from cluster.model.layers.search import Settings
 from cluster.model.layers.trial import NUM_TOKENS, Heads, Observed
 from cluster.model.rank_linears import SummedLinear
+from cluster.model.slot_matrices import SlotMatrices
 from cluster.model.state_step import StatefulForward
 
 _NO_ROTATION = (0, Rotation.HALVES, Table.FULL)

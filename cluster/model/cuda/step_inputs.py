@@ -60,7 +60,7 @@ class StepInputs:
     token_ids: Tensor  # [T]
     position_ids: Tensor  # [T] or [axes, T]
     slots: Tensor  # [T]: where each new token's K and V go
-    adapters: Tensor  # [T]: numbers, or 0
+    adapters: Tensor | None  # [T]: numbers, or 0; None: no token has one
     wanted: Tensor  # [W]: which of the T tokens want logits
     step: StepTensors
     states: SpanTensors | None  # None: the model keeps none

@@ -29,6 +29,12 @@ REHEARSED = {  # test file: places
     """,
     "test_layer_launches.py": """ cluster/model/cuda/early.py:early
         cluster/model/cuda/uploads.py:upload_as_they_are """,
+    "test_recorded_adapters.py": """
+        cluster/model/adapter_staging.py:AdapterStaging.__init__
+        cluster/model/adapter_staging.py:AdapterStaging.write
+        cluster/model/adapter_staging.py:AdapterStaging._send
+        cluster/model/adapters.py:AdapterSlots.stage_writes
+    """,
     "test_layer_marks.py": """
         cluster/model/cuda/layer_marks.py:LayerMarks.__init__
         cluster/model/cuda/layer_marks.py:LayerMarks.record

@@ -110,7 +110,7 @@ def run_rank(
             ):
                 if rank:
                     follow(
-                        steps, model.prepared_adapter, kv, group, calls[name][0], progress,
+                        steps, kv, group, calls[name][0], progress,
                         torch.float32, WIDTH
                     )  # fmt: skip
                     num_layers = model.num_layers if name == REPORTED else 0

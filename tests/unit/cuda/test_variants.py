@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.model.adapters import SlotMatrices
 from cluster.model.cuda.adapter_products import add_to_few
 from cluster.model.cuda.coded_products import coded_product
 from cluster.model.cuda.draw import RECORD, draw_tokens
@@ -17,6 +16,7 @@ from cluster.model.cuda.layer_calls import product
 from cluster.model.cuda.packed_attention import PackedAttention
 from cluster.model.cuda.tower_calls import QkvHeads, rotate
 from cluster.model.layers.codes import CodeKind, Codes
+from cluster.model.slot_matrices import SlotMatrices
 from cluster.model.step_adapters import StepAdapters
 from tests.fakes.strict_triton import Launch
 

@@ -179,7 +179,7 @@ def run_rank(
         if rank:
             results.send((name, found))
             follow(
-                model, model.prepared_adapter, kv, group, calls[name][0], progress, torch.float32, width
+                model, kv, group, calls[name][0], progress, torch.float32, width
             )  # fmt: skip
             continue
         leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)

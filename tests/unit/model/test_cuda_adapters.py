@@ -13,7 +13,7 @@ import torch
 
 from cluster.config.adapters import read_adapters, room_for
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.adapters import AdapterSlots, SlotMatrices, Update
+from cluster.model.adapters import AdapterSlots
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.adapter_products import add_adapters
@@ -21,6 +21,7 @@ from cluster.model.cuda.layer import CudaLayerKernels
 from cluster.model.cuda.merging import merge_inputs
 from cluster.model.language import LanguageModel
 from cluster.model.language_parts import on_kernels, probed_parts
+from cluster.model.slot_matrices import SlotMatrices, Update
 from cluster.model.step_adapters import StepAdapters
 from tests.flow.adapter_folders import adapters_of
 from tests.flow.tiny_models import TinyRequest
@@ -65,7 +66,7 @@ def test_a_fused_model_with_adapters_gives_the_tokens_of_peft(name: str, tmp_pat
     assert what_is_fused(parts) == EXPECTED[name]
     model = LanguageModel(parts)
     for slot, adapter in enumerate(adapters, 1):
-        model.set_adapter(slot, model.prepare_adapter(adapter))
+        model.write_adapter(slot, model.read_adapter(adapter))
     for pair in ((1, 2), (3, 1)):
         expected = [answers[adapters[slot - 1].name][i][:NUM_TOKENS] for i, slot in enumerate(pair)]
         assert greedy(model, BlockMemory(model.kv_layout, 4), pair) == expected
@@ -83,7 +84,7 @@ def test_each_row_has_what_its_own_slot_adds(times: int) -> None:
         pieces = {
             path: Update(torch.randn(rank, 70), torch.randn(end - begin, rank)) for path, begin, end in places
         }
-        updates.prepare(pieces)(slot)
+        updates.write_slot(slot, pieces)
     x, y = torch.randn(7 * times, 70), torch.randn(7 * times, 333)
     slots = torch.tensor([0, 3, 1, 2, 0, 1, 3] * times)
     with step.of_step(slots):
@@ -96,7 +97,7 @@ def test_each_row_has_what_its_own_slot_adds(times: int) -> None:
         alone = y[5:6].clone()
         add_adapters(alone, x[5:6], updates)
     assert torch.equal(alone[0], together[5]) and not torch.equal(alone[0], y[5])
-    updates.prepare({})(3)
+    updates.write_slot(3, {})
     with step.of_step(slots):
         add_adapters(now := y.clone(), x, updates)
     assert torch.equal(now[1], y[1]) and torch.equal(now[2], together[2])

@@ -172,7 +172,7 @@ class EchoModel:
     max_model_len = BLOCK_SIZE * MAX_BLOCKS - 1
     hidden_size = feature_width = 2
     vocab_size = position_axes = num_layers = 1
-    recorded_tokens = state_blocks = 0
+    recorded_tokens = state_blocks = num_adapter_slots = 0
     dtype = torch.float32
 
     def step(
@@ -195,8 +195,6 @@ class EchoModel:
         return torch.tensor([[-1.0]])
 
     def copy_blocks(self, sources, targets, kv) -> None: ...
-
-    def set_adapter(self, slot, prepared) -> None: ...
 
     def decode(self, token_ids, context_lens, deltas, block_tables, kv, adapters=(), states=()) -> Tensor:
         return torch.tensor([[-1.0]])

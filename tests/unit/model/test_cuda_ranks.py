@@ -87,7 +87,7 @@ def run_rank(
         kv, width = BlockMemory(model.kv_layout, 4), model.feature_width
         if rank:
             follow(
-                model, model.prepared_adapter, kv, group, calls[name][0], progress, torch.float32, width
+                model, kv, group, calls[name][0], progress, torch.float32, width
             )  # fmt: skip
             continue
         leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)
