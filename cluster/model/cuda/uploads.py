@@ -23,15 +23,16 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def upload_as_they_are(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays, of int32, int64 or float32, on the device, each beginning at a multiple of 16 bytes: one
-    copy for all, from pinned memory on a GPU. Enqueues, and does not wait."""
+    """The arrays, of int32, int64 or float32, on the device. On a GPU each begins at a multiple of 16 bytes:
+    one copy for all, from pinned memory. Enqueues, and does not wait."""
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(each)) for each in arrays]
     words = [np.ascontiguousarray(each).reshape(-1).view(np.int32) for each in arrays]
     starts = np.cumsum([0, *(-(-own.size // _ALIGNED) * _ALIGNED for own in words)]).tolist()
     packed = np.zeros(starts[-1], dtype=np.int32)
     for first, own in zip(starts, words, strict=False):
         packed[first : first + own.size] = own
-    on_host = torch.from_numpy(packed)
-    sent = (on_host.pin_memory() if device.type == "cuda" else on_host).to(device, non_blocking=True)
+    sent = torch.from_numpy(packed).pin_memory().to(device, non_blocking=True)
     found: list[Tensor] = []
     for first, own, each in zip(starts, words, arrays, strict=False):
         part = sent.narrow(0, first, own.size)
