@@ -68,8 +68,8 @@ class PagedBatch:
     # layers without KV of their own, and the layer over whose KV each attends
     kv_owners: Mapping[int, int] = field(default_factory=dict)
     windowed_spans: bool = False  # layers without a window see the spans as they see text
-    # A recorded step comes with these, and its sizes above are unknown. None: kernels that need them make
-    # them from the sizes.
+    # A recorded step comes with these; its sizes and tables above are unknown. None: kernels that need them
+    # make them from the sizes.
     device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -217,14 +218,14 @@ class LanguageModel:
         enqueued. Returns [W, vocab_size] logits in any dtype. Reads nothing from the host."""
         if embeds is None:
             embeds = self._inputs.rows(inputs.token_ids)
-        unknown = UnknownSizes()
+        unknown: Any = UnknownSizes()
         batch = PagedBatch(
             kv,
             self.block_size,
             slots=inputs.slots.long(),
             query_lens=unknown,
             context_lens=unknown,
-            block_tables=inputs.step.tables,
+            block_tables=unknown,
             context_lens_tensor=inputs.step.contexts,
             bidirectional_spans=unknown,
             kv_owners=self._kv_owners,
