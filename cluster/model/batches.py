@@ -192,8 +192,8 @@ def _packed_step(
 def step_numbers(
     counts: np.ndarray, contexts: np.ndarray, spans: Sequence[Sequence[Span]]
 ) -> list[np.ndarray]:
-    """Of sequences with so many new tokens, and positions with these: what `StepTensors` begins with, where
-    sequence i has row i of the tables."""
+    """Returns what `StepTensors` begins with, for sequences with so many new tokens and, with these, so many
+    positions. Sequence i has row i of the tables."""
     starts = np.concatenate([[0], counts.cumsum()])
     seqs = np.repeat(np.arange(len(counts)), counts)
     indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]

@@ -8,8 +8,8 @@ parallelism. `sharding` says what each of them holds.
   heads, or all heads if the family's plan does not split attention. KV travels from rank i of one pool to
   rank i of the other: kv_transfer/lease/group.py.
 * If one rank is lost, the collectives of the others fail, so the whole group ends.
-* Calls travel over pipes, on which a rank may wait for days; of block tables, what they have gained. Embeddings travel over the model's own group
-  (NCCL, or Gloo on the CPU). NCCL is untried on hardware.
+* Calls travel over pipes, on which a rank may wait for days (of block tables, what they have gained).
+  Embeddings travel over the model's own group (NCCL, or Gloo on the CPU). NCCL is untried on hardware.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Block tables on their way from rank 0 to the others, which repeat its calls: what a table has gained since the
-call before. So a call does not become longer with the contexts, and a table stays one object in every rank, as
-`cluster.model.cuda.table_rows` wants.
+"""Block tables on their way from rank 0 to the others, which repeat its calls: what a table has gained since
+the call before. So a call does not become longer with the contexts, and a table stays one object in every
+rank, as `cluster.model.cuda.table_rows` wants.
 
 Both ends see the same tables in the same order; a number that is used again begins a new table.
 """

@@ -80,7 +80,7 @@ class MemoryPlan:
             *([f"  coded KV           {_mib(self.wire)}"] if self.wire else []),
             *([f"  KV, second tier    {_mib(self.tier)}"] if self.tier else []),
             *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
-            f"  one step           {_mib(self.step)}  (estimate; on a GPU at least what one has taken)",
+            f"  one step           {_mib(self.step)}  (estimate; on a GPU what one took, if more)",
             *(
                 [f"  recorded steps     {_mib(self.graphs)}  (measured; of encoders, at most)"]
                 if self.graphs

@@ -1,7 +1,8 @@
 """What the largest step takes of a GPU, measured: of torch's memory, with what its libraries keep there.
 
-Run once before KV is sized, over a block of its own, and once more when all memory is allocated: a worker that
-cannot compute its largest step fails at the start. Other processes' memory does not count. No GPU has run it.
+Run once before KV is sized, over a block of its own, and once more when all memory is allocated: a worker
+that cannot compute its largest step fails at the start. Other processes' memory does not count. No GPU has
+run it.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def measured_step_bytes(model: LanguageModel, num_tokens: int, num_sequences: in
 
 @torch.inference_mode()
 def run_largest_step(model: LanguageModel, kv: BlockMemory, num_tokens: int, num_sequences: int) -> None:
-    """An unrecorded step of so many tokens in so many sequences, the first of them behind the longest context,
-    and its draws with filters. It belongs to no request: all KV is block 0. Waits for the device. Raises
-    torch.OutOfMemoryError."""
+    """An unrecorded step of so many tokens in so many sequences, the first of them behind the longest
+    context, and its draws with filters. It belongs to no request: all KV is block 0. Waits for the device.
+    Raises torch.OutOfMemoryError."""
     num_sequences = max(min(num_sequences, num_tokens), -(-num_tokens // model.max_model_len))
     shares = [num_tokens // num_sequences + (i < num_tokens % num_sequences) for i in range(num_sequences)]
     befores = [model.max_model_len - shares[0]] + [0] * (num_sequences - 1)

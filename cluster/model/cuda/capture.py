@@ -70,9 +70,8 @@ def capture_cuda(*, is_alone: bool = True, collectives: Collectives | None = Non
 
 
 def wait_for_recording(timeout_s: float = RECORDING_S) -> bool:
-    """For a thread that has run out of memory. While another one records, torch does not free what it caches
-    for other streams: the same may succeed afterwards. Returns at once if none is recorded; False: one still
-    is."""
+    """Waits until no thread records. While one does, torch does not free what it caches for other streams:
+    what has run out of memory may succeed afterwards. False: one still records."""
     is_over = _recording_lock.acquire(timeout=timeout_s)
     if is_over:
         _recording_lock.release()

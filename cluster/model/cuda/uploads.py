@@ -67,7 +67,7 @@ class Uploads:
         return finished
 
     def _sent(self, value: Tensor) -> Tensor:
-        """On the device. Its bytes are copied when this returns."""
+        """Returns the tensor on the device, where its bytes are."""
         there = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         source, target = (each.view(-1).view(torch.uint8) for each in (value.contiguous(), there))
         size = len(self._staging)
