@@ -1,9 +1,9 @@
-"""What a step of a hybrid model costs, with our kernel for its mixers and with transformers' own code.
+"""What a step of a hybrid model costs, with native layers and with transformers' own modules.
 
     python -m bench.hybrids [--hidden 1024] [--layers 8] [--rounds 5]
 
 A random model of Qwen3.5's form: three of four layers have the gated delta rule. Steps of answers and prompts
-alternate between the two ways. Beside the times: how far the logits of both differ (relative, 2-norm), and
+alternate between the two ways. Next to the times: how far the logits of both differ (relative, 2-norm), and
 how many blocks of KV a state takes. Figures: docs/measured.md.
 """
 
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -139,35 +140,33 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         model = make(arguments.hidden, arguments.layers, Path(folder))
-    if not any(forward.kernel for forward in mixers_of(model)):
-        raise SystemExit("this machine has no kernel for the mixers: there is nothing to compare")
-    steps = Steps(model, 16)
-    works: dict[str, Callable[[], Tensor]] = {"a prompt of 256": lambda: steps.prompt(CONTEXT)}
-    for count in (1, 4, 16):
-        works[f"{count} answers"] = Steps(model, count).answers
-    works["a prompt of 512"] = lambda: steps.prompt(512)
+        own = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
+    if mixers_of(model):
+        raise SystemExit("this machine has no native layers for the mixers: there is nothing to compare")
+    both = [works_of(model), works_of(LanguageModel.from_model(own))]
     rows = []
-    for name, work in works.items():
-        ours, theirs, difference = [], [], 0.0
+    for name in both[0]:
+        timings: tuple[list[float], list[float]] = ([], [])
+        difference = 0.0
         for _ in range(arguments.rounds + 1):
-            own_s, logits = seconds(work)
-            with without_kernels(model):
-                their_s, expected = seconds(work)
-            ours.append(own_s)
-            theirs.append(their_s)
+            (our_s, logits), (own_s, expected) = (seconds(works[name]) for works in both)
+            timings[0].append(our_s)
+            timings[1].append(own_s)
             difference = max(difference, float((logits - expected).norm() / expected.norm()))
-        own_s, their_s = median(ours[1:]), median(theirs[1:])
-        rows.append(
-            (
-                name,
-                f"{1e3 * own_s:.1f}",
-                f"{1e3 * their_s:.1f}",
-                f"{their_s / own_s:.2f}",
-                f"{difference:.1e}",
-            )
-        )
+        our_s, own_s = (median(each[1:]) for each in timings)
+        times = (f"{1e3 * our_s:.1f}", f"{1e3 * own_s:.1f}", f"{own_s / our_s:.2f}")
+        rows.append((name, *times, f"{difference:.1e}"))
     print(f"a state takes {model.state_blocks} blocks of {model.kv_layout.block_bytes:,} bytes")
-    print("\n".join(table(("step", "kernel, ms", "own code, ms", "ratio", "logits differ by"), rows)))
+    print("\n".join(table(("step", "native, ms", "own code, ms", "ratio", "logits differ by"), rows)))
+
+
+def works_of(model: LanguageModel) -> dict[str, Callable[[], Tensor]]:
+    steps = Steps(model, 1)
+    works: dict[str, Callable[[], Tensor]] = {
+        f"a prompt of {num_tokens}": partial(steps.prompt, num_tokens) for num_tokens in (CONTEXT, 512)
+    }
+    works.update({f"{count} answers": Steps(model, count).answers for count in (1, 4, 16)})
+    return works
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import yaml
 
 from bench.engine import report
 from bench.engine.isa import ISAS, NATIVE
-from bench.engine.models import TEXT_MODEL, VISION_MODEL, write_models
-from bench.engine.rows import ROWS
+from bench.engine.models import CONFIGS, USUAL_MODELS, VISION_MODEL, write_models
+from bench.engine.rows import ROWS, USUAL_ROWS
 from bench.engine.run import run
 from bench.engine.servers import OURS, PEERS, ROLES, Setup
 from bench.engine.special import SPECIALS
@@ -42,18 +42,20 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     models = commands.add_parser("models", help="write the random-weight models")
     models.add_argument("folder", type=Path)
+    models.add_argument("--names", type=_list, default=[*USUAL_MODELS], help=f"of {','.join(CONFIGS)}")
     models.set_defaults(do=_models)
     runner = commands.add_parser("run", help="measure")
     _add_setup(runner)
     runner.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
-    runner.add_argument("--rows", type=_list, default=NAMES, help=f"of {','.join(NAMES)}")
+    usual = [*(row.name for row in USUAL_ROWS), *SPECIALS]
+    runner.add_argument("--rows", type=_list, default=usual, help=f"of {','.join(NAMES)}")
     runner.add_argument("--concurrency", type=_numbers, default=[1, 4, 16])
     runner.add_argument("--repeat", type=int, default=3)
     runner.add_argument("--without-ours", action="store_true", help="peers only")
     runner.set_defaults(do=_run)
     agree = commands.add_parser("agree", help="do the servers answer like transformers in float32?")
     _add_setup(agree)
-    agree.add_argument("--model", choices=[TEXT_MODEL, VISION_MODEL], default=VISION_MODEL)
+    agree.add_argument("--model", choices=[*CONFIGS], default=VISION_MODEL)
     agree.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the servers")
     agree.set_defaults(do=_agree)
     table = commands.add_parser("table", help="results as Markdown")
@@ -108,7 +110,9 @@ def _setup(args: argparse.Namespace) -> Setup:
 
 
 def _models(args: argparse.Namespace) -> int:
-    print(*write_models(args.folder), sep="\n")
+    if unknown := sorted(set(args.names).difference(CONFIGS)):
+        raise SystemExit(f"no such models: {', '.join(unknown)}; known are {', '.join(CONFIGS)}")
+    print(*write_models(args.folder, args.names), sep="\n")
     return 0
 
 

@@ -1,66 +1,76 @@
-"""Random-weight models of known shapes, the same bytes from the same seed: text-0.5b and vl-384m.
+"""Random-weight models of known shapes, the same bytes from the same seed: text-0.5b, vl-384m, delta-0.7b and
+conv-0.4b.
 
-Ordinary Hugging Face folders, so every server under measurement reads the same weights. text-0.5b has
-Qwen2.5-0.5B's shape and whole vocabulary; vl-384m has half its layers and a vision tower of Qwen2.5-VL's
-kind. Biases and norm weights are random too: a server that forgets one of them answers differently (`python
--m bench.engine agree`).
+Ordinary Hugging Face folders, so every server under measurement reads the same weights. All have Qwen2.5's
+whole vocabulary. text-0.5b has Qwen2.5-0.5B's shape; vl-384m has half its layers and a vision tower of
+Qwen2.5-VL's kind. Two are hybrids: delta-0.7b has Qwen3.5-0.8B's shape (the gated delta rule in three of four
+layers), conv-0.4b LFM2-350M's (short convolutions in ten of 16 layers). Biases and norm weights are random
+too: a server that forgets one of them answers differently (`python -m bench.engine agree`).
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.engine.vocabulary import BASE_TOKENS, SPECIAL_TOKENS, write_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-TEXT_MODEL, VISION_MODEL = "text-0.5b", "vl-384m"
-NUM_LAYERS = {TEXT_MODEL: 24, VISION_MODEL: 12}
+TEXT_MODEL, VISION_MODEL, DELTA_MODEL, CONV_MODEL = "text-0.5b", "vl-384m", "delta-0.7b", "conv-0.4b"
+USUAL_MODELS = (TEXT_MODEL, VISION_MODEL)  # what is written and measured unless others are named
 SEED = 0
 TOKEN_ID = {token: BASE_TOKENS + idx for idx, token in enumerate(SPECIAL_TOKENS)}
+END_IDS: Mapping[str, Any] = {
+    "bos_token_id": TOKEN_ID["<|endoftext|>"],
+    "eos_token_id": [TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]],
+    "pad_token_id": TOKEN_ID["<|endoftext|>"],
+}
+_WORDS: Mapping[str, Any] = {  # what every configuration says of the vocabulary and of weights
+    **END_IDS,
+    "eos_token_id": TOKEN_ID["<|im_end|>"],
+    "vocab_size": 151_936,
+    "max_position_embeddings": 32_768,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+    "attention_dropout": 0.0,
+}
 MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 
 
-def write_models(folder: Path) -> list[Path]:
-    """Returns the folders. About 15 s and 1.8 GB; an existing folder is replaced."""
-    return [write_model(folder / name, num_layers) for name, num_layers in NUM_LAYERS.items()]
+def write_models(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Returns the folders; existing ones are replaced. About 10 s and 0.9 to 1.3 GB each."""
+    return [write_model(folder / name) for name in names]
 
 
-def write_model(folder: Path, num_layers: int) -> Path:
-    """One model; its folder has its name."""
+def write_model(folder: Path) -> Path:
+    """The model that has the folder's name, one of `CONFIGS`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    has_vision = folder.name == VISION_MODEL
-    make_model(num_layers, has_vision=has_vision).save_pretrained(folder)
+    make_model(folder.name).save_pretrained(folder)
     write_tokenizer(folder)
-    if has_vision:
+    if folder.name == VISION_MODEL:
         write_processors(folder)
     return folder
 
 
-def make_model(num_layers: int, *, has_vision: bool) -> PreTrainedModel:
+def make_model(name: str) -> PreTrainedModel:
     """A model in bfloat16, weights drawn from SEED."""
     from cluster.media.torchvision_compat import ensure_torchvision
 
     ensure_torchvision()  # must run before transformers is imported
     import torch
-    from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration, Qwen2ForCausalLM
+    import transformers
 
     torch.manual_seed(SEED)
-    if has_vision:
-        model: PreTrainedModel = Qwen2_5_VLForConditionalGeneration(vision_config(num_layers))
-    else:
-        model = Qwen2ForCausalLM(text_config(num_layers))
+    config = CONFIGS[name]()
+    model: PreTrainedModel = getattr(transformers, (config.architectures or [""])[0])(config)
     draw_small_parameters(model)
-    model.generation_config = GenerationConfig(
-        bos_token_id=TOKEN_ID["<|endoftext|>"],
-        eos_token_id=[TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]],
-        pad_token_id=TOKEN_ID["<|endoftext|>"],
-    )
+    model.generation_config = transformers.GenerationConfig(**END_IDS)
     return model.bfloat16().eval()
 
 
@@ -82,33 +92,26 @@ def draw_small_parameters(model: PreTrainedModel) -> None:
 def text_fields(num_layers: int) -> dict[str, Any]:
     """Qwen2.5-0.5B but for the number of layers."""
     return {
+        **_WORDS,
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
-        "vocab_size": 151_936,
-        "max_position_embeddings": 32_768,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
         "use_sliding_window": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": TOKEN_ID["<|endoftext|>"],
-        "eos_token_id": TOKEN_ID["<|im_end|>"],
-        "pad_token_id": TOKEN_ID["<|endoftext|>"],
     }
 
 
-def text_config(num_layers: int) -> Any:
+def text_config() -> PreTrainedConfig:
     from transformers import Qwen2Config
 
     rope = {"rope_type": "default", "rope_theta": 1e6}
-    return Qwen2Config(**text_fields(num_layers), rope_parameters=rope)
+    return Qwen2Config(**text_fields(24), rope_parameters=rope, architectures=["Qwen2ForCausalLM"])
 
 
-def vision_config(num_layers: int) -> Any:
+def vision_config() -> PreTrainedConfig:
     from transformers import Qwen2_5_VLConfig
 
     # the sections of 64-wide heads in Qwen2.5-VL's proportion, 16 : 24 : 24 of 128
@@ -130,14 +133,60 @@ def vision_config(num_layers: int) -> Any:
         "fullatt_block_indexes": [2, 5, 8, 11],
     }
     return Qwen2_5_VLConfig(
-        text_config={**text_fields(num_layers), "rope_parameters": rope},
+        text_config={**text_fields(12), "rope_parameters": rope},
         vision_config=vision,
         image_token_id=TOKEN_ID["<|image_pad|>"],
         video_token_id=TOKEN_ID["<|video_pad|>"],
         vision_start_token_id=TOKEN_ID["<|vision_start|>"],
         vision_end_token_id=TOKEN_ID["<|vision_end|>"],
         tie_word_embeddings=True,
+        architectures=["Qwen2_5_VLForConditionalGeneration"],
     )
+
+
+def delta_config() -> PreTrainedConfig:
+    from transformers import Qwen3_5TextConfig
+
+    return Qwen3_5TextConfig(
+        **_WORDS,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        architectures=["Qwen3_5ForCausalLM"],
+    )
+
+
+def conv_config() -> PreTrainedConfig:
+    from transformers import Lfm2Config
+
+    attention = {2, 5, 8, 10, 12, 14}
+    return Lfm2Config(
+        **_WORDS,
+        hidden_size=1024,
+        intermediate_size=6656,
+        block_auto_adjust_ff_dim=True,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        layer_types=["full_attention" if layer in attention else "conv" for layer in range(16)],
+        architectures=["Lfm2ForCausalLM"],
+    )
+
+
+CONFIGS: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    TEXT_MODEL: text_config,
+    VISION_MODEL: vision_config,
+    DELTA_MODEL: delta_config,
+    CONV_MODEL: conv_config,
+}
 
 
 def write_processors(folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bench.engine.models import TEXT_MODEL, VISION_MODEL
+from bench.engine.models import CONV_MODEL, DELTA_MODEL, TEXT_MODEL, USUAL_MODELS, VISION_MODEL
 from bench.engine.prompts import Message, Prompts, user
 
 IMAGE_SIDE = 224  # pixels; 64 placeholder tokens
@@ -95,4 +95,9 @@ ROWS = (
     LoadRow("image/32", VISION_MODEL, image),
     LoadRow("mixed-80/20", VISION_MODEL, mixed),
     LoadRow("session", VISION_MODEL, session, TURNS),
+    LoadRow("delta-128/64", DELTA_MODEL, text(128, 64)),
+    LoadRow("delta-1024/32", DELTA_MODEL, text(1024, 32)),
+    LoadRow("conv-128/64", CONV_MODEL, text(128, 64)),
+    LoadRow("conv-1024/32", CONV_MODEL, text(1024, 32)),
 )
+USUAL_ROWS = tuple(row for row in ROWS if row.model in USUAL_MODELS)

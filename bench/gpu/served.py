@@ -184,11 +184,11 @@ def running(content: Mapping[str, Any], **environment: str) -> Iterator[str]:
 
 
 def text_model() -> Path:
-    from bench.engine.models import NUM_LAYERS, TEXT_MODEL, write_model
+    from bench.engine.models import TEXT_MODEL, write_model
 
     folder = MODELS / TEXT_MODEL
     if not (folder / "config.json").exists():
-        write_model(folder, NUM_LAYERS[TEXT_MODEL])
+        write_model(folder)
     return folder
 
 

@@ -266,6 +266,7 @@ def _replaced(parts: LanguageParts, kernels: LayerKernels, trial: Trial) -> Lang
         parts.model.set_output_embeddings(head)  # the old one's weights are not kept
         parts = replace(parts, head=head)
     if parts.states is not None and parts.collectives is None:
+        parts.states.keep_mixers_of(parts.text)
         replace_mixers(parts.states, kernels, parts.embed.embedding_dim)
     if parts.post_head is not None:
         return parts

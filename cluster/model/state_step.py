@@ -64,7 +64,8 @@ class StepState:
         adapters: of the linears in mixers."""
         self.layout, self.kv = layout, kv
         self.adapters = adapters or StepAdapters()
-        self._sequences, self._recorded = sequences, recorded
+        self.sequences, self._recorded = sequences, recorded
+        self.native_spans: object = None  # of native CPU kernels, which make it
 
     @property
     def tensors(self) -> SpanTensors:
@@ -110,7 +111,7 @@ class StepState:
     @cached_property
     def _sent(self) -> tuple[SpanTensors, Sequence[Tensor]]:
         """On the device: the spans, and for each of `_alike` its tokens and its rows among the spans."""
-        spans = PackedSpans.of(self._sequences, self.layout.num_blocks)
+        spans = PackedSpans.of(self.sequences, self.layout.num_blocks)
         groups: list[np.ndarray] = []
         for found in self._alike:
             firsts = np.array([each.token for each in found])
@@ -120,7 +121,7 @@ class StepState:
             [spans.starts, spans.firsts, spans.spans, spans.source, spans.target, *groups],
             self.kv.buffer.device,
         )
-        is_decode = len(spans.spans) == len(spans.firsts) == len(self._sequences)
+        is_decode = len(spans.spans) == len(spans.firsts) == len(self.sequences)
         return SpanTensors(*sent[:5], is_decode), [each.long() for each in sent[5:]]
 
     @cached_property
@@ -129,7 +130,7 @@ class StepState:
         and without the same states."""
         found: dict[tuple[int, int, bool, bool], list[_PlacedSpan]] = {}
         token = row = 0
-        for own in self._sequences:
+        for own in self.sequences:
             for place, span in enumerate(own):
                 kind = (place, span.num_tokens, bool(span.source), bool(span.target))
                 found.setdefault(kind, []).append(_PlacedSpan(token, row, span))
@@ -145,6 +146,11 @@ class StepStates:
         self.forwards: list[StatefulForward] = []
         self.adapters = StepAdapters()  # of the linears in mixers
         self.now: StepState | None = None
+
+    def keep_mixers_of(self, text_model: nn.Module) -> None:
+        """Forgets mixers that are not in the model any more: a kernel for their layer has taken their place."""
+        left = set(text_model.modules())
+        self.forwards = [forward for forward in self.forwards if forward.mixer in left]
 
     @contextmanager
     def of_step(self, state: StepState) -> Iterator[None]:
@@ -221,6 +227,11 @@ class StatefulForward:
         self._places = self.states.places
         self._num_states = 1 + max(tensor.number for tensor in self.states.tensors)
         self.kernel: MixerKernel | None = None  # None: the mixer's own code
+
+    @property
+    def now(self) -> StepState | None:
+        """The step that runs now."""
+        return self._step.now
 
     def __call__(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
         """hidden_states [1, T, hidden_size] → the same."""

@@ -162,7 +162,7 @@ struct Call {
     if (shift)
       layer_norm((const Element*)weight, (const Element*)shift, from, to, hidden, epsilon);
     else
-      kernels::rms_norm_rows(layer.is_bf16, weight, from, to, 1, hidden, epsilon);
+      kernels::rms_norm_rows(layer.is_bf16, false, weight, from, to, 1, hidden, epsilon);
   }
 
   // Query heads turned in place; K, turned, and V into their slots.

@@ -1,29 +1,25 @@
-// The gated delta rule with the short convolution in front of it, over states in place (Yang et al., "Gated Delta
-// Networks", 2024, equation 10; as transformers' modules of Qwen3-Next and Qwen3.5 compute it).
+// What lies between the products of a mixer with the gated delta rule (Yang et al., "Gated Delta Networks", 2024, equation
+// 10; as transformers' modules of Qwen3-Next and Qwen3.5 compute it), over states in their pages.
 //
-//   x = silu(conv(mixed)), cut into q, k, v;  q and k are normalised, q is divided by sqrt(Dk)
-//   S = S * decay;  S += k outer ((v - kT S) * beta);  out = qT S
+//   x = silu(conv(row)), cut into q, k, v;  q and k are normalised, q is divided by sqrt(key width)
+//   S = S * decay;  S += k outer ((v - kT S) * beta);  out = norm(qT S) * silu(gate)
 //
-// Columns of S do not depend on each other: a thread takes some columns of one head of one sequence through all tokens,
-// and they stay in its first-level cache. What a sequence gives does not depend on the others.
+// An item is one key head, with its value heads, of one sequence: it reads its part of the state, takes the tokens of all
+// spans in blocks, and writes its part of the state where a span keeps it. What a sequence gives depends neither on the
+// others nor on how its tokens are divided into steps.
 
 #include <cmath>
+#include <utility>
+#include <vector>
 
 #include "common.h"
+#include "kernels.h"
 
 namespace {
 
-constexpr int64_t kColumns = 2 * kLanes;  // of S, that a thread takes at once
-constexpr int64_t kChannels = 512;        // of the convolution, that a thread takes at once
-constexpr float kEpsilon = 1e-6f;         // under the root of the norms
-
-struct Shape {
-  int64_t sequences, tokens;                            // tokens of each sequence
-  int64_t key_heads, value_heads, key_width, value_width;
-  int64_t taps;                                         // of the convolution
-  int64_t state_bytes, conv_offset, delta_offset;       // of a sequence; in it
-  int64_t channels() const { return 2 * key_heads * key_width + value_heads * value_width; }
-};
+constexpr int64_t kBlock = 32;      // tokens whose q, k and v stay in the second-level cache
+constexpr int kColumns = 4;         // vectors of a row of S that are taken through a block at once
+constexpr float kEpsilon = 1e-6f;   // under the root of the norms of q and k
 
 inline float as_float(float value) { return value; }
 inline float as_float(BFloat16 value) {
@@ -31,28 +27,12 @@ inline float as_float(BFloat16 value) {
   return load<float>(&bits);
 }
 
-// The convolution of channels [first, end) of one sequence, then silu; both are rounded to Element, as torch does. Its
-// state [channels, taps] has the last inputs. weight [taps, channels] float32; history [taps + tokens, channels] and
-// y [tokens, channels] float32.
 template <class Element>
-void convolve(const Shape& shape, int64_t first, int64_t end, const Element* x, const float* weight, Element* state,
-              float* history, float* y) {
-  const int64_t channels = shape.channels(), taps = shape.taps, tokens = shape.tokens;
-  for (int64_t c = first; c < end; c++)
-    for (int64_t j = 0; j < taps; j++) history[j * channels + c] = as_float(state[c * taps + j]);
-  for (int64_t t = 0; t < tokens; t++)
-    for (int64_t c = first; c < end; c += kLanes)
-      store(history + (taps + t) * channels + c, widened(x + t * channels + c));
-  for (int64_t t = 0; t < tokens; t++)
-    for (int64_t c = first; c < end; c += kLanes) {
-      const float* inputs = history + (t + 1) * channels + c;
-      Floats sum = {};
-      for (int64_t j = 0; j < taps; j++) sum += load<Floats>(weight + j * channels + c) * load<Floats>(inputs + j * channels);
-      store(y + t * channels + c, rounded<Element>(silu(rounded<Element>(sum))));
-    }
-  for (int64_t c = first; c < end; c++)
-    for (int64_t j = 0; j < taps; j++) store_some(state + c * taps + j, 1, splat(history[(tokens + j) * channels + c]));
+float rounded_number(float value) {
+  return rounded<Element>(splat(value))[0];
 }
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 inline float inverse_norm(const float* x, int64_t width) {
   Floats squares = {};
@@ -60,93 +40,225 @@ inline float inverse_norm(const float* x, int64_t width) {
   return 1.0f / std::sqrt(sum_of(squares) + kEpsilon);
 }
 
-// Some columns of one head through all tokens. q, k, v: of the first token; S: the columns, rows `value_width` apart.
-template <class Element, int kVectorsHere>
-void recur(const Shape& shape, const float* q, const float* k, const float* v, const float* decay, const float* beta,
-           const float* norms, float* s, Element* out) {
-  const int64_t width = shape.key_width, stride = shape.value_width, channels = shape.channels();
-  for (int64_t t = 0; t < shape.tokens; t++, q += channels, k += channels, v += channels, norms += 2,
-               decay += shape.value_heads, beta += shape.value_heads, out += shape.value_heads * stride) {
-    const float k_norm = norms[1], kept = *decay;
-    Floats read[kVectorsHere] = {}, delta[kVectorsHere], answer[kVectorsHere] = {};
+// Bytes [offset, offset + bytes) of a layer's states, which lie in pages. `copy(page bytes, our bytes, count)`.
+template <class Copy>
+void over_pages(const DeltaMixer& mixer, const MixerStep& step, const int64_t* pages, int64_t offset, int64_t bytes,
+                char* ours, Copy copy) {
+  while (bytes > 0) {
+    const int64_t within = offset % mixer.page_bytes, count = std::min(bytes, mixer.page_bytes - within);
+    copy(step.memory + pages[mixer.first_page + offset / mixer.page_bytes] * mixer.page_bytes + within, ours, count);
+    offset += count, bytes -= count, ours += count;
+  }
+}
+
+// q, k or a v of one head: some channels of the convolution.
+struct Part {
+  int64_t channel, column, width;  // first channel; first column of a row; channels
+  float* inputs;                   // [taps + kBlock, width]: the last inputs, then those of a block
+  float* outputs;                  // [kBlock, width]
+};
+
+// Some vectors of the columns of S through n tokens. S: rows `values` apart. out [n, values].
+template <int kV>
+void recur(int64_t n, int64_t width, int64_t values, const float* q, const float* k, const float* v, const float* norms,
+           const float* decay, const float* beta, float* s, float* out) {
+  for (int64_t t = 0; t < n; t++, q += width, k += width, v += values, out += values, norms += 2) {
+    const float k_norm = norms[1], kept = decay[t];
+    Floats read[kV] = {}, delta[kV], answer[kV] = {};
     for (int64_t row = 0; row < width; row++) {
       const Floats key = splat(k[row]);
-      for (int i = 0; i < kVectorsHere; i++) read[i] += load<Floats>(s + row * stride + i * kLanes) * key;
+      for (int i = 0; i < kV; i++) read[i] += load<Floats>(s + row * values + i * kLanes) * key;
     }
-    for (int i = 0; i < kVectorsHere; i++)
-      delta[i] = (load<Floats>(v + i * kLanes) - read[i] * (kept * k_norm)) * (*beta * k_norm);
+    for (int i = 0; i < kV; i++)
+      delta[i] = (load<Floats>(v + i * kLanes) - read[i] * (kept * k_norm)) * (beta[t] * k_norm);
     for (int64_t row = 0; row < width; row++) {
       const Floats key = splat(k[row]), query = splat(q[row]);
-      for (int i = 0; i < kVectorsHere; i++) {
-        float* place = s + row * stride + i * kLanes;
+      for (int i = 0; i < kV; i++) {
+        float* place = s + row * values + i * kLanes;
         const Floats next = load<Floats>(place) * kept + key * delta[i];
         store(place, next);
         answer[i] += next * query;
       }
     }
-    for (int i = 0; i < kVectorsHere; i++) store_floats(out + i * kLanes, answer[i] * norms[0]);
+    for (int i = 0; i < kV; i++) store(out + i * kLanes, answer[i] * norms[0]);
   }
 }
 
 template <class Element>
-void gated_delta(const Shape& shape, const Element* mixed, const float* weight, const float* decay, const float* beta,
-                 char* states, float* scratch, Element* out, int threads) {
-  const int64_t channels = shape.channels(), tokens = shape.tokens, keys = shape.key_heads * shape.key_width;
-  const int64_t rows = shape.taps + 2 * tokens;  // of scratch for a sequence: history, then y
-  float* norms = scratch + shape.sequences * rows * channels;  // [sequences, key_heads, tokens, 2]
-  const int64_t parts = (channels + kChannels - 1) / kChannels;
-  const int64_t groups = (shape.value_width + kColumns - 1) / kColumns;
-  const int64_t items = shape.sequences * shape.value_heads * groups;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < shape.sequences * parts; item++) {
-      const int64_t b = item / parts, first = item % parts * kChannels;
-      float* history = scratch + b * rows * channels;
-      convolve(shape, first, std::min(first + kChannels, channels), mixed + b * tokens * channels, weight,
-               (Element*)(states + b * shape.state_bytes + shape.conv_offset), history,
-               history + (shape.taps + tokens) * channels);
-    }
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < shape.sequences * shape.key_heads * tokens; item++) {
-      const int64_t t = item % tokens, head = item / tokens % shape.key_heads, b = item / tokens / shape.key_heads;
-      const float* y = scratch + (b * rows + shape.taps + tokens + t) * channels + head * shape.key_width;
-      norms[2 * item] = inverse_norm(y, shape.key_width) / std::sqrt((float)shape.key_width);
-      norms[2 * item + 1] = inverse_norm(y + keys, shape.key_width);
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < items; item++) {
-      const int64_t column = item % groups * kColumns, head = item / groups % shape.value_heads;
-      const int64_t b = item / groups / shape.value_heads;
-      const int64_t key_head = head / (shape.value_heads / shape.key_heads);
-      const float* y = scratch + (b * rows + shape.taps + tokens) * channels;
-      const float *q = y + key_head * shape.key_width, *v = y + 2 * keys + head * shape.value_width + column;
-      float* s = (float*)(states + b * shape.state_bytes + shape.delta_offset) +
-                 head * shape.key_width * shape.value_width + column;
-      const int64_t first = b * tokens * shape.value_heads + head;
-      Element* target = out + first * shape.value_width + column;
-      const float* own = norms + 2 * (b * shape.key_heads + key_head) * tokens;
-      if (shape.value_width - column >= kColumns)
-        recur<Element, 2>(shape, q, q + keys, v, decay + first, beta + first, own, s, target);
-      else
-        recur<Element, 1>(shape, q, q + keys, v, decay + first, beta + first, own, s, target);
+class Head {
+ public:
+  Head(const DeltaMixer& mixer, const MixerStep& step, const Element* rows, Element* out, int64_t item)
+      : mixer(mixer),
+        step(step),
+        rows(rows),
+        out(out),
+        sequence(item / mixer.key_heads),
+        head(item % mixer.key_heads),
+        group(mixer.value_heads / mixer.key_heads),
+        state_floats(mixer.key_width * mixer.value_width) {
+    const int64_t width = mixer.key_width, values = mixer.value_width, taps = mixer.taps;
+    const int64_t keys = mixer.key_heads * width, channels = 2 * width + group * values;
+    static thread_local std::vector<float> memory;
+    memory.resize(group * state_floats + (taps + 2 * kBlock) * channels + kBlock * values + 4 * kBlock + taps * (width + values));
+    float* next = memory.data();
+    const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
+    state = take(group * state_floats), answers = take(kBlock * values), norms = take(2 * kBlock);
+    decay = take(kBlock), beta = take(kBlock), kept = (Element*)take(taps * (width + values));
+    const auto add = [&](int64_t channel, int64_t column, int64_t width) {
+      parts.push_back({channel, column, width, take((taps + kBlock) * width), take(kBlock * width)});
+    };
+    parts.clear();
+    add(head * width, mixer.query + head * mixer.key_step, width);
+    add(keys + head * width, mixer.key + head * mixer.key_step, width);
+    for (int64_t g = 0; g < group; g++)
+      add(2 * keys + (head * group + g) * values, mixer.value + head * mixer.value_step + g * values, values);
+  }
+
+  void run() {
+    const int64_t first = step.sequences[sequence], end = step.sequences[sequence + 1];
+    read_state(step.source + first * step.pages);
+    for (int64_t span = first; span < end; span++) {
+      for (int64_t t = step.starts[span]; t < step.starts[span + 1]; t += kBlock)
+        take_block(t, std::min<int64_t>(kBlock, step.starts[span + 1] - t));
+      if (step.pages && step.target[span * step.pages] >= 0) write_state(step.target + span * step.pages);
     }
   }
-}
+
+ private:
+  void read_state(const int64_t* pages) {
+    const int64_t taps = mixer.taps;
+    const bool is_new = !step.pages || pages[0] < 0;
+    const auto copy = [](const char* theirs, char* ours, int64_t count) { std::memcpy(ours, theirs, count); };
+    if (is_new)
+      std::fill(state, state + group * state_floats, 0.0f);
+    else
+      over_pages(mixer, step, pages, state_offset(), group * state_floats * sizeof(float), (char*)state, copy);
+    for (const Part& part : parts) {
+      if (is_new) {
+        std::fill(part.inputs, part.inputs + taps * part.width, 0.0f);
+        continue;
+      }
+      over_pages(mixer, step, pages, conv_offset(part), taps * part.width * sizeof(Element), (char*)kept, copy);
+      for (int64_t c = 0; c < part.width; c++)
+        for (int64_t j = 0; j < taps; j++) part.inputs[j * part.width + c] = as_float(kept[c * taps + j]);
+    }
+  }
+
+  void write_state(const int64_t* pages) {
+    const int64_t taps = mixer.taps;
+    const auto copy = [](char* theirs, const char* ours, int64_t count) { std::memcpy(theirs, ours, count); };
+    over_pages(mixer, step, pages, state_offset(), group * state_floats * sizeof(float), (char*)state, copy);
+    for (const Part& part : parts) {
+      for (int64_t c = 0; c < part.width; c++)
+        for (int64_t j = 0; j < taps; j++) store_some(kept + c * taps + j, 1, splat(part.inputs[j * part.width + c]));
+      over_pages(mixer, step, pages, conv_offset(part), taps * part.width * sizeof(Element), (char*)kept, copy);
+    }
+  }
+
+  // Tokens [t, t + n) of the step.
+  void take_block(int64_t t, int64_t n) {
+    const int64_t width = mixer.key_width, values = mixer.value_width;
+    const Element* row = rows + t * mixer.row_width;
+    for (const Part& part : parts) convolve(part, row, n);
+    for (int64_t i = 0; i < n; i++) {
+      norms[2 * i] = inverse_norm(parts[0].outputs + i * width, width) / std::sqrt((float)width);
+      norms[2 * i + 1] = inverse_norm(parts[1].outputs + i * width, width);
+    }
+    for (int64_t g = 0; g < group; g++) {
+      for (int64_t i = 0; i < n; i++) gates(row + i * mixer.row_width, g, i);
+      float* s = state + g * state_floats;
+      for (int64_t column = 0; column < values; column += kColumns * kLanes) {
+        const float *v = parts[2 + g].outputs + column, *q = parts[0].outputs, *k = parts[1].outputs;
+        switch (std::min<int64_t>(kColumns, (values - column) / kLanes)) {
+          case 1: recur<1>(n, width, values, q, k, v, norms, decay, beta, s + column, answers + column); break;
+          case 2: recur<2>(n, width, values, q, k, v, norms, decay, beta, s + column, answers + column); break;
+          case 3: recur<3>(n, width, values, q, k, v, norms, decay, beta, s + column, answers + column); break;
+          default: recur<4>(n, width, values, q, k, v, norms, decay, beta, s + column, answers + column);
+        }
+      }
+      for (int64_t i = 0; i < n; i++) {
+        const Element* gate = row + i * mixer.row_width + mixer.gate + head * mixer.value_step + g * values;
+        gated_norm(answers + i * values, gate, out + ((t + i) * mixer.value_heads + head * group + g) * values);
+      }
+    }
+  }
+
+  // The convolution, then silu; both are rounded to Element, as torch does. Keeps the last inputs.
+  void convolve(const Part& part, const Element* row, int64_t n) {
+    const int64_t width = part.width, taps = mixer.taps, all = mixer.channels();
+    const float* weight = mixer.weight + part.channel;
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t c = 0; c < width; c += kLanes)
+        store(part.inputs + (taps + i) * width + c, widened(row + i * mixer.row_width + part.column + c));
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t c = 0; c < width; c += kLanes) {
+        const float* inputs = part.inputs + (i + 1) * width + c;
+        Floats sum = {};
+        for (int64_t j = 0; j < taps; j++) sum += load<Floats>(weight + j * all + c) * load<Floats>(inputs + j * width);
+        store(part.outputs + i * width + c, rounded<Element>(silu(rounded<Element>(sum))));
+      }
+    std::memmove(part.inputs, part.inputs + n * width, taps * width * sizeof(float));
+  }
+
+  // How much of new values is written, and what of the old ones is kept.
+  void gates(const Element* row, int64_t g, int64_t i) {
+    const int64_t column = head * mixer.gate_step + g, number = head * group + g;
+    beta[i] = rounded_number<Element>(1.0f / (1.0f + std::exp(-as_float(row[mixer.beta + column]))));
+    decay[i] = std::exp(mixer.rates[number] * softplus(as_float(row[mixer.decay + column]) + mixer.shifts[number]));
+  }
+
+  void gated_norm(const float* x, const Element* gate, Element* y) const {
+    const int64_t width = mixer.value_width;
+    const Element* weight = (const Element*)mixer.norm;
+    Floats squares = {};
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Floats value = rounded<Element>(load<Floats>(x + i));
+      squares += value * value;
+    }
+    const float scale = 1.0f / std::sqrt(sum_of(squares) / (float)width + (float)mixer.epsilon);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      const Floats normed = rounded<Element>(rounded<Element>(load<Floats>(x + i)) * scale);
+      store_floats(y + i, rounded<Element>(normed * widened(weight + i)) * silu(widened(gate + i)));
+    }
+  }
+
+  int64_t state_offset() const { return mixer.delta_offset + head * group * state_floats * (int64_t)sizeof(float); }
+  int64_t conv_offset(const Part& part) const {
+    return mixer.conv_offset + part.channel * mixer.taps * (int64_t)sizeof(Element);
+  }
+
+  const DeltaMixer& mixer;
+  const MixerStep& step;
+  const Element* rows;
+  Element* out;
+  const int64_t sequence, head, group, state_floats;
+  static thread_local inline std::vector<Part> parts;  // q, k, then a v for each value head
+  float *state, *answers, *norms, *decay, *beta;
+  Element* kept;
+};
 
 }  // namespace
 
+namespace kernels {
+
+void run_mixer(const DeltaMixer& mixer, const MixerStep& step, const void* rows, void* out, int64_t item) {
+  if (mixer.is_bf16)
+    Head<BFloat16>(mixer, step, (const BFloat16*)rows, (BFloat16*)out, item).run();
+  else
+    Head<float>(mixer, step, (const float*)rows, (float*)out, item).run();
+}
+
+}  // namespace kernels
+
 extern "C" {
 
-// Columns and channels that the kernel takes at once: widths are multiples of it.
+// Channels that the kernel takes at once: widths are multiples of it.
 int64_t gated_delta_lanes() { return kLanes; }
 
-void gated_delta_f32(const Shape* shape, const float* mixed, const float* weight, const float* decay, const float* beta,
-                     char* states, float* scratch, float* out, int threads) {
-  gated_delta(*shape, mixed, weight, decay, beta, states, scratch, out, threads);
-}
-void gated_delta_bf16(const Shape* shape, const BFloat16* mixed, const float* weight, const float* decay,
-                      const float* beta, char* states, float* scratch, BFloat16* out, int threads) {
-  gated_delta(*shape, mixed, weight, decay, beta, states, scratch, out, threads);
+// rows [tokens, row_width], out [tokens, value_heads, value_width].
+void gated_delta(const DeltaMixer* mixer, const MixerStep* step, const void* rows, void* out, int threads) {
+  const int64_t items = mixer->items(*step);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+  for (int64_t item = 0; item < items; item++) kernels::run_mixer(*mixer, *step, rows, out, item);
 }
 }

@@ -1,136 +1,187 @@
-"""The gated delta rule of Qwen3-Next and Qwen3.5 in one native call, with the convolution in front of it,
-over states in place. Linears and the gated norm stay the mixer's own modules.
+"""The gated delta rule of Qwen3-Next and Qwen3.5 by native kernels: what lies between a mixer's products, over
+states where they lie (`gated_delta.cpp`).
 
-A mixer is recognised by the names and sizes of its parts; `choose_mixers` compares it with what transformers
-computes before it is used. Runs on its caller's thread and on as many OpenMP threads as torch would use.
+A mixer is recognised by the names and sizes of its parts, and compared with what transformers computes before
+the kernel is used. `GatedDelta` serves where the products are modules; native layers take `DeltaMixer` alone.
+Runs on its caller's thread and on as many OpenMP threads as torch would use.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int64, c_void_p
-from typing import Any, Protocol, cast
+from ctypes import c_double, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from cluster.model.cpu.library import Kernels
-from cluster.model.state_step import StatefulForward, StepState, over_copies
+from cluster.model.cpu.modules import pointer
+from cluster.model.cpu.weight_source import Matrix, WeightSource
+from cluster.model.layers.mixer_parts import MixerInputs, mixer_inputs
+from cluster.model.layers.parts import epsilon_of
+from cluster.model.state_step import StatefulForward, StepState
+from cluster.model.states import PackedSpans
 
-_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_PARTS = (
-    "conv1d",
-    "A_log",
-    "dt_bias",
-    "norm",
-    "out_proj",
-    "head_k_dim",
-    "head_v_dim",
-    "num_k_heads",
-    "num_v_heads",
-)
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
-class _Shape(ctypes.Structure):
-    """Mirrors `Shape` of gated_delta.cpp."""
+class _MixerStep(ctypes.Structure):
+    """Mirrors `MixerStep` of kernels.h."""
 
-    _fields_ = tuple(
-        (name, c_int64)
-        for name in (
-            "sequences", "tokens", "key_heads", "value_heads", "key_width", "value_width", "taps",
-            "state_bytes", "conv_offset", "delta_offset",
-        )
+    _fields_ = (
+        ("starts", c_void_p), ("sequences", c_void_p), ("source", c_void_p), ("target", c_void_p),
+        ("memory", c_void_p), ("num_sequences", c_int64), ("pages", c_int64),
     )  # fmt: skip
 
 
-class _Projected(Protocol):
-    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+class _NativeMixer(ctypes.Structure):
+    """Mirrors `DeltaMixer` of kernels.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "rates", "shifts", "norm")),
+        *(
+            (name, c_int64)
+            for name in (
+                "key_heads", "value_heads", "key_width", "value_width", "taps", "is_bf16",
+                "row_width", "query", "key", "key_step", "value", "gate", "value_step", "beta", "decay",
+                "gate_step", "first_page", "page_bytes", "conv_offset", "delta_offset",
+            )
+        ),
+        ("epsilon", c_double),
+    )  # fmt: skip
 
 
-class GatedDelta:
-    """Implements `MixerKernel`."""
+class SpanPages:
+    """Where the sequences of a step begin, and the pages of their states. Keeps what the kernels read."""
 
-    def __init__(self, forward: StatefulForward, kernels: Kernels):
-        own = cast(Any, forward.mixer)
-        self._own = own
-        weight: Tensor = own.conv1d.weight
-        self._project: _Projected = self._separate if hasattr(own, "in_proj_qkv") else self._interleaved
-        # [taps, channels]
-        self._weight = weight.detach()[:, 0].float().T.contiguous()
-        self._number = forward.number
-        places = {tensor.is_recurrent: place.start for tensor, place in forward.states.places}
-        self._shape = (own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim, len(self._weight))
-        self._offsets = places[False], places[True]
-        self._dtype = weight.dtype
-        self._rates = -own.A_log.detach().float().exp()
-        self._run = getattr(kernels.cdll, f"gated_delta_{_SUFFIX[weight.dtype]}")
-        self._run.argtypes = (*[c_void_p] * 8, ctypes.c_int)
-        self._run.restype = None
-
-    def __call__(self, rows: Tensor, step: StepState) -> Tensor:
-        return over_copies(rows, step, self._number, self.compute)
-
-    def compute(self, rows: Tensor, states: Tensor, is_first: bool = False) -> Tensor:
-        """rows [B, N, hidden_size], states [B, bytes] uint8, which become those after the tokens. Returns the
-        same as rows. Blocks."""
-        (num_sequences, num_tokens, _), own = rows.shape, self._own
-        mixed, gate, beta, decay = self._project(rows)
-        shape = _Shape(num_sequences, num_tokens, *self._shape, states.stride(0), *self._offsets)
-        channels, num_heads, width = mixed.shape[-1], own.num_v_heads, own.head_v_dim
-        scratch = torch.empty(
-            num_sequences
-            * ((2 * num_tokens + len(self._weight)) * channels + 2 * own.num_k_heads * num_tokens)
+    def __init__(self, step: StepState | None, num_tokens: int):
+        """step None: the tokens are those of one new sequence, of which no state is kept."""
+        if step is None:
+            self._kept: tuple[Any, ...] = (np.array([0, num_tokens], np.int32), np.array([0, 1]))
+            addresses, num_pages = (None, None, None), 0
+        else:
+            spans = PackedSpans.of(step.sequences, step.layout.num_blocks)
+            numbers = np.array([0, *(len(own) for own in step.sequences)]).cumsum()
+            places = (torch.from_numpy(spans.source), torch.from_numpy(spans.target))
+            source, target = (step.layout.page_ids(blocks, step.kv) for blocks in places)
+            self._kept = (spans.starts.astype(np.int32), numbers, source, target)
+            memory = step.kv.buffer.data_ptr()
+            addresses, num_pages = (source.data_ptr(), target.data_ptr(), memory), source.shape[1]
+        starts, numbers = self._kept[:2]
+        self._step = _MixerStep(
+            starts.ctypes.data, numbers.ctypes.data, *addresses, len(numbers) - 1, num_pages
         )
-        out = torch.empty(num_sequences, num_tokens, num_heads, width, dtype=self._dtype)
-        self._run(
-            ctypes.byref(shape), mixed.contiguous().data_ptr(), self._weight.data_ptr(), decay.data_ptr(),
-            beta.data_ptr(), states.data_ptr(), scratch.data_ptr(), out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        normed = own.norm(out.view(-1, width), gate.reshape(-1, width))
-        return own.out_proj(normed.view(num_sequences, num_tokens, -1))
+        self.address: int = ctypes.addressof(self._step)  # valid while this object lives
 
-    def _separate(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        own = self._own
-        return (
-            own.in_proj_qkv(rows),
-            own.in_proj_z(rows),
-            *self._gates(own.in_proj_b(rows), own.in_proj_a(rows)),
-        )
-
-    def _interleaved(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        own = self._own
-        query, key, value, gate, beta, decay = own.fix_query_key_value_ordering(
-            own.in_proj_qkvz(rows), own.in_proj_ba(rows)
-        )
-        mixed = torch.cat([each.flatten(2) for each in (query, key, value)], -1)
-        return mixed, gate, *self._gates(beta, decay)
-
-    def _gates(self, beta: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, N, heads] float32 each: how much of new values is written, and what of the old ones is kept."""
-        own = self._own
-        log = self._rates * F.softplus(decay.float() + own.dt_bias)
-        return beta.sigmoid().float().contiguous(), log.exp().contiguous()
+    @classmethod
+    def of(cls, step: StepState | None, num_tokens: int) -> SpanPages:
+        """Made once a step."""
+        if step is None:
+            return cls(None, num_tokens)
+        if not isinstance(step.native_spans, cls):
+            step.native_spans = cls(step, num_tokens)
+        return step.native_spans
 
 
-def gated_delta(forward: StatefulForward, kernels: Kernels) -> GatedDelta | None:
-    """None: it is no such mixer, or of a form that the kernel does not know."""
-    mixer, states = forward.mixer, forward.states
-    if not all(hasattr(mixer, name) for name in _PARTS):
+@dataclass(frozen=True)
+class DeltaMixer:
+    """A mixer without its products. It was recognised (`delta_mixer`)."""
+
+    inputs: MixerInputs
+    address: int  # of a `DeltaMixer` of kernels.h; valid while this object lives
+    out_width: int  # of a row that goes into the last product
+    kept: tuple[Any, ...]
+
+
+def delta_mixer(
+    forward: StatefulForward, kernels: Kernels, source: WeightSource | None = None
+) -> DeltaMixer | None:
+    """None: it is no such mixer, or of a form that the kernel does not know. source: of packed weights, among
+    which the convolution's are then."""
+    found = mixer_inputs(forward.mixer)
+    if found is None or not _is_known(forward, found, kernels.cdll.gated_delta_lanes()):
         return None
-    own, lanes = cast(Any, mixer), kernels.cdll.gated_delta_lanes()
+    own = cast(Any, forward.mixer)
+    weight: Tensor = own.conv1d.weight
+    channels, _, taps = weight.shape
+
+    def fill(matrix: Matrix) -> None:
+        matrix.packed.copy_(_taps_first(weight).view(torch.uint8).flatten())
+
+    num_bytes = 4 * taps * channels
+    packed = _taps_first(weight) if source is None else source.matrix(num_bytes, 0, fill).packed
+    rates = -own.A_log.detach().float().exp()
+    shifts = own.dt_bias.detach().float().contiguous()
+    norm = cast(Any, found.norm)
+    norm_weight = norm.weight.detach().contiguous()
+    places = {tensor.is_recurrent: place.start for tensor, place in forward.states.places}
+    layout, columns = forward.layout, found.columns
+    mixer = _NativeMixer(
+        packed.data_ptr(), rates.data_ptr(), shifts.data_ptr(), pointer(norm_weight),
+        own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim, taps,
+        weight.dtype == torch.bfloat16, sum(linear.out_features for linear in found.linears),
+        columns.query, columns.key, columns.key_step, columns.value, columns.gate, columns.value_step,
+        columns.beta, columns.decay, columns.gate_step,
+        layout.first_page(forward.number), layout.page_bytes, places[False], places[True],
+        epsilon_of(norm),
+    )  # fmt: skip
+    kept = (packed, rates, shifts, norm_weight, mixer)
+    return DeltaMixer(found, ctypes.addressof(mixer), own.num_v_heads * own.head_v_dim, kept)
+
+
+def _taps_first(weight: Tensor) -> Tensor:
+    """[taps, channels] float32"""
+    return weight.detach()[:, 0].float().T.contiguous()
+
+
+def _is_known(forward: StatefulForward, found: MixerInputs, multiple: int) -> bool:
+    own = cast(Any, forward.mixer)
     weight: Tensor = own.conv1d.weight
     channels = 2 * own.num_k_heads * own.head_k_dim + own.num_v_heads * own.head_v_dim
-    kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in states.tensors]
-    is_known = (
-        weight.dtype in _SUFFIX
+    kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]
+    norm_weight = getattr(found.norm, "weight", None)
+    return (
+        weight.dtype in _DTYPES
         and own.conv1d.bias is None
         and getattr(own, "activation", None) == "silu"
-        and (hasattr(own, "in_proj_qkv") or hasattr(own, "in_proj_qkvz"))
-        and all(width % lanes == 0 for width in (own.head_k_dim, own.head_v_dim))
+        and isinstance(norm_weight, nn.Parameter)
+        and (norm_weight.dtype, norm_weight.shape) == (weight.dtype, (own.head_v_dim,))
+        and epsilon_of(found.norm) is not None
+        and all(width % multiple == 0 for width in (own.head_k_dim, own.head_v_dim))
+        and all(linear.bias is None for linear in found.linears)
         and kinds == [
             (False, weight.dtype, (channels, weight.shape[-1])),
             (True, torch.float32, (own.num_v_heads, own.head_k_dim, own.head_v_dim)),
         ]
     )  # fmt: skip
-    return GatedDelta(forward, kernels) if is_known else None
+
+
+class GatedDelta:
+    """Implements `MixerKernel`."""
+
+    def __init__(self, forward: StatefulForward, mixer: DeltaMixer, kernels: Kernels):
+        self._own, self._mixer = cast(Any, forward.mixer), mixer
+        # modules take the place of the linears later
+        names = {module: name for name, module in forward.mixer.named_children()}
+        self._inputs = [names[linear] for linear in mixer.inputs.linears]
+        self._out = names[mixer.inputs.out]
+        self._run = kernels.cdll.gated_delta
+        self._run.argtypes, self._run.restype = (*[c_void_p] * 4, ctypes.c_int), None
+
+    def __call__(self, rows: Tensor, step: StepState) -> Tensor:
+        projected = torch.cat([getattr(self._own, name)(rows[None])[0] for name in self._inputs], -1)
+        out = torch.empty(len(rows), self._mixer.out_width, dtype=rows.dtype)
+        spans = SpanPages.of(step, len(rows))
+        self._run(
+            self._mixer.address, spans.address, projected.data_ptr(), out.data_ptr(), torch.get_num_threads()
+        )
+        return getattr(self._own, self._out)(out[None])[0]
+
+
+def gated_delta(forward: StatefulForward, kernels: Kernels) -> GatedDelta | None:
+    """None: it is no such mixer, or of a form that the kernel does not know."""
+    mixer = delta_mixer(forward, kernels)
+    return None if mixer is None else GatedDelta(forward, mixer, kernels)

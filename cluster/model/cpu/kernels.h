@@ -32,7 +32,7 @@ struct Layer {
   int64_t second, third;         // of a layer that is not gated: where these parts begin, multiples of kLanes
 };
 
-// The next three are mirrored by attention_cpu.py.
+// The next two, and WriteCall, are mirrored by attention_cpu.py.
 struct AttentionStep {          // the same for all layers of a step that share a window
   const int64_t* tables;        // [sequences, table_width] block ids
   const int32_t* query_starts;  // [sequences + 1] first new token of each sequence
@@ -49,6 +49,29 @@ struct AttentionCall {
   int64_t query_heads, kv_heads, key_width, value_width;
   int64_t is_bf16;         // of the query and the output, and of K and V in a plain cache; else float32
   double scale, softcap;  // softcap 0: none
+};
+
+// The next two are mirrored by gated_delta.py. A mixer with the gated delta rule, without its products. Columns of a row of
+// its first product: where the parts of the first key head begin, and the steps to the next key head's.
+struct MixerStep {             // the same for all layers of a step
+  const int32_t* starts;       // [spans + 1] the first token of each span
+  const int64_t* sequences;    // [num_sequences + 1] the first span of each sequence
+  const int64_t *source, *target;  // [spans, pages]: of a sequence's state before its first span, and after a span; -1: none
+  char* memory;                // where page 0 begins
+  int64_t num_sequences, pages;  // pages 0: sequences are new, and nothing is kept
+};
+
+struct DeltaMixer {
+  const float* weight;                // [taps, channels] of the convolution
+  const float *rates, *shifts;        // [value_heads]
+  const void* norm;                   // [value_width]
+  int64_t key_heads, value_heads, key_width, value_width, taps, is_bf16;
+  int64_t row_width, query, key, key_step, value, gate, value_step, beta, decay, gate_step;
+  int64_t first_page, page_bytes, conv_offset, delta_offset;  // of the layer's states; where in them each lies
+  double epsilon;
+
+  int64_t channels() const { return 2 * key_heads * key_width + value_heads * value_width; }
+  int64_t items(const MixerStep& step) const { return step.num_sequences * key_heads; }
 };
 
 struct WriteCall {
@@ -105,7 +128,9 @@ void adapter_down(bool is_bf16, const Layer& layer, const LayerAdapter& adapter,
 
 constexpr int64_t kSerialElements = 1 << 17;  // of x, in a pass over it that one thread makes as fast as two
 
-void rms_norm_rows(bool is_bf16, const void* weight, const void* x, void* y, int64_t rows, int64_t width, float epsilon);
+// `is_shifted`: times 1 + weight, rounded once; else times the weight, after a first rounding.
+void rms_norm_rows(bool is_bf16, bool is_shifted, const void* weight, const void* x, void* y, int64_t rows, int64_t width,
+                   float epsilon);
 
 // x ≈ scales[row] * (byte - 128); a row of bytes takes `x_bytes`.
 void quantise_rows(bool is_bf16, const void* x, uint8_t* bytes, float* scales, int64_t rows, int64_t width, int64_t x_bytes);
@@ -132,5 +157,10 @@ struct AttentionPlan {
 };
 
 void write_kv_rows(const WriteCall& call, int64_t begin, int64_t end);
+
+// ------------------------------------------------------------------------------------------------------ gated_delta.cpp
+
+// out [tokens, value_heads * value_width] of rows [tokens, row_width].
+void run_mixer(const DeltaMixer& mixer, const MixerStep& step, const void* rows, void* out, int64_t item);
 
 }  // namespace kernels

@@ -1,9 +1,9 @@
 """Decoder layers that run in one native call (`layer.cpp`): one of them, or all of a model with its last norm
 and its head.
 
-A layer's part of the call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention,
-projection, gated MLP and both residuals. Its kernels and roundings are those of `modules` and
-`attention_cpu`.
+A layer's part of the call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention (or a
+mixer with the gated delta rule in its place), projection, gated MLP and both residuals. Its kernels and
+roundings are those of `modules`, `attention_cpu` and `gated_delta`.
 
 Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` says which
 layers and which models it can replace.
@@ -26,11 +26,13 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import AttentionBackend, PagedBatch
 from cluster.model.attention_cpu import row_pointers, step_view
 from cluster.model.cpu.adapters import NO_RUNS, AdapterRuns, attach_adapters, step_of
+from cluster.model.cpu.gated_delta import DeltaMixer, SpanPages, delta_mixer
 from cluster.model.cpu.library import Kernels
-from cluster.model.cpu.modules import PackedLinear, PackedWeights, pointer
+from cluster.model.cpu.modules import NativeRmsNorm, PackedLinear, PackedWeights, pointer
 from cluster.model.kv_format import layer_cache
-from cluster.model.layers.parts import AttentionParts, DecoderParts, MlpParts, epsilon_of
+from cluster.model.layers.parts import AttentionParts, DecoderParts, Linear, MlpParts, epsilon_of
 from cluster.model.layers.trial import Heads
+from cluster.model.state_step import StatefulForward
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -39,8 +41,9 @@ class _DecoderLayer(ctypes.Structure):
     _fields_ = (
         ("qkv", c_void_p), ("out", c_void_p), ("gate_up", c_void_p), ("down", c_void_p),
         ("input_norm", c_void_p),
-        ("post_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p), ("query_heads", c_int64),
-        ("kv_heads", c_int64), ("head_width", c_int64), ("is_bf16", c_int64), ("input_epsilon", c_double),
+        ("post_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p), ("mixer", c_void_p),
+        ("query_heads", c_int64), ("kv_heads", c_int64), ("head_width", c_int64), ("is_bf16", c_int64),
+        ("is_gated", c_int64), ("is_shifted", c_int64), ("input_epsilon", c_double),
         ("post_epsilon", c_double), ("query_epsilon", c_double), ("key_epsilon", c_double),
         ("scale", c_double),
     )  # fmt: skip
@@ -51,7 +54,7 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = (
         ("layers", c_void_p), ("views", c_void_p), ("num_layers", c_int64), ("norm", c_void_p),
-        ("head", c_void_p), ("epsilon", c_double),
+        ("head", c_void_p), ("is_shifted", c_int64), ("epsilon", c_double),
     )  # fmt: skip
 
 
@@ -64,7 +67,7 @@ class _DecoderStep(ctypes.Structure):
 
     _fields_ = (
         ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
-        ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
+        ("mixing", c_void_p), ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
         ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64),
         ("threads", c_int64), ("on_layer", _OnLayer), ("adapters", c_void_p), ("adapted", c_void_p),
         ("runs", c_void_p), ("num_runs", c_int64), ("busy", c_int64),
@@ -77,41 +80,47 @@ class NativeDecoderLayer(nn.Module):
     Holds a packed copy of all weights: the layer that it was made from can be deleted.
     """
 
-    def __init__(self, parts: DecoderParts, heads: Heads, kernels: Kernels, *, int8: bool = False):
-        """parts: both halves are recognised. heads: of its attention."""
+    def __init__(
+        self, parts: DecoderParts, heads: Heads | None, kernels: Kernels, *, int8: bool = False,
+        shifted: bool = False,
+    ):  # fmt: skip
+        """parts: both halves are recognised. heads: of its attention; None: it has a mixer. shifted: form of
+        the norms (`NativeRmsNorm`)."""
         super().__init__()
-        attention, mlp = cast(AttentionParts, parts.attention.inner), cast(MlpParts, parts.mlp.inner)
-        biases = [linear.bias for linear in attention.projections]
-        bias = torch.cat(biases) if biases[0] is not None else None
-        weight = torch.cat([linear.weight for linear in attention.projections])
+        mlp = cast(MlpParts, parts.mlp.inner)
+        first = _attention(parts, heads) if heads is not None else _mixer(parts, kernels)
         gate, up = mlp.inputs
         weights = (
-            PackedWeights(kernels, weight, bias=bias, int8=int8),
-            PackedWeights(kernels, attention.out.weight, bias=attention.out.bias, int8=int8),
+            PackedWeights(kernels, first.weight, bias=first.bias, int8=int8),
+            PackedWeights(kernels, first.out.weight, bias=first.out.bias, int8=int8),
             PackedWeights(kernels, gate.weight, up=up.weight, int8=int8),
             PackedWeights(kernels, mlp.down.weight, int8=int8),
         )
-        products = (attention.projections, (attention.out,), mlp.inputs, (mlp.down,))
+        products = (first.linears, (first.out,), mlp.inputs, (mlp.down,))
         adapters = (
             attach_adapters(packed, kernels, linears, gated=linears is mlp.inputs)
             for packed, linears in zip(weights, products, strict=True)
         )
         self.adapters = nn.ModuleList(packed for packed in adapters if packed is not None)
         self.step_adapters = step_of([linear for linears in products for linear in linears])
-        norms = [parts.attention.pre, parts.mlp.pre, *(attention.head_norms or (None, None))]
+        norms = [parts.attention.pre, parts.mlp.pre, *(first.head_norms or (None, None))]
         self.dtype = parts.dtype
         self.hidden_size = gate.in_features
-        self.layer_idx = parts.layer_idx
-        self.window = heads.attention.sliding_window
-        shape = (heads.num_query, heads.num_kv, heads.key_width)
-        # Layers of one form can run in one call.
-        self.form = (self.dtype, self.hidden_size, *shape, up.out_features, int8)
-        self._kept = (weights, [_weight(norm) for norm in norms])
+        # None: its mixer has neither KV nor a window
+        self.layer_idx = None if heads is None else parts.layer_idx
+        self.window = None if heads is None else heads.attention.sliding_window
+        self.states = None if first.mixer is None else cast(StatefulForward, parts.attention.body.forward)
+        shape = (0, 0, 0) if heads is None else (heads.num_query, heads.num_kv, heads.key_width)
+        # Layers can run in one call that have one form, and one shape of those of their kind.
+        self.form = (self.dtype, self.hidden_size, up.out_features, int8, shifted)
+        self.shape = (*shape, *(packed.layer.outputs for packed in weights[:1]), first.out.in_features)
+        self._kept = (weights, [_weight(norm) for norm in norms], first.mixer)
         self._layer = _DecoderLayer(
             *(packed.address for packed in weights), *map(pointer, self._kept[1]),
-            *shape, self.dtype == torch.bfloat16,
+            None if first.mixer is None else first.mixer.address,
+            *shape, self.dtype == torch.bfloat16, first.is_gated, shifted,
             *(0.0 if norm is None else cast(float, epsilon_of(norm)) for norm in norms),
-            heads.attention.scaling,
+            0.0 if heads is None else heads.attention.scaling,
         )  # fmt: skip
         self.address = ctypes.addressof(self._layer)  # of a `DecoderLayer`; valid while this object lives
         self._alone = NativeDecoder([self], kernels)
@@ -134,10 +143,53 @@ class NativeDecoderLayer(nn.Module):
 
 
 @dataclass(frozen=True)
+class _FirstHalf:
+    """Attention or a mixer, as a native layer takes it."""
+
+    linears: tuple[Linear, ...]  # of the input
+    weight: Tensor  # of all of them
+    bias: Tensor | None
+    out: Linear
+    head_norms: tuple[nn.Module, ...] = ()
+    is_gated: bool = False
+    mixer: DeltaMixer | None = None
+
+
+def _attention(parts: DecoderParts, heads: Heads) -> _FirstHalf:
+    inner = cast(AttentionParts, parts.attention.inner)
+    query, *others = inner.projections
+    weights, biases = [linear.weight for linear in inner.projections], [query.bias]
+    is_gated = is_gated_attention(inner, heads)
+    if is_gated:  # a head's query, then its gate: all gates go behind the values
+        own = query.weight.view(heads.num_query, 2, heads.key_width, -1).transpose(0, 1).flatten(1, 2)
+        weights = [own[0], *(linear.weight for linear in others), own[1]]
+    elif query.bias is not None:
+        biases += [linear.bias for linear in others]
+    return _FirstHalf(
+        inner.projections, torch.cat(weights), None if biases[0] is None else torch.cat(biases), inner.out,
+        inner.head_norms, is_gated,
+    )  # fmt: skip
+
+
+def is_gated_attention(inner: AttentionParts, heads: Heads) -> bool:
+    """Whether the projection of the query has a gate for each of its outputs, head by head."""
+    return inner.projections[0].out_features == 2 * heads.num_query * heads.key_width
+
+
+def _mixer(parts: DecoderParts, kernels: Kernels) -> _FirstHalf:
+    mixer = delta_mixer(cast(StatefulForward, parts.attention.body.forward), kernels, kernels.weights)
+    if mixer is None:
+        raise InternalError("a native layer needs a mixer that the kernels know")
+    linears, out = mixer.inputs.linears, cast(nn.Linear, mixer.inputs.out)
+    weight = torch.cat([linear.weight for linear in linears])
+    return _FirstHalf(linears, weight, None, out, mixer=mixer)
+
+
+@dataclass(frozen=True)
 class Head:
     """What follows the last layer."""
 
-    norm: nn.Module
+    norm: NativeRmsNorm
     linear: PackedLinear
 
 
@@ -145,17 +197,21 @@ class NativeDecoder:
     """Successive native layers of one form, and perhaps the model's last norm and head, in one call."""
 
     def __init__(self, layers: Sequence[NativeDecoderLayer], kernels: Kernels, head: Head | None = None):
-        windows = list(dict.fromkeys(layer.window for layer in layers))
+        windows = list(dict.fromkeys(layer.window for layer in layers if layer.states is None))
         first = layers[0]
+        self._states = next((layer.states for layer in layers if layer.states is not None), None)
         self._form, self._windows, self._head = first.form, windows, head
         self._layer_ids = [layer.layer_idx for layer in layers]
         self._adapters = next((layer.step_adapters for layer in layers if layer.step_adapters), None)
         norm = None if head is None else _weight(head.norm)
         addresses = (c_void_p * len(layers))(*(layer.address for layer in layers))
-        views = (c_int64 * len(layers))(*(windows.index(layer.window) for layer in layers))
+        views = (c_int64 * len(layers))(
+            *(0 if layer.states is not None else windows.index(layer.window) for layer in layers)
+        )
         self._decoder = _Decoder(
             ctypes.addressof(addresses), ctypes.addressof(views), len(layers),
             pointer(norm), None if head is None else head.linear.forward.address,
+            head is not None and head.norm.is_shifted,
             0.0 if head is None else cast(float, epsilon_of(head.norm)),
         )  # fmt: skip
         self._kept = (addresses, views, norm)
@@ -185,9 +241,11 @@ class NativeDecoder:
         on_layer, errors = self._listener(batch)
         adapted = None if self._adapters is None else self._adapters.slots
         runs = NO_RUNS if adapted is None else AdapterRuns.of(adapted)
+        spans = None if self._states is None else SpanPages.of(self._states.now, len(slots))
         step = _DecoderStep(
             slots.data_ptr(), cos.data_ptr(), sin.data_ptr(), self._rows_of(batch.kv),
-            ctypes.addressof(view_addresses), x.data_ptr(), y.data_ptr(),
+            ctypes.addressof(view_addresses), None if spans is None else spans.address,
+            x.data_ptr(), y.data_ptr(),
             pointer(wanted), pointer(outputs), None if outputs is logits else pointer(logits),
             len(slots), cos.shape[-1], len(views), num_wanted, torch.get_num_threads(), on_layer,
             *runs.arguments,
@@ -210,12 +268,12 @@ class NativeDecoder:
     def _rows_of(self, kv: BlockMemory) -> int:
         """Address of `LayerRows` of every layer in this memory."""
         if self._rows is None or self._rows[0]() is not kv:
-            caches = [layer_cache(kv, layer_idx) for layer_idx in self._layer_ids]
+            caches = [None if idx is None else layer_cache(kv, idx) for idx in self._layer_ids]
             pointers = [
                 pointer
                 for cache in caches
-                for store in (cache.key, cache.value)
-                for pointer in row_pointers(store)
+                for store in ((cache.key, cache.value) if cache is not None else (None, None))
+                for pointer in (row_pointers(store) if store is not None else (None, None))
             ]
             self._rows = (weakref.ref(kv), (c_void_p * len(pointers))(*pointers))
         return ctypes.addressof(self._rows[1])
@@ -228,7 +286,7 @@ class NativeDecoder:
 
         def announce(layer: int) -> int:
             try:
-                on_layer(self._layer_ids[layer])
+                on_layer(cast(int, self._layer_ids[layer]))
             except BaseException as error:  # C++ cannot pass it on: `run` raises it
                 errors.append(error)
             return len(errors)

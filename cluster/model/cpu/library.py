@@ -48,8 +48,8 @@ class LayerAdapter(ctypes.Structure):
 _LINEAR = (c_void_p, c_void_p, c_void_p, c_int64, c_int)  # layer, x, y, rows, threads
 _PACK = (c_void_p, c_void_p, c_void_p, c_int64, c_int64)  # weight, up, packed, outputs, inputs
 _PACK_INT8 = (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64)  # and scales, sums
-# weight, x, y, rows, width, epsilon, threads
-_NORM = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int)
+# weight, x, y, rows, width, epsilon, is_shifted, threads
+_NORM = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_int, c_int)
 _PROTOTYPES = {
     "linear_f32": _LINEAR,
     "linear_bf16": _LINEAR,

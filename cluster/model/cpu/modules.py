@@ -126,11 +126,12 @@ class PackedGatedMlp(nn.Module):
 
 
 class NativeRmsNorm(nn.Module):
-    """weight * (x / rms(x)). As in most families the quotient is computed in float32 and rounded to the dtype
-    before the product."""
+    """weight * (x / rms(x)), the quotient computed in float32 and rounded to the dtype before the product, as in
+    most families; or shifted, as in Gemma and Qwen3.5: (1 + weight) * (x / rms(x)), rounded once."""
 
-    def __init__(self, norm: nn.Module, kernels: Kernels):
+    def __init__(self, norm: nn.Module, kernels: Kernels, *, shifted: bool = False):
         super().__init__()
+        self.is_shifted = shifted
         self.weight = cast(nn.Parameter, norm.weight)
         self.variance_epsilon: float = cast(float, epsilon_of(norm))
         self._run: Callable[..., None] = getattr(kernels.cdll, f"rms_norm_{_SUFFIX[self.weight.dtype]}")
@@ -152,6 +153,7 @@ class NativeRmsNorm(nn.Module):
             rows,
             self._width,
             self.variance_epsilon,
+            self.is_shifted,
             torch.get_num_threads(),
         )
         return y
@@ -223,8 +225,22 @@ def _replacement(module: nn.Module, kernels: Kernels, weight_dtype: WeightDtype)
             module, candidate, _INT8_TOLERANCE if settings.get("int8") else exact[dtype_of(module)]
         )
 
-    candidates = [{"int8": True}, {}] if is_packed and weight_dtype == "int8" else [{}]
+    candidates: list[Settings] = [{}]
+    if not is_packed:
+        candidates = [{}, {"shifted": True}]
+    elif weight_dtype == "int8":
+        candidates = [{"int8": True}, {}]
     return kernels.weights.replacement(module, candidates, build, agrees)
+
+
+def is_shifted(norms: Sequence[nn.Module], kernels: Kernels) -> bool | None:
+    """Which form of `NativeRmsNorm` all of these have; None: they have no common one."""
+    for shifted in (False, True):
+        candidates = [NativeRmsNorm(norm, kernels, shifted=shifted) for norm in norms]
+        pairs = zip(norms, candidates, strict=True)
+        if all(_agrees(norm, own, _NORM_TOLERANCE[dtype_of(norm)]) for norm, own in pairs):
+            return shifted
+    return None
 
 
 def is_gated_by_silu(mlp: MlpParts | None) -> bool:

@@ -42,8 +42,14 @@ float quantise_row(const Element* x, uint8_t* bytes, int64_t width) {
 
 // --------------------------------------------------------------------------------------------------------------- norms
 
-// y = weight * Element(x / sqrt(mean(x²) + epsilon))
-template <class Element>
+// y = weight * Element(x / sqrt(mean(x²) + epsilon)); shifted: Element((1 + weight) * x / sqrt(mean(x²) + epsilon))
+template <bool kIsShifted, class Element>
+inline Floats weighted(Floats normed, const Element* weight) {
+  if constexpr (kIsShifted) return normed * (widened(weight) + 1.0f);
+  return rounded<Element>(normed) * widened(weight);
+}
+
+template <bool kIsShifted, class Element>
 void rms_norm_row(const Element* weight, const Element* x, Element* y, int64_t width, float epsilon) {
   Floats squares[4] = {};
   int64_t k = 0;
@@ -55,32 +61,33 @@ void rms_norm_row(const Element* weight, const Element* x, Element* y, int64_t w
   float sum = sum_of((squares[0] + squares[1]) + (squares[2] + squares[3]));
   for (; k < width; k++) sum += as_float(x[k]) * as_float(x[k]);
   const float scale = 1.0f / std::sqrt(sum / (float)width + epsilon);
-  for (k = 0; k + kLanes <= width; k += kLanes)
-    store_floats(y + k, rounded<Element>(widened(x + k) * scale) * widened(weight + k));
+  for (k = 0; k + kLanes <= width; k += kLanes) store_floats(y + k, weighted<kIsShifted>(widened(x + k) * scale, weight + k));
   if (k == width) return;
   Element tail[3][kLanes] = {};
   std::memcpy(tail[0], x + k, (width - k) * sizeof(Element));
   std::memcpy(tail[1], weight + k, (width - k) * sizeof(Element));
-  store_floats(tail[2], rounded<Element>(widened(tail[0]) * scale) * widened(tail[1]));
+  store_floats(tail[2], weighted<kIsShifted>(widened(tail[0]) * scale, tail[1]));
   std::memcpy(y + k, tail[2], (width - k) * sizeof(Element));
 }
 
 template <class Element>
-void rms_norm(const Element* weight, const Element* x, Element* y, int64_t rows, int64_t width, float epsilon, int threads) {
+void rms_norm(bool is_shifted, const Element* weight, const Element* x, Element* y, int64_t rows, int64_t width, float epsilon,
+              int threads) {
+  const auto norm_row = is_shifted ? rms_norm_row<true, Element> : rms_norm_row<false, Element>;
 #pragma omp parallel for schedule(dynamic, 16) num_threads(threads) if (threads > 1 && rows * width > kSerialElements)
-  for (int64_t row = 0; row < rows; row++) rms_norm_row(weight, x + row * width, y + row * width, width, epsilon);
+  for (int64_t row = 0; row < rows; row++) norm_row(weight, x + row * width, y + row * width, width, epsilon);
 }
 
 }  // namespace
 
 namespace kernels {
 
-void rms_norm_rows(bool is_bf16, const void* weight, const void* x, void* y, int64_t rows, int64_t width,
+void rms_norm_rows(bool is_bf16, bool is_shifted, const void* weight, const void* x, void* y, int64_t rows, int64_t width,
                    float epsilon) {
   if (is_bf16)
-    rms_norm((const BFloat16*)weight, (const BFloat16*)x, (BFloat16*)y, rows, width, epsilon, 1);
+    rms_norm(is_shifted, (const BFloat16*)weight, (const BFloat16*)x, (BFloat16*)y, rows, width, epsilon, 1);
   else
-    rms_norm((const float*)weight, (const float*)x, (float*)y, rows, width, epsilon, 1);
+    rms_norm(is_shifted, (const float*)weight, (const float*)x, (float*)y, rows, width, epsilon, 1);
 }
 
 void quantise_rows(bool is_bf16, const void* x, uint8_t* bytes, float* scales, int64_t rows, int64_t width,
@@ -94,12 +101,12 @@ void quantise_rows(bool is_bf16, const void* x, uint8_t* bytes, float* scales, i
 
 extern "C" {
 
-void rms_norm_f32(const float* weight, const float* x, float* y, int64_t rows, int64_t width, float epsilon,
+void rms_norm_f32(const float* weight, const float* x, float* y, int64_t rows, int64_t width, float epsilon, int is_shifted,
                   int threads) {
-  rms_norm(weight, x, y, rows, width, epsilon, threads);
+  rms_norm(is_shifted, weight, x, y, rows, width, epsilon, threads);
 }
 void rms_norm_bf16(const BFloat16* weight, const BFloat16* x, BFloat16* y, int64_t rows, int64_t width, float epsilon,
-                  int threads) {
-  rms_norm(weight, x, y, rows, width, epsilon, threads);
+                   int is_shifted, int threads) {
+  rms_norm(is_shifted, weight, x, y, rows, width, epsilon, threads);
 }
 }

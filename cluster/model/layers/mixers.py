@@ -33,22 +33,40 @@ _SCALE = 0.5
 
 @torch.inference_mode()
 def replace_mixers(step: StepStates, kernels: LayerKernels, hidden_size: int) -> int:
-    """Returns how many are replaced. Every mixer is compared; those of a form that has agreed, which differ
-    from it in their weights, over fewer steps: transformers' code takes tens of milliseconds for all. Call it
-    after `kernels.replace_modules`. Blocks."""
-    num_replaced, agreed = 0, set[Hashable]()
+    """Returns how many are replaced. Call it after `kernels.replace_modules`. Blocks."""
+    num_replaced, trial = 0, MixerTrial(kernels.name, kernels.mixer_tolerances)
     for forward in step.forwards:
-        if (kernel := kernels.mixer(forward)) is None:
-            continue
-        form = (type(kernel), _form(forward))
-        steps = _STEPS[:_NUM_AGAIN] if form in agreed else _STEPS
-        if _agrees(forward, kernel, kernels, hidden_size, steps):
+        kernel = kernels.mixer(forward)
+        if kernel is not None and trial.agrees(forward, kernel, hidden_size):
             forward.kernel = kernel
-            agreed.add(form)
             num_replaced += 1
     if step.forwards:
         logger.info("%s: %d of %d mixers replaced", kernels.name, num_replaced, len(step.forwards))
     return num_replaced
+
+
+class MixerTrial:
+    """Compares kernels with the mixers of a model; those of a form that has agreed, which differ from it in
+    their weights, over fewer steps: transformers' code takes tens of milliseconds for all."""
+
+    def __init__(self, name: str, tolerances: Mapping[torch.dtype, float]):
+        """name: of the kernels, for the log. tolerances: largest relative error (2-norm) of what a mixer
+        gives, and of each of its states."""
+        self._name, self._tolerances = name, tolerances
+        self._agreed: set[Hashable] = set()
+
+    def agrees(self, forward: StatefulForward, kernel: MixerKernel, hidden_size: int) -> bool:
+        """Blocks."""
+        form = (type(kernel), _form(forward))
+        steps = _STEPS[:_NUM_AGAIN] if form in self._agreed else _STEPS
+        try:
+            agrees = _does_agree(forward, kernel, self._tolerances, hidden_size, steps)
+        except Exception as error:  # compilers raise what they like; a device that broke raises it again
+            logger.warning("%s: %s fails: %s", self._name, type(kernel).__name__, error)
+            return False
+        if agrees:
+            self._agreed.add(form)
+        return agrees
 
 
 def _form(forward: StatefulForward) -> Hashable:
@@ -57,16 +75,6 @@ def _form(forward: StatefulForward) -> Hashable:
         type(forward.mixer), forward.states.tensors,
         tuple((name, own.shape, own.dtype, own.is_contiguous()) for name, own in parameters),
     )  # fmt: skip
-
-
-def _agrees(
-    forward: StatefulForward, kernel: MixerKernel, kernels: LayerKernels, hidden_size: int, steps: _Steps
-) -> bool:
-    try:
-        return _does_agree(forward, kernel, kernels.mixer_tolerances, hidden_size, steps)
-    except Exception as error:  # compilers raise what they like; a device that broke raises it again
-        logger.warning("%s: %s fails: %s", kernels.name, type(kernel).__name__, error)
-        return False
 
 
 def _does_agree(

@@ -24,6 +24,7 @@ from tests.unit.model.native_kernels import LOADED, each_dtype, each_variant, ne
 # Not imported above: transformers' model classes come after cluster.model, which prepares torchvision for
 # them.
 LlamaMLP = hf.models.llama.modeling_llama.LlamaMLP
+GemmaRMSNorm = hf.models.gemma.modeling_gemma.GemmaRMSNorm
 LlamaRMSNorm = hf.models.llama.modeling_llama.LlamaRMSNorm
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3}  # relative, of a whole result
@@ -205,11 +206,12 @@ def test_silu_is_right_far_from_zero(kernels: Kernels):
 @each_variant
 @each_dtype
 @pytest.mark.parametrize("width", [1, 15, 64, 200, 896])
-def test_an_rms_norm_equals_transformers(kernels: Kernels, dtype, width):
-    norm = LlamaRMSNorm(width, eps=1e-5).to(dtype)
+@pytest.mark.parametrize("shifted", [False, True])
+def test_an_rms_norm_equals_transformers(kernels: Kernels, dtype, width, shifted):
+    norm = (GemmaRMSNorm if shifted else LlamaRMSNorm)(width, eps=1e-5).to(dtype)
     norm.weight.copy_(torch.randn(width))
     x = 4 * torch.randn(3, 70, width).to(dtype)
-    actual, expected = NativeRmsNorm(norm, kernels)(x), norm(x)
+    actual, expected = NativeRmsNorm(norm, kernels, shifted=shifted)(x), norm(x)
     assert relative_error(actual, expected) < (1e-6 if dtype == torch.float32 else 1e-4)
 
 
@@ -271,9 +273,11 @@ def test_all_that_is_understood_is_replaced_and_a_tied_embedding_stays():
     assert native.get_input_embeddings().weight.shape == (131, 64)
 
 
-def test_norms_that_add_one_and_mlps_with_gelu_stay_what_they_are():
+def test_norms_may_add_one_and_mlps_with_gelu_stay_what_they_are():
     native = optimised(tiny("gemma"))
-    assert count(native, NativeRmsNorm) == count(native, PackedGatedMlp) == 0
+    norms = [module for module in native.modules() if isinstance(module, NativeRmsNorm)]
+    assert [norm.is_shifted for norm in norms] == [True] * 5
+    assert count(native, PackedGatedMlp) == 0
     assert count(native, PackedLinear) == 2 * 7 + 1
 
 

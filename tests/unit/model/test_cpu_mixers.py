@@ -1,6 +1,5 @@
 """The native gated delta rule computes what transformers' mixers compute, for every variant of the kernels."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +12,14 @@ import transformers as hf
 from torch import Tensor
 
 import cluster.model  # noqa: F401  (prepares torchvision)
-from cluster.kvcache.memory import MemoryLayout
+from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.cpu.gated_delta import GatedDelta
 from cluster.model.cpu.layer_search import CpuLayerKernels
 from cluster.model.kv_format import kv_segments
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
-from cluster.model.state_step import MixerKernel, StatefulForward, StepStates, install, over_copies
+from cluster.model.state_step import MixerKernel, StatefulForward, StepState, StepStates, install
+from cluster.model.states import StateSpan
 from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 
 HIDDEN = 64
@@ -44,11 +44,27 @@ def stateful(name: str, dtype: torch.dtype, **changes: Any) -> StepStates:
     return install(text, probed.states, probed.attention, layout)
 
 
-def run(forward: StatefulForward, rows: Tensor, states: Tensor) -> Tensor:
-    """rows [B, N, hidden_size], as the kernel takes them over copies of the states."""
-    assert isinstance(forward.kernel, GatedDelta)
-    with torch.inference_mode():
-        return forward.kernel.compute(rows, states)
+class Memory:
+    """Of the states of some sequences, which are 0 at first."""
+
+    def __init__(self, forward: StatefulForward, num_sequences: int):
+        self._forward, size = forward, forward.layout.num_blocks
+        self._blocks = [range(i * size, (i + 1) * size) for i in range(num_sequences)]
+        self._kv = BlockMemory(forward.layout.kv_layout, num_sequences * size)
+
+    def run(self, rows: Tensor) -> Tensor:
+        """rows [B, N, hidden_size]: N more tokens of each sequence."""
+        assert isinstance(self._forward.kernel, GatedDelta)
+        spans = [[StateSpan(rows.shape[1], own, own)] for own in self._blocks]
+        step = StepState(self._forward.layout, self._kv, spans)
+        with torch.inference_mode():
+            return self._forward.kernel(rows.flatten(0, 1), step).view_as(rows)
+
+    def states(self, sequence: int) -> list[Tensor]:
+        layout = self._forward.layout
+        pages = layout.page_ids(torch.tensor([[*self._blocks[sequence]]]), self._kv)
+        stored = layout.load(0, pages, self._kv)[0]
+        return [stored[place].view(tensor.dtype) for tensor, place in self._forward.states.places]
 
 
 @needs_kernels
@@ -59,14 +75,13 @@ def test_mixers_of_the_gated_delta_rule_are_replaced_and_agree(name, dtype, kern
     step = stateful(name, dtype)
     assert replace_mixers(step, CpuLayerKernels(kernels, "auto"), HIDDEN) == 1
     (forward,) = step.forwards
-    whole, apart = (torch.zeros(1, forward.states.num_bytes, dtype=torch.uint8) for _ in range(2))
+    whole, apart = Memory(forward, 1), Memory(forward, 1)
     rows = torch.randn(1, 70, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = run(forward, rows, whole)
-    pieces = [run(forward, piece, apart) for piece in rows.split([1, 2, 64, 3], 1)]
+    expected = whole.run(rows)
+    pieces = [apart.run(piece) for piece in rows.split([1, 2, 64, 3], 1)]
     tolerance = 1e-5 if dtype is torch.float32 else 5e-2  # linears of torch round by the number of rows
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=tolerance, atol=tolerance)
-    for tensor, place in forward.states.places:
-        mine, theirs = (each[0, place].view(tensor.dtype) for each in (apart, whole))
+    for mine, theirs in zip(apart.states(0), whole.states(0), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
@@ -78,13 +93,13 @@ def test_a_sequence_does_not_depend_on_the_others(kernels) -> None:
     (forward,) = step.forwards
     generator = torch.Generator().manual_seed(2)
     rows = torch.randn(5, 3, HIDDEN, generator=generator)
-    together = torch.zeros(5, forward.states.num_bytes, dtype=torch.uint8)
-    expected = run(forward, rows, together)
+    together = Memory(forward, 5)
+    expected = together.run(rows)
     for i in range(5):
-        alone = torch.zeros(1, forward.states.num_bytes, dtype=torch.uint8)
-        torch.testing.assert_close(run(forward, rows[i : i + 1], alone)[0], expected[i], rtol=0, atol=1e-6)
-        mine, theirs = (each.view(torch.float32) for each in (alone[0], together[i]))
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        alone = Memory(forward, 1)
+        torch.testing.assert_close(alone.run(rows[i : i + 1])[0], expected[i], rtol=0, atol=1e-6)
+        for mine, theirs in zip(alone.states(0), together.states(i), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
 
 
 @needs_kernels
@@ -102,12 +117,14 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
     assert kernel is not None
     size = step.forwards[0].states.num_bytes
 
-    def wrong(rows: Tensor, states: Tensor, is_first: bool) -> Tensor:
-        out = kernel.compute(rows, states)
+    def wrong(rows: Tensor, step: StepState) -> Tensor:
+        out, kept = kernel(rows, step), step.target_pages[step.target_pages[:, 0] >= 0]
+        states = step.layout.load(0, kept, step.kv)
         states[:, size - 4 : size] = 0
+        step.layout.store(0, kept, states, step.kv)
         return out
 
-    monkeypatch.setattr(ours, "mixer", lambda _: partial(over_copies, number=0, compute=wrong))
+    monkeypatch.setattr(ours, "mixer", lambda _: wrong)
     assert replace_mixers(step, ours, HIDDEN) == 0
 
 
@@ -123,13 +140,13 @@ def test_every_mixer_is_compared_those_of_a_known_form_over_fewer_steps(monkeypa
         kernel = kernels[min(forward.number, 1)]
         assert kernel is not None
 
-        def compute(rows: Tensor, states: Tensor, is_first: bool) -> Tensor:
+        def counted(rows: Tensor, step: StepState) -> Tensor:
             calls[forward.number] += 1
-            return kernel.compute(rows, states)
+            return kernel(rows, step)
 
-        return partial(over_copies, number=forward.number, compute=compute)
+        return counted
 
     monkeypatch.setattr(ours, "mixer", watched)
     assert replace_mixers(step, ours, HIDDEN) == 2
     assert [forward.kernel is not None for forward in step.forwards] == [True, True, False]
-    assert 0 < 2 * calls[1] < calls[0]
+    assert 0 < calls[1] < calls[0]
