@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,6 +56,16 @@ def medians(functions: dict[str, Callable[[], object]], repeats: int) -> dict[st
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
+def encode_groups(
+    codec: Codec, kv: BlockMemory, blocks: Any, wire: BlockMemory, wire_blocks: Any, layers: Any = None
+) -> None:
+    codec.code(kv, wire, [codec.job(kv, blocks, wire, wire_blocks, layers)], encodes=True)
+
+
+def decode_groups(codec: Codec, wire: BlockMemory, wire_blocks: Any, kv: BlockMemory, blocks: Any) -> None:
+    codec.code(kv, wire, [codec.job(kv, blocks, wire, wire_blocks)], encodes=False)
+
+
 def speeds(dtype: torch.dtype, heads: int, width: int, raw_bytes: int, repeats: int) -> dict[str, float]:
     """GB/s of raw KV per function."""
     layout = MemoryLayout(kv_segments([(heads, width)] * (2 * LAYERS), BLOCK_SIZE, dtype))
@@ -69,8 +80,8 @@ def speeds(dtype: torch.dtype, heads: int, width: int, raw_bytes: int, repeats: 
     for name in CODECS:
         codec = Codec(layout, name)
         wire = BlockMemory(codec.wire_layout, groups)
-        functions[f"{name} encode"] = partial(codec.encode_groups, kv, blocks, wire, wire_blocks)
-        functions[f"{name} decode"] = partial(codec.decode_groups, wire, wire_blocks, arrived, blocks)
+        functions[f"{name} encode"] = partial(encode_groups, codec, kv, blocks, wire, wire_blocks)
+        functions[f"{name} decode"] = partial(decode_groups, codec, wire, wire_blocks, arrived, blocks)
     functions["checksum"] = partial(checksum, kv.descriptors(range(kv.num_blocks)))
     seconds = medians(functions, repeats)
     return {name: kv.buffer.numel() / 1e9 / taken for name, taken in seconds.items()}

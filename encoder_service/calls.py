@@ -1,20 +1,27 @@
-"""The next encoder call: which items, and how much of each."""
+"""The next encoder call: which items, and how much of each, by the memory that is free and by the speed that
+was measured. Used on the engine's thread only."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from cluster.clock import Clock
+from cluster.scheduling.encoder_calls import rows_of_a_call
+from cluster.scheduling.fit import StepFit
 from cluster.scheduling.keys import SchedulingPolicy, order_key
+from cluster.types.curves import Curve
+from cluster.types.media import Modality
 from cluster.types.media_phase import MediaPhase
-from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
-from encoder_service.fits import EncoderFits
 from encoder_service.runner import Piece, Prepared
 from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
 from encoder_service.state import EncodeItem
 
 PIECE_S = 0.05  # an image that arrives during a piece of a long video waits no longer on a fast device
+
+RECOVERY_S = 60.0  # time in which another process, or a fragmented allocator, may return the memory
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,61 @@ class CallPart:
     candidate: Candidate
 
 
+class CallBudget:
+    """How many bytes a call may be estimated to need: what was free at the start, until a call runs out of
+    memory.
+
+    The estimate of a call is `cluster.worker.memory_plan.encoder_step_bytes` and its input tensors. After a
+    call that ran out of memory, the budget is half of that call's estimate. After every `RECOVERY_S` without
+    another such call the budget doubles, up to its first value.
+    """
+
+    def __init__(self, ceiling_bytes: int, clock: Clock):
+        self._ceiling_bytes = ceiling_bytes
+        self._clock = clock
+        self._max_bytes = ceiling_bytes
+        self._changed_at = clock.now()
+
+    @property
+    def max_bytes(self) -> int:
+        now = self._clock.now()
+        while self._max_bytes < self._ceiling_bytes and now - self._changed_at >= RECOVERY_S:
+            self._max_bytes = min(2 * self._max_bytes, self._ceiling_bytes)
+            self._changed_at += RECOVERY_S
+        return self._max_bytes
+
+    def lower(self, tried_bytes: int) -> None:
+        """A call of this estimate has run out of memory."""
+        self._max_bytes = max(1, min(self.max_bytes, tried_bytes // 2))
+        self._changed_at = self._clock.now()
+
+
+class EncoderFits:
+    """What an encoder worker learns of its own speed, by modality. Units are embedding rows before pooling.
+    The context of a step is not used."""
+
+    def __init__(self, large_rows: int):
+        self.encode = {modality: StepFit(large_rows, 1) for modality in Modality}  # of a call
+        # Of an item, on its thread.
+        self.prepare = {modality: StepFit(large_rows, 1) for modality in Modality}
+
+    def rows_of_a_batch(self, modality: Modality, num_ready: int) -> float:
+        """Returns `rows_of_a_call` by this device's fit."""
+        fixed_s, per_row_s = self._parts(modality)
+        return float(rows_of_a_call(num_ready, fixed_s, per_row_s)) if per_row_s else math.inf
+
+    def rows_within(self, modality: Modality, seconds: float) -> float:
+        """Rows of a call that lasts no longer; 0 before the first observation."""
+        fixed_s, per_row_s = self._parts(modality)
+        return max(0.0, seconds - fixed_s) / per_row_s if per_row_s else 0.0
+
+    def _parts(self, modality: Modality) -> tuple[float, float]:
+        curve = self.encode[modality].curve() or Curve(0.0, 0.0)
+        return curve.fixed_s, curve.per_unit_s
+
+
 class CallPlanner:
-    """Chooses the parts of each call. Used on the engine's thread only. Changes nothing."""
+    """Chooses the parts of each call. Changes nothing."""
 
     def __init__(
         self,

@@ -4,19 +4,18 @@ A delivery is added. It gets its target and its rows, in either order, and is se
 the cache until the transfer has ended, even if the delivery has ended before.
 
 If the worker computes prompts, too, rows of its own prompts are not sent: they are copied into the room that
-its language engine has reserved (`OwnPrompts`).
+its language engine has reserved (`OwnEmbeddings`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
-from torch import Tensor
 
 from cluster.clock import Clock
 from cluster.errors import ClusterError, UnavailableError, to_info
@@ -24,29 +23,18 @@ from cluster.types.media import MediaItem
 from cluster.types.messages import Encoded, Failed
 from cluster.types.notices import FeaturesReady
 from cluster.types.transfer import ReceivedGrant
-from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
+from cluster.worker.requests import Deadlines
 from encoder_service.cache import EmbeddingCache
-from encoder_service.holdings import Holdings
-from encoder_service.state import Delivery
+from encoder_service.state import Delivery, Holdings
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.events import Finished, SendEvent
 from kv_transfer.lease.transfer_engine import TransferEngine
 
+if TYPE_CHECKING:
+    from cluster.engine.inbox import OwnEmbeddings
+
 logger = logging.getLogger(__name__)
-
-
-class OwnPrompts(Protocol):
-    """The language engine of the same process."""
-
-    def deposit(self, request_id: str, item_idx: int, blocks: Callable[[], Tensor]) -> bool:
-        """Takes the rows of an item. `blocks()`: [num_blocks, block_size, feature_width]. False: there is no
-        room for them, or no longer; `EncoderEngine.set_target` follows when there is."""
-        ...
-
-    def give_up(self, request_id: str, item_idx: int) -> None:
-        """The rows will not come. Ignored for items that no prompt of this process waits for."""
-        ...
 
 
 @dataclass
@@ -62,7 +50,7 @@ class Deliveries:
         transfer_engine: TransferEngine,
         outbox: Outbox,
         clock: Clock,
-        own_prompts: OwnPrompts | None = None,
+        own_prompts: OwnEmbeddings | None = None,
     ):
         self._own_prompts = own_prompts
         self._cache = cache

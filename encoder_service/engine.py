@@ -18,6 +18,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -37,18 +38,17 @@ from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.loop import StepLoop
 from cluster.worker.outbox import DoorId, Outbox
 from cluster.worker.speed import SpeedReporter
-from encoder_service.budget import CallBudget
 from encoder_service.cache import EmbeddingCache
-from encoder_service.calls import CallPart, CallPlanner, EncoderLimits
-from encoder_service.deliveries import Deliveries, OwnPrompts
-from encoder_service.failures import named
-from encoder_service.fits import EncoderFits
-from encoder_service.holdings import Holdings
+from encoder_service.calls import CallBudget, CallPart, CallPlanner, EncoderFits, EncoderLimits
+from encoder_service.deliveries import Deliveries
 from encoder_service.preparation import IsWanted, NotWantedError, Preparation, PreparationLimits
-from encoder_service.runner import EncoderRunner, Prepared
-from encoder_service.state import Delivery, EncodeItem, delivery_key
+from encoder_service.runner import EncoderRunner, Prepared, named
+from encoder_service.state import Delivery, EncodeItem, Holdings, delivery_key
 from kv_transfer.lease.events import SendEvent
 from kv_transfer.lease.transfer_engine import TransferEngine
+
+if TYPE_CHECKING:
+    from cluster.engine.inbox import OwnEmbeddings
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class EncoderEngine:
         limits: EncoderLimits,
         policy: SchedulingPolicy,
         cpu_slots: CpuSlots,
-        own_prompts: OwnPrompts | None = None,
+        own_prompts: OwnEmbeddings | None = None,
     ):
         """`own_prompts`: of a worker that computes prompts, too."""
         self.runner = runner

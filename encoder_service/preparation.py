@@ -26,8 +26,8 @@ from cluster.errors import NotWantedError as NotWantedError
 from cluster.scheduling.keys import SchedulingPolicy, Ticket, order_key
 from cluster.scheduling.queue import WaitingQueue
 from cluster.types.media import MediaItem, Modality
-from encoder_service.holdings import Holdings
 from encoder_service.runner import Prepared
+from encoder_service.state import Holdings
 
 FIRST_GUESS = 32 << 10  # bytes per row; Qwen2.5-VL needs 18,816
 

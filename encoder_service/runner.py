@@ -1,9 +1,10 @@
 """From file bytes to embedding rows: `prepare` runs on CPU threads, in processes of its own where there are
-some, `encode` on the engine's thread (device code).
+some, `encode` on the engine's thread (device code). `named`: their errors, as they are sent to doors.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cluster.errors import InternalError
-from cluster.media.decode import decode
+from cluster.errors import ClusterError, InternalError, OverloadedError
+from cluster.lost_device import is_device_lost
 from cluster.media.decoders import Decoders
 from cluster.media.preprocessors import Preprocessors
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
+from cluster.model.failures import is_out_of_memory
 from cluster.types.media import MediaItem, MediaOptions, Modality
-from encoder_service.pooling import pool_rows
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,10 @@ class EncoderRunner:
         self,
         model: EncoderModel,
         processor: MediaProcessor,
-        decoders: Decoders | None = None,
+        decoders: Decoders,
         preprocessors: Preprocessors | None = None,
     ):
-        """`decoders`: None: files are trusted, and decoded in this process. `preprocessors`: None: arrays are
-        preprocessed in this process."""
+        """`preprocessors`: None: arrays are preprocessed in this process."""
         self._model = model
         self._processor = processor
         self._decoders = decoders
@@ -72,11 +74,8 @@ class EncoderRunner:
 
         The error does not number the item: requests that share the item know it by different numbers, and
         their doors add them."""
-        settings, options = self._processor.settings, item.options
-        if self._decoders is None:
-            array = decode(item.modality, item.data, settings, options, item_idx=None)
-        else:
-            array = self._decoders.decode(item.modality, item.data, settings, options, is_wanted)
+        settings = self._processor.settings
+        array = self._decoders.decode(item.modality, item.data, settings, item.options, is_wanted)
         return self.preprocess(item.modality, array, item.options, is_wanted)
 
     def preprocess(
@@ -86,9 +85,9 @@ class EncoderRunner:
         options: MediaOptions,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Prepared:
-        """`array`: what `cluster.media.decode` made of a file. Otherwise as `prepare`."""
+        """`array`: what `cluster.media.decoders` made of a file. Otherwise as `prepare`."""
         if self._preprocessors is None:
-            begun = self._processor.begin(modality, array, options, item_idx=None)
+            begun = self._processor.begin(modality, array, options)
         else:
             begun = self._preprocessors.begin(modality, array, options, is_wanted)
         cut, num_units = self._model.splitter(modality), 1
@@ -144,3 +143,26 @@ def pooled(rows: torch.Tensor, item: Mapping[str, torch.Tensor], options: MediaO
     if t * (h // merge) * (w // merge) != len(rows):
         raise InternalError(f"{len(rows)} embedding rows do not fit a grid of {t} x {h} x {w} patches")
     return pool_rows(rows, (t, h // merge, w // merge), options.temporal_pooling, options.spatial_pooling)
+
+
+def pool_rows(rows: torch.Tensor, grid: tuple[int, int, int], temporal: int, spatial: int) -> torch.Tensor:
+    """[t * h * w, d] rows of a grid (t, h, w) → one row for each group of `temporal` × `spatial` × `spatial`
+    neighbours: their mean, computed in float32. Groups at the far edges are smaller."""
+    t, h, w = grid
+    volume = rows.float().view(t, h, w, -1).permute(3, 0, 1, 2)
+    size = (min(temporal, t), min(spatial, h), min(spatial, w))
+    means = torch.nn.functional.avg_pool3d(volume, size, size, ceil_mode=True, count_include_pad=False)
+    return means.flatten(1).T.to(rows.dtype).contiguous()
+
+
+def named(error: BaseException) -> ClusterError:
+    """The error that is sent to doors. Details of unexpected errors are in the log. Raises the error again if
+    the device is lost: the encoder must be replaced."""
+    if isinstance(error, ClusterError):
+        return error
+    if is_out_of_memory(error):
+        return OverloadedError("the encoder ran out of memory", retry_after_s=1.0)
+    if is_device_lost(error):
+        raise error
+    logger.error("encoding failed", exc_info=error)
+    return InternalError("the item could not be encoded; see the encoder's log")

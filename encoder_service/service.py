@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError
@@ -33,10 +34,12 @@ from cluster.worker.service import PhaseService
 from cluster.worker.setup import WorkerSetup, check_device_transport
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
-from encoder_service.deliveries import OwnPrompts
 from encoder_service.engine import EncoderEngine
 from encoder_service.runner import EncoderRunner
 from encoder_service.warm_up import warm_up
+
+if TYPE_CHECKING:
+    from cluster.engine.inbox import OwnEmbeddings
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +119,7 @@ class Encoder:
         processor = MediaProcessor.load(args.model)
         return None if processor is None else cls(args, setup, processor)
 
-    def attach(self, process: WorkerProcess, own_prompts: OwnPrompts | None = None) -> None:
+    def attach(self, process: WorkerProcess, own_prompts: OwnEmbeddings | None = None) -> None:
         """Builds the engine and measures the encoder's speed. `own_prompts`: of a worker that computes
         prompts, too."""
         seat = process.encoder_seat

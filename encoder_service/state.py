@@ -110,3 +110,25 @@ class EncodeItem:
 
     def move(self, phase: MediaPhase) -> None:
         self.phase = next_phase(self.media_hash, self.phase, phase)
+
+
+class Holdings:
+    """How much each of several holders holds, of bytes or rows, and the sum. The sum is zero when every
+    holder has released."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+    def hold(self, name: str, amount: int) -> None:
+        """`name` holds this amount from now on, whatever it held before."""
+        self._total += amount - self._held.get(name, 0)
+        self._held[name] = amount
+
+    def release(self, name: str) -> None:
+        """Names that hold nothing are ignored."""
+        self._total -= self._held.pop(name, 0)

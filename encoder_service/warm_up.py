@@ -15,7 +15,7 @@ import numpy as np
 from cluster.clock import Clock
 from cluster.types.media import MediaOptions, Modality
 from cluster.worker.cpu_slots import CpuSlots
-from encoder_service.fits import EncoderFits
+from encoder_service.calls import EncoderFits
 from encoder_service.runner import EncoderRunner, Piece
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def _run(
 
 
 def _blank_items(modality: Modality) -> tuple[np.ndarray, np.ndarray]:
-    """A small item and a larger one, in the form that `cluster.media.decode` gives."""
+    """A small item and a larger one, in the form that `cluster.media.decoders` gives."""
     match modality:
         case Modality.IMAGE:
             return np.zeros((64, 64, 3), np.uint8), np.zeros((256, 256, 3), np.uint8)

@@ -28,12 +28,13 @@ from bench.encoder.clients import text_part
 from bench.engine.prompts import Part
 from bench.media_files import video_of
 from bench.records import Record
+from bench.trusted_media import trusted_decoders
 from bench.workload import png_bytes
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
 from cluster.media.opener import SurveyOrder, look
 from cluster.media.processor import MediaProcessor
-from cluster.media.sources import MediaSource, read_source
+from cluster.media.sources import MediaSource, read_data_uri
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
 from cluster.text.defaults import GenerationDefaults, context_length
@@ -147,7 +148,9 @@ class EvaluatedModel:
         if media is None:
             raise RuntimeError(f"{folder} has no media encoder")
         self._media = media
-        self._runner = EncoderRunner(EncoderModel.load(folder, dtype=torch.float32), media)
+        self._runner = EncoderRunner(
+            EncoderModel.load(folder, dtype=torch.float32), media, trusted_decoders()
+        )
         self._language = language = LanguageModel.load(folder, dtype=torch.float32)
         self._prompts = PromptBuilder(
             TextProcessor.load(folder, media.transformers_processor),
@@ -242,7 +245,7 @@ class EvaluatedModel:
 
     def _content(self, source: MediaSource) -> Content:
         settings = self._media.settings
-        data, _ = read_source(source, settings.limits.max_bytes)
+        data = read_data_uri(source.url, settings.limits.max_bytes)
         order = SurveyOrder(source.modality, source.options, settings, timeout_s=settings.limits.max_decode_s)
         return Content(FetchedMedia(data, hashlib.sha256(data).digest()), look(order, data))
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bench.engine.prompts import Prompts
 from bench.records import Record
+from bench.trusted_media import decode, prepare
 from bench.workload import SAMPLING_RATE, wav_bytes
 from cluster.errors import ConfigError
-from cluster.media.decode import decode
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import Modality
@@ -55,7 +55,7 @@ def make_items(
 ) -> list[Mapping[str, Tensor]]:
     files = (make_file(modality, sizes, idx) for idx in range(count))
     return [
-        processor.prepare(modality, decode(modality, file, processor.settings, item_idx=idx), item_idx=idx)
+        prepare(processor, modality, decode(modality, file, processor.settings, item_idx=idx))
         for idx, file in enumerate(files)
     ]
 

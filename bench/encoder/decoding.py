@@ -23,8 +23,8 @@ from PIL import Image
 
 from bench.media_files import audio, video_of
 from bench.records import Record
+from bench.trusted_media import decode, trusted_decoders
 from cluster.errors import ConfigError
-from cluster.media.decode import decode
 from cluster.media.decoders import Decoders
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
@@ -47,7 +47,7 @@ def measure(path: Path, dtype: torch.dtype, repeats: int, num_threads: int) -> I
     model = EncoderModel.load(path, dtype=dtype)
     decoders = Decoders(NUM_PREPARE_THREADS)
     ways: dict[str, tuple[EncoderRunner, Decode]] = {
-        "thread": (EncoderRunner(model, processor), decode),
+        "thread": (EncoderRunner(model, processor, trusted_decoders()), decode),
         "process": (EncoderRunner(model, processor, decoders), decoders.decode),
     }
     try:

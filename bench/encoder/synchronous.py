@@ -24,6 +24,7 @@ import torch
 import uvicorn
 from torch import Tensor
 
+from bench.trusted_media import trusted_decoders
 from cluster.config.settings import ClusterArgs
 from cluster.errors import ConfigError, RequestError, from_info, to_info
 from cluster.kvcache.blocks import BlockPool
@@ -79,7 +80,9 @@ class SynchronousEngine:
         processor = MediaProcessor.load(args.model)
         if processor is None:
             raise ConfigError(f"{args.model} has no media encoder")
-        self._encoder = EncoderRunner(EncoderModel.load(args.model, dtype=dtype), processor)
+        self._encoder = EncoderRunner(
+            EncoderModel.load(args.model, dtype=dtype), processor, trusted_decoders()
+        )
         self._model = LanguageModel.load(args.model, dtype=dtype, block_size=args.block_size)
         self._kv = BlockMemory(self._model.kv_layout, args.cpu_kv_blocks[Phase.PREFILL])
         self._blocks = BlockPool(args.cpu_kv_blocks[Phase.PREFILL], args.block_size)

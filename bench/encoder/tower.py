@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bench.encoder.curve import Sizes, make_file
 from bench.records import Record
+from bench.trusted_media import decode, prepare
 from cluster.errors import ConfigError
-from cluster.media.decode import decode
 from cluster.media.processor import MediaProcessor
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.encoder import EncoderModel
@@ -69,14 +69,14 @@ def parts_of(
     processor: MediaProcessor, encoders: Mapping[str, EncoderModel], modality: Modality, file: bytes
 ) -> dict[str, Callable[[], object]]:
     array = decode(modality, file, processor.settings, item_idx=0)
-    tensors = processor.prepare(modality, array, item_idx=0)
+    tensors = prepare(processor, modality, array)
 
     def call(encoder: EncoderModel) -> Callable[[], list[Tensor]]:
         return lambda: encoder.encode(modality, [tensors])
 
     return {
         "decode": lambda: decode(modality, file, processor.settings, item_idx=0),
-        "preprocess": lambda: processor.prepare(modality, array, item_idx=0),
+        "preprocess": lambda: prepare(processor, modality, array),
         **{f"encode, {name}": call(encoder) for name, encoder in encoders.items()},
     }
 

@@ -57,6 +57,7 @@ done
 convert() {
   venv/bin/python "$here/convert_to_gguf.py" llama.cpp "$models/$1" --outtype bf16 --outfile "$models/$2.gguf" "${@:3}"
 }
-for model in text-0.5b vl-384m delta-0.7b conv-0.4b; do [ ! -d "$models/$model" ] || convert "$model" "$model"; done
+for model in text-0.5b vl-384m conv-0.4b; do [ ! -d "$models/$model" ] || convert "$model" "$model"; done
+[ ! -d "$models/delta-0.7b" ] || convert delta-0.7b delta-0.7b --no-mtp
 [ ! -d "$models/vl-384m" ] || convert vl-384m vl-384m-mmproj --mmproj
 echo "--peers vllm=$folder/venv/bin/vllm,llama=$folder/llama.cpp"

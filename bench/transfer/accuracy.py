@@ -37,6 +37,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from bench.records import Record
+from bench.trusted_media import prepare
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.processor import MediaProcessor
@@ -162,7 +163,7 @@ class ModelHalves:
         features = []
         for placed in prompt.media:
             modality, array = decoded[int(placed.media_hash)]
-            (rows,) = self.encoder.encode(modality, [self.media.prepare(modality, array)])
+            (rows,) = self.encoder.encode(modality, [prepare(self.media, modality, array)])
             for token, row, count in placed.pieces(0, len(prompt.token_ids)):
                 features.append(FeatureSlice(token, rows[row : row + count]))
         return EvaluationPrompt(prompt, self.language.positions(prompt), tuple(features), sample.turn.answer)

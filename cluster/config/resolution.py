@@ -29,7 +29,7 @@ def resolve(args: ClusterArgs, environment: Environment, *, num_cores: int) -> C
         pools["decode"] = pools["decode"].model_copy(update={"speculation": speculation})
     door = args.door.model_copy(update={"access": _with_absolute_path(args.door.access)})
     adapters = _adapters(args.adapters, model_id)
-    root = _adapters_folder(args.adapters_folder)
+    root = _folder(args.adapters_folder, "adapters_folder") if args.adapters_folder else ""
     named = {"model": str(model), "model_id": model_id, "adapters": adapters, "adapters_folder": root}
     return args.model_copy(update={**named, "door": door, **pools})
 
@@ -40,20 +40,15 @@ def _adapters(folders: Mapping[str, str], model_id: str) -> dict[str, str]:
     for name, folder in folders.items():
         if name == model_id:
             raise ConfigError(f"adapter '{name}' has the name of the model itself", param="adapters")
-        path = next((path for path in _candidates(folder) if path.is_dir()), None)
-        if path is None:
-            raise ConfigError(f"adapter '{name}': there is no folder '{folder}'", param="adapters")
-        found[name] = str(path.resolve())
+        found[name] = _folder(folder, "adapters", f"adapter '{name}': ")
     return found
 
 
-def _adapters_folder(folder: str) -> str:
+def _folder(folder: str, param: str, of: str = "") -> str:
     """Returns an absolute path. Raises ConfigError."""
-    if not folder:
-        return ""
     path = next((path for path in _candidates(folder) if path.is_dir()), None)
     if path is None:
-        raise ConfigError(f"there is no folder '{folder}'", param="adapters_folder")
+        raise ConfigError(f"{of}there is no folder '{folder}'", param=param)
     return str(path.resolve())
 
 

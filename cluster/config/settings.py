@@ -345,20 +345,15 @@ class ClusterArgs(_Args):
         return self
 
     @model_validator(mode="after")
-    def _check_tier(self) -> ClusterArgs:
-        if self.tensor_parallel_size > 1 and (self.kv_cache.host_bytes or self.kv_cache.disk_bytes):
-            raise ValueError("kv_cache.host_bytes and disk_bytes need tensor_parallel_size 1")
-        return self
-
-    @model_validator(mode="after")
-    def _check_speculation(self) -> ClusterArgs:
+    def _check_ranks(self) -> ClusterArgs:
         method = self.decode.speculation.method
-        if method in HEAD_METHODS and self.tensor_parallel_size > 1:
-            raise ValueError(f"decode.speculation.method {method} needs tensor_parallel_size 1")
-        return self
-
-    @model_validator(mode="after")
-    def _check_experts(self) -> ClusterArgs:
+        needs_one = {
+            "kv_cache.host_bytes and disk_bytes need": self.kv_cache.host_bytes or self.kv_cache.disk_bytes,
+            f"decode.speculation.method {method} needs": method in HEAD_METHODS,
+        }
+        for what, is_wanted in needs_one.items():
+            if is_wanted and self.tensor_parallel_size > 1:
+                raise ValueError(f"{what} tensor_parallel_size 1")
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ValueError("expert_parallel divides experts over the GPUs of tensor_parallel_size: it is 1")
         return self

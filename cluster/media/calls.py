@@ -1,5 +1,5 @@
 """The calls to a transformers processor for one item: inputs of the encoder and the text that stands for the
-item.
+item; and the item's layout in a prompt, made from these.
 
 The processor is the real one, which gets pixels and waveforms, or its `shapes_only` copy, which gets blanks.
 """
@@ -7,7 +7,8 @@ The processor is the real one, which gets pixels and waveforms, or its `shapes_o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from cluster.config.families import ModelFamily
 from cluster.errors import MediaError, UnsupportedError
-from cluster.types.media import MediaOptions, MediaProbe
+from cluster.types.media import MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ class ProcessorCalls:
         """call_kwargs: call-time arguments from the model folder."""
         self._processor = processor
         self._family = family
-        self._kwargs = processor._merge_kwargs(
+        self.kwargs = processor._merge_kwargs(
             tokenizer_init_kwargs=processor.tokenizer.init_kwargs, **call_kwargs
         )
         # what a processor must be given beside the arguments of its image processor (LFM2-VL)
@@ -54,29 +55,17 @@ class ProcessorCalls:
             for each in takes
             if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
         ]
-        self._beside = {name: self._kwargs[name] for name in must if name in self._kwargs}
-
-    @property
-    def images_kwargs(self) -> Mapping[str, Any]:
-        return self._kwargs["images_kwargs"]
-
-    @property
-    def videos_kwargs(self) -> Mapping[str, Any]:
-        return self._kwargs["videos_kwargs"]
-
-    @property
-    def audio_kwargs(self) -> Mapping[str, Any]:
-        return self._kwargs["audio_kwargs"]
+        self._beside = {name: self.kwargs[name] for name in must if name in self.kwargs}
 
     def image(
         self, pixels: torch.Tensor, options: MediaOptions, more: Mapping[str, Any] = NOTHING
     ) -> Processed:
         """pixels: [3, height, width] uint8. `more`: arguments for the image processor."""
         processor = self._processor
-        kwargs = {**self.images_kwargs, **_TENSORS, **more}
+        kwargs = {**self.kwargs["images_kwargs"], **_TENSORS, **more}
         kwargs |= _area(processor.image_processor, kwargs, options, unit=self._family.frames_of_an_image)
         text = [processor.image_token]
-        images = processor.prepare_inputs_layout(images=[pixels], text=text, **self._kwargs)[0]
+        images = processor.prepare_inputs_layout(images=[pixels], text=text, **self.kwargs)[0]
         inputs, (text,) = processor._process_images(images, **{**self._beside, **kwargs})
         if self._is_pooled(options):
             inputs["image_grid_thw"] = self._pooled(
@@ -96,7 +85,7 @@ class ProcessorCalls:
         """frames: [T, 3, height, width] uint8. sound: [samples] float32, if the clip is heard. `more`:
         arguments for the video processor."""
         processor = self._processor
-        kwargs = {**self.videos_kwargs, **_TENSORS, **more}
+        kwargs = {**self.kwargs["videos_kwargs"], **_TENSORS, **more}
         kwargs |= {"do_sample_frames": False, "return_metadata": True, "video_metadata": [_metadata(probe)]}
         share = probe.num_frames if self._family.bounds_whole_clips else 1
         kwargs |= _area(processor.video_processor, kwargs, options, share)
@@ -104,7 +93,7 @@ class ProcessorCalls:
         # these processors compute times from the requested rate, not from the clip's own
         if self._family.hears_clips:
             kwargs |= {} if options.fps is None else {"fps": options.fps}
-            kwargs = {**self._kwargs, "videos_kwargs": kwargs}
+            kwargs = {**self.kwargs, "videos_kwargs": kwargs}
             if sound is not None:
                 heard = self.audio(sound, MediaOptions()).inputs
                 kwargs |= {
@@ -135,7 +124,7 @@ class ProcessorCalls:
                 "min_pixels, max_pixels, temporal_pooling and spatial_pooling are for images and videos"
             )
         processor = self._processor
-        kwargs = {**self._kwargs["audio_kwargs"], "return_tensors": "pt"}
+        kwargs = {**self.kwargs["audio_kwargs"], "return_tensors": "pt"}
         kwargs["sampling_rate"] = processor.feature_extractor.sampling_rate
         inputs, (text,) = processor._process_audio([waveform], **kwargs)
         return Processed(dict(inputs), text)
@@ -207,6 +196,12 @@ def _area(
     return {"size": dict(zip(AREA_KEYS, (least * unit, most * unit), strict=True))}
 
 
+def setting_of(part: Any, kwargs: Mapping[str, Any], name: str) -> Any:
+    """The value with which a part of a processor is called: the call's, or else its own."""
+    given = kwargs.get(name)
+    return getattr(part, name, None) if given is None else given
+
+
 def _metadata(probe: MediaProbe) -> Any:
     from transformers.video_utils import VideoMetadata
 
@@ -219,4 +214,46 @@ def _metadata(probe: MediaProbe) -> Any:
         height=probe.height,
         duration=total / fps if fps else None,
         frames_indices=list(probe.frame_idx or range(probe.num_frames)),
+    )
+
+
+def make_layout(processed: Processed, modality: Modality, row_tokens: Mapping[Modality, str]) -> MediaLayout:
+    """row_tokens: the token that the processor writes once for each embedding row. Raises MediaError for an
+    item without rows."""
+    inputs: list[tuple[Modality, Mapping[str, Any]]] = [(modality, processed.inputs)]
+    if processed.sound_inputs is not None:
+        inputs.append((Modality.AUDIO, processed.sound_inputs))
+    text, runs = cut_runs(processed.text, [row_tokens[kind] for kind, _ in inputs])
+    num_rows = [sum(length for part, length in runs if part == i) for i in range(len(inputs))]
+    if 0 in num_rows:
+        raise MediaError("too small or too short for this model: it has no embedding row")
+    geometries = (_geometry(kind, given, rows) for (kind, given), rows in zip(inputs, num_rows, strict=True))
+    parts = tuple(zip((kind for kind, _ in inputs), geometries, strict=True))
+    return MediaLayout(text, tuple(runs), parts)
+
+
+def cut_runs(text: str, tokens: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    """The text with every run of one of the tokens shortened to one token, and (index of the token, length)
+    of each run."""
+    runs: list[tuple[int, int]] = []
+
+    def cut(match: re.Match[str]) -> str:
+        part = next(i for i, token in enumerate(tokens) if match.group().startswith(token))
+        runs.append((part, len(match.group()) // len(tokens[part])))
+        return tokens[part]
+
+    pattern = "|".join(f"(?:{re.escape(token)})+" for token in tokens)
+    return re.sub(pattern, cut, text), runs
+
+
+def _geometry(modality: Modality, inputs: Mapping[str, Any], num_rows: int) -> MediaGeometry:
+    """Only processors of models with multimodal positions return the fields that the positions need."""
+    grid = inputs.get(f"{modality}_grid_thw")
+    seconds = inputs.get("second_per_grid_ts", inputs.get("video_second_per_grid"))
+    mask = inputs.get("feature_attention_mask")
+    return MediaGeometry(
+        num_rows,
+        None if grid is None else tuple(grid[0].tolist()),
+        None if seconds is None else float(seconds[0]),
+        None if mask is None else int(mask.sum()),
     )

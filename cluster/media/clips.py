@@ -1,4 +1,4 @@
-"""Two kinds of files with moving pictures behind one protocol: containers (FFmpeg) and animated images
+"""Two kinds of files with moving pictures with the same methods: containers (FFmpeg) and animated images
 (Pillow).
 
 A `Clip` says without decoding when its frames are shown (`timeline`), and decodes them in order (`pictures`).
@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import av
 import msgspec
@@ -20,8 +20,7 @@ from PIL import Image
 
 from cluster.errors import MediaError
 from cluster.media.boxes import frame_times
-from cluster.media.budget import DecodeBudget
-from cluster.media.container import first_stream, open_container, picture_decoder
+from cluster.media.container import DecodeBudget, first_stream, open_container, picture_decoder
 from cluster.media.images import image_format, open_image
 from cluster.media.pixels import on_white, to_rgb
 
@@ -46,52 +45,24 @@ class Timeline(msgspec.Struct, frozen=True):
         return position if self.times is None or time is None else bisect_left(self.times, time)
 
 
-class Picture(Protocol):
+class ContainerPicture:
     """One decoded frame, as it is stored."""
 
-    @property
-    def time(self) -> int | None: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def turns(self) -> int:
-        """Quarter turns, counter-clockwise, by which it is rotated for display."""
-        ...
-
-    def rgb(self, width: int, height: int) -> np.ndarray:
-        """[height, width, 3] uint8, not rotated."""
-        ...
-
-    def luma(self) -> np.ndarray:
-        """[h, w] uint8: about LUMA_SIDE x LUMA_SIDE samples."""
-        ...
-
-
-class Clip(Protocol):
-    def timeline(self) -> Timeline: ...
-    def pictures(self, *, only_keys: bool = False, num_threads: int = 0) -> Iterator[Picture]: ...
-
-
-def open_clip(data: bytes, budget: DecodeBudget) -> Clip:
-    is_animation = image_format(data) in ("WEBP", "AVIF")
-    return AnimationClip(data, budget) if is_animation else ContainerClip(data, budget)
-
-
-class ContainerPicture:
     def __init__(self, frame: av.VideoFrame):
         self._frame = frame
         self.time, self.width, self.height = frame.pts, frame.width, frame.height
 
     @property
     def turns(self) -> int:
+        """Quarter turns, counter-clockwise, by which it is rotated for display."""
         return round(self._frame.rotation / 90) % 4
 
     def rgb(self, width: int, height: int) -> np.ndarray:
+        """[height, width, 3] uint8, not rotated."""
         return self._shown().to_ndarray(format="rgb24", width=width, height=height)
 
     def luma(self) -> np.ndarray:
+        """[h, w] uint8: about LUMA_SIDE x LUMA_SIDE samples."""
         if self._frame.format.name in _PLANAR_LUMA:
             plane = self._frame.planes[0]
             rows = np.frombuffer(memoryview(plane), np.uint8, plane.line_size * self.height)
@@ -147,9 +118,7 @@ class ContainerClip:
             for packet in container.demux(stream):
                 if only_keys and packet.size and not packet.is_keyframe:
                     continue
-                self._budget.check()
                 for frame in decoder.decode(packet if packet.size else None):
-                    self._budget.check()
                     self._check_size(frame.width, frame.height)
                     yield ContainerPicture(frame)
 
@@ -199,10 +168,18 @@ class AnimationClip:
         times = self.timeline().times or ()
         image = open_image(self._data, self._budget).image
         for idx, time in enumerate(times):
-            self._budget.check()
             image.seek(idx)
             # a copy, because `seek` draws over the image
             yield AnimationPicture(to_rgb(image.copy()), time)
+
+
+Picture = ContainerPicture | AnimationPicture
+Clip = ContainerClip | AnimationClip
+
+
+def open_clip(data: bytes, budget: DecodeBudget) -> Clip:
+    is_animation = image_format(data) in ("WEBP", "AVIF")
+    return AnimationClip(data, budget) if is_animation else ContainerClip(data, budget)
 
 
 def _webp_durations(data: bytes, max_frames: int) -> list[int]:

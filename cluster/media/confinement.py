@@ -69,7 +69,7 @@ class Confinement:
     """Takes effect when it is made, and cannot be undone."""
 
     def __init__(self):
-        self._base_bytes = _virtual_bytes()
+        self._base_bytes = virtual_bytes()
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         _limit(resource.RLIMIT_CORE, 0)
@@ -95,7 +95,8 @@ def _limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, value))
 
 
-def _virtual_bytes() -> int:
+def virtual_bytes() -> int:
+    """The address space of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 

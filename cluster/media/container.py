@@ -7,6 +7,7 @@ may run, not the hundreds of others in FFmpeg.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from av.stream import Disposition
 
 from cluster.errors import MediaError, NoSoundError
 from cluster.media.boxes import check_index
-from cluster.media.budget import DecodeBudget
+from cluster.media.settings import MediaLimits
 
 av.logging.set_level(None)
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b"hevs")
@@ -59,6 +60,20 @@ _BY_FIRST_BYTES = {
 }
 
 
+class DecodeBudget:
+    """The packets that one survey or decode of one item may read. Its time is limited from outside:
+    `cluster.media.processes` ends the process of an order that takes too long."""
+
+    def __init__(self, limits: MediaLimits):
+        self.limits = limits
+        self._packets_left = limits.max_packets
+
+    def take_packet(self) -> None:
+        self._packets_left -= 1
+        if self._packets_left < 0:
+            raise MediaError(f"more than {self.limits.max_packets} packets are not accepted")
+
+
 def container_format(data: bytes) -> str | None:
     """FFmpeg's demuxer name for these bytes; None if they are not of an accepted format."""
     head = data[:16]
@@ -91,7 +106,7 @@ def open_container(data: bytes, budget: DecodeBudget) -> Iterator[InputContainer
     if name == "mp4":
         check_index(data, budget.limits.max_packets)
     with av.open(
-        budget.file(data),
+        io.BytesIO(data),
         mode="r",
         format=name,
         options=_codec_options(budget),

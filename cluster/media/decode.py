@@ -1,9 +1,12 @@
-"""Bytes to arrays: one RGB image, sampled RGB frames, or one mono waveform.
+"""Bytes to arrays: one RGB image, sampled RGB frames, or one mono waveform. And size and length of an item,
+checked against the limits, before the item goes anywhere:
 
-Encoders have it done in processes of their own (`decoders`), part by part (`decoded_parts`). `decode` does
-the same in the caller's process, for files that are trusted.
+* Image: the header is enough.
+* Video: packets and the first frame are enough; the strategy "scenes" decodes all frames.
+* Audio: it is decoded, because no header gives an exact sample count.
 
-The same functions determine size and length for `probe` and `decode`, so the two agree about every file.
+Doors and encoders have it done in processes of their own (`surveyors`, `decoders`). The same functions
+determine size and length for both, so that the two agree about every file.
 """
 
 from __future__ import annotations
@@ -12,35 +15,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from cluster.media.budget import DecodeBudget
-from cluster.media.images import decode_image
-from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings, naming
+from cluster.errors import MediaError
+from cluster.media.container import DecodeBudget
+from cluster.media.images import decode_image, open_image
+from cluster.media.settings import MediaSettings
 from cluster.media.sounds import sound_pieces
-from cluster.media.videos import plan_video, video_frames
+from cluster.media.survey import MediaSurvey
+from cluster.media.videos import survey_clip, video_frames
 from cluster.types.media import MediaOptions, Modality
-
-
-def decode(
-    modality: Modality,
-    data: bytes,
-    settings: MediaSettings,
-    options: MediaOptions = DEFAULT_OPTIONS,
-    *,
-    item_idx: int | None = 0,
-) -> np.ndarray:
-    """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that `probe` names. Audio: [num_samples]
-    float32.
-
-    Blocks while it decodes, for at most `max_decode_s`. Raises MediaError."""
-    with naming(modality, item_idx):
-        parts = list(decoded_parts(modality, data, settings, options, DecodeBudget(settings.limits)))
-        match modality:
-            case Modality.IMAGE:
-                return parts[0]
-            case Modality.VIDEO:
-                return np.stack(parts)
-            case Modality.AUDIO:
-                return np.concatenate(parts)
 
 
 def decoded_parts(
@@ -52,6 +34,24 @@ def decoded_parts(
         case Modality.IMAGE:
             yield decode_image(data, budget)
         case Modality.VIDEO:
-            yield from video_frames(data, plan_video(data, settings, options, budget), budget)
+            yield from video_frames(data, settings, options, budget)
         case Modality.AUDIO:
             yield from sound_pieces(data, settings, budget)
+
+
+def survey(
+    modality: Modality, data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
+) -> MediaSurvey:
+    """Raises MediaError, and whatever Pillow or PyAV raise for broken files."""
+    if not data:
+        raise MediaError("empty")
+    if len(data) > settings.limits.max_bytes:
+        raise MediaError(f"larger than {settings.limits.max_bytes} bytes")
+    match modality:
+        case Modality.IMAGE:
+            opened = open_image(data, budget)
+            return MediaSurvey(opened.width, opened.height)
+        case Modality.VIDEO:
+            return survey_clip(data, settings, options, budget).survey
+        case Modality.AUDIO:
+            return MediaSurvey(num_samples=sum(map(len, sound_pieces(data, settings, budget))))

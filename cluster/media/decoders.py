@@ -1,32 +1,21 @@
 """An encoder's way to decode a file: in a process of its own (`processes`). A codec library that crashes
 there, takes too much memory or does not return costs the item that it decodes.
 
-Pixels and samples come in shared memory. Large ones are mapped where they lie, once their size and shape
-have been checked, and freed with the array; others are copied from memory that the process keeps. Any thread.
+Pixels and samples come in shared memory; their size and shape are checked. Any thread.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import mmap
-import os
 from collections.abc import Callable
 
 import numpy as np
 
 from cluster.media.opener import DecodeOrder, Written
 from cluster.media.openers import opener_pool
-from cluster.media.processes import (
-    ProcessPool,
-    append,
-    check_size,
-    open_memory_file,
-    run_blocking,
-    seal,
-    wait_while,
-)
-from cluster.media.program import MAX_COPIED_BYTES
+from cluster.media.processes import ProcessPool
+from cluster.media.program import result_bytes
 from cluster.media.settings import MediaSettings
 from cluster.types.media import MediaOptions, Modality
 
@@ -45,15 +34,12 @@ class Decoders:
         options: MediaOptions,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> np.ndarray:
-        """Does what `cluster.media.decode.decode` does, for an item without a number; the array is private to
-        the caller. Blocks no longer than the item `is_wanted`. Raises MediaError, NotWantedError and
-        UnavailableError."""
+        """Image: [H, W, 3] uint8. Video: [T, H, W, 3] uint8, the frames that its probe names. Audio:
+        [num_samples] float32. The array is private to the caller. Blocks no longer than the item `is_wanted`.
+        Raises MediaError, NotWantedError and UnavailableError."""
         order = DecodeOrder(modality, options, settings, timeout_s=settings.limits.max_decode_s)
         read = functools.partial(read_array, modality, settings)
-        with open_memory_file() as file:
-            append(file, data)
-            seal(file)
-            return run_blocking(self._pool.ask(order, file, wait_while(is_wanted), read))
+        return self._pool.ask_blocking(order, data, is_wanted, read)
 
     def close(self) -> None:
         """Running calls fail."""
@@ -80,13 +66,7 @@ def read_array(modality: Modality, settings: MediaSettings, answer: Written, res
     num_bytes = math.prod(shape) * dtype.itemsize
     if not is_allowed or min(shape) < 1:
         raise ValueError(f"an array of shape {shape} is not accepted")
-    check_size(result, num_bytes)
-    if num_bytes > MAX_COPIED_BYTES:
-        array = np.frombuffer(mmap.mmap(result, num_bytes, mmap.MAP_PRIVATE), dtype).reshape(shape)
-    else:
-        array = np.empty(shape, dtype)
-        if os.preadv(result, [array.data], 0) < num_bytes:
-            raise ValueError("the result was cut")
+    array = result_bytes(result, num_bytes).view(dtype).reshape(shape)
     if modality is Modality.AUDIO and not np.isfinite(array).all():
         raise ValueError("samples that are not finite numbers")
     return array

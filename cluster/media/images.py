@@ -7,18 +7,18 @@ declared type.
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from cluster.errors import MediaError
-from cluster.media.budget import DecodeBudget
-from cluster.media.container import HEIC_BRANDS
+from cluster.media.container import HEIC_BRANDS, DecodeBudget
 from cluster.media.pixels import Samples, samples_of, to_rgb
-from cluster.media.png import SIGNATURE, without_comments
 from cluster.media.settings import TRUNCATED
 
 # Broken metadata of a client's file is not worth a log line, and this module has its own limit on pixels.
@@ -28,6 +28,9 @@ MAX_JPEG_SCANS = 100  # each scan covers the whole image; encoders write about t
 MAX_JPEG_SEGMENTS = 10_000
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # begins a segment; other markers lie inside scans
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that turn an image by a quarter
+_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+_PNG_UNUSED = (b"tEXt", b"zTXt", b"iTXt", b"iCCP")
+_PNG_ORIENTATION_KEYWORDS = (b"XML:com.adobe.xmp\0", b"Raw profile type ")
 _PNG_ORIENTATION_MARKS = (b"eXIf", b"XML:com.adobe.xmp", b"Raw profile type")
 
 
@@ -53,14 +56,14 @@ def open_image(data: bytes, budget: DecodeBudget) -> OpenedImage:
         raise MediaError("HEIC is not supported by this build")
     if data.startswith(b"\xff\xd8"):
         _check_jpeg_scans(data)
-    if data.startswith(SIGNATURE):
-        data = without_comments(data)
+    if data.startswith(_PNG_SIGNATURE):
+        data = _without_comments(data)
     if image_format(data) == "WEBP":
         if len(data) < 8 + int.from_bytes(data[4:8], "little"):
             raise MediaError(f"cannot be decoded: {TRUNCATED}")
         _check_size(*_webp_canvas(data), budget)
     try:
-        image = Image.open(budget.file(data), formats=IMAGE_FORMATS)
+        image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
     except Image.DecompressionBombError as error:
         raise MediaError(f"more than {budget.limits.max_pixels} pixels are not accepted") from error
     except UnidentifiedImageError as error:
@@ -109,6 +112,32 @@ def _check_jpeg_scans(data: bytes) -> None:
             raise MediaError(f"a JPEG of more than {MAX_JPEG_SCANS} scans is not accepted")
         place = found.end() + int.from_bytes(data[found.end() : found.end() + 2])
     raise MediaError(f"a JPEG of more than {MAX_JPEG_SEGMENTS} segments is not accepted")
+
+
+def _without_comments(data: bytes) -> bytes:
+    """The same file, or a copy without chunks that say nothing of the picture. Pillow unpacks comments and
+    colour profiles, and refuses the whole picture if one of them, or all together, are large. Neither is used
+    here. Only what may hold the orientation stays; Pillow's limits apply to it."""
+    kept: list[memoryview] = []
+    view, start = memoryview(data), 0
+    for begin, end in _png_chunks(data):
+        if data[begin + 4 : begin + 8] in _PNG_UNUSED and not data.startswith(
+            _PNG_ORIENTATION_KEYWORDS, begin + 8
+        ):
+            kept.append(view[start:begin])
+            start = end
+    return b"".join((*kept, view[start:])) if kept else data
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[int, int]]:
+    """[begin, end) of each chunk that is complete."""
+    begin = len(_PNG_SIGNATURE)
+    while begin + 12 <= len(data):
+        end = begin + 12 + int.from_bytes(data[begin : begin + 4])
+        if end > len(data):
+            return
+        yield begin, end
+        begin = end
 
 
 def _webp_canvas(data: bytes) -> tuple[int, int]:

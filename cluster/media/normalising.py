@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from cluster.media.calls import setting_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +55,7 @@ def find_normalisation(
     milliseconds."""
     import torch
 
-    def value(name: str) -> Any:
-        given = kwargs.get(name)
-        return getattr(part, name, None) if given is None else given
-
+    value = partial(setting_of, part, kwargs)
     mean, std, factor = (value(name) for name in ("image_mean", "image_std", "rescale_factor"))
     channels = all(isinstance(values, list | tuple) and len(values) == NUM_CHANNELS for values in (mean, std))
     if not (value("do_rescale") and value("do_normalize") and channels and factor):

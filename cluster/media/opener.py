@@ -24,8 +24,8 @@ from cluster.types.media import MediaOptions, Modality
 
 # An opener cannot import: these, and all that Pillow and PyAV would import for some file.
 IMPORTS = (
-    "cluster.media.confinement", "cluster.media.decode", "cluster.media.probe",
-    "PIL.ImageCms", "av.subtitles.codeccontext", "av.subtitles.stream", "av.subtitles.subtitle",
+    "cluster.media.confinement", "cluster.media.decode", "PIL.ImageCms", "av.subtitles.codeccontext",
+    "av.subtitles.stream", "av.subtitles.subtitle",
 )  # fmt: skip
 
 
@@ -60,13 +60,12 @@ _order_decoder = msgspec.msgpack.Decoder(SurveyOrder | DecodeOrder)
 
 def look(order: SurveyOrder, data: bytes) -> Surveyed:
     """Surveys one file. Raises MediaError, which does not name the item."""
-    from cluster.media.budget import DecodeBudget
-    from cluster.media.decode import decoded_parts
+    from cluster.media.container import DecodeBudget
+    from cluster.media.decode import decoded_parts, survey
     from cluster.media.images import image_format
-    from cluster.media.probe import survey
 
     settings, options = order.settings, order.options
-    budget = DecodeBudget(settings.limits, order.timeout_s)
+    budget = DecodeBudget(settings.limits)
     with naming(order.modality, None):
         found, sound = survey(order.modality, data, settings, options, budget), None
         is_animation = image_format(data) is not None
@@ -82,13 +81,13 @@ def look(order: SurveyOrder, data: bytes) -> Surveyed:
 def open_file(order: DecodeOrder, data: bytes) -> Iterator[np.ndarray]:
     """The result of an order, in parts. Raises MediaError, and whatever Pillow or PyAV raise for broken
     files."""
-    from cluster.media.budget import DecodeBudget
+    from cluster.media.container import DecodeBudget
     from cluster.media.decode import decoded_parts
 
     if isinstance(order, SurveyOrder):
         yield np.frombuffer(encoder.encode(look(order, data)), np.uint8)
     else:
-        budget = DecodeBudget(order.settings.limits, order.timeout_s)
+        budget = DecodeBudget(order.settings.limits)
         yield from decoded_parts(order.modality, data, order.settings, order.options, budget)
 
 

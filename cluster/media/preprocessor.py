@@ -86,7 +86,7 @@ def read_tensors(preprocessed: Preprocessed, file: Tensor) -> dict[str, Tensor]:
 def serve(asker: Asker, processor: MediaProcessor) -> None:
     def follow(order: PreprocessOrder, file: int, result: int) -> Preprocessed:
         array = array_of(order, file)
-        return write_tensors(processor.begin(order.modality, array, order.options, item_idx=None), result)
+        return write_tensors(processor.begin(order.modality, array, order.options), result)
 
     asker.follow(msgspec.msgpack.Decoder(PreprocessOrder), follow)
 

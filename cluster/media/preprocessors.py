@@ -1,11 +1,9 @@
 """An encoder's way to preprocess an item: in a process of its own (`preprocessor`), as many at once as there
-are processes. The tensors come in shared memory: small ones are copied, large ones stay where they are.
+are processes. The tensors come in shared memory.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,18 +12,8 @@ import torch
 from torch import Tensor
 
 from cluster.media.preprocessor import Preprocessed, PreprocessOrder, read_tensors
-from cluster.media.processes import (
-    PoolProcess,
-    ProcessPool,
-    ProcessServer,
-    append,
-    check_size,
-    open_memory_file,
-    run_blocking,
-    seal,
-    wait_while,
-)
-from cluster.media.program import MAX_COPIED_BYTES
+from cluster.media.processes import PoolProcess, ProcessPool, ProcessServer
+from cluster.media.program import result_bytes
 from cluster.types.media import MediaOptions, Modality
 
 
@@ -54,10 +42,8 @@ class Preprocessors:
         item `is_wanted`. Any thread. Raises MediaError, UnsupportedError, NotWantedError and
         UnavailableError."""
         order = PreprocessOrder(modality, options, array.shape, timeout_s=self._timeout_s)
-        with open_memory_file() as file:
-            append(file, np.ascontiguousarray(array).data.cast("B"))
-            seal(file)
-            return run_blocking(self._pool.ask(order, file, wait_while(is_wanted), _tensors))
+        data = np.ascontiguousarray(array).data.cast("B")
+        return self._pool.ask_blocking(order, data, is_wanted, _tensors)
 
     def close(self) -> None:
         """Running calls fail."""
@@ -66,11 +52,4 @@ class Preprocessors:
 
 
 def _tensors(preprocessed: Preprocessed, result: int) -> dict[str, Tensor]:
-    num_bytes = preprocessed.num_bytes
-    check_size(result, num_bytes)
-    if num_bytes > MAX_COPIED_BYTES:
-        file = torch.frombuffer(mmap.mmap(result, num_bytes, mmap.MAP_PRIVATE), dtype=torch.uint8)
-    else:
-        file = torch.empty(num_bytes, dtype=torch.uint8)
-        os.preadv(result, [file.numpy().data], 0)
-    return read_tensors(preprocessed, file)
+    return read_tensors(preprocessed, torch.from_numpy(result_bytes(result, preprocessed.num_bytes)))

@@ -19,7 +19,6 @@ awaits it, an encoder's thread passes a wait that blocks, and runs it with `run_
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import select
@@ -29,23 +28,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from cluster.config.environment import bare_environment
 from cluster.errors import ClusterError, MediaError, NotWantedError, RequestError, UnavailableError, from_info
-from cluster.media.budget import too_slow
 from cluster.media.program import (
     MAX_COPIED_BYTES,
     MAX_MESSAGE_BYTES,
-    SEALS,
     ProcessOrder,
     ProcessReady,
     Refused,
+    append,
     encoder,
+    memory_file,
+    open_memory_file,
+    seal,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 NUM_ATTEMPTS = 2
 START_TIMEOUT_S = 60.0  # importing FFmpeg and Pillow takes half a second, transformers some seconds
 FORK_TIMEOUT_S = 10.0  # of a server that has started a process before, which takes milliseconds
-GRACE_S = 1.0  # beyond the time limit, which the opener itself observes where its libraries allow it
+GRACE_S = 1.0  # beyond the time limit: for what is not decoding
 WANTED_EVERY_S = 0.05  # how often a thread that waits asks whether the result is still wanted
 
 T = TypeVar("T")
@@ -256,9 +257,19 @@ class ProcessPool(Generic[A]):
                 reason = MediaError("cannot be decoded: the process that works on it dies")
                 logger.warning("a process has ended over media: %s", type(order).__name__)
             except TimeoutError:
-                raise MediaError(too_slow(order.timeout_s)) from None
+                raise MediaError(f"takes longer than {order.timeout_s:g} seconds to decode") from None
             bounded = msgspec.structs.replace(order, timeout_s=max(0.0, ends_at - time.monotonic()))
         raise reason
+
+    def ask_blocking(
+        self, order: ProcessOrder, data: bytes | memoryview, is_wanted: Callable[[], bool], read: Read[A, T]
+    ) -> T:
+        """`ask` about these bytes, on a thread that blocks no longer than the result `is_wanted`. Raises
+        NotWantedError as well."""
+        with open_memory_file() as file:
+            append(file, data)
+            seal(file)
+            return run_blocking(self.ask(order, file, wait_while(is_wanted), read))
 
     def close(self) -> None:
         """Ends all processes. Running orders fail."""
@@ -309,39 +320,6 @@ class ProcessPool(Generic[A]):
                 self._has_warned = True
                 logger.warning("this kernel filters no system calls: processes for media have limits only")
         self.warm_up(num_processes)
-
-
-def memory_file() -> int:
-    """An empty file in memory. It is freed when all its descriptors and mappings are gone."""
-    return os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-@contextmanager
-def open_memory_file() -> Iterator[int]:
-    file = memory_file()
-    try:
-        yield file
-    finally:
-        os.close(file)
-
-
-def append(file: int, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
-
-
-def seal(file: int) -> None:
-    """Seals the file: from now on nothing can change it."""
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
-
-
-def check_size(file: int, num_bytes: int) -> None:
-    """Raises ValueError if the file has another size, or is large and not sealed."""
-    if os.fstat(file).st_size != num_bytes:
-        raise ValueError("the result has another size")
-    if num_bytes > MAX_COPIED_BYTES and fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
-        raise ValueError("the result is not sealed")
 
 
 async def wait_on_loop(end: socket.socket, timeout_s: float) -> None:

@@ -2,9 +2,8 @@
 
 * `layout`, for the door: the text and the number of embedding rows of an item. The processor itself is asked
   about an item of that size without content (`shapes`).
-* `prepare`, for the encoder: the tensors of one item that `get_image_features`, `get_video_features` and
-  `get_audio_features` take. In two parts, `begin` and `finish`, which may run in different places
-  (`normalising`).
+* `begin` and `finish`, for the encoder: the tensors of one item that `get_image_features`,
+  `get_video_features` and `get_audio_features` take. The two may run in different places (`normalising`).
 
 Both make the same calls (`calls`), so they agree. `mm_processor_kwargs.json` in the model folder holds
 call-time arguments; without them some processors (Qwen2.5-Omni's) ignore parts of their own saved
@@ -27,8 +26,7 @@ import numpy as np
 from cluster.config.checkpoint import check_family, placeholder_ids, read_config, read_json, takes_media
 from cluster.config.families import EncoderForm, ModelFamily, family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.calls import NOTHING, ProcessorCalls
-from cluster.media.layout import make_layout
+from cluster.media.calls import NOTHING, ProcessorCalls, make_layout, setting_of
 from cluster.media.normalising import (
     WITHOUT,
     Normalisation,
@@ -36,15 +34,14 @@ from cluster.media.normalising import (
     trial_clips,
     trial_images,
 )
-from cluster.media.settings import MediaLimits, MediaSettings, VideoSampling, naming
+from cluster.media.settings import DEFAULT_OPTIONS, MediaLimits, MediaSettings, VideoSampling, naming
 from cluster.media.shapes import blank_audio, blank_image, blank_video, shapes_only
-from cluster.types.media import MediaGeometry, MediaLayout, MediaOptions, MediaProbe, Modality
+from cluster.types.media import MediaLayout, MediaOptions, MediaProbe, Modality
 
 if TYPE_CHECKING:
     import torch
 
 DEFAULT_LIMITS = MediaLimits()
-DEFAULT_OPTIONS = MediaOptions()
 FRAMES_AS_IMAGES = (EncoderForm.TILED_IMAGES, EncoderForm.MASKED_TILES)  # to the model a clip is T images
 NUM_CACHED_LAYOUTS = 4096  # a few KB each for the timestamps of a long clip
 FALLBACK_FPS = 2.0  # for processors without a rate
@@ -123,12 +120,6 @@ class MediaProcessor:
         with naming(probe.modality, item_idx):
             return self._cached_layout(probe, options, sound)
 
-    def geometry(
-        self, probe: MediaProbe, options: MediaOptions = DEFAULT_OPTIONS, *, item_idx: int = 0
-    ) -> MediaGeometry:
-        """The geometry of an item without its sound track."""
-        return self.layout(probe, options, item_idx=item_idx).geometry
-
     @property
     def bounds_whole_clips(self) -> bool:
         """Whether the pixel bounds hold for all frames of a clip together: fewer frames may then be
@@ -141,18 +132,6 @@ class MediaProcessor:
         part = processor.video_processor if modality is Modality.VIDEO else processor.image_processor
         return part.patch_size
 
-    def prepare(
-        self,
-        modality: Modality,
-        array: np.ndarray,
-        options: MediaOptions = DEFAULT_OPTIONS,
-        *,
-        item_idx: int | None = 0,
-    ) -> dict[str, torch.Tensor]:
-        """Model inputs of one item from the array that `decode` made, as the processor gives them for a batch
-        of one. Pooling follows the encoder and changes nothing here. Raises MediaError, UnsupportedError."""
-        return self.finish(modality, self.begin(modality, array, options, item_idx=item_idx))
-
     def warm_up(self) -> None:
         """Does what the first item would have to wait for."""
         _ = self._normalisations
@@ -162,18 +141,18 @@ class MediaProcessor:
         modality: Modality,
         array: np.ndarray,
         options: MediaOptions = DEFAULT_OPTIONS,
-        *,
-        item_idx: int | None = 0,
     ) -> dict[str, torch.Tensor]:
-        """What `prepare` does up to `finish`: pixels are bytes where they can be."""
+        """Model inputs of one item from the array that `decoders` give, for a batch of one, up to `finish`:
+        pixels are bytes where they can be. Pooling follows the encoder and changes nothing here. Raises
+        MediaError, UnsupportedError."""
         self._check_modality(modality)
         options = msgspec.structs.replace(options, temporal_pooling=1, spatial_pooling=1)
         more = NOTHING if self._normalisations.get(modality) is None else WITHOUT
-        with naming(modality, item_idx):
+        with naming(modality, None):
             return self._model_inputs(modality, self._process(modality, array, options, more))
 
     def finish(self, modality: Modality, begun: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of `begin`, on any device, as those of `prepare` on that device."""
+        """The tensors of `begin`, on any device, as the processor gives them."""
         normalisation = self._normalisations.get(modality)
         return dict(begun) if normalisation is None else normalisation.finish(begun)
 
@@ -204,8 +183,8 @@ class MediaProcessor:
         """What `begin` leaves to `finish`."""
         calls, processor = self._calls, self.transformers_processor
         parts = {
-            Modality.IMAGE: (lambda: processor.image_processor, calls.images_kwargs, trial_images),
-            Modality.VIDEO: (lambda: processor.video_processor, calls.videos_kwargs, trial_clips),
+            Modality.IMAGE: (lambda: processor.image_processor, calls.kwargs["images_kwargs"], trial_images),
+            Modality.VIDEO: (lambda: processor.video_processor, calls.kwargs["videos_kwargs"], trial_clips),
         }
 
         def find(modality: Modality) -> Normalisation | None:
@@ -251,12 +230,12 @@ class MediaProcessor:
         processor = self.transformers_processor
         video = VideoSampling()
         if Modality.VIDEO in self.modalities:
-            video = _sampling(processor.video_processor, self._calls.videos_kwargs)
+            video = _sampling(processor.video_processor, self._calls.kwargs["videos_kwargs"])
         if Modality.AUDIO not in self.modalities:
             return MediaSettings(limits, video)
         extractor = processor.feature_extractor
         cuts = self._family.cuts_sounds
-        most = None if cuts else _max_samples(processor, self._calls.audio_kwargs)
+        most = None if cuts else _max_samples(processor, self._calls.kwargs["audio_kwargs"])
         return MediaSettings(limits, video, extractor.sampling_rate, most)
 
     def _check_modality(self, modality: Modality) -> None:
@@ -305,10 +284,7 @@ def _row_tokens(processor: Any, config: Mapping[str, Any], family: ModelFamily) 
 
 
 def _sampling(part: Any, kwargs: Mapping[str, Any]) -> VideoSampling:
-    def value(name: str) -> Any:
-        given = kwargs.get(name)
-        return getattr(part, name, None) if given is None else given
-
+    value = functools.partial(setting_of, part, kwargs)
     fps, num_frames = value("fps"), value("num_frames")
     max_frames = value("max_frames") or num_frames or FALLBACK_NUM_FRAMES
     min_frames = value("min_frames") or (1 if fps else max_frames)

@@ -1,5 +1,5 @@
-"""What the programs of pool processes share (`processes` starts these and asks): a server that forks, and
-forked processes that follow orders one at a time, with one thread of Python.
+"""What the programs of pool processes share (`processes` starts these and asks): a server that forks, forked
+processes that follow orders one at a time, with one thread of Python, and the files in memory between them.
 
     asker → process  an order, and two files in memory: the input, sealed, and one for the result
     process → asker  the program's answer: the result is in its file, which is sealed if it is large; or
@@ -15,14 +15,16 @@ import contextlib
 import ctypes
 import fcntl
 import gc
+import mmap
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import msgspec
+import numpy as np
 
 from cluster.errors import ClusterError, ErrorInfo, to_info
 
@@ -108,11 +110,52 @@ def fork_processes(serve: Callable[[Asker], None]) -> None:
         os.close(ends[0])
 
 
+def memory_file() -> int:
+    """An empty file in memory. It is freed when all its descriptors and mappings are gone."""
+    return os.memfd_create("media", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+@contextlib.contextmanager
+def open_memory_file() -> Iterator[int]:
+    file = memory_file()
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def append(file: int, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def seal(file: int) -> None:
+    """Seals the file: from now on nothing can change it."""
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+
+
+def result_bytes(file: int, num_bytes: int) -> np.ndarray:
+    """[num_bytes] uint8, private to the caller: a large result is mapped where it lies and freed with the
+    array, others are copied from memory that the process keeps. Raises ValueError if the file has another
+    size, or is large and not sealed."""
+    if os.fstat(file).st_size != num_bytes:
+        raise ValueError("the result has another size")
+    if num_bytes > MAX_COPIED_BYTES:
+        if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise ValueError("the result is not sealed")
+        return np.frombuffer(mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE), np.uint8)
+    data = np.empty(num_bytes, np.uint8)
+    if os.preadv(file, [data.data], 0) < num_bytes:
+        raise ValueError("the result was cut")
+    return data
+
+
 def finish(result: int, num_bytes: int) -> None:
     """The result's file has this size, and nothing can change it any more if it is large."""
     os.ftruncate(result, num_bytes)
     if num_bytes > MAX_COPIED_BYTES:
-        fcntl.fcntl(result, fcntl.F_ADD_SEALS, SEALS)
+        seal(result)
 
 
 def end_with(parent: int) -> None:

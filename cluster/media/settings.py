@@ -28,9 +28,8 @@ class MediaLimits(msgspec.Struct, frozen=True):
     max_video_pixels: int = 512 * 10**6  # of all sampled frames together; decoding needs 3 bytes per pixel
     max_video_s: float = 600.0
     max_audio_s: float = 600.0
-    # wall time of one `probe` or `decode`; checked wherever the file is read, and between frames
-    max_decode_s: float = 60.0
-    max_request_decode_s: float = 60.0  # wall time of all `probe`s of one request at a door
+    max_decode_s: float = 60.0  # wall time of one survey or decode: then its process is ended
+    max_request_decode_s: float = 60.0  # wall time of all surveys of one request at a door
     max_packets: int = 300_000  # in the decoded stream, and in a file's index
     max_streams: int = 32  # in one container
 

@@ -12,8 +12,7 @@ import av
 import numpy as np
 
 from cluster.errors import MediaError, NoSoundError
-from cluster.media.budget import DecodeBudget
-from cluster.media.container import first_stream, open_container
+from cluster.media.container import DecodeBudget, first_stream, open_container
 from cluster.media.settings import MediaSettings
 
 # Hz; outside this range resampling makes huge outputs from small files, or is too slow

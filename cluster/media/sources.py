@@ -10,7 +10,6 @@ import io
 import msgspec
 
 from cluster.errors import MediaError
-from cluster.media.settings import item_name
 from cluster.types.media import MediaOptions, Modality
 
 PIECE_CHARS = 2**18  # takes 0.5 ms
@@ -27,29 +26,23 @@ class MediaSource(msgspec.Struct, frozen=True):
     options: MediaOptions = MediaOptions()  # the client's wishes for it
 
 
-def read_source(source: MediaSource, max_bytes: int, item_idx: int = 0) -> tuple[bytes, str]:
-    """The item's bytes and its declared type (only a hint: the magic bytes decide).
-
-    Raises MediaError for anything that is not a valid data URI within `max_bytes`.
-    """
-    name, url = item_name(source.modality, item_idx), source.url
-    if url[:5].lower() != "data:":
-        raise MediaError(f"{name}: only data: URIs are read here", param=source.param)
+def read_data_uri(url: str, max_bytes: int) -> bytes:
+    """The bytes in a data URI. Raises MediaError, without the item's name, for one that is not valid within
+    `max_bytes`. The declared type says nothing: the magic bytes decide."""
     comma = url.find(",", 5, 512)
     if comma < 0:
-        raise MediaError(f"{name}: a data URI needs a comma before its data", param=source.param)
-    declared, *flags = url[5:comma].split(";")
-    if "base64" not in (flag.strip().lower() for flag in flags):
-        raise MediaError(f"{name}: a data URI must be base64", param=source.param)
+        raise MediaError("a data URI needs a comma before its data")
+    if "base64" not in (flag.strip().lower() for flag in url[5:comma].split(";")[1:]):
+        raise MediaError("a data URI must be base64")
     try:
         data = _decoded(url, comma + 1, max_bytes)
     except (binascii.Error, ValueError) as error:
-        raise MediaError(f"{name}: the data is not valid base64", param=source.param) from error
+        raise MediaError("the data is not valid base64") from error
     if not data:
-        raise MediaError(f"{name}: empty", param=source.param)
+        raise MediaError("empty")
     if len(data) > max_bytes:
-        raise MediaError(f"{name}: larger than {max_bytes} bytes", param=source.param)
-    return data, declared.strip().lower()
+        raise MediaError(f"larger than {max_bytes} bytes")
+    return data
 
 
 def _decoded(url: str, start: int, max_bytes: int) -> bytes:

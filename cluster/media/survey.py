@@ -1,7 +1,7 @@
 """What opening a file once shows about it (the survey), and what follows for one client's options (the
 probe).
 
-A survey needs the file and FFmpeg or Pillow (`probe.survey`). A probe is arithmetic on a survey. A file is
+A survey needs the file and FFmpeg or Pillow (`decode.survey`). A probe is arithmetic on a survey. A file is
 therefore opened once for any number of options, and survey and probe may be made in different processes
 (`surveyors`).
 """

@@ -9,7 +9,6 @@ other tenants. Belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,8 @@ from cluster import overload
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.opener import Surveyed, SurveyOrder, Written
 from cluster.media.openers import opener_pool
-from cluster.media.processes import ProcessPool, append, check_size, open_memory_file, seal, wait_on_loop
+from cluster.media.processes import ProcessPool, wait_on_loop
+from cluster.media.program import append, open_memory_file, result_bytes, seal
 from cluster.media.settings import MAX_SURVEY_BYTES
 from cluster.media.slots import FairSlots
 from cluster.media.survey import check_survey
@@ -100,8 +100,7 @@ def _read(order: SurveyOrder, answer: Written, result: int) -> Surveyed:
     (num_bytes,) = answer.shape
     if not 0 < num_bytes <= MAX_SURVEY_BYTES:
         raise ValueError(f"a survey of {num_bytes} bytes")
-    check_size(result, num_bytes)
-    surveyed = _decoder.decode(os.pread(result, num_bytes, 0))
+    surveyed = _decoder.decode(result_bytes(result, num_bytes).data)
     check_survey(surveyed.survey, order.modality, order.settings)
     if surveyed.sound is not None:
         check_survey(surveyed.sound, Modality.AUDIO, order.settings)

@@ -9,35 +9,24 @@ frames does not depend on the cuts that it finds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from cluster.errors import MediaError
 from cluster.media import sampling
-from cluster.media.budget import DecodeBudget
 from cluster.media.clips import Clip, Picture, Timeline, open_clip
+from cluster.media.container import DecodeBudget
 from cluster.media.settings import MediaSettings
 from cluster.media.survey import MediaSurvey, taken_frames
 from cluster.types.media import FrameStrategy, MediaOptions
 
 
-class VideoPlan(msgspec.Struct, frozen=True):
-    """Which frames to take. The same frame may occur repeatedly."""
-
-    frame_idx: tuple[int, ...]  # among all frames, in display order
-    width: int  # as shown
-    height: int
-    turns: int  # quarter turns, counter-clockwise, from how frames are stored to how they are shown
-    times: tuple[int, ...] | None  # of the taken frames in the file's units; None: the file does not say
-    only_keys: bool  # all are key frames, and only these are decoded
-
-
 class SurveyedClip(msgspec.Struct, frozen=True):
     survey: MediaSurvey
-    turns: int  # as in VideoPlan
-    times: tuple[int, ...] | None  # of all frames
+    turns: int  # quarter turns, counter-clockwise, from how frames are stored to how they are shown
+    times: tuple[int, ...] | None  # of all frames in the file's units; None: the file does not say
 
 
 def survey_clip(
@@ -66,30 +55,22 @@ def survey_clip(
     return SurveyedClip(survey, first.turns, timeline.times)
 
 
-def plan_video(
+def video_frames(
     data: bytes, settings: MediaSettings, options: MediaOptions, budget: DecodeBudget
-) -> VideoPlan:
-    """Raises MediaError."""
+) -> Iterator[np.ndarray]:
+    """[height, width, 3] uint8 each: the frames that are taken; the same one may come repeatedly. Raises
+    MediaError."""
     clip = survey_clip(data, settings, options, budget)
-    indices = taken_frames(clip.survey, settings, options)
-    return VideoPlan(
-        tuple(indices),
-        clip.survey.width,
-        clip.survey.height,
-        clip.turns,
-        None if clip.times is None else tuple(clip.times[idx] for idx in indices),
-        options.strategy is FrameStrategy.KEYFRAMES and clip.times is not None,
-    )
-
-
-def video_frames(data: bytes, plan: VideoPlan, budget: DecodeBudget) -> Iterator[np.ndarray]:
-    """[height, width, 3] uint8 each: the frames of the plan. Raises MediaError."""
-    width, height = (plan.height, plan.width) if plan.turns % 2 else (plan.width, plan.height)
+    taken = taken_frames(clip.survey, settings, options)
+    only_keys = options.strategy is FrameStrategy.KEYFRAMES and clip.times is not None
+    shown = clip.survey.height, clip.survey.width
+    height, width = reversed(shown) if clip.turns % 2 else shown
     frame = np.empty(0)
-    for nth, picture in enumerate(_taken(open_clip(data, budget), plan)):
-        if nth == 0 or plan.frame_idx[nth] != plan.frame_idx[nth - 1]:
-            frame = np.ascontiguousarray(np.rot90(picture.rgb(width, height), plan.turns))
-        if frame.shape != (plan.height, plan.width, 3):
+    pictures = open_clip(data, budget).pictures(only_keys=only_keys)
+    for nth, picture in enumerate(_taken(pictures, taken, clip.times)):
+        if nth == 0 or taken[nth] != taken[nth - 1]:
+            frame = np.ascontiguousarray(np.rot90(picture.rgb(width, height), clip.turns))
+        if frame.shape != (*shown, 3):
             raise MediaError("its header and its content have different sizes")
         yield frame
 
@@ -103,25 +84,27 @@ def _cuts(clip: Clip, timeline: Timeline) -> list[int]:
     return [places[cut] for cut in sampling.cuts(histograms)]
 
 
-def _taken(clip: Clip, plan: VideoPlan) -> Iterator[Picture]:
-    """One picture for each planned frame: the last picture of the clip that is not shown after it."""
+def _taken(
+    pictures: Iterator[Picture], taken: Sequence[int], times: Sequence[int] | None
+) -> Iterator[Picture]:
+    """One picture for each frame that is taken: the last one that is not shown after it."""
     nth, last = 0, None
-    for position, picture in enumerate(clip.pictures(only_keys=plan.only_keys)):
-        while last is not None and nth < len(plan.frame_idx) and _is_after(picture, position, plan, nth):
+    for position, picture in enumerate(pictures):
+        while last is not None and nth < len(taken) and _is_after(picture, position, taken[nth], times):
             yield last
             nth += 1
-        if nth == len(plan.frame_idx):
+        if nth == len(taken):
             return
         last = picture
     if last is None:
         raise MediaError("no frame can be decoded")
-    for _ in range(nth, len(plan.frame_idx)):
+    for _ in range(nth, len(taken)):
         yield last
 
 
-def _is_after(picture: Picture, position: int, plan: VideoPlan, nth: int) -> bool:
-    """Whether this picture is shown after the plan's nth frame. If so, the picture before it was visible at
-    that time."""
-    if plan.times is None or picture.time is None:
-        return position > plan.frame_idx[nth]
-    return picture.time > plan.times[nth]
+def _is_after(picture: Picture, position: int, idx: int, times: Sequence[int] | None) -> bool:
+    """Whether this picture is shown after the frame of this index. If so, the picture before it was visible
+    at that time."""
+    if times is None or picture.time is None:
+        return position > idx
+    return picture.time > times[idx]

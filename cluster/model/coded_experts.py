@@ -57,11 +57,18 @@ class _ExpertMatrix(NamedTuple):
     weight: DequantisedSlice
     rows: range
     columns: range
+    first: int  # of its rows in the matrix of all experts
+    step: int  # to the next one there
 
     @property
     def scale_rows(self) -> int:
-        """Rows of the codes that have one scale."""
-        return runs_of(self.rows, self.weight.scale_rows)[1]
+        """Successive rows there that have one scale."""
+        return runs_of(self.rows, self.weight.scale_rows)[1] if self.step == 1 else 1
+
+    def places(self, scale_rows: int = 1) -> slice:
+        """Where its rows are in the matrix of all experts, or their scales, one for so many rows."""
+        end = self.first + self.step * len(self.rows)
+        return slice(self.first // scale_rows, -(-end // scale_rows), self.step)
 
     def codes(self) -> Codes:
         return self.weight.codes(self.name, self.rows, self.columns)
@@ -109,15 +116,16 @@ class ExpertLoading:
             column = nn.Parameter(place.division.column, requires_grad=False)
             place.experts.register_parameter(place.leaf, column)
             for name in place.sources:
+                columns_axis = -2 if place.experts.is_transposed else -1
                 shape = self.tensors[name].get_shape()
-                shape[1 if len(shape) == 2 or place.experts.is_transposed else 2] = 1
-                self.tensors[name] = NumberedRows(shape, numbers[name])
+                self.tensors[name] = NumberedRows(shape, numbers[name], len(shape) + columns_axis)
 
     def _matrices_of(self, name: str, experts: Any) -> list[DequantisedSlice]:
+        """Returns the matrices of a tensor that lies as the module has it."""
         weight = self.tensors[name]
         if isinstance(weight, FusedSlice):
             return weight.matrices(columns_first=experts.is_transposed)
-        return [weight]
+        return [self._plain[name]]
 
     def _place(self, experts: Any, leaf: str, sources: Sequence[str]) -> _Place | None:
         """None: not all of its tensors can keep their codes."""
@@ -164,29 +172,32 @@ class ExpertLoading:
         if columns.dtype != torch.int64 or columns.ndim != 3:
             return None
         matrices: list[_ExpertMatrix] = []
-        for rows in columns.flatten(1):
-            if (own := self._parts(rows, place)) is None:
+        for expert, rows in enumerate(columns.flatten(1)):
+            if (own := self._parts(rows, place, expert * len(rows))) is None:
                 return None
             matrices += own
         codes = _stacked(matrices, self._device)
         return None if codes is None else CodedExperts(codes, len(columns))
 
-    def _parts(self, numbers: Tensor, place: _Place) -> list[_ExpertMatrix] | None:
-        """Whose rows these are; None: they are no rows of the place's tensors, or not two runs of successive
-        ones."""
-        found = []
-        for run in runs_in(numbers):
-            number, row = divmod(run.start, FIRST_ROW)
-            name = self._names[number] if 0 <= number < len(self._names) else ""
-            if name not in place.sources:
-                return None
-            matrices = self._matrices[name]
-            expert, first = divmod(row, matrices[0].num_rows)
-            weight = matrices[expert]
-            rows = range(first, first + len(run))
-            if rows.stop > weight.num_rows or len(found) == _MAX_RUNS:
-                return None
-            found.append(_ExpertMatrix(name, weight, rows, place.division.own_columns))
+    def _parts(self, numbers: Tensor, place: _Place, begin: int) -> list[_ExpertMatrix] | None:
+        """Returns whose rows these are, from row `begin` of the matrix of all experts on. None: they are no
+        rows of the place's tensors, or more than two runs of successive ones, which follow each other or
+        alternate (gates and values of gpt_oss)."""
+        found, step = [], 2 if len(numbers) > 2 and numbers[2] == numbers[0] + 1 else 1
+        for strand in range(step):
+            first = begin + strand
+            for run in runs_in(numbers[strand::step]):
+                number, row = divmod(run.start, FIRST_ROW)
+                name = self._names[number] if 0 <= number < len(self._names) else ""
+                if name not in place.sources:
+                    return None
+                matrices = self._matrices[name]
+                expert, row = divmod(row, matrices[0].num_rows)
+                weight, rows = matrices[expert], range(row, row + len(run))
+                if rows.stop > weight.num_rows or len(found) == _MAX_RUNS:
+                    return None
+                found.append(_ExpertMatrix(name, weight, rows, place.division.own_columns, first, step))
+                first += len(run)
         return found
 
 
@@ -199,24 +210,22 @@ def _stacked(matrices: Sequence[_ExpertMatrix], device: torch.device) -> Codes |
     """One matrix on the device; None: they differ in more than their numbers. A few of them are in the memory
     of the CPU at once."""
     scale_rows = math.gcd(*(size for each in matrices for size in (each.scale_rows, len(each.rows))))
-    first = matrices[0].codes()
-    num_rows = sum(len(each.rows) for each in matrices)
-    numbers = torch.empty(num_rows, *first.numbers.shape[1:], dtype=first.numbers.dtype, device=device)
-    scales, zeros, end = [], [], 0
+    first, num_rows = matrices[0].codes(), sum(len(each.rows) for each in matrices)
+
+    def empty(like: Tensor, num_rows: int) -> Tensor:
+        return like.new_empty(num_rows, *like.shape[1:], device=device)
+
+    numbers, scales = empty(first.numbers, num_rows), empty(first.scales, num_rows // scale_rows)
+    zeros = None if first.zeros is None else empty(first.zeros, num_rows // scale_rows)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for start in range(0, len(matrices), _AT_ONCE):
-            for codes in pool.map(_ExpertMatrix.codes, matrices[start : start + _AT_ONCE]):
+            some = matrices[start : start + _AT_ONCE]
+            for each, codes in zip(some, pool.map(_ExpertMatrix.codes, some), strict=True):
                 if codes.columns != first.columns:
                     return None
-                begin, end = end, end + len(codes.numbers)
-                numbers[begin:end].copy_(codes.numbers)
                 codes = codes.with_scales_of(scale_rows)
-                scales.append(codes.scales)
-                zeros.append(codes.zeros)
-    return replace(
-        first,
-        numbers=numbers,
-        scales=torch.cat(scales).to(device),
-        zeros=None if first.zeros is None else torch.cat(zeros).to(device),
-        scale_rows=scale_rows,
-    )
+                numbers[each.places()] = codes.numbers
+                scales[each.places(scale_rows)] = codes.scales
+                if zeros is not None:
+                    zeros[each.places(scale_rows)] = codes.zeros
+    return replace(first, numbers=numbers, scales=scales, zeros=zeros, scale_rows=scale_rows)

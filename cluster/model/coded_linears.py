@@ -103,7 +103,7 @@ class LinearLoading:
                 plain.append(name)
                 continue
             self._places.append(_LinearPlace(name, number, path, linear, kind, division))
-            self.tensors[name] = NumberedRows([weight.num_rows, 1], number)
+            self.tensors[name] = NumberedRows(weight.get_shape(), number, columns_axis=1)
             linear.weight = nn.Parameter(division.column, requires_grad=False)
         if plain:
             logger.info("%d linears cannot keep their codes, or ranks their part: %s", len(plain), plain[0])

@@ -12,13 +12,14 @@ values, twice as many as the second has columns.
 
 *An entry for each.* Exporters of quantised weights give every expert linears of its own (gate_proj, up_proj,
 down_proj), also in families of which transformers knows the one tensor only. A module of experts says how it
-holds them, and with that how such entries become its tensor (`fit_experts`).
+holds them, and with that how such entries become its tensor (`fit_experts`). Where it holds columns first,
+entries are turned before transformers takes a rank's part of them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,19 +47,20 @@ _CONCATENATED = ("Llama4TextExperts",)
 
 
 class TransposedSlice:
-    """A tensor [experts, columns, rows] as [experts, rows, columns], read where it is sliced."""
+    """A tensor [..., columns, rows] as [..., rows, columns], read where it is sliced."""
 
     def __init__(self, stored: Any):
         self._stored = stored
 
     def get_shape(self) -> list[int]:
-        experts, columns, rows = self._stored.get_shape()
-        return [experts, rows, columns]
+        *experts, columns, rows = self._stored.get_shape()
+        return [*experts, rows, columns]
 
     def __getitem__(self, index: Any) -> Tensor:
         """index: an ellipsis, or slices of leading axes."""
-        experts, rows, columns = (*(() if index is ... else index), *3 * (slice(None),))[:3]
-        return self._stored[experts, columns, rows].transpose(1, 2).contiguous()
+        num_axes = len(self._stored.get_shape())
+        *experts, rows, columns = (*(() if index is ... else index), *3 * (slice(None),))[:num_axes]
+        return self._stored[(*experts, columns, rows)].mT.contiguous()
 
 
 def has_two_layouts(model_type: str) -> bool:
@@ -70,10 +72,16 @@ def fit_experts(
     model: PreTrainedModel, conversions: Sequence[WeightTransform], tensors: dict[str, Any] | None
 ) -> list[WeightTransform]:
     """The conversions by which experts in any layout become the model's: transformers' own first. tensors:
-    what it is given to read, of which transposed ones are turned; None: it reads the files itself. Ranks that
-    have a part of every expert cannot be given a part of an entry that is transposed: shapes do not agree
-    then, which transformers refuses. Raises ConfigError for experts of no layout that is known."""
+    what it is given to read, of which those are turned that lie unlike the model's; None: it reads the files
+    itself, and then lacks entries of experts with columns first. Raises ConfigError for experts of no layout
+    that is known."""
     forms = {form for path, module in model.named_modules() if (form := _form_of(path, module)) is not None}
+    if tensors is None:
+        forms = {form for form in forms if not form.is_transposed}
+    else:
+        for entry in [entry for form in forms if form.is_transposed for entry in form.entries(tensors)]:
+            if not isinstance(tensors[entry], TransposedSlice):  # by an earlier attempt
+                tensors[entry] = _turned(tensors[entry])
     if tensors is not None and any(map(_transposes_by_shape, conversions)):
         tensors.update(in_model_layout(tensors))
         conversions = [each for each in conversions if not _transposes_by_shape(each)]
@@ -119,7 +127,9 @@ def in_model_layout(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return transposed
 
 
-def _turned(tensor: Any) -> FusedSlice | TransposedSlice:
+def _turned(tensor: Any) -> FusedSlice | TransposedSlice | Tensor:
+    if isinstance(tensor, Tensor):
+        return tensor.mT
     return tensor.turned() if isinstance(tensor, FusedSlice) else TransposedSlice(tensor)
 
 
@@ -145,6 +155,11 @@ class _FusedForm(NamedTuple):
     is_transposed: bool  # [experts, columns, rows]
     has_bias: bool
 
+    def entries(self, names: Iterable[str]) -> list[str]:
+        """Those that are weights of single experts."""
+        pattern = re.compile(rf"\.{self.name}\.\d+\.(gate|up|down)_proj\.weight$")
+        return list(filter(pattern.search, names))
+
 
 def _form_of(path: str, module: Any) -> _FusedForm | None:
     """None: the module has no experts in one tensor, or does not say how it holds them."""
@@ -165,13 +180,18 @@ def _joining(form: _FusedForm) -> Iterator[WeightConverter]:
     """The conversions that make a module's parameters of the entries."""
     targets = {"gate_up_proj": ("gate_proj", "up_proj")} if form.has_gate else {"up_proj": ("up_proj",)}
     for target, sources in {**targets, "down_proj": ("down_proj",)}.items():
-        joined: list[ConversionOps] = [MergeModulelist(dim=0)]
-        if len(sources) > 1:
-            joined += [Concatenate(dim=1), *([] if form.is_concatenated else [Interleave(1, inverse=True)])]
-        turned = [Transpose(dim0=1, dim1=2)] if form.is_transposed else []
         names = [rf"\.{form.name}\.\d+\.{source}" for source in sources]
-        yield WeightConverter(
-            [rf"{name}\.weight" for name in names], f".{form.name}.{target}", [*joined, *turned]
-        )
+        outputs = 2 if form.is_transposed else 1
+        joined = _joined(len(sources), outputs, alternates=not form.is_concatenated)
+        yield WeightConverter([rf"{name}\.weight" for name in names], f".{form.name}.{target}", joined)
         if form.has_bias:
+            joined = _joined(len(sources), 1, alternates=not form.is_concatenated)
             yield WeightConverter([rf"{name}\.bias" for name in names], f".{form.name}.{target}_bias", joined)
+
+
+def _joined(num_sources: int, outputs: int, *, alternates: bool) -> list[ConversionOps]:
+    """outputs: the axis of what is joined."""
+    if num_sources == 1:
+        return [MergeModulelist(dim=0)]
+    alternating = [Interleave(outputs, inverse=True)] if alternates else []
+    return [MergeModulelist(dim=0), Concatenate(dim=outputs), *alternating]

@@ -105,7 +105,7 @@ def load_half(
                 check_values(tensors)
             if coded is not None:
                 codes = CodedLoading(tensors, text_of, coded.product, torch.device(device), collectives)
-        elif has_two_layouts(config.model_type) or mixers is not None:
+        elif has_two_layouts(config.model_type) or mixers is not None or (files and sharding.num_ranks > 1):
             tensors = opened.enter_context(stored_tensors(files))
         elif sharding.num_ranks == 1:
             tensors = half_files.mapped()

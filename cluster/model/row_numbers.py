@@ -19,18 +19,23 @@ FIRST_ROW = 1 << 32  # times the number of a weight: the number of its first row
 class NumberedRows:
     """Sliced in place of a quantised weight: numbers of its rows, as matrices of one column."""
 
-    def __init__(self, shape: Sequence[int], number: int):
-        """shape: of the weight, but for one column. number: of the weight."""
+    def __init__(self, shape: Sequence[int], number: int, columns_axis: int):
+        """shape: of the weight. number: of the weight. columns_axis: of the shape."""
+        sizes = [*shape]
+        sizes[columns_axis] = 1
         first = number * FIRST_ROW
-        self._rows = torch.arange(first, first + prod(shape)).view(*shape)
+        self._rows, self._columns_axis = torch.arange(first, first + prod(sizes)).view(sizes), columns_axis
 
     def get_shape(self) -> list[int]:
         return list(self._rows.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """index: an ellipsis, or slices of leading axes. All columns of a matrix [N, K] have its one column,
-        whichever are asked for."""
-        return self._rows[index[:1] if isinstance(index, tuple) and self._rows.ndim == 2 else index]
+        """index: an ellipsis, or slices of leading axes. Whichever columns are asked for have the one
+        column."""
+        axes = [*index] if isinstance(index, tuple) else [index]
+        if index is not ... and len(axes) > self._columns_axis:
+            axes[self._columns_axis] = slice(None)
+        return self._rows[tuple(axes)]
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def row_division(weight: Tensor, *, columns_axis: int) -> RowDivision | None:
     if axis == columns_axis:
         share = -(-width // num_ranks)
         columns = [range(first, min(first + share, width)) for first in range(0, width, share)]
-        fits = type(placement) is Shard and columns_axis == weight.ndim - 1 and len(columns) == num_ranks
+        fits = type(placement) is Shard and len(columns) == num_ranks
         return RowDivision(column, columns, rank) if fits else None
     size = weight.shape[axis] // (1 if type(placement) is Shard else 2)  # both halves of rows are divided
     if (num_ranks - 1) * -(-size // num_ranks) >= size:

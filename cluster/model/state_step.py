@@ -148,7 +148,7 @@ class StepStates:
         self.now: StepState | None = None
 
     def keep_mixers_of(self, text_model: nn.Module) -> None:
-        """Forgets mixers that are not in the model any more: a kernel for their layer has taken their place."""
+        """Forgets mixers that are no longer in the model: a kernel of their layer has taken their place."""
         left = set(text_model.modules())
         self.forwards = [forward for forward in self.forwards if forward.mixer in left]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,9 @@ from typing import Literal
 from cluster.errors import ConfigError
 
 MAX_UNIX_PATH_BYTES = 107  # sun_path of struct sockaddr_un without its terminating zero
+# A host that fails sends no end-of-file: an idle link is probed after 2 s and given up 3 s later.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
+_UNACKNOWLEDGED_MS = 5000
 
 
 def new_address(kind: Literal["unix", "tcp"], *, name: str, directory: Path, host: str) -> str:
@@ -44,6 +48,14 @@ def parse_tcp(address: str) -> tuple[str, int]:
     if not host or not port.isdigit():
         raise ConfigError(f'"{address}" is not an address; expected "unix:/path" or "tcp:host:port"')
     return host, int(port)
+
+
+def watch_host(connection: socket.socket) -> None:
+    """Makes this TCP connection end some seconds after the peer's host has vanished."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE:
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
 
 
 def make_private(directory: Path) -> None:

@@ -14,7 +14,7 @@ import asyncio
 import socket
 
 from cluster.errors import ClusterError, ConfigError, UnavailableError
-from cluster.rpc.address import make_private, parse_tcp, parse_unix
+from cluster.rpc.address import make_private, parse_tcp, parse_unix, watch_host
 from cluster.rpc.connection import (
     HANDSHAKE_TIMEOUT_S,
     MAX_BUFFERED_BYTES,
@@ -24,9 +24,6 @@ from cluster.rpc.connection import (
 )
 from cluster.rpc.handshake import Handshake, LastRead, nothing_read
 
-# A host that fails sends no end-of-file: an idle link is probed after 2 s and given up 3 s later.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
-_UNACKNOWLEDGED_MS = 5000
 MAX_PENDING = 64
 
 
@@ -47,12 +44,8 @@ def _key(address: str, secret: str | None) -> bytes | None:
 
 def _watch_peer(connection: Connection) -> None:
     sock = connection.transport.get_extra_info("socket")
-    if sock is None or sock.family == socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, seconds in _KEEPALIVE:
-        sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
+    if sock is not None and sock.family != socket.AF_UNIX:
+        watch_host(sock)
 
 
 class Server:

@@ -13,7 +13,7 @@ steps stay within 25% of the target.
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +37,6 @@ def tokens_of_fixed_part(fixed_s: Number, token_s: Number) -> Number:
     return cast(Number, fixed_s / np.maximum(token_s, LEAST_TOKEN_S))
 
 
-@overload
-def is_left_for_item(tokens_s: float, fixed_s: float) -> bool: ...
-@overload
-def is_left_for_item(tokens_s: NDArray[np.float64], fixed_s: NDArray[np.float64]) -> NDArray[np.bool_]: ...
 def is_left_for_item(tokens_s: Any, fixed_s: Any) -> Any:
     """Whether text in front of a media item that is not there yet waits for the item, where no answers run:
     if its tokens take less than the fixed part of a step. They cost less together with the item, which would

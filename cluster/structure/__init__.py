@@ -7,7 +7,7 @@ first request with a structure comes.
 * `grammar`: a structure to llguidance's grammar, with limits.
 * `calls`: calls of tools to a grammar, by the form in which a model writes them.
 * `vocabulary`: the tokens of a model, as grammars see them.
-* `matcher`: where one answer is in its grammar; which tokens may follow. `effort`: the time that it may take.
+* `matcher`: where one answer is in its grammar; which tokens may follow, and the time that it may take.
 * `compiler`: a worker's grammars: compiled on a thread of their own, kept while they are used.
 * `masks`: bit masks of the allowed tokens for the rows of a step, filled while the forward runs.
 * `checker`, `check_process`: a door has every new structure compiled in a process with limits of time and

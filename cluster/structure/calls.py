@@ -15,7 +15,7 @@ from enum import Enum
 import msgspec
 
 from cluster.errors import StructureError
-from cluster.structure.grammar import WHITESPACE
+from cluster.structure.grammar import json_options
 from cluster.structure.schema import held_schema
 from cluster.types.structure import Structure, StructureKind
 
@@ -156,6 +156,5 @@ def _schema(text: str, param: str, rules: HeldFunction | Structure) -> str:
     except StructureError as error:
         raise StructureError(f"{param}: {error.message}", param=param) from None
     is_compact = isinstance(rules, Structure) and rules.is_compact
-    blanks = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITESPACE}
-    options = {**blanks, "coerce_one_of": rules.is_loose, "lenient": False}
+    options = json_options(is_compact=is_compact, is_loose=rules.is_loose)
     return json.dumps({"x-guidance": options, **json.loads(held)})

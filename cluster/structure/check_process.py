@@ -30,7 +30,7 @@ from io import BufferedRWPair
 import msgspec
 
 from cluster.errors import ClusterError, StructureError
-from cluster.media.confinement import Confinement
+from cluster.media.confinement import Confinement, virtual_bytes
 from cluster.media.program import end_with
 from cluster.structure.grammar import compile_structure, loosened_structure
 from cluster.structure.matcher import Matcher
@@ -89,8 +89,7 @@ def _compile_and_exit(order: Order, vocabulary: Vocabulary, writing: int, forked
     """Compiles in the fork, which ends here whatever happens."""
     try:
         os.nice(NICENESS)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        max_bytes = _address_space() + MAX_BYTES
+        max_bytes = virtual_bytes() + MAX_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust says when it ends a process
         signal.setitimer(signal.ITIMER_PROF, order.cpu_s)  # its signal ends the process
@@ -139,11 +138,6 @@ def _check_growth(ends: Sequence[float]) -> None:
     middle = ends[len(ends) // 2]
     if ends[-1] - middle > 2 * (middle - ends[0]) and len(ends) >= 8:
         raise StructureError("the structure is too complex: it takes longer with every token")
-
-
-def _address_space() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def serve(stream: BufferedRWPair) -> None:

@@ -18,9 +18,8 @@ import numpy as np
 
 from cluster.errors import ClusterError
 from cluster.structure.compiler import Call, Grammar, GrammarCompiler
-from cluster.structure.effort import Effort
 from cluster.structure.masks import MaskFiller, Wanted
-from cluster.structure.matcher import Matcher
+from cluster.structure.matcher import Effort, Matcher
 from cluster.types.request import GenerateRequest
 from cluster.types.structure import Structure
 

@@ -79,7 +79,7 @@ def _limits() -> LLParserLimits:
     """A lexer state takes one to two kilobytes, and every choice has its own. A row has four items for each
     optional property of an object. Masks of 230 structures (the benchmark's, and large ones: 200 optional
     properties, 5,000 values) with vocabularies of 1,024 and 65,000 tokens took up to 10,000 items; an
-    ambiguous grammar takes more after some 100 characters. Time is limited in `effort`."""
+    ambiguous grammar takes more after some 100 characters. Time is limited by `Effort`."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -98,12 +98,7 @@ def _grammar(structure: Structure, vocabulary: Vocabulary) -> str:
         case StructureKind.JSON_SCHEMA:
             return LLMatcher.grammar_from_json_schema(
                 held_schema(structure.text, is_strict=structure.is_strict),
-                overrides={
-                    "whitespace_flexible": not structure.is_compact,
-                    "whitespace_pattern": None if structure.is_compact else WHITESPACE,
-                    "coerce_one_of": structure.is_loose,
-                    "lenient": False,
-                },
+                overrides=json_options(is_compact=structure.is_compact, is_loose=structure.is_loose),
             )
         case StructureKind.REGEX:
             return LLMatcher.grammar_from_regex(structure.text)
@@ -114,6 +109,12 @@ def _grammar(structure: Structure, vocabulary: Vocabulary) -> str:
             return LLMatcher.grammar_from_lark(structure.text)
         case StructureKind.GRAMMAR:
             return grammar_from("grammar", _by_id(structure.text, vocabulary.special_ids))
+
+
+def json_options(*, is_compact: bool, is_loose: bool) -> Any:
+    """How llguidance reads a JSON schema."""
+    blanks = {"whitespace_flexible": False} if is_compact else {"whitespace_pattern": WHITESPACE}
+    return {**blanks, "coerce_one_of": is_loose, "lenient": False}
 
 
 def _by_id(grammar: str, special_ids: Mapping[str, int]) -> str:

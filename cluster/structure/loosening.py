@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-_MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_SCHEMAS = ("additionalProperties", "items", "additionalItems")
+from cluster.structure.schema import NESTING, schemas_in
+
+# With fewer constraints in these, fewer answers may be valid
+_CLOSED = frozenset(("not", "if", "then", "else", "contains", "dependentSchemas"))
 
 Place = tuple[str | int, ...]  # of a schema: the keys and indices that lead to it
 Constraint = tuple[Place, str]  # a schema and a keyword in it
@@ -43,7 +44,7 @@ def _order(constraint: Constraint) -> tuple[int, int]:
     """What has schemas in it comes first, then references to these, so that what is asked about afterwards is
     a part of the whole. The compiler does not look at what nothing refers to."""
     place, keyword = constraint
-    return (0 if keyword in (*_MAPS, *_LISTS, *_SCHEMAS) else 1 if keyword == "$ref" else 2), len(place)
+    return (0 if keyword in NESTING - _CLOSED else 1 if keyword == "$ref" else 2), len(place)
 
 
 def _first_too_many(
@@ -70,16 +71,9 @@ def _constraints(place: Place, schema: dict[str, Any]) -> Iterator[Constraint]:
 
 
 def _inner(keyword: str, value: Any) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The schemas in the value of a keyword."""
-    if keyword in _MAPS and isinstance(value, dict):
-        found: list[tuple[Place, Any]] = [((name,), each) for name, each in value.items()]
-    elif keyword in _LISTS and isinstance(value, list):
-        found = [((idx,), each) for idx, each in enumerate(value)]
-    elif keyword in _SCHEMAS:
-        found = [((), value)]
-    else:
-        found = []
-    yield from ((key, each) for key, each in found if isinstance(each, dict))
+    """The schemas in the value of a keyword that are taken apart."""
+    found = () if keyword in _CLOSED else schemas_in(keyword, value)
+    return ((place, each) for place, each in found if isinstance(each, dict))
 
 
 def _part(schema: dict[str, Any], kept: frozenset[Constraint], place: Place = ()) -> dict[str, Any]:

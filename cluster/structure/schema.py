@@ -19,6 +19,7 @@ MAX_DEPTH = 64
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = ("additionalProperties", "items", "additionalItems", "not", "if", "then", "else", "contains")
+NESTING = frozenset((*_MAPS, *_LISTS, *_SCHEMAS))  # keywords whose values have schemas
 # Keywords that are held, or that say nothing about validity. llguidance refuses all other keywords of
 # drafts 4 to 2020-12, and ignores other words.
 KEYWORDS = frozenset((
@@ -105,12 +106,19 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         yield path, part
         for key, value in part.items():
-            if key in _MAPS and isinstance(value, dict):
-                waiting += [(f"{path}/{key}/{name}", inner, depth + 1) for name, inner in value.items()]
-            elif key in _LISTS and isinstance(value, list):
-                waiting += [(f"{path}/{key}/{i}", inner, depth + 1) for i, inner in enumerate(value)]
-            elif key in _SCHEMAS:
-                waiting.append((f"{path}/{key}", value, depth + 1))
+            for place, inner in schemas_in(key, value):
+                waiting.append(("/".join((path, key, *map(str, place))), inner, depth + 1))
+
+
+def schemas_in(keyword: str, value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The schemas in the value of a keyword, each with the key or index that leads to it; with none if
+    the value is a schema itself."""
+    if keyword in _MAPS and isinstance(value, dict):
+        yield from (((name,), inner) for name, inner in value.items())
+    elif keyword in _LISTS and isinstance(value, list):
+        yield from (((idx,), inner) for idx, inner in enumerate(value))
+    elif keyword in _SCHEMAS:
+        yield (), value
 
 
 def _check(path: str, part: dict[str, Any], draft: str, is_strict: bool) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from cluster.errors import RequestError, UnsupportedError
+from cluster.text.answer_format import REASONING
 from cluster.text.chat import NO_OPTIONS, ChatMessage, ChatOptions, ChatText
 from cluster.text.typed import ControlTokens, Typed
-
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # as templates call it in a message
 
 
 class ChatTemplate:
@@ -123,7 +122,7 @@ class ChatTemplate:
 
     @cached_property
     def _reasoning_key(self) -> str:
-        return next((key for key in _REASONING if key in self.source), _REASONING[0])
+        return next((key for key in REASONING if key in self.source), REASONING[0])
 
     def _renders_strings(self) -> bool:
         """Whether the template takes a message's content as a string; some take only lists of parts."""

@@ -21,8 +21,7 @@ from cluster.worker.language import load_language
 from cluster.worker.ranks import RankSpec
 from cluster.worker.setup import set_up
 from kv_transfer.agents.factory import make_agent
-from kv_transfer.lease.rank_follower import RankFollower
-from kv_transfer.lease.rank_messages import RankReady
+from kv_transfer.lease.rank_follower import RankFollower, RankReady
 from kv_transfer.lease.transfer_engine import TransferEngine
 
 logger = logging.getLogger(__name__)

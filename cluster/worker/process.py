@@ -22,7 +22,6 @@ from cluster.lost_device import DeviceLostError
 from cluster.pulse import Watch
 from cluster.types.members import Member, ProcessId, Role
 from cluster.types.messages import AnyMessage, LoadReport
-from cluster.worker.hardware import hardware_of
 from cluster.worker.outbox import DoorId
 from cluster.worker.ranks import Ranks
 from cluster.worker.seat import EngineSeat
@@ -255,3 +254,12 @@ class WorkerProcess:
 def _distinct(*memories: BlockMemory | Wire | None) -> list[BlockMemory]:
     blocks = (memory.memory if isinstance(memory, Wire) else memory for memory in memories)
     return [memory for memory in dict.fromkeys(blocks) if memory is not None]
+
+
+def hardware_of(device: torch.device, num_ranks: int = 1) -> str:
+    """Equal for devices that are equally fast: the model of a GPU, or the number of threads of a CPU."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"cpu, {torch.get_num_threads()} threads"
+    return name if num_ranks == 1 else f"{num_ranks} x {name}"

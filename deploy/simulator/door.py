@@ -136,7 +136,10 @@ class SimDoor:
         else:
             if client.ttft_s is None:
                 self.num_answered += 1
-                self.num_in_time += now - client.request.arrived_at <= self.target_ttft_s
+                ttft_s = now - client.request.arrived_at
+                self.num_in_time += ttft_s <= self.target_ttft_s
+                if self._simulation.on_first is not None:
+                    self._simulation.on_first(client.request, ttft_s)
             client.on_tokens(event, now)
             status = "finished"
             if event.finish_reason is None:

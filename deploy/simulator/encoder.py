@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cluster.engine.inbox import OwnEmbeddings
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, feature_layout
 from cluster.types.messages import StartEncode
@@ -15,7 +16,6 @@ from deploy.simulator.device import SimEncoderRunner
 from deploy.simulator.process import SimProcess
 from encoder_service.cache import EmbeddingCache
 from encoder_service.calls import EncoderLimits
-from encoder_service.deliveries import OwnPrompts
 from encoder_service.engine import EncoderEngine
 from encoder_service.service import MAX_PIECE_ROWS, Encoder
 
@@ -54,7 +54,7 @@ class SimEncoder(Encoder):
         self.row_bytes = spec.bytes_per_row
         self.modalities = tuple(modality.value for modality in spec.encoder_curves.encode)
 
-    def attach(self, process: Any, own_prompts: OwnPrompts | None = None) -> None:
+    def attach(self, process: Any, own_prompts: OwnEmbeddings | None = None) -> None:
         spec, seat, size = process.spec, process.encoder_seat, process.world.model.block_size
         self.runner: Any = SimEncoderRunner(process.device)
         self.threads = PrepareThreads(process, self.runner)

@@ -17,7 +17,7 @@ from deploy.simulator.demand import capacity, demand
 from deploy.simulator.hardware import ACCELERATORS, Model
 from deploy.simulator.layouts import Layout, workers
 from deploy.simulator.results import Slo, Summary, keeps
-from deploy.simulator.search import highest_rate, run_unless_missed
+from deploy.simulator.search import highest_rate, leapt, run_unless_missed
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.workload import Workload
 from router.policy import make_policy
@@ -82,7 +82,7 @@ def plan(
         if close and not keeps(run(close), slo):
             found[division] = Plan(division, close, estimate, None, is_limit=True)
         else:
-            rate, summary = highest_rate(run, slo, close or 0.8 * estimate)
+            rate, summary = highest_rate(run, slo, close or leapt(run, slo, 0.8 * estimate))
             found[division] = Plan(division, rate, estimate, summary)
 
     for division in _starts(estimates):

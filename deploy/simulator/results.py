@@ -66,7 +66,7 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo) -> Summary:
         raise ValueError("no requests")
     done = [outcome for outcome in counted if outcome.status == "finished"]
     began_at, last_at = counted[0].request.arrived_at, counted[-1].request.arrived_at
-    seconds = max(last_at - began_at, 1e-9)
+    seconds = _seconds([began_at, last_at])
     good = [o for o in done if o.ttft_s <= slo.ttft_s and o.tpot_s <= slo.tpot_s]
     in_time = [o for o in outcomes if o.status == "finished" and began_at <= o.finished_at <= last_at]
     ttfts, tpots = [o.ttft_s for o in done], [o.tpot_s for o in done if o.request.num_output_tokens > 1]
@@ -101,7 +101,9 @@ class Misses:
         arrivals = sorted(request.arrived_at for request in requests)
         num_warm = int(WARM_UP_SHARE * len(arrivals))
         count = len(arrivals) - num_warm
-        self._slo, self._since = slo, arrivals[num_warm]
+        self._slo, self._since, self._lasts_s = slo, arrivals[num_warm], _seconds(arrivals[num_warm:])
+        self._count = count
+        self._ttfts: list[tuple[float, float]] = []  # with the arrivals
         # A percentile is above its limit if all values from it on are
         if slo.share is None:
             self._limit = count - int((count - 1) * 0.99) - 1
@@ -109,15 +111,32 @@ class Misses:
             self._limit = count - math.ceil(slo.share * count - 1e-9)
         self._late = self._slow = self._bad = 0
 
+    def are_too_many_late(self, request: SimRequest, ttft_s: float) -> bool:
+        """The request's first token has come. Returns whether the run fails with it, whatever comes after:
+        then `keeps` says no."""
+        if request.arrived_at < self._since:
+            return False
+        is_late = ttft_s > self._slo.ttft_s
+        self._late, self._bad = self._late + is_late, self._bad + is_late
+        self._ttfts.append((request.arrived_at, ttft_s))
+        return self._are_too_many() or (len(self._ttfts) == self._count and self._waits_grow())
+
+    def _waits_grow(self) -> bool:
+        growth_s = _growth_s([ttft_s for _, ttft_s in sorted(self._ttfts)])
+        return _is_overload(growth_s, self._lasts_s, self._count)
+
     def are_too_many(self, outcome: Outcome) -> bool:
-        """Whether the run fails with this outcome, whatever the others will be: then `keeps` says no."""
+        """The same at the end of a request, whose first token was noted if there was one."""
         if outcome.request.arrived_at < self._since:
             return False
-        is_late, is_slow = outcome.ttft_s > self._slo.ttft_s, outcome.tpot_s > self._slo.tpot_s
-        self._late, self._slow = self._late + is_late, self._slow + is_slow
-        self._bad += is_late or is_slow
+        is_slow = outcome.tpot_s > self._slo.tpot_s
+        self._slow += is_slow
+        self._bad += is_slow and outcome.ttft_s <= self._slo.ttft_s
+        return outcome.status != "finished" or self._are_too_many()
+
+    def _are_too_many(self) -> bool:
         worst = max(self._late, self._slow) if self._slo.share is None else self._bad
-        return outcome.status != "finished" or worst > self._limit
+        return worst > self._limit
 
 
 def keeps(summary: Summary | None, slo: Slo) -> bool:
@@ -126,14 +145,23 @@ def keeps(summary: Summary | None, slo: Slo) -> bool:
     the time would be within it until the end."""
     if summary is None:
         return False
-    # With a part e more load than the cluster can serve, waits grow by e * arrivals_s. But the number of
-    # Poisson arrivals varies by sqrt(n), so by chance n of them are 1 / sqrt(n) more load than their rate
-    # says. Growth below that is no evidence of overload; above it, more requests make the evidence stronger.
-    chance_s = summary.arrivals_s / math.sqrt(summary.num_requests)
-    is_complete = summary.num_finished == summary.num_requests and summary.growth_s <= chance_s
+    grows = _is_overload(summary.growth_s, summary.arrivals_s, summary.num_requests)
+    is_complete = summary.num_finished == summary.num_requests and not grows
     if slo.share is not None:
         return is_complete and summary.good_share >= slo.share
     return is_complete and summary.ttft_p99_s <= slo.ttft_s and summary.tpot_p99_s <= slo.tpot_s
+
+
+def _is_overload(growth_s: float, arrivals_s: float, num_requests: int) -> bool:
+    """With a part e more load than the cluster can serve, waits grow by e * arrivals_s. But the number of
+    Poisson arrivals varies by sqrt(n), so by chance n of them are 1 / sqrt(n) more load than their rate says.
+    Growth below that is no evidence of overload; above it, more requests make the evidence stronger."""
+    return growth_s > arrivals_s / math.sqrt(num_requests)
+
+
+def _seconds(arrivals: Sequence[float]) -> float:
+    """arrivals: ascending."""
+    return max(arrivals[-1] - arrivals[0], 1e-9)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

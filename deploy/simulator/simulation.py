@@ -33,7 +33,7 @@ MakePolicy = Callable[["Simulation"], Policy]
 
 class Simulation:
     """`policies`: makers of one for each door. `admission`: of each door; None: every request is admitted at
-    once."""
+    once. `on_first`: called when a request's first token has come, with the time to it."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Simulation:
         network_s: float = NETWORK_S,
         admission: AdmissionArgs | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
+        on_first: Callable[[SimRequest, float], None] | None = None,
     ):
         self.loop = EventLoop()
         clock = VirtualClock(self.loop)
@@ -54,6 +55,7 @@ class Simulation:
         self.model = model
         self.outcomes: list[Outcome] = []
         self.on_outcome = on_outcome or self.outcomes.append
+        self.on_first = on_first
         self.has_arrivals = False  # requests are still to come
         self.scheduling = scheduling
         self._rng, self._noise = Random(f"noise {seed}"), noise

@@ -69,7 +69,6 @@ class CollectiveAgent:
         ] = {}  # with the metadata that the link was made from
         self._writers: list[IncomingLink] = []
         self._inbox: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
-        self._handles: dict[int, PostedWrite] = {}
         self._is_closed = False
         # A thread inside torch while the interpreter shuts down would crash the process.
         atexit.register(self.close)
@@ -108,9 +107,7 @@ class CollectiveAgent:
             check_sizes(local, remote)
             link = self._link(peer)
             locate(remote, link.owner.regions)
-            write = link.post(self._table.runs(local), remote, notification)
-        self._handles[id(write)] = write
-        return write
+            return link.post(self._table.runs(local), remote, notification)
 
     def poll(self, handle: PostedWrite) -> TransferState:
         return handle.link.poll(handle)
@@ -137,7 +134,6 @@ class CollectiveAgent:
             self.poll(handle)
         if handle.state is TransferState.PENDING:
             raise TransferError(f"a write to {handle.link.owner.name} is in flight and cannot be cancelled")
-        self._handles.pop(id(handle), None)
 
     def disconnect(self, peer: str) -> None:
         self._drop_link(peer)
@@ -160,7 +156,6 @@ class CollectiveAgent:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         for thread in (*links, *self._writers):
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._handles.clear()
         self._peers.clear()
         self._writers.clear()
 

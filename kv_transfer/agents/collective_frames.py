@@ -1,6 +1,6 @@
 """Small messages between two collective agents, on one TCP connection, whose end shows that the peer is dead.
 
-frame        4 bytes little-endian length, then msgpack
+frame        as on the side channel (`cluster.rpc.frames`)
 dialler      Greeting
 owner        Ready, if the token is right
 both         StoreItem, as many as the group needs while it is made
@@ -13,25 +13,22 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Literal
 
 import msgspec
 
+from cluster.rpc.address import watch_host
+from cluster.rpc.frames import FrameBuffer, FrameError, frame
 from kv_transfer.agents.agent import PeerLostError, TransferError
 
 Backend = Literal["gloo", "nccl"]
 
 MAX_FRAME_BYTES = 16 << 20  # a million descriptors
 MAX_GREETING_BYTES = 4096  # from a connection that has not shown the token
-_LENGTH = struct.Struct("<I")
-# A host that vanishes sends no end-of-file: probe an idle connection after 2 s, give it up after 3 more
-# seconds.
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
-_UNACKNOWLEDGED_MS = 5000
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -83,35 +80,34 @@ class FrameSocket:
     def __init__(self, connection: socket.socket, max_frame_bytes: int = MAX_GREETING_BYTES):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)
-        self.max_frame_bytes = max_frame_bytes
+        watch_host(connection)
         self._socket = connection
-        self._received = bytearray()
+        self._buffer = FrameBuffer(max_frame_bytes)
+        self._received: deque[bytes] = deque()  # whole frames
+
+    def allow(self, max_frame_bytes: int) -> None:
+        self._buffer.max_frame_bytes = max_frame_bytes
 
     def read(self, timeout_s: float | None) -> Frame:
         """Waits for the next frame. Raises TransferError if none comes in time or it cannot be read."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while (frame := self._next_frame()) is None:
+        while not self._received:
             if not self._fill():
                 self._await(select.POLLIN, deadline)
-        return frame
+        return self._next_frame()
 
     def read_available(self) -> Iterator[Frame]:
         """The frames that have arrived; does not wait. Raises after the last one if the connection is
         over."""
         while True:
-            while (frame := self._next_frame()) is not None:
-                yield frame
+            while self._received:
+                yield self._next_frame()
             if not self._fill():
                 return
 
-    def write(self, frame: Frame, timeout_s: float) -> None:
+    def write(self, message: Frame, timeout_s: float) -> None:
         """Returns when the kernel has the frame."""
-        body = _encoder.encode(frame)
-        rest = memoryview(_LENGTH.pack(len(body)) + body)
+        rest = memoryview(frame(_encoder.encode(message)))
         deadline = time.monotonic() + timeout_s
         while rest:
             try:
@@ -127,21 +123,9 @@ class FrameSocket:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _next_frame(self) -> Frame | None:
-        if len(self._received) < _LENGTH.size:
-            return None
-        (num_bytes,) = _LENGTH.unpack_from(self._received)
-        if num_bytes > self.max_frame_bytes:
-            raise TransferError(
-                f"a frame of {num_bytes} bytes is longer than the limit of {self.max_frame_bytes}"
-            )
-        end = _LENGTH.size + num_bytes
-        if len(self._received) < end:
-            return None
-        body = bytes(self._received[_LENGTH.size : end])
-        del self._received[:end]
+    def _next_frame(self) -> Frame:
         try:
-            return _decoder.decode(body)
+            return _decoder.decode(self._received.popleft())
         except msgspec.MsgspecError as error:
             raise TransferError(f"a frame cannot be read: {error}") from error
 
@@ -155,7 +139,10 @@ class FrameSocket:
             raise PeerLostError(f"the connection broke: {error}") from error
         if not received:
             raise PeerLostError("the peer closed the connection")
-        self._received += received
+        try:
+            self._received += self._buffer.feed(received)
+        except FrameError as error:
+            raise TransferError(str(error)) from error
         return True
 
     def _await(self, event: int, deadline: float | None) -> None:

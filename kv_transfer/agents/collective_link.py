@@ -278,7 +278,7 @@ class IncomingLink:
         self.peer = greeting.name
         if greeting.backend not in self._backends:
             raise TransferError(f"this agent has no backend {greeting.backend}")
-        self._frames.max_frame_bytes = MAX_FRAME_BYTES
+        self._frames.allow(MAX_FRAME_BYTES)
         self._frames.write(Ready(), WIRE_UP_TIMEOUT_S)
         channel = _make_channel(self._frames, 1, greeting.backend, self._table, self._connection)
         with self._lock:

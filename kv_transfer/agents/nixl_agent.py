@@ -138,7 +138,6 @@ class NixlAgent:
         self._boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         self._metadata = b""
         self._peers: dict[str, NixlPeer] = {}
-        self._name_of: dict[bytes, str] = {}  # metadata of connected peers
         self._handles: dict[int, NixlWrite] = {}
 
     @property
@@ -168,13 +167,13 @@ class NixlAgent:
         return self._metadata
 
     def connect(self, metadata: bytes) -> str:
-        known = self._name_of.get(metadata)
-        if known is not None:
-            return known
         try:
             decoded = msgspec.msgpack.decode(metadata, type=NixlMetadata)
         except msgspec.MsgspecError as error:
             raise TransferError(f"agent metadata cannot be read: {error}") from error
+        known = self._peers.get(decoded.name)
+        if known is not None and known.metadata == metadata:
+            return decoded.name
         self.disconnect(decoded.name)
         with self._mapped():
             added = self._agent.add_remote_agent(decoded.nixl)
@@ -184,7 +183,6 @@ class NixlAgent:
         self._peers[decoded.name] = NixlPeer(
             metadata, decoded.regions, is_on_this_host=decoded.boot_id == self._boot_id != ""
         )
-        self._name_of[metadata] = decoded.name
         return decoded.name
 
     def post(self, peer: str, local: np.ndarray, remote: np.ndarray, notification: bytes = b"") -> NixlWrite:
@@ -249,20 +247,15 @@ class NixlAgent:
             self._forget(handle.nixl)
 
     def disconnect(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is None:
+        if self._peers.pop(peer, None) is None:
             return
-        self._name_of.pop(known.metadata, None)
         for handle in [h for h in self._handles.values() if h.peer == peer]:
             with suppress(TransferError):
                 self.poll(handle)
             if handle.state is TransferState.PENDING:
                 handle.state = TransferState.FAILED
-        try:
-            with self._mapped():
-                self._agent.remove_remote_agent(peer)
-        except TransferError:
-            pass  # already gone
+        with suppress(TransferError), self._mapped():  # already gone
+            self._agent.remove_remote_agent(peer)
 
     def close(self) -> None:
         if self._nixl is None:
@@ -298,11 +291,8 @@ class NixlAgent:
 
     def _forget(self, transfer: Any) -> None:
         """Release, ignoring errors: NIXL's own finaliser tries again."""
-        try:
-            with self._mapped():
-                transfer.release()
-        except TransferError:
-            pass
+        with suppress(TransferError), self._mapped():
+            transfer.release()
 
     def _descriptors(self, rows: np.ndarray, regions: tuple[NixlRegion, ...], owner: str) -> Any:
         """NIXL's descriptor list (address, bytes, device) of rows that all lie in one registered range."""

@@ -70,31 +70,6 @@ class Codec:
         self._planes = self._plane_table()
         self._table: tuple[BlockMemory, BlockMemory, SegmentTable] | None = None
 
-    def encode_groups(
-        self,
-        kv: BlockMemory,
-        blocks: Sequence[Sequence[int]] | np.ndarray,
-        wire: BlockMemory,
-        wire_blocks: Sequence[int] | np.ndarray,
-        layers: Sequence[int] | None = None,
-    ) -> None:
-        """Codes group blocks[g] [n] into block wire_blocks[g] of the wire, in the given layers or in all.
-
-        On CUDA the work is enqueued on the current stream. Raises before a byte is written: IndexError if an
-        id is outside its memory, ValueError if a memory has another layout or a group has not n blocks.
-        """
-        self.code(kv, wire, [self.job(kv, blocks, wire, wire_blocks, layers)], encodes=True)
-
-    def decode_groups(
-        self,
-        wire: BlockMemory,
-        wire_blocks: Sequence[int] | np.ndarray,
-        kv: BlockMemory,
-        blocks: Sequence[Sequence[int]] | np.ndarray,
-    ) -> None:
-        """The inverse of `encode_groups`, in all layers."""
-        self.code(kv, wire, [self.job(kv, blocks, wire, wire_blocks)], encodes=False)
-
     def job(
         self,
         kv: BlockMemory,
@@ -103,7 +78,9 @@ class Codec:
         wire_blocks: Sequence[int] | np.ndarray,
         layers: Sequence[int] | None = None,
     ) -> CodingJob:
-        """Raises like `encode_groups`."""
+        """Group blocks[g] [n] and block wire_blocks[g] of the wire, in the given layers or in all. Raises
+        before a byte is written: IndexError if an id is outside its memory, ValueError if a memory has
+        another layout or a group has not n blocks."""
         if kv.layout != self.kv_layout or wire.layout != self.wire_layout:
             raise ValueError("the memory has another layout than the codec")
         block_ids = _ids(blocks, kv.num_blocks)
@@ -116,7 +93,8 @@ class Codec:
         return CodingJob(block_ids, wire_ids, chosen)
 
     def code(self, kv: BlockMemory, wire: BlockMemory, jobs: Sequence[CodingJob], *, encodes: bool) -> None:
-        """All jobs; with Triton one launch, which does not wait."""
+        """Codes all jobs into the wire memory, or back. On CUDA the work is enqueued on the current stream;
+        with Triton as one launch."""
         device = kv.buffer.device
         if device.type == "cuda" and has_triton():
             layers, blocks, wire_ids = (
@@ -136,7 +114,7 @@ class Codec:
         """mean |x - x'| / mean |x| of K and of V, for one group that `wire` holds: x lies in `kv`, x' is what
         will arrive.
 
-        0 if all x are zero. Enqueued like `encode_groups`.
+        0 if all x are zero. Enqueued as by `code`.
         """
         errors = []
         for segment in (2 * layer, 2 * layer + 1):

@@ -7,13 +7,13 @@ lease. Its event comes when all ranks have had theirs; it is a success if all we
 free on every rank.
 
     rank 0                                        rank i
-    grant          ── OrderGrant ──▶              transfer_engine.grant
+    grant          ── EngineOrder ──▶             transfer_engine.grant
                    ◀── Granted ──                 waited for, so that no writer can be there before the lease
-    open           ── OrderOpen(shard i - 1) ─▶   transfer_engine.open
-    write          ── OrderWrite(…, mark) ──▶     outgoing.write, ready when rank i's forward has come to `mark`
-    finish, abort, cancel, revoke, note_writer
-                   ── Order… ──▶                  the same
-    on_event(i, …) ◀── RankEvent ──               of its transfer engine
+    cancel, revoke, note_writer
+                   ── EngineOrder ──▶             the same
+    open           ── OpenOrder(shard i - 1) ─▶   transfer_engine.open write          ── LeaseOrder(…, mark)
+    ──▶     outgoing.write, ready when rank i's forward has come to `mark` finish, abort  ── LeaseOrder ──▶
+    the same on_event(i, …) ◀── RankEvent ──               of its transfer engine
 
 If the transfer of one rank fails, the writer aborts those of the others. Pipes keep their order; a pipe that
 ends is the end of the group.
@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 import msgspec
 
@@ -37,23 +38,20 @@ from cluster.types.transfer import Grant, Mark, ReceivedGrant, ReceivedTotals, S
 from kv_transfer.agents.agent import LayoutMismatchError, TransferError
 from kv_transfer.lease.events import Completed, Finished, LateWrite, TransferEngineFailed, TransferEvent
 from kv_transfer.lease.outgoing import Outgoing
-from kv_transfer.lease.rank_messages import (
+from kv_transfer.lease.rank_follower import (
+    EngineOrder,
     Granted,
+    LeaseOrder,
+    OpenOrder,
     Order,
-    OrderAbort,
-    OrderCancel,
-    OrderFinish,
-    OrderGrant,
-    OrderNoteWriter,
-    OrderOpen,
-    OrderRevoke,
-    OrderWrite,
     RankEvent,
     RankReady,
     Report,
     next_message,
 )
 from kv_transfer.lease.transfer_engine import TransferEngine
+
+Totals = TypeVar("Totals", SentTotals, ReceivedTotals)
 
 ANSWER_TIMEOUT_S = 10.0  # normally a fraction of a millisecond
 
@@ -114,6 +112,15 @@ class RankLink:
         return answer
 
 
+def _sum(totals: Sequence[Totals]) -> Totals:
+    return type(totals[0])(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
+
+
+def order_all(links: Sequence[RankLink], order: Order) -> None:
+    for link in links:
+        link.order(order)
+
+
 @dataclass
 class _GroupLease:
     """A lease of all ranks."""
@@ -146,20 +153,14 @@ class GroupTransferEngine:
     def sent(self) -> SentTotals:
         """What all ranks have sent; of the others, when they last ended a lease. The errors of the codec are
         rank 0's."""
-        own, others = self._transfer_engine.sent, [link.sent for link in self._links]
-        return msgspec.structs.replace(
-            own,
-            raw_bytes=own.raw_bytes + sum(other.raw_bytes for other in others),
-            coded_bytes=own.coded_bytes + sum(other.coded_bytes for other in others),
-            coded_groups=own.coded_groups + sum(other.coded_groups for other in others),
-            crowded_groups=own.crowded_groups + sum(other.crowded_groups for other in others),
-        )
+        own = self._transfer_engine.sent
+        totals = _sum([own, *(link.sent for link in self._links)])
+        return msgspec.structs.replace(totals, key_error=own.key_error, value_error=own.value_error)
 
     @property
     def received(self) -> ReceivedTotals:
         """What all ranks have received; of the others, when they last ended a lease."""
-        totals = [self._transfer_engine.received, *(link.received for link in self._links)]
-        return ReceivedTotals(*map(sum, zip(*map(msgspec.structs.astuple, totals), strict=True)))
+        return _sum([self._transfer_engine.received, *(link.received for link in self._links)])
 
     @property
     def links(self) -> dict[str, Link]:
@@ -187,9 +188,10 @@ class GroupTransferEngine:
         lease is revoked on all ranks; only rank 0's end of it is delivered."""
         with self._lock:
             self._leases[lease_id] = _GroupLease()
-        lengths, firsts = tuple(run_lengths), tuple(first_blocks)
-        self._order(OrderGrant(lease_id, tuple(block_ids), tuple(generations), ttl_s, lengths, firsts))
-        own = self._transfer_engine.grant(lease_id, block_ids, generations, ttl_s, lengths, firsts)
+        blocks, lengths, firsts = tuple(block_ids), tuple(run_lengths), tuple(first_blocks)
+        arguments = lease_id, blocks, tuple(generations), ttl_s, lengths, firsts
+        order_all(self._links, EngineOrder("grant", arguments))
+        own = self._transfer_engine.grant(*arguments)
         try:
             shards = tuple(link.wait_granted(lease_id) for link in self._links)
         except TransferError as error:
@@ -201,15 +203,15 @@ class GroupTransferEngine:
 
     def cancel(self, lease_id: str) -> None:
         self._transfer_engine.cancel(lease_id)
-        self._order(OrderCancel(lease_id))
+        order_all(self._links, EngineOrder("cancel", (lease_id,)))
 
     def note_writer(self, lease_id: str, processes: Sequence[ProcessId]) -> None:
         self._transfer_engine.note_writer(lease_id, processes)
-        self._order(OrderNoteWriter(lease_id, tuple(processes)))
+        order_all(self._links, EngineOrder("note_writer", (lease_id, tuple(processes))))
 
     def revoke(self, lease_id: str, reason: str) -> None:
         self._transfer_engine.revoke(lease_id, reason)
-        self._order(OrderRevoke(lease_id, reason))
+        order_all(self._links, EngineOrder("revoke", (lease_id, reason)))
 
     def open(self, received: ReceivedGrant) -> GroupOutgoing:
         """`Sender.open`. Raises LayoutMismatchError if the owner has another number of ranks."""
@@ -233,7 +235,7 @@ class GroupTransferEngine:
             raise
         outgoing = GroupOutgoing(own, self._links, self._now)
         for link, shard in zip(self._links, grant.shards, strict=True):
-            link.order(OrderOpen(ReceivedGrant(shard, expires_at)))  # processes of one host share a clock
+            link.order(OpenOrder(ReceivedGrant(shard, expires_at)))  # processes of one host share a clock
         with self._lock:  # a later failure finds what to abort; an earlier one is looked up here
             lease.outgoing, failure = outgoing, lease.failure
         if failure is not None:
@@ -261,10 +263,6 @@ class GroupTransferEngine:
             self._on_group_event(lease.failure or lease.events[0])
         elif is_first_failure and outgoing is not None:
             outgoing.abort(f"rank {rank} has failed: {event}")
-
-    def _order(self, order: Order) -> None:
-        for link in self._links:
-            link.order(order)
 
 
 class GroupOutgoing:
@@ -295,18 +293,14 @@ class GroupOutgoing:
         to where rank 0's is now."""
         self._own.write(local_block_ids, grant_indices, segment_ids, ready)
         segments = None if segment_ids is None else tuple(segment_ids)
-        blocks, places = tuple(local_block_ids), tuple(grant_indices)
-        self._order(OrderWrite(self.lease_id, blocks, places, segments, self._now()))
+        arguments = (tuple(local_block_ids), tuple(grant_indices), segments)
+        order_all(self._links, LeaseOrder(self.lease_id, "write", arguments, self._now()))
 
     def finish(self, payload: bytes) -> None:
         """`Outgoing.finish`; rank 0's notification carries the payload."""
         self._own.finish(payload)
-        self._order(OrderFinish(self.lease_id))
+        order_all(self._links, LeaseOrder(self.lease_id, "finish", (b"",)))
 
     def abort(self, reason: str) -> None:
         self._own.abort(reason)
-        self._order(OrderAbort(self.lease_id, reason))
-
-    def _order(self, order: Order) -> None:
-        for link in self._links:
-            link.order(order)
+        order_all(self._links, LeaseOrder(self.lease_id, "abort", (reason,)))

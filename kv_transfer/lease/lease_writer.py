@@ -35,13 +35,14 @@ from kv_transfer.agents.agent import (
     TransferState,
 )
 from kv_transfer.agents.regions import merged
-from kv_transfer.codecs.checksum import BlockSums, Checksum
+from kv_transfer.codecs.checksum import Checksum
 from kv_transfer.codecs.pending import Pending
 from kv_transfer.lease.envelope import Envelope, NoticeKind, digest_grant, encode
 from kv_transfer.lease.events import Finished, SendAborted, SendEvent, SendFailed
 from kv_transfer.lease.group_coding import BlockWrite, CodedWrite
+from kv_transfer.lease.link_meter import PeerLinks
+from kv_transfer.lease.memories import TransferMemory
 from kv_transfer.lease.outgoing import Outgoing, QueuedWrite, expired
-from kv_transfer.lease.peer_links import PeerLinks
 
 # Of one write. Every descriptor takes 16 bytes in a message of the collective transport, which has a limit.
 MAX_DESCRIPTORS = 1 << 16
@@ -49,19 +50,17 @@ MAX_DESCRIPTORS = 1 << 16
 
 @dataclass
 class SentBytes:
-    """The bytes that all leases of a sender have sent."""
+    """The bytes that all leases of a sender have sent. The fields are those of `SentTotals`."""
 
-    raw: int = 0
-    coded: int = 0  # as they travelled
+    raw_bytes: int = 0
+    coded_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class SenderSide:
     """What all lease writers of one sender share. Agent's thread."""
 
-    memory: BlockMemory
-    sums: BlockSums  # of `memory`
-    wire_sums: BlockSums | None
+    memory: TransferMemory
     links: PeerLinks
     sent: SentBytes
     now: Callable[[], float]
@@ -96,7 +95,6 @@ class LeaseWriter:
         self.outgoing = outgoing
         self.peer: str | None = None  # once connected
         self._memory = side.memory
-        self._side = side
         self._links = side.links
         self._sent = side.sent
         self._now = side.now
@@ -171,7 +169,9 @@ class LeaseWriter:
         if raw:
             remote_ids = [grant.block_ids[place] for place in raw]
             blocks = BlockWrite(list(raw.values()), remote_ids, write.segment_ids)
-            self._sent.raw += self._post(peer, self._memory, blocks, grant.base_address, grant.num_blocks)
+            self._sent.raw_bytes += self._post(
+                peer, self._memory.memory, blocks, grant.base_address, grant.num_blocks
+            )
 
     def _post_coded(self, is_aborted: bool = False) -> None:
         """What is coded by now; of a lease that has failed it is dropped."""
@@ -182,7 +182,7 @@ class LeaseWriter:
                 coding = self.outgoing.coding
                 assert coding is not None
                 part = coding.part
-                self._sent.coded += self._post(
+                self._sent.coded_bytes += self._post(
                     self._connect(), coding.wire.memory, coded.write, part.base_address, part.num_blocks
                 )
 
@@ -280,12 +280,12 @@ class LeaseWriter:
         self._links.notify(self._connect(), encode(envelope))
 
     def _begin_summing(self) -> Summing:
-        coding, sources, side = self.outgoing.coding, self.outgoing.sources, self._side
+        coding, sources, memory = self.outgoing.coding, self.outgoing.sources, self._memory
         raw, groups, coded_sum = sorted(sources), {}, None
         if coding is not None:
-            assert side.wire_sums is not None
+            assert memory.wire_sums is not None
             raw = [place for place in raw if not coding.covers(place)]
             groups = coding.coded_groups
-            coded_sum = side.wire_sums.of(list(groups.values()))
-        found = side.sums.of([sources[place] for place in raw])
+            coded_sum = memory.wire_sums.of(list(groups.values()))
+        found = memory.sums.of([sources[place] for place in raw])
         return Summing(tuple(raw), found, tuple(groups), coded_sum)

@@ -1,5 +1,8 @@
 """The transfers of a rank above 0: its transfer engine repeats what rank 0's did (`group`).
 
+What runs through the pipe between the two is pickled; both are the same version of this code. An order is a
+call of rank 0's transfer engine, or of a lease that was opened there: a method with its arguments.
+
 Threads: one reads orders from the pipe, the transfer thread reports events; both write reports to the pipe
 under a lock.
 """
@@ -9,29 +12,72 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any, Literal
 
 from cluster.lost_device import DeviceLostError
-from cluster.types.transfer import Mark
+from cluster.types.transfer import Grant, Mark, ReceivedGrant, ReceivedTotals, SentTotals
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.events import SendFailed, TransferEngineFailed, TransferEvent
 from kv_transfer.lease.outgoing import Outgoing
-from kv_transfer.lease.rank_messages import (
-    Granted,
-    Order,
-    OrderAbort,
-    OrderCancel,
-    OrderFinish,
-    OrderGrant,
-    OrderNoteWriter,
-    OrderOpen,
-    OrderRevoke,
-    OrderWrite,
-    RankEvent,
-    Report,
-    next_message,
-)
 from kv_transfer.lease.transfer_engine import TransferEngine
+
+
+@dataclass(frozen=True)
+class EngineOrder:
+    """A call of the transfer engine. "grant" is answered by Granted."""
+
+    method: Literal["grant", "cancel", "note_writer", "revoke"]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class OpenOrder:
+    received: ReceivedGrant
+
+
+@dataclass(frozen=True)
+class LeaseOrder:
+    """A call of the outgoing lease that was opened with this id."""
+
+    lease_id: str
+    method: Literal["write", "finish", "abort"]
+    arguments: tuple[Any, ...]
+    mark: Mark | None = None  # a write is ready when this rank's forward has come so far
+
+
+Order = EngineOrder | OpenOrder | LeaseOrder
+
+
+@dataclass(frozen=True)
+class RankReady:
+    """The rank has loaded its share of the model, and its transfer engine runs."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Granted:
+    grant: Grant
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    event: TransferEvent
+    sent: SentTotals
+    received: ReceivedTotals
+
+
+Report = RankReady | Granted | RankEvent
+
+
+def next_message(connection: Connection) -> Any:
+    """Blocks. None: the pipe has ended."""
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None
 
 
 class RankFollower:
@@ -69,33 +115,20 @@ class RankFollower:
             self.follow(order)
 
     def follow(self, order: Order) -> None:
-        transfer_engine = self._transfer_engine
         match order:
-            case OrderGrant(lease_id, block_ids, generations, ttl_s, lengths, firsts):
-                grant = transfer_engine.grant(lease_id, block_ids, generations, ttl_s, lengths, firsts)
-                self.report(Granted(grant))
-            case OrderCancel(lease_id):
-                transfer_engine.cancel(lease_id)
-            case OrderNoteWriter(lease_id, processes):
-                transfer_engine.note_writer(lease_id, processes)
-            case OrderRevoke(lease_id, reason):
-                transfer_engine.revoke(lease_id, reason)
-            case OrderOpen(received):
+            case EngineOrder(method, arguments):
+                result = getattr(self._transfer_engine, method)(*arguments)
+                if method == "grant":
+                    self.report(Granted(result))
+            case OpenOrder(received):
                 try:
                     with self._lock:
-                        self._open[received.grant.lease_id] = transfer_engine.open(received)
+                        self._open[received.grant.lease_id] = self._transfer_engine.open(received)
                 except TransferError as error:
                     self.on_event(SendFailed(received.grant.lease_id, error))
-            case OrderWrite() | OrderFinish() | OrderAbort():
-                if (outgoing := self._open.get(order.lease_id)) is not None:
+            case LeaseOrder(lease_id, method, arguments, mark):
+                if mark is not None:
+                    arguments = (*arguments, lambda: self._has(mark))
+                if (outgoing := self._open.get(lease_id)) is not None:
                     with suppress(TransferError):  # the grant's time is over; the lease's event will say so
-                        self._continue(outgoing, order)
-
-    def _continue(self, outgoing: Outgoing, order: OrderWrite | OrderFinish | OrderAbort) -> None:
-        match order:
-            case OrderWrite(_, local_block_ids, grant_indices, segment_ids, mark):
-                outgoing.write(local_block_ids, grant_indices, segment_ids, lambda: self._has(mark))
-            case OrderFinish():
-                outgoing.finish(b"")
-            case OrderAbort(_, reason):
-                outgoing.abort(reason)
+                        getattr(outgoing, method)(*arguments)

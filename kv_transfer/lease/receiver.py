@@ -67,7 +67,7 @@ from kv_transfer.agents.agent import Agent, TransferError
 from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.envelope import Envelope, NoticeKind, decode, digest_grant
 from kv_transfer.lease.events import Aborted, Completed, Expired, LateWrite, LeaseEvent
-from kv_transfer.lease.incoming_memory import IncomingMemory, TakingIn
+from kv_transfer.lease.memories import IncomingMemory
 from kv_transfer.lease.processes import has_ended
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class _Settling:
 
     envelope: Envelope
     peer: str
-    bytes_in: TakingIn
+    bytes_in: Iterator[bool | None]  # `IncomingMemory.take_in`
 
 
 class Receiver:
@@ -336,7 +336,7 @@ class Receiver:
         assert settling is not None
         reason = None
         try:
-            is_right = settling.bytes_in.advance()
+            is_right = next(settling.bytes_in, None)
             if is_right is None:
                 return
             if not is_right:

@@ -24,10 +24,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-
-import msgspec
 
 from cluster.clock import Clock
 from cluster.kvcache.memory import BlockMemory
@@ -35,14 +32,13 @@ from cluster.lost_device import raise_if_device_lost
 from cluster.types.curves import Link
 from cluster.types.transfer import ReceivedGrant, SentTotals
 from kv_transfer.agents.agent import Agent, LayoutMismatchError, TransferError
-from kv_transfer.codecs.checksum import BlockSums
 from kv_transfer.codecs.wire_memory import Wire
-from kv_transfer.lease.envelope import contract_of
 from kv_transfer.lease.events import SendEvent, SendFailed
 from kv_transfer.lease.group_coding import GroupCoding
 from kv_transfer.lease.lease_writer import LeaseWriter, SenderSide, SentBytes
+from kv_transfer.lease.link_meter import PeerLinks
+from kv_transfer.lease.memories import TransferMemory
 from kv_transfer.lease.outgoing import Outgoing, WriterSide
-from kv_transfer.lease.peer_links import PeerLinks
 
 logger = logging.getLogger(__name__)
 
@@ -59,24 +55,20 @@ class Sender:
     ):
         """`wake` is called from the caller's thread when `poll` has something new to do. `model`, `wire`: see
         `TransferEngine`."""
-        self.memory = memory
-        self.wire = wire
+        self._memory = TransferMemory(agent, memory, model, wire)
         self._now = clock.now
         self._wake = wake
-        agent.register(memory)
-        if wire is not None:
-            agent.register(wire.memory)
-        self._contract = contract_of(memory, model, "raw" if wire is None else wire.codec.name)
         self._links = PeerLinks(agent, clock.now, self._on_lost)
         self._side = WriterSide(memory.num_blocks, clock.now, wake, self._block_s)
         self._sent = SentBytes()
-        wire_sums = None if wire is None else BlockSums(wire.memory)
-        self._sums = BlockSums(memory), wire_sums
-        self._writer_side = SenderSide(memory, *self._sums, self._links, self._sent, clock.now)
+        self._writer_side = SenderSide(self._memory, self._links, self._sent, clock.now)
         self._lock = threading.Lock()  # guards the tables of open and used leases
         self._open: dict[str, LeaseWriter] = {}
-        self._used: deque[tuple[float, str]] = deque()  # closed leases, oldest first: when to forget, lease
-        self._used_ids: set[str] = set()
+        self._used: dict[str, float] = {}  # closed leases, oldest first: when to forget each
+
+    @property
+    def wire(self) -> Wire | None:
+        return self._memory.wire
 
     @property
     def num_open(self) -> int:
@@ -91,10 +83,8 @@ class Sender:
     @property
     def sent(self) -> SentTotals:
         """What was sent since the start."""
-        totals = SentTotals(self._sent.raw, self._sent.coded)
-        if self.wire is None:
-            return totals
-        return msgspec.structs.replace(totals, **vars(self.wire.counts))
+        coding = {} if self.wire is None else vars(self.wire.counts)
+        return SentTotals(**vars(self._sent), **coding)
 
     @property
     def links(self) -> dict[str, Link]:
@@ -108,7 +98,7 @@ class Sender:
         if the lease was opened before; then no event follows.
         """
         grant = received.grant
-        difference = self._contract.difference(grant.contract)
+        difference = self._memory.contract.difference(grant.contract)
         if difference is not None:
             raise LayoutMismatchError(f"lease {grant.lease_id}: {difference}")
         coding = None
@@ -117,7 +107,7 @@ class Sender:
         outgoing = Outgoing(received, coding, self._side)
         writer = LeaseWriter(outgoing, self._writer_side)
         with self._lock:
-            if grant.lease_id in self._open or grant.lease_id in self._used_ids:
+            if grant.lease_id in self._open or grant.lease_id in self._used:
                 raise TransferError(f"lease {grant.lease_id} was opened before; it can be written once")
             self._open[grant.lease_id] = writer
         self._wake()
@@ -141,9 +131,7 @@ class Sender:
             if event is not None:
                 self._close(writer)
                 yield event
-        for gathered in (self.wire, *self._sums):
-            if gathered is not None:
-                gathered.begin()
+        self._memory.begin()
 
     def fail_all(self, error: TransferError) -> list[SendEvent]:
         """The agent is closed: every open lease ends here, and its owner is not notified."""
@@ -162,7 +150,7 @@ class Sender:
         if bytes_per_s is None:
             return None
         wire = self.wire if is_coded else None
-        return self.memory.layout.block_bytes * (1.0 if wire is None else wire.ratio) / bytes_per_s
+        return self._memory.memory.layout.block_bytes * (1.0 if wire is None else wire.ratio) / bytes_per_s
 
     def _on_lost(self, peer: str, error: TransferError) -> None:
         for writer in list(self._open.values()):
@@ -177,7 +165,6 @@ class Sender:
             outgoing.coding.free()
         with self._lock:
             self._open.pop(outgoing.lease_id, None)
-            self._used.append((self._now() + outgoing.grant.ttl_s, outgoing.lease_id))
-            self._used_ids.add(outgoing.lease_id)
-            while self._used and self._used[0][0] <= self._now():
-                self._used_ids.discard(self._used.popleft()[1])
+            self._used[outgoing.lease_id] = self._now() + outgoing.grant.ttl_s
+            while self._used and self._used[first := next(iter(self._used))] <= self._now():
+                del self._used[first]

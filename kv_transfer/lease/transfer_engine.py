@@ -207,12 +207,8 @@ class TransferEngine:
             self._sender.abort_all("this worker is shutting down")
         self._wake()
         deadline = time.monotonic() + deadline_s
-        if self._thread is not None:
-            while self.num_open and time.monotonic() < deadline:
-                time.sleep(self._poll_interval_s)
-        else:
-            while self.step() and self.num_open and time.monotonic() < deadline:
-                time.sleep(self._poll_interval_s)
+        while (self._thread is not None or self.step()) and self.num_open and time.monotonic() < deadline:
+            time.sleep(self._poll_interval_s)
         self._stop_thread()
         self._end_leases()
         self.agent.close()

@@ -226,7 +226,7 @@ async def test_hosts_that_hang_keep_no_other_tenant_from_its_media(host):
     host.handlers |= dict.fromkeys(paths, drip_body) | {"/other": answer(b"pixels")}
     fetcher = fetcher_of(host, max_concurrent=4)
     hanging = [asyncio.create_task(read(fetcher, host.url(path), tenant="a")) for path in paths]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(host.requests) < 3:
             await asyncio.sleep(0.005)
     for _ in range(5):

@@ -65,7 +65,7 @@ async def test_a_caller_that_leaves_does_not_disturb_the_others(host, fetcher):
 async def test_the_last_caller_to_leave_closes_the_connection(host, fetcher):
     host.handlers["/a"] = drip_body
     callers = [asyncio.create_task(read(fetcher, host.url("/a"))) for _ in range(3)]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while host.num_open != 1:
             await asyncio.sleep(0.005)
     for caller in callers:

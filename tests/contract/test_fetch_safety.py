@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import time
+import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -347,17 +347,18 @@ def test_a_policy_that_means_nothing_is_refused_at_start(policy):
 
 
 async def test_the_systems_resolver_answers_off_the_event_loop(monkeypatch):
+    is_asked, may_answer = threading.Event(), threading.Event()
+
     def slow(*_: object, **__: object) -> list:
-        time.sleep(0.2)
+        is_asked.set()
+        assert may_answer.wait(60), "the event loop waits for it"
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", slow)
     fetcher = Fetcher(FetchPolicy())
     task = asyncio.create_task(refusal(fetcher, "https://media.test/"))
-    num_turns = 0
-    while not task.done():
-        await asyncio.sleep(0.01)
-        num_turns += 1
-    assert num_turns > 5
+    while not is_asked.is_set():
+        await asyncio.sleep(0.001)
+    may_answer.set()
     assert "not public" in await task
     await fetcher.aclose()

@@ -52,9 +52,12 @@ class Calls(TorchFunctionMode):
             return _READS[func](args[0].item())
         if func is torch.full and args:  # torch reads such sizes, too, but asks the driver
             args = (tuple(each.item() if _is_on_cuda(each) else each for each in args[0]), *args[1:])
-        if func in _WHOLE and any(map(_is_on_cuda, leaves((args, kwargs)))):
-            return self._device.kernel(func, *args, **(kwargs or {}))
-        args, kwargs = mapped(self._placed, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        flat = leaves((args, kwargs))
+        if func in _WHOLE and any(map(_is_on_cuda, flat)):
+            return self._device.kernel(func, *args, **kwargs)
+        if any(map(_is_open, flat)):
+            args, kwargs = mapped(self._placed, (args, kwargs))
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
@@ -65,10 +68,12 @@ class Calls(TorchFunctionMode):
             return self._device.kernel(func, *args, **kwargs)
 
     def _placed(self, each: Any) -> Any:
-        is_open = (
-            each == "cuda" if isinstance(each, str) else isinstance(each, torch.device) and each == _OPEN
-        )
-        return torch.device("cuda", self._device.current_device()) if is_open else each
+        return torch.device("cuda", self._device.current_device()) if _is_open(each) else each
+
+
+def _is_open(each: Any) -> bool:
+    """Whether it is a CUDA device without a number."""
+    return each == "cuda" if isinstance(each, str) else isinstance(each, torch.device) and each == _OPEN
 
 
 def _with_read_bounds(index: Any) -> Any:

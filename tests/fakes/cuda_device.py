@@ -128,8 +128,9 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
 
     def kernel(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One launch: `work` over the tensors' numbers, without a look at what it does in between."""
-        index = self._index_of(args, kwargs, strict=work not in BRACKETS)
-        return self._run(work, getattr(work, "__name__", "kernel"), args, kwargs, index)
+        flat = leaves((args, kwargs))
+        index = self._index_of(flat, strict=work not in BRACKETS)
+        return self._run(work, getattr(work, "__name__", "kernel"), args, kwargs, flat, index)
 
     # --- operators
 
@@ -144,7 +145,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
                 return out
         target = kwargs.pop("device", None)
         is_pinned = bool(kwargs.pop("pin_memory", False))
-        index = self._index_of(args, kwargs, strict=func not in _COPIES and func not in _INDEXING)
+        flat = leaves((args, kwargs))
+        index = self._index_of(flat, strict=func not in _COPIES and func not in _INDEXING)
         if func is _aten._local_scalar_dense.default and index is not None:
             self.sync("a tensor is read on the host")
         if func is _aten._foreach_copy_.default:  # one by one between two memories
@@ -164,13 +166,16 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         if index is not None and func is _aten.div.Tensor and not _is_on_cuda(args[1]):
             number = args[1].item() if isinstance(args[1], Tensor) else args[1]
             args, func = (args[0], torch.tensor(1.0) / number), _aten.mul.Tensor
-        out = self._run(func, str(func), args, kwargs, index)
+            flat = list(args)
+        out = self._run(func, str(func), args, kwargs, flat, index)
         return self._pin(out) if is_pinned else out
 
-    def _run(self, func: Any, name: str, args: Any, kwargs: Any, index: int | None) -> Any:
-        flat = leaves((args, kwargs))
+    def _run(self, func: Any, name: str, args: Any, kwargs: Any, flat: list[Any], index: int | None) -> Any:
+        """`flat`: the leaves of the arguments."""
+        if index is None and not any(map(_is_on_cuda, flat)):
+            return func(*args, **kwargs)
         given, given_kwargs = mapped(_held, (args, kwargs))
-        if index is None:
+        if index is None:  # what is made on the CPU after a tensor of the device
             return func(*given, **given_kwargs)
         if func is _aten.histc.default:
             func = _histc_of_integers
@@ -264,9 +269,9 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
         self.pinned.add(tensor.data_ptr())
         return tensor
 
-    def _index_of(self, args: Any, kwargs: Any, *, strict: bool = True) -> int | None:
-        """The device that the operator runs on; None: the CPU."""
-        tensors = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
+    def _index_of(self, flat: list[Any], *, strict: bool = True) -> int | None:
+        """The device that the operator runs on; None: the CPU. `flat`: the leaves of its arguments."""
+        tensors = [each for each in flat if isinstance(each, Tensor)]
         indices = {each.device.index for each in tensors if isinstance(each, CudaTensor)}
         on_cpu = [each for each in tensors if not isinstance(each, CudaTensor) and each.dim()]
         if len(indices) > 1 or (strict and indices and on_cpu):

@@ -14,16 +14,36 @@ import torch
 
 def leaves(value: Any) -> list[Any]:
     """Returns what is no container, in its order."""
+    if not _is_container(value):
+        return [value]
     found: list[Any] = []
-    mapped(found.append, value)
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    for each in value.values() if type(value) is dict else value:
+        if _is_container(each):
+            _collect(each, found)
+        else:
+            found.append(each)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """Returns the same containers with the function's results in place of their leaves."""
+    if not _is_container(value):
+        return function(value)
+    if type(value) is dict:
+        return {
+            name: mapped(function, each) if _is_container(each) else function(each)
+            for name, each in value.items()
+        }
+    return type(value)([mapped(function, each) if _is_container(each) else function(each) for each in value])
+
+
+def _is_container(value: Any) -> bool:
     kind = type(value)
-    if kind is dict:
-        return {name: mapped(function, each) for name, each in value.items()}
-    if kind is list or (isinstance(value, tuple) and kind is not torch.Size):
-        return kind([mapped(function, each) for each in value])
-    return function(value)
+    return kind in _CONTAINERS or (isinstance(value, tuple) and kind is not torch.Size)
+
+
+_CONTAINERS = {tuple, list, dict}

@@ -69,7 +69,7 @@ def results_of_ranks(
             while results.poll(deadline_s) and (result := results.recv()) is not None:
                 sent[-1].append(result)
         for process in processes:
-            process.join(30)
+            process.join(deadline_s)
         assert [process.exitcode for process in processes] == [0] * num_ranks
         return sent
     finally:

@@ -24,7 +24,7 @@ class Work:
     def is_completed(self) -> bool:
         self._asked += 1
         if self._asked == 2:
-            self._work.wait(timedelta(seconds=20))
+            self._work.wait(timedelta(seconds=120))
         return self._asked >= 2
 
     def wait(self) -> bool:
@@ -41,7 +41,7 @@ class StrictNccl:
         gloo: Any = dist.ProcessGroupGloo
         options_of_gloo = gloo._Options()
         options_of_gloo._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options_of_gloo._timeout = timedelta(seconds=20)
+        options_of_gloo._timeout = timedelta(seconds=120)
         self._group = gloo(store, rank, size, options_of_gloo)
         self._store, self._rank = store, rank
         self._device: torch.device | None = None

@@ -27,9 +27,7 @@ class Unruly:
     def __init__(self, folder: Path):
         self._folder = folder
 
-    def begin(
-        self, modality: Modality, array: np.ndarray, options: MediaOptions, *, item_idx: int | None
-    ) -> dict[str, torch.Tensor]:
+    def begin(self, modality: Modality, array: np.ndarray, options: MediaOptions) -> dict[str, torch.Tensor]:
         match int(array.flat[0]):
             case 1:
                 os.abort()
@@ -42,14 +40,18 @@ class Unruly:
             case 5:
                 (self._folder / str(os.getpid())).touch()
                 ends_at = time.monotonic() + MEET_S
-                while len(os.listdir(self._folder)) < 2 and time.monotonic() < ends_at:
+                while (num_met := self._num_met()) < 2 and time.monotonic() < ends_at:
                     time.sleep(0.01)
-                return {"met": torch.tensor(len(os.listdir(self._folder)))}
+                return {"met": torch.tensor(num_met)}
             case 6:
                 if not (self._folder / "crashed").exists():
                     (self._folder / "crashed").touch()
                     os.abort()
         return {"pid": torch.tensor(os.getpid())}
+
+    def _num_met(self) -> int:
+        """By the files that processes leave, of which each has the process's id as its name."""
+        return sum(name.isdigit() for name in os.listdir(self._folder))
 
 
 if __name__ == "__main__":

@@ -30,12 +30,13 @@ def test_any_item_can_be_made_again():
 
 
 @pytest.mark.parametrize(
-    ("end", "ending"), [("os.abort()", "the process ended with -6"), ("time.sleep(60)", "hung for 0.5 s")]
+    ("end", "item_s", "ending"),
+    [("os.abort()", 60.0, "the process ended with -6"), ("time.sleep(600)", 0.5, "hung for 0.5 s")],
 )
-def test_a_crash_and_a_hang_are_named_by_their_item(end, ending):
+def test_a_crash_and_a_hang_are_named_by_their_item(end, item_s, ending):
     program = f"import os, time; print('AT 41\\nFAIL 41 (x as image): y\\nAT 42', flush=True); {end}"
     report = fuzz_media.FuzzReport()
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, bufsize=0) as child:
-        assert fuzz_media.follow(child, 5, report, item_s=0.5) == (42, ending)
+        assert fuzz_media.follow(child, 5, report, item_s) == (42, ending)
         child.kill()
     assert report.failures == ["seed 5, item 41 (x as image): y"]

@@ -22,13 +22,14 @@ from kv_transfer.agents.agent import PeerLostError, TransferError
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
 from router.flow import continuation
+from tests.fakes.clock import Leaps, leaping_clocks
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 MAX_TOKENS = 6
-FIRST_TOKEN_TIMEOUT_S, REQUEST_TIMEOUT_S, LEASE_MARGIN_S = 2.0, 3.0, 0.1
+FIRST_TOKEN_TIMEOUT_S, REQUEST_TIMEOUT_S, LEASE_MARGIN_S = 4.0, 6.0, 0.1
 MAX_POLLS = 12  # of one verb: the threads poll as long as they wait, so there is no last one
 ARGS = cluster_args(48).model_copy(
     update={
@@ -47,12 +48,15 @@ def expected() -> dict[str, list[Expected]]:
 
 
 @pytest.fixture(autouse=True)
-def _healthy_network_afterwards() -> Iterator[None]:
-    yield
+def clocks() -> Iterator[Leaps]:
+    with leaping_clocks() as leaps:
+        yield leaps
     network.faults = FaultScript()
 
 
-async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScript, label: object) -> bool:
+async def ask_in_trouble(
+    cluster: LocalCluster, clocks: Leaps, pair: Expected, faults: FaultScript, label: object
+) -> bool:
     """One request under `faults`, the audit, one request without; whether the first was answered."""
     case, right = pair
     network.faults = faults
@@ -67,6 +71,7 @@ async def ask_in_trouble(cluster: LocalCluster, pair: Expected, faults: FaultScr
         assert error.message, label
         was_answered = False
     assert time.monotonic() - started_at < REQUEST_TIMEOUT_S + HANG_S, label
+    clocks.leap(REQUEST_TIMEOUT_S + 1)  # only its time ends a failed lease
     await cluster.audit()
     network.faults = FaultScript()
     assert await cluster.answer(case, MAX_TOKENS) == (right.text, len(right.token_ids)), label
@@ -90,27 +95,29 @@ OFTEN = [("post", BOTH), ("notify", (TransferError,)), ("notifications", (Transf
 
 @pytest.mark.parametrize("kind", often(["text", "image and audio"], ["image and audio"]))
 @pytest.mark.parametrize(("verb", "errors"), often(FAILURES, OFTEN))
-async def test_whichever_operation_fails_the_next_request_is_answered(expected, verb, errors, kind):
-    await check_each_failure(ARGS, expected[kind], verb, errors)
+async def test_whichever_operation_fails_the_next_request_is_answered(expected, clocks, verb, errors, kind):
+    await check_each_failure(clocks, ARGS, expected[kind], verb, errors)
 
 
 @pytest.mark.parametrize("verb", often(["post", "poll", "notify"], ["post"]))
-async def test_whichever_operation_fails_over_coded_kv_the_next_request_is_answered(expected, verb):
+async def test_whichever_operation_fails_over_coded_kv_the_next_request_is_answered(expected, clocks, verb):
     """Requests with a whole group of tokens, whose answers int8 does not change."""
-    await check_each_failure(CODED_ARGS, expected["image and audio"], verb, (TransferError,))
+    await check_each_failure(clocks, CODED_ARGS, expected["image and audio"], verb, (TransferError,))
 
 
-async def check_each_failure(args: ClusterArgs, pairs: list[Expected], verb: str, errors: Errors) -> None:
+async def check_each_failure(
+    clocks: Leaps, args: ClusterArgs, pairs: list[Expected], verb: str, errors: Errors
+) -> None:
     async with local_cluster(args, lease_margin_s=LEASE_MARGIN_S) as cluster:
         cluster.let_prefill_locally(lambda _: False)  # text, too, is to travel
         for error in errors:
-            await check_failures_of(cluster, pairs, verb, error)
+            await check_failures_of(cluster, clocks, pairs, verb, error)
         coded_groups = cluster.prefills[0].process.transfer_engine.sent.coded_groups
         assert (coded_groups > 0) == (args is CODED_ARGS)
 
 
 async def check_failures_of(
-    cluster: LocalCluster, pairs: list[Expected], verb: str, error: type[TransferError]
+    cluster: LocalCluster, clocks: Leaps, pairs: list[Expected], verb: str, error: type[TransferError]
 ) -> None:
     num_answered = num_asked = 0
     limit = MAX_POLLS if verb == "notifications" else 100
@@ -118,7 +125,7 @@ async def check_failures_of(
         faults = FaultScript(post_polls=1)
         faults.fail(verb, n, error(f"scripted: {verb} {n}"))
         pair = pairs[n % len(pairs)]
-        num_answered += await ask_in_trouble(cluster, pair, faults, (verb, error, n))
+        num_answered += await ask_in_trouble(cluster, clocks, pair, faults, (verb, error, n))
         num_asked += 1
         if faults.counts[verb] < n:
             break
@@ -136,7 +143,7 @@ TROUBLES: dict[str, tuple[Trouble, bool]] = {  # with the n-th notification, and
 
 
 @pytest.mark.parametrize("kind", often(["text", "image and audio"], ["image and audio"]))
-async def test_trouble_with_any_notification_harms_one_request_at_most(expected, kind):
+async def test_trouble_with_any_notification_harms_one_request_at_most(expected, clocks, kind):
     async with local_cluster(ARGS, lease_margin_s=LEASE_MARGIN_S) as cluster:
         cluster.let_prefill_locally(lambda _: False)  # text, too, is to travel
         for name, (trouble, is_harmless) in TROUBLES.items():
@@ -144,7 +151,7 @@ async def test_trouble_with_any_notification_harms_one_request_at_most(expected,
                 faults = FaultScript()
                 trouble(faults, n)
                 pair = expected[kind][n % len(expected[kind])]
-                was_answered = await ask_in_trouble(cluster, pair, faults, (name, n))
+                was_answered = await ask_in_trouble(cluster, clocks, pair, faults, (name, n))
                 assert was_answered or not is_harmless, (name, n)
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from tests.fakes.clock import Leaps, leaping_clocks
 from tests.flow.local_cluster import LocalCluster
 from tests.flow.losses import StandIns
 from tests.flow.media_client import serving
@@ -26,6 +27,12 @@ async def served(_served: Served) -> AsyncIterator[Served]:
     """A cluster as it comes, with a client; it is audited after each test."""
     yield _served
     await _served[0].audit()
+
+
+@pytest.fixture
+def clocks() -> Iterator[Leaps]:
+    with leaping_clocks() as leaps:
+        yield leaps
 
 
 @pytest.fixture

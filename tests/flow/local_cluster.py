@@ -11,13 +11,14 @@ import asyncio
 import gc
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+from bench.equality import MODEL
 from bench.workload import Case
-from cluster.config.settings import ClusterArgs, DoorArgs
+from cluster.config.settings import ClusterArgs, DoorArgs, WeightCacheArgs
 from cluster.engine.engine import LanguageEngine
 from cluster.engine.state import LanguagePhase
 from cluster.engine.worker import LanguageWorker
@@ -36,6 +37,7 @@ from router.door import Door
 from router.flow import placer
 from router.policy import Policy
 from router.served_models import ServedModels
+from tests.fakes.known_speeds import known_speeds
 from tests.fakes.local_prefill import LocalPrefillPolicy
 
 HANG_S = 120.0  # waits end with what they wait for; a busy machine may need long
@@ -115,13 +117,19 @@ def let_all_in(args: ClusterArgs) -> ClusterArgs:
     return args.model_copy(update={"door": args.door.model_copy(update={"admission": admission})})
 
 
-def step_together(engine: LanguageEngine) -> None:
-    """It steps only when every prompt that it has given blocks to is there, so that answers grow together
-    however fast it is."""
-    step = engine.step
+def step_together(engine: LanguageEngine, door: Door, num_requests: int) -> None:
+    """It steps only when so many requests have come to the door, it has all that the door has started, and
+    every prompt that it has given blocks to is there: answers grow together however fast it is, and however
+    busy the machine."""
+    step, have_come = engine.step, False
 
     def step_all() -> float | None:
-        if any(request.phase is LanguagePhase.ARRIVING for request in engine.requests.values()):
+        nonlocal have_come
+        num_started = door.num_running
+        if num_started + door.num_waiting >= num_requests and len(engine.requests) >= num_started:
+            have_come = True
+        arrives = any(request.phase is LanguagePhase.ARRIVING for request in engine.requests.values())
+        if engine.requests and (arrives or not have_come):
             engine.admit()
             return 0.001
         return step()
@@ -136,17 +144,23 @@ async def local_cluster(
     *,
     lease_margin_s: float = 5.0,
     num_doors: int = 1,
-    overcommits: bool = False,
+    overcommits: int = 0,
+    measures: bool = False,
 ) -> AsyncIterator[LocalCluster]:
     """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. The transport
     is in process unless `args` names one. `overcommits`: doors expect empty answers, so that decode is given
-    more than it has memory for (with `let_all_in`: as many requests as there are). A cluster
-    that has ended is a web of references with all its memory: it goes before the next one comes, for by
-    itself the collector visits so large a process only now and then. What is left then (imported modules,
-    models of fixtures) is not looked at again, or each of some hundred clusters would pay for that."""
+    more than it has memory for (with `let_all_in`: as many requests as there are), and it starts when so many
+    requests are asked. `measures`: workers measure at their start how fast they are; otherwise they know it
+    (`known_speeds`). A cluster that has ended is a web of references with all its memory: it goes before the
+    next one comes, for by itself the collector visits so large a process only now and then. What is left then
+    (imported modules, models of fixtures) is not looked at again, or each of some hundred clusters would pay
+    for that."""
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)
+    if args.model != str(MODEL) and "weight_cache" not in args.model_fields_set:
+        # a model of one test would be written to this user's cache, and loaded twice for that
+        args = args.model_copy(update={"weight_cache": WeightCacheArgs(max_bytes=0)})
     transport: Transport = args.transport if "transport" in args.model_fields_set else "in_process"
 
     def made(service: Callable[..., Any], role: Role, name: str) -> list[Any]:
@@ -155,12 +169,13 @@ async def local_cluster(
         setups = [replace(setup, late_memory=AT_ONCE) for setup in setups]
         return [service(args, setup, lease_margin_s=lease_margin_s) for setup in setups]
 
-    encoders = made(lambda *args, **_: EncoderService(*args), Role.ENCODE, "e")
-    prefills = made(prefill_worker, Role.PREFILL, "p") + made(
-        encode_prefill_worker, Role.ENCODE_PREFILL, "ep"
-    )
-    decodes = made(decode_worker, Role.DECODE, "d") + made(language_worker, Role.LANGUAGE, "l")
-    decodes += made(whole_worker, Role.WHOLE, "w")
+    with nullcontext() if measures else known_speeds():
+        encoders = made(lambda *args, **_: EncoderService(*args), Role.ENCODE, "e")
+        prefills = made(prefill_worker, Role.PREFILL, "p") + made(
+            encode_prefill_worker, Role.ENCODE_PREFILL, "ep"
+        )
+        decodes = made(decode_worker, Role.DECODE, "d") + made(language_worker, Role.LANGUAGE, "l")
+        decodes += made(whole_worker, Role.WHOLE, "w")
     by_id = {service.replica_id: service for service in decodes}
 
     async def call_decode(replica_id: str, request_id: str) -> None:
@@ -179,7 +194,7 @@ async def local_cluster(
         while any(len(door.peers) < len(members) for door in doors):
             await asyncio.sleep(0.005)
     for worker in decodes if overcommits else ():
-        step_together(worker.engine)
+        step_together(worker.engine, doors[0], overcommits)
     cluster = LocalCluster(doors, encoders, prefills, decodes, policies)
     try:
         yield cluster

@@ -89,9 +89,15 @@ def with_entries(
     """With linears of each expert, as exporters of quantised weights have them. columns_first: experts are
     [experts, in, out]. alternates: gates and values do."""
     changed = checkpoint.copied()
-    for name in filter(re.compile(r"experts\.(gate_up|down)_proj(_bias)?$").search, checkpoint.tensors):
+    for stored, tensor in checkpoint.tensors.items():
+        name = stored
+        for of_aria, usual in (("fc1.weight", "gate_up_proj"), ("fc2.weight", "down_proj")):
+            name = name.replace(f".experts.{of_aria}", f".experts.{usual}")
+        if not re.search(r"\.experts\.(gate_up|down)_proj(_bias)?$", name):
+            continue
+        del changed.tensors[stored]
         path, _, leaf = name.rpartition(".")
-        for number, expert in enumerate(changed.tensors.pop(name)):
+        for number, expert in enumerate(tensor):
             kind = "bias" if leaf.endswith("_bias") else "weight"
             rows = expert.T if columns_first and kind == "weight" else expert
             half = len(rows) // 2

@@ -180,7 +180,7 @@ async def test_hybrid_answers_that_gave_way_go_on(tmp_path, num_ahead):
     folder, prompts = save_hybrid(tmp_path, "qwen3_5_text"), draw_prompts((1, 5, 9, 2))
     size = LanguageModel.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE).state_blocks
     args = let_all_in(window_args(folder, kv_blocks=4 * (2 * size + 3)))
-    async with local_cluster(args, (0, 1, 1), overcommits=True) as cluster:
+    async with local_cluster(args, (0, 1, 1), overcommits=len(prompts)) as cluster:
         cluster.let_prefill_locally(lambda _: False)
         got = await ask_all(cluster, prompts, 0)
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0

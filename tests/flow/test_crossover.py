@@ -89,7 +89,7 @@ async def test_prompts_that_are_preempted_and_computed_here_again_are_answered_l
     folder, prompts, expected
 ):
     async with local_cluster(
-        let_all_in(folder_args(folder, {"kv_blocks": 26})), (0, 1, 1), overcommits=True
+        let_all_in(folder_args(folder, {"kv_blocks": 26})), (0, 1, 1), overcommits=2 * len(prompts)
     ) as cluster:
         cut_stretches(cluster)
         cluster.let_prefill_locally()

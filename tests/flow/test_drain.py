@@ -108,5 +108,5 @@ async def test_a_worker_does_not_wait_longer_than_it_is_given_nor_without_doors(
 
 
 async def ends(drain: Coroutine[Any, Any, None]) -> bool:
-    done, _ = await asyncio.wait([asyncio.ensure_future(drain)], timeout=30)
+    done, _ = await asyncio.wait([asyncio.ensure_future(drain)], timeout=HANG_S)
     return bool(done)

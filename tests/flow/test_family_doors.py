@@ -17,11 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
+from bench.trusted_media import decode, probe
 from bench.workload import data_uri, png_bytes, wav_bytes
 from cluster.config.settings import ClusterArgs
 from cluster.ids import new_request_id
-from cluster.media.decode import decode
-from cluster.media.probe import probe
 from cluster.media.processor import MediaProcessor
 from cluster.types.media import MediaProbe, Modality
 from cluster.types.request import GenerateRequest, StopParams
@@ -207,7 +206,6 @@ def cluster_args(folder: FamilyFolder, max_batch_tokens: int = 48) -> ClusterArg
             "encode": {"cache_bytes": 4 << 20},
             "prefill": {"max_batch_tokens": max_batch_tokens, "kv_blocks": 256, "feature_bytes": 4 << 20},
             "decode": {"kv_blocks": 256},
-            "weight_cache": {"max_bytes": 0},  # a model that no other test has would be loaded twice
             "door": PATIENT_DOOR,
         }
     )

@@ -120,7 +120,7 @@ async def test_a_collector_gets_the_stages_of_every_request():
             trace_parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
             answer = await client.post("/v1/completions", json=body, headers={"traceparent": trace_parent})
             answer.raise_for_status()
-        sent = Kept.sent.get(timeout=10)  # closing the door has sent it
+        sent = Kept.sent.get(timeout=60)  # closing the door has sent it
         server.shutdown()
     spans = [
         span for resource in sent.resource_spans for scope in resource.scope_spans for span in scope.spans

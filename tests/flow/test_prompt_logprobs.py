@@ -184,7 +184,7 @@ async def test_each_choice_is_told_once_also_if_its_answer_is_preempted(texts):
         )
         for i in range(4)
     ]
-    async with local_cluster(let_all_in(args), (0, 1, 1), overcommits=True) as cluster:
+    async with local_cluster(let_all_in(args), (0, 1, 1), overcommits=len(requests)) as cluster:
         got = await asyncio.gather(*(events_of(cluster, request) for request in requests))
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     for first, *rest in (events for choices in got for events in choices):

@@ -117,7 +117,7 @@ async def test_changed_answers_equal_generate(text_model, asked):
     decode = {"kv_blocks": 30, "speculation": {"method": "draft", "model": str(text_model)}}
     args = args.model_copy(update={"decode": type(args.decode).model_validate(decode)})
     requests = [msgspec.structs.replace(request, request_id=new_request_id()) for request, _ in asked]
-    async with local_cluster(let_all_in(args), (0, 1, 1), overcommits=True) as cluster:
+    async with local_cluster(let_all_in(args), (0, 1, 1), overcommits=len(requests)) as cluster:
         got = await asyncio.gather(*(drawn(cluster, request) for request in requests))
         engine = cluster.decodes[0].engine
         assert engine.load().totals.num_preempted > 0 and engine.runner.num_accepted > 0

@@ -21,7 +21,6 @@ import pytest
 from PIL import Image
 
 from bench.workload import Answer, Case, Reference, data_uri, make_case
-from cluster.config.settings import ClusterArgs, DoorArgs
 from cluster.engine.features import FeatureStore
 from cluster.errors import MediaError
 from cluster.kvcache.blocks import BlockPool
@@ -30,7 +29,7 @@ from encoder_service.service import NUM_PREPARE_THREADS
 from kv_transfer.agents.factory import _LOCAL_NETWORK as network
 from kv_transfer.agents.in_process import FaultScript
 from router.flow.state import Attempt
-from tests.flow.local_cluster import HANG_S, LocalCluster, local_cluster
+from tests.flow.local_cluster import HANG_S, PATIENCE_S, LocalCluster, local_cluster
 from tests.flow.test_law import cluster_args
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
@@ -148,10 +147,8 @@ async def test_the_others_are_answered_when_the_one_that_brings_the_image_is_can
         assert [task.result() for task in tasks[1:]] == right(expected)[1:]
 
 
-async def test_a_transfer_that_fails_costs_no_request_and_the_next_brings_the_image(expected):
-    door = DoorArgs(first_token_timeout_s=2.0, request_timeout_s=4.0)  # only its time ends a failed lease
-    args: ClusterArgs = cluster_args(64).model_copy(update={"door": door})
-    async with local_cluster(args, lease_margin_s=0.1) as cluster:
+async def test_a_transfer_that_fails_costs_no_request_and_the_next_brings_the_image(expected, clocks):
+    async with local_cluster(cluster_args(64)) as cluster:
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
                 network.faults = FaultScript()
@@ -159,6 +156,7 @@ async def test_a_transfer_that_fails_costs_no_request_and_the_next_brings_the_im
                 is_free.set()
         network.faults = FaultScript()
         assert [task.result() for task in tasks] == right(expected)
+        clocks.leap(2 * PATIENCE_S)  # only its time ends a failed lease
 
 
 async def test_a_bad_image_of_many_requests_is_named_to_each_of_them(expected):
@@ -177,10 +175,8 @@ async def test_a_bad_image_of_many_requests_is_named_to_each_of_them(expected):
         assert isinstance(task.exception(), MediaError) and "item 0" in str(task.exception())
 
 
-async def test_a_lost_encoder_that_was_to_bring_the_image_costs_nobody_anything(expected):
-    door = DoorArgs(first_token_timeout_s=2.0, request_timeout_s=4.0)
-    args: ClusterArgs = cluster_args(64).model_copy(update={"door": door})
-    async with local_cluster(args, (2, 1, 1), lease_margin_s=0.1) as cluster:
+async def test_a_lost_encoder_that_was_to_bring_the_image_costs_nobody_anything(expected, clocks):
+    async with local_cluster(cluster_args(64), (2, 1, 1)) as cluster:
         with held(cluster) as is_free:
             async with asked(cluster, expected) as tasks:
                 owner = max(cluster.encoders, key=lambda encoder: len(encoder.encoder.engine.deliveries))
@@ -188,3 +184,4 @@ async def test_a_lost_encoder_that_was_to_bring_the_image_costs_nobody_anything(
                 await owner.stop()
                 is_free.set()
         assert [task.result() for task in tasks] == right(expected)
+        clocks.leap(2 * PATIENCE_S)

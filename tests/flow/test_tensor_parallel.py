@@ -86,7 +86,7 @@ WHOLE_EXPERTS = tuple(
     f"{name}{WHOLE}" for name in (
         "qwen3_moe", "gpt_oss_sinks_window", "deepseek_v3_mla", "qwen3_omni", "muse_spark", "step3p7", "aria",
         "qwen3_vl_moe", f"qwen3_vl_moe{HUB}", "qwen3_moe_w4a16", "gpt_oss_mxfp4", "llama", "no_experts",
-        "three_experts", "qwen3_vl_moe_fp8", "gpt_oss_sinks_window_w4a16",
+        "three_experts", "qwen3_vl_moe_fp8", "gpt_oss_sinks_window_w4a16", "aria_w4a16",
     )
 )  # fmt: skip
 QUANTISED = {
@@ -99,12 +99,16 @@ IN_FORMS = {  # packed along rows; experts, one by one; blocks that a rank's sha
     "qwen3_moe_w4a16": ("qwen3_moe", "W4A16 with zeros"),
     "llama_fp8_uneven": ("llama", "fp8 in blocks that are not filled"),
 }
-EXPERTS = {  # quantised, transposed in one tensor; with an entry for each
+EXPERTS = {  # quantised, transposed in one tensor; an entry for each, also of models with columns first
     "qwen3_vl_moe_fp8": lambda original: fused_fp8(original, 24, is_hub=True)[0],
     "qwen3_vl_moe_awq": lambda original: in_form(with_entries(original), FORMS["AWQ"], is_linear)[0],
     "gpt_oss_sinks_window_w4a16": lambda original: in_form(
         with_entries(original, columns_first=True, alternates=True), FORMS["W4A16"], is_linear
     )[0],
+    "aria_w4a16": lambda original: in_form(
+        with_entries(original, columns_first=True), FORMS["W4A16"], is_linear
+    )[0],
+    "llama4_entries": lambda original: with_entries(original, columns_first=True),
 }
 ADAPTED = "_adapted"
 # Linears that are divided in pieces, or whole at the layer's ends; beside experts; latent projections

@@ -63,7 +63,7 @@ async def test_answers_that_lost_their_window_and_were_computed_anew_equal_gener
     allows."""
     crowd = prompts * 3
     async with local_cluster(
-        let_all_in(window_args(folder, kv_blocks=24)), (0, 1, 1), overcommits=True
+        let_all_in(window_args(folder, kv_blocks=24)), (0, 1, 1), overcommits=len(crowd)
     ) as cluster:
         assert all(worker.features.max_rows == BLOCK_SIZE for worker in (*cluster.prefills, *cluster.decodes))
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in crowd))

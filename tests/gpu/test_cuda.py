@@ -12,6 +12,7 @@ import torch
 import transformers as hf
 from torch import nn
 
+from bench.codec import decode_groups, encode_groups
 from cluster.config.machine import has_triton
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model import attention_cuda
@@ -197,8 +198,8 @@ def test_a_gpu_codes_the_bytes_of_the_cpu_and_decodes_them_alike(name, dtype) ->
     found = []
     for kv in (here, there):
         wire, back = kv.beside(codec.wire_layout, 3), kv.beside(layout, 12)
-        codec.encode_groups(kv, groups, wire, wire_ids)
-        codec.decode_groups(wire, wire_ids, back, groups)
+        encode_groups(codec, kv, groups, wire, wire_ids)
+        decode_groups(codec, wire, wire_ids, back, groups)
         found.append((wire.buffer.cpu(), back.buffer.cpu()))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 

@@ -55,6 +55,16 @@ def _seconds(text: str | None) -> float | None:
     return None if match is None else float(match[1])
 
 
+class Downloaded(msgspec.Struct, frozen=True):
+    """The answer of a URL, and what may be done with it."""
+
+    data: bytes
+    digest: bytes
+    allowed: Freshness
+    url: str  # after redirects
+    validators: tuple[tuple[str, str], ...]
+
+
 class Answer(msgspec.Struct, frozen=True):
     """The last answer of a URL."""
 
@@ -91,22 +101,15 @@ class ContentCache:
     def is_fresh(self, answer: Answer) -> bool:
         return self._clock.now() < answer.fresh_until
 
-    def put(
-        self,
-        key: Key,
-        digest: bytes,
-        data: bytes,
-        allowed: Freshness,
-        url: str,
-        validators: tuple[tuple[str, str], ...],
-    ) -> bytes:
+    def put(self, key: Key, got: Downloaded) -> bytes:
         """Stores an answer if its host allows it. Returns the content: the stored copy, if an equal one
         exists."""
         self._answers.pop(key, None)
-        data = self._contents.get(digest, data)
-        if not allowed.may_store or not (allowed.fresh_s or validators) or len(data) > self._max_bytes:
+        digest, allowed = got.digest, got.allowed
+        data = self._contents.get(digest, got.data)
+        if not allowed.may_store or not (allowed.fresh_s or got.validators) or len(data) > self._max_bytes:
             return data
-        self._answers[key] = Answer(digest, self._clock.now() + allowed.fresh_s, url, validators)
+        self._answers[key] = Answer(digest, self._clock.now() + allowed.fresh_s, got.url, got.validators)
         if digest not in self._contents:
             self._contents[digest] = data
             self.num_bytes += len(data)

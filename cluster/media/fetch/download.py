@@ -13,13 +13,12 @@ import ssl
 from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
-import msgspec
 from aiohttp import hdrs
 from yarl import URL
 
 from cluster import overload
 from cluster.errors import MediaError, OverloadedError
-from cluster.media.fetch.cache import FOREVER, Freshness, Known, freshness
+from cluster.media.fetch.cache import FOREVER, Downloaded, Known, freshness
 from cluster.media.fetch.dial import Lookup, MayDial, open_session, system_lookup, was_refused
 from cluster.media.fetch.policy import FetchPolicy
 from cluster.media.fetch.urls import NOT_PUBLIC, is_internal, redirected
@@ -29,16 +28,6 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _VALIDATORS = ((hdrs.ETAG, hdrs.IF_NONE_MATCH), (hdrs.LAST_MODIFIED, hdrs.IF_MODIFIED_SINCE))
 MAX_VALIDATOR_CHARS = 256
 RETRY_AFTER_S = 1.0
-
-
-class Downloaded(msgspec.Struct, frozen=True):
-    """The answer of a URL, and what may be done with it."""
-
-    data: bytes
-    digest: bytes
-    allowed: Freshness
-    url: str  # after redirects
-    validators: tuple[tuple[str, str], ...]
 
 
 class Downloader:

@@ -21,7 +21,7 @@ from cluster.media.fetch.policy import FetchPolicy
 from cluster.media.fetch.single_flight import SingleFlight
 from cluster.media.fetch.urls import check_url
 from cluster.media.settings import item_name
-from cluster.media.sources import MediaSource, read_source
+from cluster.media.sources import MediaSource, read_data_uri
 
 INLINE_CHARS = 64 * 1024  # longer data URIs are decoded in a thread (64 Ki characters take 0.1 ms)
 NUM_THREADS = 2  # for long data URIs
@@ -62,14 +62,14 @@ class Fetcher:
         Raises MediaError, which names the item, OverloadedError, or UnavailableError once closed. Cancelling
         one caller does not affect others that wait for the same URL.
         """
-        if source.url[:5].lower() == "data:":
-            if len(source.url) <= INLINE_CHARS:
-                return _read_data_uri(source, max_bytes, item_idx)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, _read_data_uri, source, max_bytes, item_idx)
+        url = source.url
         try:
-            url = check_url(source.url, self._policy)
-            return await self._read_url(url, max_bytes, tenant)
+            if url[:5].lower() != "data:":
+                return await self._read_url(check_url(url, self._policy), max_bytes, tenant)
+            if len(url) <= INLINE_CHARS:
+                return _read_data_uri(url, max_bytes)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, _read_data_uri, url, max_bytes)
         except MediaError as error:
             name = item_name(source.modality, item_idx)
             raise MediaError(f"{name}: {error.message}", param=source.param) from error
@@ -91,8 +91,7 @@ class Fetcher:
     async def _download(self, url: URL, max_bytes: int, tenant: str) -> FetchedMedia:
         key = (tenant, str(url))
         got = await self._downloader.get(url, max_bytes, self._cache.get(key), tenant)
-        data = self._cache.put(key, got.digest, got.data, got.allowed, got.url, got.validators)
-        return _within(FetchedMedia(data, got.digest), max_bytes)
+        return _within(FetchedMedia(self._cache.put(key, got), got.digest), max_bytes)
 
 
 def _within(media: FetchedMedia, max_bytes: int) -> FetchedMedia:
@@ -101,6 +100,6 @@ def _within(media: FetchedMedia, max_bytes: int) -> FetchedMedia:
     return media
 
 
-def _read_data_uri(source: MediaSource, max_bytes: int, item_idx: int) -> FetchedMedia:
-    data, _ = read_source(source, max_bytes, item_idx)
+def _read_data_uri(url: str, max_bytes: int) -> FetchedMedia:
+    data = read_data_uri(url, max_bytes)
     return FetchedMedia(data, hashlib.sha256(data).digest())

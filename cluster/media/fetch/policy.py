@@ -16,7 +16,7 @@ _ENTRY = re.compile(r"(\*|(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]
 class FetchPolicy(msgspec.Struct, frozen=True):
     """Hosts are written "example.com" (this host), "*.example.com" (all below it) or "*", with ":port" if the
     port is not the scheme's own. IPv6 addresses stand in brackets, other alphabets are written as xn--.
-    Raises ConfigError for an invalid entry or value.
+    Raises ConfigError for an invalid entry; the settings have checked the values.
     """
 
     allowed_hosts: tuple[str, ...] = ()  # empty: any; hosts must be public in both cases
@@ -31,10 +31,6 @@ class FetchPolicy(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for entry in (*self.allowed_hosts, *self.denied_hosts, *self.internal_hosts):
             parse_entry(entry)
-        if min(self.connect_timeout_s, self.total_timeout_s) <= 0 or self.max_concurrent < 1:
-            raise ConfigError("media fetch: timeouts and max_concurrent must be greater than zero")
-        if min(self.max_redirects, self.cache_bytes) < 0:
-            raise ConfigError("media fetch: max_redirects and cache_bytes cannot be negative")
 
 
 def parse_entry(entry: str) -> tuple[str, int | None]:

@@ -66,6 +66,12 @@ inline Ints nearest(Floats value) { return (Ints)_mm256_cvtps_epi32((__m256)valu
 #endif
 inline Floats splat_word(const void* source) { return splat(load<float>(source)); }  // any 4 bytes, by one load
 
+inline float as_float(float value) { return value; }
+inline float as_float(BFloat16 value) {
+  const uint32_t bits = (uint32_t)value.bits << 16;
+  return load<float>(&bits);
+}
+
 inline Floats widened(const float* p) { return load<Floats>(p); }
 inline Floats widened(const BFloat16* p) { return (Floats)(words_of(load<Halves>(p)) << 16); }
 inline Floats widened(const int8_t* p) { return __builtin_convertvector(words_of(load<Bytes>(p)), Floats); }

@@ -12,25 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "common.h"
-#include "kernels.h"
+#include "convolved.h"
 
 namespace {
 
-constexpr int64_t kBlock = 32;      // tokens whose q, k and v stay in the second-level cache
-constexpr int kColumns = 4;         // vectors of a row of S that are taken through a block at once
-constexpr float kEpsilon = 1e-6f;   // under the root of the norms of q and k
-
-inline float as_float(float value) { return value; }
-inline float as_float(BFloat16 value) {
-  const uint32_t bits = (uint32_t)value.bits << 16;
-  return load<float>(&bits);
-}
-
-template <class Element>
-float rounded_number(float value) {
-  return rounded<Element>(splat(value))[0];
-}
+constexpr int kColumns = 4;        // vectors of a row of S that are taken through a block at once
+constexpr float kEpsilon = 1e-6f;  // under the root of the norms of q and k
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
@@ -39,24 +26,6 @@ inline float inverse_norm(const float* x, int64_t width) {
   for (int64_t i = 0; i < width; i += kLanes) squares += load<Floats>(x + i) * load<Floats>(x + i);
   return 1.0f / std::sqrt(sum_of(squares) + kEpsilon);
 }
-
-// Bytes [offset, offset + bytes) of a layer's states, which lie in pages. `copy(page bytes, our bytes, count)`.
-template <class Copy>
-void over_pages(const DeltaMixer& mixer, const MixerStep& step, const int64_t* pages, int64_t offset, int64_t bytes,
-                char* ours, Copy copy) {
-  while (bytes > 0) {
-    const int64_t within = offset % mixer.page_bytes, count = std::min(bytes, mixer.page_bytes - within);
-    copy(step.memory + pages[mixer.first_page + offset / mixer.page_bytes] * mixer.page_bytes + within, ours, count);
-    offset += count, bytes -= count, ours += count;
-  }
-}
-
-// q, k or a v of one head: some channels of the convolution.
-struct Part {
-  int64_t channel, column, width;  // first channel; first column of a row; channels
-  float* inputs;                   // [taps + kBlock, width]: the last inputs, then those of a block
-  float* outputs;                  // [kBlock, width]
-};
 
 // Some vectors of the columns of S through n tokens. S: rows `values` apart. out [n, values].
 template <int kV>
@@ -96,16 +65,18 @@ class Head {
         head(item % mixer.key_heads),
         group(mixer.value_heads / mixer.key_heads),
         state_floats(mixer.key_width * mixer.value_width) {
-    const int64_t width = mixer.key_width, values = mixer.value_width, taps = mixer.taps;
-    const int64_t keys = mixer.key_heads * width, channels = 2 * width + group * values;
+    const int64_t width = mixer.key_width, values = mixer.value_width, keys = mixer.key_heads * width;
+    const Convolution& convolution = mixer.convolution;
+    const int64_t conv_floats = Channels<Element>::floats(convolution, 2 * width + group * values);
     static thread_local std::vector<float> memory;
-    memory.resize(group * state_floats + (taps + 2 * kBlock) * channels + kBlock * values + 4 * kBlock + taps * (width + values));
+    memory.resize(group * state_floats + conv_floats + kBlock * (values + 4) + convolution.taps * (width + values));
     float* next = memory.data();
     const auto take = [&](int64_t count) { return std::exchange(next, next + count); };
     state = take(group * state_floats), answers = take(kBlock * values), norms = take(2 * kBlock);
-    decay = take(kBlock), beta = take(kBlock), kept = (Element*)take(taps * (width + values));
+    decay = take(kBlock), beta = take(kBlock), kept = (Element*)take(convolution.taps * (width + values));
     const auto add = [&](int64_t channel, int64_t column, int64_t width) {
-      parts.push_back({channel, column, width, take((taps + kBlock) * width), take(kBlock * width)});
+      float* own = take(Channels<Element>::floats(convolution, width));
+      parts.emplace_back(convolution, channel, column, width, own);
     };
     parts.clear();
     add(head * width, mixer.query + head * mixer.key_step, width);
@@ -116,56 +87,40 @@ class Head {
 
   void run() {
     const int64_t first = step.sequences[sequence], end = step.sequences[sequence + 1];
-    read_state(step.source + first * step.pages);
+    read_state(pages_before(step, sequence));
     for (int64_t span = first; span < end; span++) {
       for (int64_t t = step.starts[span]; t < step.starts[span + 1]; t += kBlock)
         take_block(t, std::min<int64_t>(kBlock, step.starts[span + 1] - t));
-      if (step.pages && step.target[span * step.pages] >= 0) write_state(step.target + span * step.pages);
+      if (const int64_t* pages = pages_after(step, span)) write_state(pages);
     }
   }
 
  private:
   void read_state(const int64_t* pages) {
-    const int64_t taps = mixer.taps;
-    const bool is_new = !step.pages || pages[0] < 0;
-    const auto copy = [](const char* theirs, char* ours, int64_t count) { std::memcpy(ours, theirs, count); };
-    if (is_new)
-      std::fill(state, state + group * state_floats, 0.0f);
+    if (pages)
+      read_states(mixer.mixer, step, pages, state_offset(), group * state_floats * sizeof(float), state);
     else
-      over_pages(mixer, step, pages, state_offset(), group * state_floats * sizeof(float), (char*)state, copy);
-    for (const Part& part : parts) {
-      if (is_new) {
-        std::fill(part.inputs, part.inputs + taps * part.width, 0.0f);
-        continue;
-      }
-      over_pages(mixer, step, pages, conv_offset(part), taps * part.width * sizeof(Element), (char*)kept, copy);
-      for (int64_t c = 0; c < part.width; c++)
-        for (int64_t j = 0; j < taps; j++) part.inputs[j * part.width + c] = as_float(kept[c * taps + j]);
-    }
+      std::fill(state, state + group * state_floats, 0.0f);
+    for (Channels<Element>& part : parts) part.read(mixer.mixer, step, pages, kept);
   }
 
   void write_state(const int64_t* pages) {
-    const int64_t taps = mixer.taps;
-    const auto copy = [](char* theirs, const char* ours, int64_t count) { std::memcpy(theirs, ours, count); };
-    over_pages(mixer, step, pages, state_offset(), group * state_floats * sizeof(float), (char*)state, copy);
-    for (const Part& part : parts) {
-      for (int64_t c = 0; c < part.width; c++)
-        for (int64_t j = 0; j < taps; j++) store_some(kept + c * taps + j, 1, splat(part.inputs[j * part.width + c]));
-      over_pages(mixer, step, pages, conv_offset(part), taps * part.width * sizeof(Element), (char*)kept, copy);
-    }
+    write_states(mixer.mixer, step, pages, state_offset(), group * state_floats * sizeof(float), state);
+    for (const Channels<Element>& part : parts) part.write(mixer.mixer, step, pages, kept);
   }
 
   // Tokens [t, t + n) of the step.
   void take_block(int64_t t, int64_t n) {
     const int64_t width = mixer.key_width, values = mixer.value_width;
-    const Element* row = rows + t * mixer.row_width;
-    for (const Part& part : parts) convolve(part, row, n);
+    const int64_t row_width = mixer.convolution.row_width;
+    const Element* row = rows + t * row_width;
+    for (Channels<Element>& part : parts) part.take(row, n);
     for (int64_t i = 0; i < n; i++) {
       norms[2 * i] = inverse_norm(parts[0].outputs + i * width, width) / std::sqrt((float)width);
       norms[2 * i + 1] = inverse_norm(parts[1].outputs + i * width, width);
     }
     for (int64_t g = 0; g < group; g++) {
-      for (int64_t i = 0; i < n; i++) gates(row + i * mixer.row_width, g, i);
+      for (int64_t i = 0; i < n; i++) gates(row + i * row_width, g, i);
       float* s = state + g * state_floats;
       for (int64_t column = 0; column < values; column += kColumns * kLanes) {
         const float *v = parts[2 + g].outputs + column, *q = parts[0].outputs, *k = parts[1].outputs;
@@ -177,27 +132,10 @@ class Head {
         }
       }
       for (int64_t i = 0; i < n; i++) {
-        const Element* gate = row + i * mixer.row_width + mixer.gate + head * mixer.value_step + g * values;
+        const Element* gate = row + i * row_width + mixer.gate + head * mixer.value_step + g * values;
         gated_norm(answers + i * values, gate, out + ((t + i) * mixer.value_heads + head * group + g) * values);
       }
     }
-  }
-
-  // The convolution, then silu; both are rounded to Element, as torch does. Keeps the last inputs.
-  void convolve(const Part& part, const Element* row, int64_t n) {
-    const int64_t width = part.width, taps = mixer.taps, all = mixer.channels();
-    const float* weight = mixer.weight + part.channel;
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t c = 0; c < width; c += kLanes)
-        store(part.inputs + (taps + i) * width + c, widened(row + i * mixer.row_width + part.column + c));
-    for (int64_t i = 0; i < n; i++)
-      for (int64_t c = 0; c < width; c += kLanes) {
-        const float* inputs = part.inputs + (i + 1) * width + c;
-        Floats sum = {};
-        for (int64_t j = 0; j < taps; j++) sum += load<Floats>(weight + j * all + c) * load<Floats>(inputs + j * width);
-        store(part.outputs + i * width + c, rounded<Element>(silu(rounded<Element>(sum))));
-      }
-    std::memmove(part.inputs, part.inputs + n * width, taps * width * sizeof(float));
   }
 
   // How much of new values is written, and what of the old ones is kept.
@@ -222,43 +160,38 @@ class Head {
     }
   }
 
-  int64_t state_offset() const { return mixer.delta_offset + head * group * state_floats * (int64_t)sizeof(float); }
-  int64_t conv_offset(const Part& part) const {
-    return mixer.conv_offset + part.channel * mixer.taps * (int64_t)sizeof(Element);
-  }
+  int64_t state_offset() const { return mixer.state_offset + head * group * state_floats * (int64_t)sizeof(float); }
 
   const DeltaMixer& mixer;
   const MixerStep& step;
   const Element* rows;
   Element* out;
   const int64_t sequence, head, group, state_floats;
-  static thread_local inline std::vector<Part> parts;  // q, k, then a v for each value head
+  static thread_local inline std::vector<Channels<Element>> parts;  // q, k, then a v for each value head
   float *state, *answers, *norms, *decay, *beta;
   Element* kept;
 };
 
 }  // namespace
 
-namespace kernels {
-
-void run_mixer(const DeltaMixer& mixer, const MixerStep& step, const void* rows, void* out, int64_t item) {
-  if (mixer.is_bf16)
-    Head<BFloat16>(mixer, step, (const BFloat16*)rows, (BFloat16*)out, item).run();
-  else
-    Head<float>(mixer, step, (const float*)rows, (float*)out, item).run();
-}
-
-}  // namespace kernels
-
 extern "C" {
 
 // Channels that the kernel takes at once: widths are multiples of it.
-int64_t gated_delta_lanes() { return kLanes; }
+int64_t mixer_lanes() { return kLanes; }
 
 // rows [tokens, row_width], out [tokens, value_heads, value_width].
-void gated_delta(const DeltaMixer* mixer, const MixerStep* step, const void* rows, void* out, int threads) {
-  const int64_t items = mixer->items(*step);
+void run_gated_delta(const Mixer* mixer, const MixerStep* step, const void* rows, void* out, int64_t item) {
+  const DeltaMixer& own = *(const DeltaMixer*)mixer;
+  if (mixer->is_bf16)
+    Head<BFloat16>(own, *step, (const BFloat16*)rows, (BFloat16*)out, item).run();
+  else
+    Head<float>(own, *step, (const float*)rows, (float*)out, item).run();
+}
+
+// Any mixer, alone.
+void run_mixer(const Mixer* mixer, const MixerStep* step, const void* rows, void* out, int threads) {
+  const int64_t items = mixer->items * step->num_sequences;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-  for (int64_t item = 0; item < items; item++) kernels::run_mixer(*mixer, *step, rows, out, item);
+  for (int64_t item = 0; item < items; item++) mixer->run(mixer, step, rows, out, item);
 }
 }

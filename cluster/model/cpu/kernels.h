@@ -51,8 +51,7 @@ struct AttentionCall {
   double scale, softcap;  // softcap 0: none
 };
 
-// The next two are mirrored by gated_delta.py. A mixer with the gated delta rule, without its products. Columns of a row of
-// its first product: where the parts of the first key head begin, and the steps to the next key head's.
+// The next six are mirrored by mixers.py.
 struct MixerStep {             // the same for all layers of a step
   const int32_t* starts;       // [spans + 1] the first token of each span
   const int64_t* sequences;    // [num_sequences + 1] the first span of each sequence
@@ -61,17 +60,47 @@ struct MixerStep {             // the same for all layers of a step
   int64_t num_sequences, pages;  // pages 0: sequences are new, and nothing is kept
 };
 
+// A mixer that keeps states, without its products; each kind begins with one. `run` is one item: it makes its part of `out`
+// of its part of `rows`, which the first product gave, and takes its part of the states on.
+struct Mixer {
+  void (*run)(const Mixer* mixer, const MixerStep* step, const void* rows, void* out, int64_t item);
+  int64_t items, first_page, page_bytes, is_bf16;  // items: of a sequence; first_page: of the layer's states
+};
+
+// A short causal convolution of some channels of a row, with silu. Its state is the last inputs, [channels, taps].
+struct Convolution {
+  const float *weight, *bias;  // [taps, channels], [channels] or null
+  int64_t taps, channels;
+  int64_t row_width, state_offset;  // of a row of the products; in the layer's states
+};
+
+// Columns of a row: where the parts of the first key head begin, and the steps to the next key head's.
 struct DeltaMixer {
-  const float* weight;                // [taps, channels] of the convolution
+  Mixer mixer;
+  Convolution convolution;
   const float *rates, *shifts;        // [value_heads]
   const void* norm;                   // [value_width]
-  int64_t key_heads, value_heads, key_width, value_width, taps, is_bf16;
-  int64_t row_width, query, key, key_step, value, gate, value_step, beta, decay, gate_step;
-  int64_t first_page, page_bytes, conv_offset, delta_offset;  // of the layer's states; where in them each lies
+  int64_t key_heads, value_heads, key_width, value_width;
+  int64_t query, key, key_step, value, gate, value_step, beta, decay, gate_step;
+  int64_t state_offset;
   double epsilon;
+};
 
-  int64_t channels() const { return 2 * key_heads * key_width + value_heads * value_width; }
-  int64_t items(const MixerStep& step) const { return step.num_sequences * key_heads; }
+// Mamba 2. Columns of a row: where the channels of the convolution begin (x of all heads, B of all groups, C), and the steps.
+struct StateSpaceMixer {
+  Mixer mixer;
+  Convolution convolution;
+  const float *rates, *shifts, *skips;  // [heads]
+  int64_t heads, groups, head_width, state_width;
+  int64_t first, steps, state_offset;
+  double low, high;                     // of a step
+};
+
+// A row is three gates and inputs: B, C and x.
+struct ConvolutionMixer {
+  Mixer mixer;
+  const float *weight, *bias;  // [taps, channels], [channels] or null
+  int64_t channels, taps;
 };
 
 struct WriteCall {
@@ -157,10 +186,5 @@ struct AttentionPlan {
 };
 
 void write_kv_rows(const WriteCall& call, int64_t begin, int64_t end);
-
-// ------------------------------------------------------------------------------------------------------ gated_delta.cpp
-
-// out [tokens, value_heads * value_width] of rows [tokens, row_width].
-void run_mixer(const DeltaMixer& mixer, const MixerStep& step, const void* rows, void* out, int64_t item);
 
 }  // namespace kernels

@@ -56,9 +56,9 @@ struct Runner {
     });
   }
   void mix(const LayerCall& call, Fetch& next) {
-    const DeltaMixer& mixer = *call.layer.mixer;
-    member.share(mixer.items(*step.mixing), next, [&](int64_t item) {
-      kernels::run_mixer(mixer, *step.mixing, call.buffers.qkv, call.attended.data, item);
+    const Mixer* mixer = call.layer.mixer;
+    member.share(mixer->items * step.mixing->num_sequences, next, [&](int64_t item) {
+      mixer->run(mixer, step.mixing, call.buffers.qkv, call.attended.data, item);
     });
     quantise(call.attended, next);
   }

@@ -1,9 +1,9 @@
 """Decoder layers that run in one native call (`layer.cpp`): one of them, or all of a model with its last norm
 and its head.
 
-A layer's part of the call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention (or a
-mixer with the gated delta rule in its place), projection, gated MLP and both residuals. Its kernels and
-roundings are those of `modules`, `attention_cpu` and `gated_delta`.
+A layer's part of the call does norms, fused q/k/v, rotary embedding, writing of K and V, paged attention (or
+a mixer that keeps states in its place), projection, gated MLP and both residuals. Its kernels and roundings
+are those of `modules`, `attention_cpu` and `mixers`.
 
 Runs on its caller's thread and on as many OpenMP threads as torch would use there. `layer_search` says which
 layers and which models it can replace.
@@ -26,8 +26,8 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import AttentionBackend, PagedBatch
 from cluster.model.attention_cpu import row_pointers, step_view
 from cluster.model.cpu.adapters import NO_RUNS, AdapterRuns, attach_adapters, step_of
-from cluster.model.cpu.gated_delta import DeltaMixer, SpanPages, delta_mixer
 from cluster.model.cpu.library import Kernels
+from cluster.model.cpu.mixers import NativeMixer, SpanPages, native_mixer
 from cluster.model.cpu.modules import NativeRmsNorm, PackedLinear, PackedWeights, pointer
 from cluster.model.kv_format import layer_cache
 from cluster.model.layers.parts import AttentionParts, DecoderParts, Linear, MlpParts, epsilon_of
@@ -67,7 +67,8 @@ class _DecoderStep(ctypes.Structure):
 
     _fields_ = (
         ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
-        ("mixing", c_void_p), ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p), ("outputs", c_void_p), ("logits", c_void_p),
+        ("mixing", c_void_p), ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p),
+        ("outputs", c_void_p), ("logits", c_void_p),
         ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64),
         ("threads", c_int64), ("on_layer", _OnLayer), ("adapters", c_void_p), ("adapted", c_void_p),
         ("runs", c_void_p), ("num_runs", c_int64), ("busy", c_int64),
@@ -152,7 +153,7 @@ class _FirstHalf:
     out: Linear
     head_norms: tuple[nn.Module, ...] = ()
     is_gated: bool = False
-    mixer: DeltaMixer | None = None
+    mixer: NativeMixer | None = None
 
 
 def _attention(parts: DecoderParts, heads: Heads) -> _FirstHalf:
@@ -177,12 +178,11 @@ def is_gated_attention(inner: AttentionParts, heads: Heads) -> bool:
 
 
 def _mixer(parts: DecoderParts, kernels: Kernels) -> _FirstHalf:
-    mixer = delta_mixer(cast(StatefulForward, parts.attention.body.forward), kernels, kernels.weights)
+    mixer = native_mixer(cast(StatefulForward, parts.attention.body.forward), kernels, kernels.weights)
     if mixer is None:
         raise InternalError("a native layer needs a mixer that the kernels know")
-    linears, out = mixer.inputs.linears, cast(nn.Linear, mixer.inputs.out)
-    weight = torch.cat([linear.weight for linear in linears])
-    return _FirstHalf(linears, weight, None, out, mixer=mixer)
+    weight = torch.cat([linear.weight for linear in mixer.linears])
+    return _FirstHalf(mixer.linears, weight, None, mixer.out, mixer=mixer)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ struct DecoderLayer {
   const Layer *qkv, *out, *gate_up, *down;  // qkv: query heads, key heads, value heads, gates; or what the mixer reads
   const void *input_norm, *post_norm;       // [hidden]
   const void *query_norm, *key_norm;        // [head_width] or null
-  const DeltaMixer* mixer;                  // or null: attention
+  const Mixer* mixer;                       // or null: attention
   int64_t query_heads, kv_heads, head_width, is_bf16;
   int64_t is_gated, is_shifted;             // what attention gives is multiplied by sigmoid(gates); form of the norms
   double input_epsilon, post_epsilon, query_epsilon, key_epsilon, scale;

@@ -126,8 +126,8 @@ class PackedGatedMlp(nn.Module):
 
 
 class NativeRmsNorm(nn.Module):
-    """weight * (x / rms(x)), the quotient computed in float32 and rounded to the dtype before the product, as in
-    most families; or shifted, as in Gemma and Qwen3.5: (1 + weight) * (x / rms(x)), rounded once."""
+    """weight * (x / rms(x)), the quotient computed in float32 and rounded to the dtype before the product, as
+    in most families; or shifted, as in Gemma and Qwen3.5: (1 + weight) * (x / rms(x)), rounded once."""
 
     def __init__(self, norm: nn.Module, kernels: Kernels, *, shifted: bool = False):
         super().__init__()

@@ -10,12 +10,6 @@ namespace {
 
 using kernels::kSerialElements;
 
-inline float as_float(float value) { return value; }
-inline float as_float(BFloat16 value) {
-  uint32_t bits = (uint32_t)value.bits << 16;
-  return load<float>(&bits);
-}
-
 typedef uint8_t UnsignedBytes __attribute__((vector_size(kLanes), may_alias));
 
 // x ≈ scale * (byte - 128); returns the scale. Bytes behind `width` stay as they are.

@@ -22,11 +22,10 @@ from cluster.model.cuda.mixer_calls import (
 )
 from cluster.model.cuda.mixer_chunks import CHUNK
 from cluster.model.cuda.tiles import power_of_two
+from cluster.model.layers.mixer_parts import is_state_space
 from cluster.model.state_step import StatefulForward, StepState
 
 MAX_STATE, MAX_NORM = 256, 32768  # columns of a state, and of a group of the norm, that fit a program
-_PARTS = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
-_SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size")
 _NUM_FACTORS = 2  # that `mamba_kernels` keeps of a token
 # Numbers of a state, of a program of `few_tokens`; rows of one, of `many_tokens`, its warps and stages, and
 # its programs side by side for sequences; heads of `chunk_scores`
@@ -157,23 +156,11 @@ def _norm_of(module: nn.Module, width: int) -> _GatedNorm:
 
 def state_space(forward: StatefulForward) -> PagedMamba | None:
     """None: it is no such mixer, or of a form that no kernel knows."""
-    own = cast(Any, forward.mixer)
-    if not all(hasattr(own, name) for name in (*_PARTS, *_SIZES)):
+    if not is_state_space(forward):
         return None
-    weight: Tensor = own.conv1d.weight
-    width, channels = own.num_heads * own.head_dim, len(weight)
-    kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]
-    scales: Tensor | None = getattr(own, "mup_vector", None)
+    own = cast(Any, forward.mixer)
+    width = own.num_heads * own.head_dim
     is_known = (
-        max(own.ssm_state_size, own.head_dim) <= MAX_STATE
-        and channels == width + 2 * own.n_groups * own.ssm_state_size
-        and getattr(own.in_proj, "out_features", 0) == width + channels + own.num_heads
-        and (scales is None or scales.dtype == weight.dtype)
-        and (isinstance(own.norm, nn.Identity) or hasattr(own.norm, "variance_epsilon"))
-        and _norm_of(own.norm, width).width <= MAX_NORM
-        and kinds == [
-            (False, weight.dtype, (channels, weight.shape[-1])),
-            (True, torch.float32, (own.num_heads, own.head_dim, own.ssm_state_size)),
-        ]
-    )  # fmt: skip
+        max(own.ssm_state_size, own.head_dim) <= MAX_STATE and _norm_of(own.norm, width).width <= MAX_NORM
+    )
     return PagedMamba(forward) if is_known else None

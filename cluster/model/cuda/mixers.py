@@ -22,6 +22,7 @@ from cluster.model.cuda.kimi import kimi_delta
 from cluster.model.cuda.mamba import state_space
 from cluster.model.cuda.mixer_calls import CHANNEL_TILE, Linears, Pages
 from cluster.model.cuda.tiles import power_of_two
+from cluster.model.layers.mixer_parts import is_short_convolution
 from cluster.model.state_step import MixerKernel, StatefulForward, StepState
 
 
@@ -58,16 +59,4 @@ def kernel_of(forward: StatefulForward) -> MixerKernel | None:
         return None
     if (found := gated_delta(forward) or kimi_delta(forward) or state_space(forward)) is not None:
         return found
-    return ShortConvolution(forward) if _is_short_convolution(forward) else None
-
-
-def _is_short_convolution(forward: StatefulForward) -> bool:
-    own = cast(Any, forward.mixer)
-    if not all(isinstance(getattr(own, name, None), nn.Module) for name in ("conv", "in_proj", "out_proj")):
-        return False
-    weight: Tensor = own.conv.weight
-    kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]
-    return (
-        kinds == [(False, weight.dtype, (weight.shape[0], weight.shape[-1]))]
-        and getattr(own.in_proj, "out_features", 0) == 3 * weight.shape[0]
-    )
+    return ShortConvolution(forward) if is_short_convolution(forward) else None

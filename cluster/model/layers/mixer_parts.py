@@ -1,13 +1,16 @@
-"""The parts of a mixer with the gated delta rule, or with Kimi's delta attention, found by the names of its
-modules. The tables hold the names that families use; what the parts compute is left to a comparison
-(`mixers`)."""
+"""The parts of a mixer with the gated delta rule, with Kimi's delta attention or a short convolution, found
+by the names of its modules. The tables hold the names that families use; what the parts compute is left to a
+comparison (`mixers`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from cluster.model.state_step import StatefulForward
 
 _SIZES = ("conv1d", "A_log", "dt_bias", "head_k_dim", "head_v_dim", "num_k_heads", "num_v_heads")
 # Inputs by their order in a row of their products, norm, projection of the output
@@ -15,6 +18,11 @@ _GROUPED = (("in_proj_qkvz", "in_proj_ba"), "norm", "out_proj")  # Qwen3-Next: a
 _APART = (
     (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "norm", "out_proj"),  # Qwen3.5
     (("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"), "o_norm", "o_proj"),  # OLMo-Hybrid
+)
+# Of Mamba 2
+_STATE_SPACE = (
+    *("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias"),
+    *("num_heads", "head_dim", "n_groups", "ssm_state_size"),
 )
 # Of Kimi's delta attention
 _KIMI_SIZES = ("conv1d", "forget_gate", "num_heads", "head_dim", "o_norm", "o_proj")
@@ -96,3 +104,45 @@ def _columns(mixer: nn.Module, *, is_grouped: bool) -> Columns:
         return Columns(0, width, step, 2 * width, 2 * width + values, step, end, end + group, 2 * group)
     gate, beta = 2 * keys + heads * values, 2 * keys + 2 * heads * values
     return Columns(0, keys, width, 2 * keys, gate, values, beta, beta + heads * group, group)
+
+
+def is_short_convolution(forward: StatefulForward) -> bool:
+    """Whether it is LFM2's."""
+    own = cast(Any, forward.mixer)
+    if not all(isinstance(getattr(own, name, None), nn.Module) for name in ("conv", "in_proj", "out_proj")):
+        return False
+    weight: Tensor = own.conv.weight
+    kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]
+    return (
+        kinds == [(False, weight.dtype, (weight.shape[0], weight.shape[-1]))]
+        and getattr(own.in_proj, "out_features", 0) == 3 * weight.shape[0]
+    )
+
+
+def is_state_space(forward: StatefulForward) -> bool:
+    """Whether it is Mamba 2's: Bamba, Nemotron-H, Granite, Falcon-H1."""
+    own = cast(Any, forward.mixer)
+    if not all(hasattr(own, name) for name in _STATE_SPACE):
+        return False
+    weight: Tensor = own.conv1d.weight
+    width, channels = own.num_heads * own.head_dim, len(weight)
+    kinds = [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]
+    scales: Tensor | None = getattr(own, "mup_vector", None)
+    return (
+        channels == width + 2 * own.n_groups * own.ssm_state_size
+        and getattr(own.in_proj, "out_features", 0) == width + channels + own.num_heads
+        and (scales is None or scales.dtype == weight.dtype)
+        and (isinstance(own.norm, nn.Identity) or hasattr(own.norm, "variance_epsilon"))
+        and kinds == [
+            (False, weight.dtype, (channels, weight.shape[-1])),
+            (True, torch.float32, (own.num_heads, own.head_dim, own.ssm_state_size)),
+        ]
+    )  # fmt: skip
+
+
+def mixer_linears(forward: StatefulForward) -> list[nn.Module]:
+    """The products of a mixer with the gated delta rule or a short convolution; of others none."""
+    if (found := mixer_inputs(forward.mixer)) is not None:
+        return [*found.linears, found.out]
+    own = cast(Any, forward.mixer)
+    return [own.in_proj, own.out_proj] if is_short_convolution(forward) else []

@@ -35,11 +35,14 @@ _NORMS = (  # before attention, after it, before the MLP, after it
     ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     ("input_layernorm", None, "post_attention_layernorm", None),
     (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("operator_norm", None, "ffn_norm", None),
 )
-_BODIES = ("self_attn", "linear_attn")  # of the first half
+_BODIES = ("self_attn", "linear_attn", "conv")  # of the first half
+_SECOND_BODIES = ("mlp", "feed_forward")
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
-_HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"))
-_MLPS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
+_OUTS = (("o_proj",), ("out_proj",))
+_HEAD_NORMS = (("q_norm", "k_norm"), ("query_layernorm", "key_layernorm"), ("q_layernorm", "k_layernorm"))
+_MLPS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w3", "w2"))
 _ACTIVATIONS = ("act_fn", "activation_fn")
 _SCALE = "residual_multiplier"
 
@@ -113,8 +116,7 @@ class DecoderParts:
 def decoder_parts(layer: nn.Module) -> DecoderParts | None:
     """None: this is no decoder layer of the known form, or something listens to one of its modules."""
     children = _children_of(layer)
-    found = [children.pop(name) for name in _BODIES if name in children]
-    attention, mlp = found[0] if len(found) == 1 else None, children.pop("mlp", None)
+    attention, mlp = (_pop_only(children, names) for names in (_BODIES, _SECOND_BODIES))
     names = next((names for names in _NORMS if children.keys() == {*names} - {None}), None)
     if attention is None or mlp is None or names is None or not is_unhooked(layer):
         return None
@@ -130,9 +132,15 @@ def decoder_parts(layer: nn.Module) -> DecoderParts | None:
     return None if parts.attention.inner is None and parts.mlp.inner is None else parts
 
 
+def _pop_only(children: dict[str, nn.Module], names: Sequence[str]) -> nn.Module | None:
+    """The one child that has one of these names; None: there is none, or several."""
+    found = [children.pop(name) for name in names if name in children]
+    return found[0] if len(found) == 1 else None
+
+
 def attention_parts(attention: nn.Module) -> AttentionParts | None:
     children = _children_of(attention)
-    projections, out = pick(children, *_PROJECTIONS), pick(children, ("o_proj",))
+    projections, out = pick(children, *_PROJECTIONS), pick(children, *_OUTS)
     head_norms = pick(children, *_HEAD_NORMS) or []
     if projections is None or out is None:
         return None
@@ -149,8 +157,9 @@ def mlp_parts(mlp: nn.Module) -> MlpParts | None:
     children = _children_of(mlp)
     linears = pick(children, *_MLPS)
     activation = next((children[name] for name in _ACTIVATIONS if name in children), None)
-    if linears is None or activation is None or len(children) > len(linears) + 1:
+    if linears is None or len(children) > len(linears) + (activation is not None):
         return None
+    activation = activation or nn.SiLU()  # called as a function
     if not _are_projections(linears):
         return None
     *inputs, down = cast("list[Linear]", linears)

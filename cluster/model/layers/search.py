@@ -172,7 +172,8 @@ def whole_decoder(
     layers. It has no place for what a model adds between two layers (deep-stack features): such a step needs
     the model's own forward.
     """
-    layers, rotary, norm = (getattr(text_model, name, None) for name in ("layers", "rotary_emb", "norm"))
+    layers, rotary = (getattr(text_model, name, None) for name in ("layers", "rotary_emb"))
+    norm = getattr(text_model, "norm", getattr(text_model, "embedding_norm", None))
     if not (isinstance(layers, nn.ModuleList) and len(layers)):
         return None
     if not (isinstance(rotary, nn.Module) and isinstance(norm, nn.Module)):

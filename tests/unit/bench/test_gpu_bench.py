@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -37,6 +38,12 @@ def stand_in(name: str) -> None:
 
 
 NO_TIME = "no time left"
+
+
+@functools.cache
+def rows_of(name: str) -> list[Any]:
+    """Of a part that is rehearsed."""
+    return list(PARTS[name].run(True))
 
 
 def test_the_run_takes_at_most_eight_minutes(tmp_path: Path) -> None:
@@ -82,7 +89,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
     ],
 )
 def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
-    found = list(PARTS[name].run(True))
+    found = rows_of(name)
     assert len(found) == number
     for measurement in found:
         assert json.loads(json.dumps(measurement))["what"]
@@ -227,7 +234,7 @@ def test_every_goal_is_met_missed_or_not_measured() -> None:
 
 def test_goals_ask_for_rows_that_parts_give() -> None:
     """Of steps: those of the tiny model have the same names but for the sizes."""
-    rows = {(name, row["what"]) for name in ("wire", "machine", "encoder") for row in PARTS[name].run(True)}
+    rows = {(name, row["what"]) for name in ("wire", "machine", "encoder") for row in rows_of(name)}
     asked: set[tuple[str, str]] = set()
 
     class Asking(dict):
@@ -240,9 +247,7 @@ def test_goals_ask_for_rows_that_parts_give() -> None:
     assert {part for part, _ in asked} <= set(RUN)
     assert {key for key in asked if key[0] in ("wire", "encoder")} <= rows
     forms = {
-        _form(str(row["what"]))
-        for name in ("steps", "attention-int8", "formats")
-        for row in PARTS[name].run(True)
+        _form(str(row["what"])) for name in ("steps", "attention-int8", "formats") for row in rows_of(name)
     }
     assert {_form(what) for part, what in asked if part in ("steps", "attention-int8", "formats")} <= forms
 

@@ -89,7 +89,9 @@ def test_a_scenario_is_busy_and_not_overloaded(scenario: str) -> None:
     [
         PolicyCase("4 images", "joint", 0, 40),
         PolicyCase("two kinds of GPU", ORACLE, 0, 40),
-        SplitCase("text", "4 EPD, joint", "1 s, 25 ms", 0, min_requests=20),
+        pytest.param(
+            SplitCase("text", "4 EPD, joint", "1 s, 25 ms", 0, min_requests=20), marks=pytest.mark.slow
+        ),
         GroupCase("joint", "1 E, 3 P, 4 D, joint", 20.0, 0, 40),
         OverloadCase(1.0, True, 0, 0.5),
     ],

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from random import Random
 
 import pytest
 
+from deploy.simulator.hardware import H200, VL_7B
+from deploy.simulator.layouts import Layout, workers
 from deploy.simulator.outcome import Outcome
 from deploy.simulator.results import Misses, Slo, interval, keeps, summarise
-from deploy.simulator.search import highest_rate
-from deploy.simulator.workload import SimRequest
+from deploy.simulator.search import highest_rate, leapt, run_unless_missed
+from deploy.simulator.workload import SimRequest, Workload, fixed_text
+from router.policy import make_policy
 
 SLO = Slo(2.0, 0.05)
 
@@ -75,6 +79,23 @@ def test_the_search_finds_the_highest_rate_from_any_guess(guess: float) -> None:
     assert 42 / 1.04 <= rate <= 42 and summary is not None
 
 
+@pytest.mark.parametrize("guess", [1.0, 20.0, 30.0, 40.0, 500.0])
+def test_a_leapt_guess_finds_the_same_rate_with_fewer_runs_that_are_kept(guess: float) -> None:
+    tried: set[float] = set()
+
+    @cache
+    def run(rate: float):
+        tried.add(rate)
+        return summarise([outcome(i, 0.1 if rate <= 42.0 else 9.0) for i in range(30)], SLO)
+
+    found = highest_rate(run, SLO, guess)
+    num_kept = sum(rate <= 42.0 for rate in tried)
+    run.cache_clear()
+    tried.clear()
+    assert highest_rate(run, SLO, leapt(run, SLO, guess)) == found
+    assert sum(rate <= 42.0 for rate in tried) <= num_kept - (2 if guess < 30.0 else 0)
+
+
 @pytest.mark.parametrize("share", [None, 0.9])
 def test_a_run_is_given_up_where_its_summary_would_fail_and_not_before(share: float | None) -> None:
     rng, slo = Random(5), replace(SLO, share=share)
@@ -85,12 +106,28 @@ def test_a_run_is_given_up_where_its_summary_would_fail_and_not_before(share: fl
             outcomes[i] = outcome(i, 9.0)
         misses = Misses([each.request for each in outcomes], slo)
         ended = rng.sample(outcomes, len(outcomes))
-        is_given_up = any(misses.are_too_many(each) for each in ended)
+        is_given_up = any(
+            misses.are_too_many_late(each.request, each.ttft_s) or misses.are_too_many(each) for each in ended
+        )
         assert is_given_up != keeps(summarise(outcomes, slo), slo)
         given_up.add(is_given_up)
     assert given_up == {False, True}
     failed = Misses([each.request for each in outcomes], slo)
     assert failed.are_too_many(replace(outcomes[99], status="failed"))
+
+
+def test_a_run_with_late_first_tokens_is_given_up_before_an_answer_ends() -> None:
+    specs, policy = workers(Layout(0, 0, 0, 1), VL_7B, H200), make_policy("joint")
+    workload, slo = Workload("long answers", fixed_text(400, 100_000)), Slo(0.0)
+    assert run_unless_missed(specs, lambda _: policy, VL_7B, workload, 100.0, 20, 0, slo) is None
+
+
+@pytest.mark.parametrize("load", [0.9, 1.2])
+def test_a_run_whose_waits_grow_is_given_up_with_its_last_first_token(load: float) -> None:
+    loose, found = Slo(1000.0), waits(load, 0)
+    misses = Misses([each.request for each in found], loose)
+    given_up = [misses.are_too_many_late(each.request, each.ttft_s) for each in found]
+    assert not any(given_up[:-1]) and given_up[-1] != keeps(summarise(found, loose), loose)
 
 
 def test_the_search_says_so_where_no_rate_is_good() -> None:

@@ -89,12 +89,12 @@ REHEARSED = {  # test file: places
         cluster/model/language_parts.py:_layer_kernels cluster/model/language_parts.py:load_parts
         cluster/model/language_parts.py:load_parts.make
         cluster/model/parallel.py:join_group
-        cluster/worker/hardware.py:hardware_of cluster/worker/language.py:load_language
+        cluster/worker/language.py:load_language
         cluster/worker/language.py:_check_largest_step cluster/worker/language.py:_step_bytes
         cluster/worker/memory_plan.py:available_bytes cluster/worker/memory_plan.py:gpu_bytes
-        cluster/worker/memory_plan.py:library_bytes cluster/worker/step_profile.py:measured_step_bytes
-        cluster/worker/step_profile.py:run_largest_step encoder_service/service.py:Encoder.__init__
-        encoder_service/service.py:_step_bytes
+        cluster/worker/memory_plan.py:library_bytes cluster/worker/process.py:hardware_of
+        cluster/worker/step_profile.py:measured_step_bytes cluster/worker/step_profile.py:run_largest_step
+        encoder_service/service.py:Encoder.__init__ encoder_service/service.py:_step_bytes
         cluster/worker/setup.py:set_up """,
     "../engine/test_mixed_roles.py": "cluster/engine/limits.py:_num_kv_blocks",
     "../serving/test_composition.py": "deploy/app.py:actor_options_of",

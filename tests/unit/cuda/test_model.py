@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from bench.trusted_media import trusted_decoders
 from cluster.kvcache.memory import BlockMemory
 from cluster.model import attention_torch
 from cluster.model.attention import PagedBatch
@@ -260,7 +261,7 @@ def test_an_encoder_call_ends_when_the_device_has_computed_it(name: str, device:
     """Else the call's time is that of its launches, and estimates of calls follow it."""
     case = MEDIA_FAMILIES[name]()
     encoder = EncoderModel.from_model(device.put(case.model))
-    runner = EncoderRunner(encoder, processor=None)  # type: ignore[arg-type]  # nothing is prepared here
+    runner = EncoderRunner(encoder, None, None)  # type: ignore[arg-type]  # nothing is prepared here
     modality, item = case.requests[0].items[0]
     with ThreadPoolExecutor(1) as thread:
         prepared = Prepared(thread.submit(in_context, device, encoder.upload, item).result(), 1)
@@ -292,7 +293,7 @@ def test_what_is_prepared_does_not_wait_for_the_model(device: SimulatedCuda, mon
     monkeypatch.setattr(
         device, "sync", lambda why: found.append((why, device.current_stream().number)) or sync(why)
     )
-    prepare = EncoderRunner(encoder, processor).preprocess
+    prepare = EncoderRunner(encoder, processor, trusted_decoders()).preprocess
     with ThreadPoolExecutor(1) as thread:
         array, options = np.zeros(1), MediaOptions()
         prepared = thread.submit(in_context, device, prepare, modality, array, options).result()

@@ -24,9 +24,9 @@ from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, capture_cuda,
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from cluster.types.members import Role
-from cluster.worker.hardware import hardware_of
 from cluster.worker.language import LanguageSizes, load_language
 from cluster.worker.memory_plan import LIBRARIES_PART, available_bytes
+from cluster.worker.process import hardware_of
 from cluster.worker.setup import WorkerSetup, set_up
 from encoder_service.service import MAX_BATCH_ROWS, MAX_PIECE_ROWS, Encoder
 from kv_transfer.agents import transport_probe

@@ -8,7 +8,7 @@ import torch
 from cluster import overload
 from cluster.model.failures import is_out_of_memory
 from cluster.types.messages import Encoded, Failed
-from encoder_service.budget import RECOVERY_S, CallBudget
+from encoder_service.calls import RECOVERY_S, CallBudget
 from tests.fakes.clock import ManualClock
 from tests.fakes.encoder import EncoderRig
 from tests.fakes.requests import make_item, make_video

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encoder_service.pooling import pool_rows
+from encoder_service.runner import pool_rows
 
 side = st.integers(1, 5)
 

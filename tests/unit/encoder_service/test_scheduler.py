@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.types.media import Modality
-from encoder_service.fits import EncoderFits
+from encoder_service.calls import EncoderFits
 from encoder_service.scheduler import CallLimits, Candidate, select_batch, units_per_call
 
 IMAGE, VIDEO = Modality.IMAGE, Modality.VIDEO

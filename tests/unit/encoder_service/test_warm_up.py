@@ -9,7 +9,7 @@ import torch
 
 from cluster.types.media import Modality
 from cluster.worker.cpu_slots import no_cpu_slots
-from encoder_service.fits import EncoderFits
+from encoder_service.calls import EncoderFits
 from encoder_service.runner import Prepared
 from encoder_service.warm_up import warm_up
 from tests.fakes.clock import ManualClock

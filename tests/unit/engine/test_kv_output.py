@@ -106,7 +106,7 @@ def test_every_segment_of_every_block_goes_exactly_once(
 ):
     cached = min(cached * BLOCK_SIZE, (num_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE)
     negative, seq = sequence(num_tokens, cached), sequence(9, 0, first_block=500)
-    recorder = Recorder(blocks_together=blocks_together)
+    recorder: Any = Recorder(blocks_together=blocks_together)
     req = request(seq, negative)
     left = [*chunks, max(num_tokens, seq.num_prompt_tokens)]
     for i, size in enumerate(left):

@@ -197,7 +197,7 @@ def test_a_client_that_sends_all_before_it_reads_learns_that_it_is_too_much(door
                 writer.write(chunk)
                 await writer.drain()
                 await asyncio.sleep(0.002)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 answer = await reader.readuntil(b"\r\n")
             writer.transport.abort()
             return answer
@@ -293,13 +293,13 @@ def test_a_tenant_has_half_of_the_budget_and_leaves_room_for_others():
 
 def test_bodies_are_charged_until_the_answer_is_sent(door):
     door.limits = msgspec.structs.replace(door.limits, held_body_bytes=400_000)
-    door.words, door.pause_s = ["x"] * 2, 30.0
+    door.words, door.pause_s = ["x"] * 2, 600.0
     url = "data:image/png;base64," + "A" * 150_000
     parts = [{"type": "image_url", "image_url": {"url": url}}]
     body = {"model": "org/demo", "messages": [{"role": "user", "content": parts}]}
 
     async def main() -> None:
-        async with serving(door) as address, httpx.AsyncClient(base_url=address, timeout=20) as client:
+        async with serving(door) as address, httpx.AsyncClient(base_url=address, timeout=60) as client:
             waiting = asyncio.ensure_future(client.post("/v1/chat/completions", json=body))
             while not door.calls:
                 await asyncio.sleep(0.01)
@@ -327,7 +327,7 @@ def test_a_client_that_does_not_read_is_given_up(door):
             _, writer = await asyncio.open_connection(host, int(port), limit=1024)
             writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n")
             writer.write(b"content-length: %d\r\n\r\n%b" % (len(body), body))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await door.closed.wait()
             writer.transport.abort()
         assert door.generations[0].usage.completion_tokens < 1000
@@ -349,7 +349,7 @@ def test_a_send_that_never_ends_ends_the_request_quietly(door, stream):
             await asyncio.Event().wait()
 
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await build_api(door, ClientTimeouts(read_s=0.05))(dict(SCOPE), receive, send)
 
     asyncio.run(main())

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.codec import attention_error
+from bench.codec import attention_error, decode_groups, encode_groups
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import kv_segments
 from cluster.native.variants import runnable_variants
@@ -67,8 +67,8 @@ def spoil(memory: BlockMemory) -> None:
 def arrives(codec: Codec, kv: BlockMemory, blocks: np.ndarray) -> tuple[BlockMemory, BlockMemory]:
     """The wire memory, and a new cache with what was decoded from it."""
     wire, target = BlockMemory(codec.wire_layout, len(blocks)), BlockMemory(kv.layout, kv.num_blocks)
-    codec.encode_groups(kv, blocks, wire, np.arange(len(blocks)))
-    codec.decode_groups(wire, np.arange(len(blocks)), target, blocks)
+    encode_groups(codec, kv, blocks, wire, np.arange(len(blocks)))
+    decode_groups(codec, wire, np.arange(len(blocks)), target, blocks)
     return wire, target
 
 
@@ -192,14 +192,14 @@ def test_only_the_named_groups_and_layers_are_written(name: CodecName, native) -
     wire, target = BlockMemory(codec.wire_layout, 4), BlockMemory(layout, 9)
     wire.buffer.fill_(0x55)
     target.buffer.fill_(0x55)
-    codec.encode_groups(kv, [[7, 0, 3, 8]], wire, [2], [1])
+    encode_groups(codec, kv, [[7, 0, 3, 8]], wire, [2], [1])
     untouched = [
         *wire.segments[:4],
         *wire.segments[8:],
         *(segment[[0, 1, 3]] for segment in wire.segments[4:8]),
     ]
     assert all((part.contiguous().view(torch.uint8) == 0x55).all() for part in untouched)
-    codec.decode_groups(wire, [2], target, [[1, 2, 5, 6]])
+    decode_groups(codec, wire, [2], target, [[1, 2, 5, 6]])
     others = [part[[0, 3, 4, 7, 8]] for part in target.segments]
     assert all((part.contiguous().view(torch.uint8) == 0x55).all() for part in others)
     errors = [(target.segments[s][[1, 2, 5, 6]] - kv.segments[s][[7, 0, 3, 8]]).abs().max() for s in (2, 3)]
@@ -213,9 +213,9 @@ def test_calls_on_several_threads_change_nothing(name: CodecName) -> None:
     kv, codec = filled(layout, 16), Codec(layout, name)
     blocks, ids = np.arange(16).reshape(4, 4), np.arange(4)
     expected, other = (BlockMemory(codec.wire_layout, 4) for _ in range(2))
-    codec.encode_groups(kv, blocks, expected, ids)
+    encode_groups(codec, kv, blocks, expected, ids)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda group: codec.encode_groups(kv, blocks[group, None], other, [group]), range(4)))
+        list(pool.map(lambda group: encode_groups(codec, kv, blocks[group, None], other, [group]), range(4)))
     assert torch.equal(other.buffer, expected.buffer)
 
 
@@ -224,15 +224,15 @@ def test_wrong_ids_and_memories_are_refused_before_a_byte_is_written() -> None:
     kv, codec = filled(layout, 8), Codec(layout, "int8")
     wire = BlockMemory(codec.wire_layout, 2)
     with pytest.raises(IndexError):
-        codec.encode_groups(kv, [[0, 1, 2, 8]], wire, [0])
+        encode_groups(codec, kv, [[0, 1, 2, 8]], wire, [0])
     with pytest.raises(IndexError):
-        codec.encode_groups(kv, [[0, 1, 2, 3]], wire, [-1])
+        encode_groups(codec, kv, [[0, 1, 2, 3]], wire, [-1])
     with pytest.raises(IndexError):
-        codec.encode_groups(kv, [[0, 1, 2, 3]], wire, [0], [2])
+        encode_groups(codec, kv, [[0, 1, 2, 3]], wire, [0], [2])
     with pytest.raises(ValueError, match="groups of 4"):
-        codec.encode_groups(kv, [[0, 1, 2]], wire, [0])
+        encode_groups(codec, kv, [[0, 1, 2]], wire, [0])
     with pytest.raises(ValueError, match="layout"):
-        codec.encode_groups(wire, [[0, 1, 2, 3]], wire, [0])
+        encode_groups(codec, wire, [[0, 1, 2, 3]], wire, [0])
     assert (wire.buffer == 0).all()
 
 

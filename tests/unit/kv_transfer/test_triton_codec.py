@@ -12,6 +12,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
+from bench.codec import decode_groups, encode_groups  # noqa: E402
 from cluster.kvcache.memory import BlockMemory, MemoryLayout  # noqa: E402
 from cluster.model.kv_format import kv_segments  # noqa: E402
 from kv_transfer.codecs import triton_codec as gpu  # noqa: E402
@@ -79,13 +80,13 @@ def same(actual: Tensor, expected: Tensor) -> bool:
 def test_the_kernel_codes_as_torch_does(name, dtype, key, value, block_size: int) -> None:
     case = Case(name, key, value, dtype, block_size)
     wire, expected = case.wire(), case.wire()
-    case.codec.encode_groups(case.kv, case.groups, expected, WIRE_BLOCKS)
+    encode_groups(case.codec, case.kv, case.groups, expected, WIRE_BLOCKS)
     case.launch(case.kv, wire, [0, 1], encodes=True)
     assert all(map(same, wire.segments, expected.segments))
     if dtype == torch.bfloat16:
         return  # when it decodes, the interpreter truncates bfloat16; GPUs round it
     arrived, expected_kv = (BlockMemory(case.kv.layout, case.kv.num_blocks) for _ in range(2))
-    case.codec.decode_groups(wire, WIRE_BLOCKS, expected_kv, case.groups)
+    decode_groups(case.codec, wire, WIRE_BLOCKS, expected_kv, case.groups)
     case.launch(arrived, wire, [0, 1], encodes=False)
     assert all(map(same, arrived.segments, expected_kv.segments))
 
@@ -113,7 +114,7 @@ def test_blocks_may_lie_anywhere_in_a_large_memory(name: CodecName) -> None:
 def test_only_the_layers_that_are_named_are_coded(name: CodecName) -> None:
     case = Case(name, (2, 16), (2, 16), torch.float32, 16)
     wire, expected = case.wire(), case.wire()
-    case.codec.encode_groups(case.kv, case.groups, expected, WIRE_BLOCKS, [1])
+    encode_groups(case.codec, case.kv, case.groups, expected, WIRE_BLOCKS, [1])
     case.launch(case.kv, wire, [1], encodes=True)
     assert all(map(same, wire.segments, expected.segments))
     assert not wire.segments[0].any()

@@ -1,63 +1,19 @@
-"""What bounds one look at a file while it is under way: time between packets, the wish of whoever asked, and
-one file alone."""
+"""What bounds one look at a file while it is under way: packets, and one file alone."""
 
 from __future__ import annotations
 
-import io
-
 import pytest
 
+from bench.trusted_media import probe
 from cluster.errors import MediaError
 from cluster.media import container
 from cluster.media.boxes import check_index
-from cluster.media.budget import DecodeBudget
-from cluster.media.clips import ContainerClip
-from cluster.media.probe import probe
+from cluster.media.container import DecodeBudget
 from cluster.media.settings import MediaLimits, MediaSettings
-from cluster.media.sounds import sound_pieces
 from cluster.types.media import Modality
 from tests.unit.media import files
 
 SETTINGS = MediaSettings()
-CLIP = files.video(16, 8)
-SOUND = files.audio(1.0, form="mp3")
-
-
-class TickingBudget(DecodeBudget):
-    """Each look at the clock is a second later; reading the file is no occasion to look."""
-
-    def __init__(self, timeout_s: float):
-        self.num_seconds = 0
-        super().__init__(MediaLimits(), timeout_s, self._tick)
-
-    def _tick(self) -> float:
-        self.num_seconds += 1
-        return float(self.num_seconds)
-
-    def file(self, data: bytes) -> io.BytesIO:
-        return io.BytesIO(data)
-
-
-LOOKS = {
-    "packets of a clip": lambda budget: ContainerClip(CLIP, budget).timeline(),
-    "pictures": lambda budget: list(ContainerClip(CLIP, budget).pictures(num_threads=1)),
-    "packets of a sound": lambda budget: list(sound_pieces(SOUND, SETTINGS, budget)),
-}
-
-
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_the_time_is_looked_at_between_packets(look):
-    look(TickingBudget(60.0))
-    with pytest.raises(MediaError, match="longer than 5 seconds"):
-        look(TickingBudget(5.0))
-
-
-def test_the_time_is_looked_at_with_every_read_of_the_file():
-    budget = DecodeBudget(MediaLimits(), 2.5, now=iter(range(100)).__next__)
-    file = budget.file(b"12345")
-    assert file.read(1) == b"1" and file.seek(0) == 0
-    with pytest.raises(MediaError, match="longer than"):
-        file.read(1)
 
 
 def test_packets_are_counted():

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.trusted_media import prepare
 from cluster.config.families import family_of_type
 from cluster.errors import ConfigError, MediaError, UnsupportedError
-from cluster.media.layout import cut_runs
+from cluster.media.calls import cut_runs
 from cluster.media.processor import MediaProcessor
 from cluster.media.settings import VideoSampling
 from cluster.model.encoder import EncoderModel
@@ -94,7 +95,7 @@ def assert_same(family: Family, probe: MediaProbe, array: np.ndarray, **given: o
     assert layout.geometry.num_tokens == token_ids.count(row_id)
     if f"{modality}_grid_thw" in theirs:
         assert layout.geometry.grid_thw == tuple(theirs[f"{modality}_grid_thw"][0].tolist())
-    assert_equal_tensors(media.prepare(modality, array), theirs)
+    assert_equal_tensors(prepare(media, modality, array), theirs)
 
 
 def their_outputs(folder: FamilyFolder, modality: Modality, **given: object) -> dict:
@@ -210,7 +211,7 @@ def test_a_clients_bounds_for_pixels_become_the_processors(families, name, least
     text, outputs = real_layout(families[name], probe, images_kwargs={"size": size})
     layout = media.layout(probe, options)
     assert written_out(media, layout) == text
-    inputs = media.prepare(IMAGE, np.zeros((37, 50, 3), np.uint8), options)
+    inputs = prepare(media, IMAGE, np.zeros((37, 50, 3), np.uint8), options)
     assert inputs["image_grid_thw"].tolist() == outputs["image_grid_thw"].tolist()
     num_pixels = math.prod(layout.geometry.grid_thw) * 16
     assert (least or 0) <= num_pixels <= (most or num_pixels)
@@ -278,7 +279,7 @@ def test_pooling_divides_the_grid_of_rows_and_rounds_up(families, name, temporal
     seconds = whole.second_per_grid
     assert layout.geometry.second_per_grid == (None if seconds is None else seconds * temporal)
     frames = np.zeros((num_frames, 45, 70, 3), np.uint8)
-    assert media.prepare(VIDEO, frames, options)["video_grid_thw"].tolist() == [list(whole.grid_thw)]
+    assert prepare(media, VIDEO, frames, options)["video_grid_thw"].tolist() == [list(whole.grid_thw)]
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - set(POOLED_FAMILIES)))
@@ -302,7 +303,7 @@ def test_a_heard_clips_rows_alternate_with_its_sounds_as_the_processor_says(fami
         **folder.call_kwargs,
     )  # fmt: skip
     assert written_out(media, layout) == folder.processor.tokenizer.decode(theirs["input_ids"][0])
-    assert layout.parts == ((VIDEO, media.geometry(clip)), (AUDIO, media.geometry(sound)))
+    assert layout.parts == ((VIDEO, media.layout(clip).geometry), (AUDIO, media.layout(sound).geometry))
 
 
 def test_a_clip_is_heard_by_omni_models_alone(families):

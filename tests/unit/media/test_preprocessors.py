@@ -15,8 +15,9 @@ from bench.equality import MODEL
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError
 from cluster.media.preprocessor import Preprocessed, read_tensors, write_tensors
 from cluster.media.preprocessors import Preprocessors, preprocessor_server
-from cluster.media.processes import ProcessServer, memory_file
+from cluster.media.processes import ProcessServer
 from cluster.media.processor import MediaProcessor
+from cluster.media.program import memory_file
 from cluster.types.media import MediaOptions, Modality
 from tests.fakes import unruly_preprocessor as unruly
 
@@ -62,7 +63,7 @@ def test_a_process_gives_the_same_bits_as_this_one(processor, served, modality):
 )
 def test_a_refusal_is_the_one_of_this_process(processor, served, modality, options):
     with pytest.raises(RequestError) as expected:
-        processor.begin(modality, ARRAYS[modality], options, item_idx=None)
+        processor.begin(modality, ARRAYS[modality], options)
     with pytest.raises(expected.type) as got:
         served.begin(modality, ARRAYS[modality], options)
     assert (str(got.value), got.value.param) == (str(expected.value), expected.value.param)
@@ -98,9 +99,10 @@ class Unruly:
         return dict(self.preprocessors.begin(Modality.IMAGE, array, PLAIN, **wanted))
 
 
-@pytest.fixture
-def two(tmp_path) -> Iterator[Unruly]:
-    made = Unruly(tmp_path)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Iterator[Unruly]:
+    """For all tests that do not close them: their server takes seconds to import what they need."""
+    made = Unruly(tmp_path_factory.mktemp("unruly"))
     yield made
     made.preprocessors.close()
 
@@ -145,8 +147,9 @@ def test_a_refusal_keeps_the_process(two):
     assert len(pids) == 1
 
 
-def test_when_it_is_closed_processes_end_and_items_are_refused(two):
-    handle = os.pidfd_open(two.prepare(unruly.GOOD)["pid"].item())
+def test_when_it_is_closed_processes_end_and_items_are_refused(tmp_path):
+    two = Unruly(tmp_path)
+    handle = os.pidfd_open(int(two.prepare(unruly.GOOD)["pid"]))
     two.preprocessors.close()
     poll = select.poll()
     poll.register(handle, select.POLLIN)

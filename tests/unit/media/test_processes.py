@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from bench import fuzz_media
+from bench.trusted_media import decode
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError
-from cluster.media.decode import decode
 from cluster.media.decoders import Decoders
 from cluster.media.opener import DecodeOrder, Written
 from cluster.media.openers import opener_pool
@@ -30,10 +30,10 @@ from cluster.media.processes import (
     ProcessEndedError,
     ProcessPool,
     ProcessServer,
-    open_memory_file,
     run_blocking,
     wait_while,
 )
+from cluster.media.program import open_memory_file
 from cluster.media.settings import MediaLimits, MediaSettings
 from cluster.types.media import MediaOptions, Modality
 from tests.fakes import hostile_opener

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.trusted_media import prepare
 from cluster.errors import ConfigError, MediaError
 from cluster.media.processor import MediaProcessor
 from cluster.types.media import MediaProbe, Modality
@@ -34,7 +35,7 @@ def test_image_geometry_and_tensors_are_the_processors(processor, hf_processor, 
 
     pixels = np.random.default_rng(0).integers(0, 255, (height, width, 3), dtype=np.uint8)
     try:
-        geometry = processor.geometry(MediaProbe(Modality.IMAGE, width, height))
+        geometry = processor.layout(MediaProbe(Modality.IMAGE, width, height)).geometry
     except MediaError as error:
         assert "aspect ratio must be smaller than 200" in error.message and max(width, height) > 200 * min(
             width, height
@@ -44,7 +45,7 @@ def test_image_geometry_and_tensors_are_the_processors(processor, hf_processor, 
                        **call_kwargs(demo_model))  # fmt: skip
     assert geometry.num_tokens == count(out, hf_processor, Modality.IMAGE)
     assert [list(geometry.grid_thw)] == out["image_grid_thw"].tolist()
-    inputs = processor.prepare(Modality.IMAGE, pixels)
+    inputs = prepare(processor, Modality.IMAGE, pixels)
     assert set(inputs) == {"pixel_values", "image_grid_thw"}
     for key, tensor in inputs.items():
         torch.testing.assert_close(tensor, out[key], rtol=0, atol=0)
@@ -56,14 +57,14 @@ def test_video_geometry_and_tensors_are_the_processors(
     processor, hf_processor, demo_model, width, height, num_frames
 ):
     frames = np.random.default_rng(0).integers(0, 255, (num_frames, height, width, 3), dtype=np.uint8)
-    geometry = processor.geometry(MediaProbe(Modality.VIDEO, width, height, num_frames, 4.0))
+    geometry = processor.layout(MediaProbe(Modality.VIDEO, width, height, num_frames, 4.0)).geometry
     given_frames = torch.from_numpy(frames).permute(0, 3, 1, 2)
     out = hf_processor(text=[hf_processor.video_token], videos=[given_frames], return_tensors="pt",
                        **call_kwargs(demo_model))  # fmt: skip
     assert geometry.num_tokens == count(out, hf_processor, Modality.VIDEO)
     assert [list(geometry.grid_thw)] == out["video_grid_thw"].tolist()
     assert geometry.second_per_grid == float(out["video_second_per_grid"][0])
-    inputs = processor.prepare(Modality.VIDEO, frames)
+    inputs = prepare(processor, Modality.VIDEO, frames)
     assert set(inputs) == {"pixel_values_videos", "video_grid_thw"}
     for key, tensor in inputs.items():
         torch.testing.assert_close(tensor, torch.as_tensor(out[key]), rtol=0, atol=0)
@@ -74,7 +75,7 @@ def test_video_geometry_and_tensors_are_the_processors(
 def test_audio_geometry_and_tensors_are_the_processors(processor, hf_processor, demo_model, num_samples):
     waveform = np.random.default_rng(0).standard_normal(num_samples).astype(np.float32) * 0.1
     try:
-        geometry = processor.geometry(MediaProbe(Modality.AUDIO, num_samples=num_samples))
+        geometry = processor.layout(MediaProbe(Modality.AUDIO, num_samples=num_samples)).geometry
     except MediaError as error:
         assert "too short" in error.message and num_samples <= 320
         return
@@ -83,7 +84,7 @@ def test_audio_geometry_and_tensors_are_the_processors(processor, hf_processor, 
     )
     assert geometry.num_tokens == count(out, hf_processor, Modality.AUDIO)
     assert geometry.num_mel_frames == int(out["feature_attention_mask"].sum())
-    inputs = processor.prepare(Modality.AUDIO, waveform)
+    inputs = prepare(processor, Modality.AUDIO, waveform)
     assert set(inputs) == {"input_features", "feature_attention_mask"}
     for key, tensor in inputs.items():
         torch.testing.assert_close(tensor, out[key], rtol=0, atol=0)
@@ -91,7 +92,7 @@ def test_audio_geometry_and_tensors_are_the_processors(processor, hf_processor, 
 
 def test_audio_longer_than_the_feature_extractor_takes_is_refused(processor):
     with pytest.raises(MediaError, match=r"item 4 \(audio\): longer than 10 seconds"):
-        processor.geometry(MediaProbe(Modality.AUDIO, num_samples=160_001), item_idx=4)
+        processor.layout(MediaProbe(Modality.AUDIO, num_samples=160_001), item_idx=4)
     assert processor.settings.audio_cap() == 160_000
 
 
@@ -99,7 +100,7 @@ def test_extreme_aspect_ratios_are_refused(processor):
     with pytest.raises(
         MediaError, match=r"item 0 \(image\): this model's processor refuses it: .*aspect ratio"
     ):
-        processor.geometry(MediaProbe(Modality.IMAGE, 1, 400))
+        processor.layout(MediaProbe(Modality.IMAGE, 1, 400))
 
 
 def test_what_cannot_be_served_is_refused_by_name_and_text_models_have_no_processor(tmp_path):
@@ -143,11 +144,11 @@ def test_the_other_families_agree_with_their_processors(demo_model, tmp_path, fa
         metadata = VideoMetadata(num_frames, fps=3.0, frames_indices=list(range(num_frames)))
         out = hf(text=[hf.video_token], videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
                  video_metadata=[metadata], return_tensors="pt", **kwargs)  # fmt: skip
-        geometry = loaded.geometry(MediaProbe(Modality.VIDEO, width, height, num_frames, 3.0))
+        geometry = loaded.layout(MediaProbe(Modality.VIDEO, width, height, num_frames, 3.0)).geometry
         assert geometry.grid_thw is not None
         assert [list(geometry.grid_thw)] == out["video_grid_thw"].tolist()
         assert geometry.num_tokens == count(out, hf, Modality.VIDEO)
         theirs = out.get("second_per_grid_ts")
         assert geometry.second_per_grid == (None if theirs is None else pytest.approx(float(theirs[0])))
-        inputs = loaded.prepare(Modality.VIDEO, frames)
+        inputs = prepare(loaded, Modality.VIDEO, frames)
         assert inputs["pixel_values_videos"].shape == out["pixel_values_videos"].shape

@@ -9,11 +9,12 @@ import os
 import msgspec
 import pytest
 
+from bench.trusted_media import probe
 from cluster.errors import MediaError, UnavailableError
 from cluster.media.opener import Surveyed, SurveyOrder, Written
 from cluster.media.openers import opener_pool
-from cluster.media.probe import probe
-from cluster.media.processes import ProcessEndedError, ProcessPool, open_memory_file
+from cluster.media.processes import ProcessEndedError, ProcessPool
+from cluster.media.program import open_memory_file
 from cluster.media.settings import MediaSettings
 from cluster.media.survey import MediaSurvey, probe_of
 from cluster.media.surveyors import DecodeTime, SurveyorPool, _read

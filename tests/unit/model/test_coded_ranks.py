@@ -33,10 +33,16 @@ from cluster.model.parallel import ForwardProgress, LeadingModel, follow, join_g
 from cluster.model.rank_linears import SummedLinear, settle_linears
 from cluster.model.sharding import Sharding
 from tests.fakes.processes import results_of_ranks
-from tests.flow.quantised_folders import is_linear
 from tests.flow.quantised_formats import FORMS, compressed_entry, fp8
 from tests.flow.test_tensor_parallel import BLOCK_SIZE, answers, memory
-from tests.unit.model.test_cuda_coded_models import OF_PLAIN, experts_of_plain, folders, product_of_plain
+from tests.unit.model.test_cuda_coded_models import (
+    HOLDING,
+    OF_PLAIN,
+    experts_of_plain,
+    folders,
+    is_of_text,
+    product_of_plain,
+)
 from tests.unit.model.test_cuda_whole_layer import ATTENTION, LAYERS, WHOLE, generated, greedy, what_is_fused
 
 interpreted = pytest.mark.skipif(
@@ -67,6 +73,8 @@ CASES = {  # by name: family, format, what our kernels fuse
     GATHERED: ("phi3_window", "W4A16 with zeros", None),
     HYBRID: ("qwen3_5_moe", "fp8 in blocks", None),
     "whole fused experts": ("gpt_oss_sinks_window", "MXFP4", ATTENTION),
+    "turned experts": ("aria", "W4A16 for each", ATTENTION),
+    "whole alternating experts": ("gpt_oss_sinks_window", "AWQ for each", ATTENTION),
 }
 BROKEN = "awq, wrong on one rank"
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -77,6 +85,7 @@ OFTEN = (
     "awq",
     "experts",
     "whole fused experts",
+    "turned experts",
     GATHERED,
     HYBRID,
     BROKEN,
@@ -233,8 +242,11 @@ def test_ranks_hold_codes_of_their_shares_and_no_plain_weights(
     name: str, found, checkpoints: Checkpoints
 ) -> None:
     plain = checkpoints.plain(name)
-    weights = {each.removesuffix(".weight"): own for each, own in plain.named_parameters() if is_linear(each)}
+    weights = {
+        each.removesuffix(".weight"): own for each, own in plain.named_parameters() if is_of_text(each)
+    }
     experts = {each: own for each, own in plain.named_parameters() if each.endswith(EXPERTS)}
+    has_turned = CASES[name][0] in HOLDING  # columns first
     for rank, own in enumerate(found[name]):
         linears = {} if "MXFP4" in CASES[name] else weights
         assert {*own.codes} == {*linears} and {*own.experts} == {*experts}
@@ -246,8 +258,9 @@ def test_ranks_hold_codes_of_their_shares_and_no_plain_weights(
             assert is_summed == (has_columns and name != GATHERED)
             assert weight == digest(weights[path].chunk(2, 1 if has_columns else 0)[rank]), path
         for path, matrices in own.experts.items():
-            share = share_of_experts(experts[path], path, rank, is_whole=name.startswith("whole"))
-            assert matrices == digest(share.transpose(1, 2) if "MXFP4" in CASES[name] else share), path
+            whole = experts[path].mT if has_turned else experts[path]
+            share = share_of_experts(whole, path, rank, is_whole=name.startswith("whole"))
+            assert matrices == digest(share), path
     assert found[name][0].tokens == generated(plain)
 
 
@@ -255,7 +268,7 @@ def test_mixers_of_ranks_keep_their_codes(found, checkpoints: Checkpoints) -> No
     half = load_half(checkpoints.path(HYBRID), Half.LANGUAGE, dtype=torch.float32, device="cpu")
     model = LanguageModel.from_model(half, block_size=BLOCK_SIZE)
     assert found[HYBRID][0].tokens == answers(model, model, memory(model))[0]
-    weights = {name for name, _ in half.named_parameters() if is_linear(name)}
+    weights = {name for name, _ in half.named_parameters() if is_of_text(name)}
     for own in found[HYBRID]:
         assert {f"{path}.weight" for path in own.codes} == weights
         assert not {*own.held} & weights

@@ -3,6 +3,7 @@ against transformers' own modules."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,27 @@ BLOCKS = 6  # of KV, for each sequence
 STEPS = (((21, 0), (5, 0)), ((1, 0), (40, 0)), ((1, 2), (1, 0)), ((1, 0), (1, 0)))
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 90, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.15, "pad_token_id": None,
-    "tie_word_embeddings": True, "layer_types": ["linear_attention", "full_attention"] * 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15, "pad_token_id": None,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+DELTA: dict[str, Any] = {
+    **SIZES, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
     "linear_value_head_dim": 48,
 }  # fmt: skip
+CONFIGS: dict[str, Callable[[], hf.PretrainedConfig]] = {
+    "Qwen3_5ForCausalLM": lambda: hf.Qwen3_5TextConfig(**DELTA),
+    "Lfm2ForCausalLM": lambda: hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv", "conv"]),
+}
+_each_model = pytest.mark.parametrize("folder", CONFIGS, indirect=True)
 
 pytestmark = needs_kernels
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    model = hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SIZES))
+    model = getattr(hf, request.param)(CONFIGS[request.param]())
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -87,20 +96,23 @@ def num_native(parts: LanguageParts) -> int:
     return sum(type(module) is NativeDecoderLayer for module in parts.text.modules())
 
 
+@_each_model
 @each_dtype
 def test_a_hybrid_model_runs_in_one_call_and_computes_the_same(folder: Path, dtype: torch.dtype) -> None:
     parts = loaded(folder, dtype)
     assert num_native(parts) == 4
     assert parts.decoder is not None
     assert parts.states is not None and parts.states.forwards == []  # and no weights twice
-    own = hf.Qwen3_5ForCausalLM.from_pretrained(folder, dtype=dtype)
+    own = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     expected, tolerance = run(LanguageModel.from_model(own)), 1e-4 if dtype is torch.float32 else 5e-2
     for mine, theirs in zip(run(LanguageModel(parts)), expected, strict=True):
         assert (mine - theirs).norm() <= tolerance * theirs.norm()
 
 
-def test_int8_weights_run_so_too(folder: Path) -> None:
-    parts = loaded(folder, torch.float32, weight_dtype="int8")
+@_each_model
+@pytest.mark.parametrize("option", ["weight_dtype", "kv_cache_dtype"])
+def test_int8_runs_so_too(folder: Path, option: str) -> None:
+    parts = loaded(folder, torch.float32, **{option: "int8"})
     assert num_native(parts) == 4
     assert parts.decoder is not None
     exact = run(LanguageModel(loaded(folder, torch.float32)))
@@ -108,6 +120,7 @@ def test_int8_weights_run_so_too(folder: Path) -> None:
         assert 0 < (mine - theirs).norm() <= 0.3 * theirs.norm()
 
 
+@_each_model
 def test_packed_weights_of_a_file_give_the_same_bits(folder: Path, tmp_path: Path) -> None:
     cache = WeightCache(tmp_path / "cache", 1 << 30)
     cold, warm = (loaded(folder, torch.float32, cache) for _ in range(2))
@@ -118,7 +131,7 @@ def test_packed_weights_of_a_file_give_the_same_bits(folder: Path, tmp_path: Pat
 
 def test_layers_whose_experts_stay_keep_their_mixers_kernel(tmp_path: Path) -> None:
     experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = hf.Qwen3NextConfig(**SIZES, **experts, shared_expert_intermediate_size=32)
+    config = hf.Qwen3NextConfig(**DELTA, **experts, shared_expert_intermediate_size=32)
     torch.manual_seed(0)
     hf.Qwen3NextForCausalLM(config).save_pretrained(tmp_path)
     parts = loaded(tmp_path, torch.float32)

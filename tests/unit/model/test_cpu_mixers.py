@@ -1,4 +1,4 @@
-"""The native gated delta rule computes what transformers' mixers compute, for every variant of the kernels."""
+"""Native kernels of mixers compute what transformers' mixers compute, for every variant of the kernels."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 import cluster.model  # noqa: F401  (prepares torchvision)
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
-from cluster.model.cpu.gated_delta import GatedDelta
 from cluster.model.cpu.layer_search import CpuLayerKernels
+from cluster.model.cpu.mixers import MixerOfModules
 from cluster.model.kv_format import kv_segments
 from cluster.model.layers.mixers import replace_mixers
 from cluster.model.probe import probe_backbone
@@ -26,16 +26,41 @@ HIDDEN = 64
 SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "pad_token_id": None,
+}  # fmt: skip
+DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
 }  # fmt: skip
 
 
+FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 96, "mamba_n_heads": 3, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 3,
+    "mamba_chunk_size": 8, "ssm_in_multiplier": 0.7, "ssm_multipliers": [0.9, 1.2, 0.6, 1.1, 0.8],
+}  # fmt: skip
+# Of Mamba 2: groups; limits that most steps of time pass; norms
+STATE_SPACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "groups, limits": ("Bamba", {
+        "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 80, "mamba_d_state": 32,
+        "mamba_n_groups": 2, "mamba_expand": 5, "mamba_chunk_size": 8, "mamba_conv_bias": False,
+        "mamba_d_conv": 3, "time_step_limit": (0.6, 0.8),
+    }),
+    "one group": ("NemotronH", {
+        "layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 80, "n_groups": 1, "chunk_size": 8, "use_bias": True, "time_step_min": 0.5,
+    }),
+    "multipliers": ("FalconH1", FALCON),
+    "norm first": ("FalconH1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True}),
+    "gate first": ("FalconH1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+}  # fmt: skip
+
+
 def stateful(name: str, dtype: torch.dtype, **changes: Any) -> StepStates:
-    """The mixer of a model of one layer with states; value heads are wider than the kernel takes at once, and
-    three share a key head."""
+    """The mixers of a model; of those with the gated delta rule, value heads are wider than the kernel takes
+    at once, and three share a key head."""
     torch.manual_seed(0)
-    config = getattr(hf, f"{name}Config")(**{**SIZES, **changes})
+    usual = {**SIZES, **DELTA} if name.startswith("Qwen") else SIZES
+    config = getattr(hf, f"{name}Config")(**{**usual, **changes})
     text = getattr(hf, f"{name.removesuffix('Text')}ForCausalLM")(config).to(dtype).eval().model
     for parameter in text.parameters():
         parameter.requires_grad_(False).add_(0.1 * torch.randn_like(parameter))
@@ -54,7 +79,7 @@ class Memory:
 
     def run(self, rows: Tensor) -> Tensor:
         """rows [B, N, hidden_size]: N more tokens of each sequence."""
-        assert isinstance(self._forward.kernel, GatedDelta)
+        assert isinstance(self._forward.kernel, MixerOfModules)
         spans = [[StateSpan(rows.shape[1], own, own)] for own in self._blocks]
         step = StepState(self._forward.layout, self._kv, spans)
         with torch.inference_mode():
@@ -83,6 +108,17 @@ def test_mixers_of_the_gated_delta_rule_are_replaced_and_agree(name, dtype, kern
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=tolerance, atol=tolerance)
     for mine, theirs in zip(apart.states(0), whole.states(0), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@needs_kernels
+@each_variant
+@each_dtype
+@pytest.mark.parametrize("form", STATE_SPACES)
+def test_mixers_of_mamba_2_are_replaced_and_agree(form, dtype, kernels, caplog) -> None:
+    name, changes = STATE_SPACES[form]
+    step = stateful(name, dtype, **changes)
+    replaced = replace_mixers(step, CpuLayerKernels(kernels, "auto"), HIDDEN)
+    assert replaced == len(step.forwards) > 0, caplog.text
 
 
 @needs_kernels

@@ -165,10 +165,12 @@ def test_states_may_lie_anywhere_in_a_large_memory(name: str) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_a_model_with_mixers_and_gated_attention_runs_whole(monkeypatch) -> None:
-    """By fused layers alone, one after the other: logits of a prompt and of an answer are the modules'."""
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+def test_a_model_with_mixers_runs_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By fused layers alone, one after the other: logits of a prompt and of an answer are the modules'. One
+    has gated attention, one short convolutions."""
     torch.manual_seed(0)
-    config = CONFIGS["qwen3_5_text"]
+    config = CONFIGS[name]
     own = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     for parameter in own.parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import MediaOptions, Modality
-from encoder_service.pooling import pool_rows
-from encoder_service.runner import EncoderRunner, Piece, Prepared
+from encoder_service.runner import EncoderRunner, Piece, Prepared, pool_rows
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import noise
 
@@ -71,7 +70,7 @@ def of_many_units(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def runner_of(encoder: EncoderModel) -> EncoderRunner:
-    return EncoderRunner(encoder, processor=None)  # type: ignore[arg-type]  # nothing is prepared here
+    return EncoderRunner(encoder, None, None)  # type: ignore[arg-type]  # nothing is prepared here
 
 
 def encode(

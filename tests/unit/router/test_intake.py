@@ -16,8 +16,8 @@ from cluster.clock import SystemClock
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.fetch import FetchedMedia
 from cluster.media.opener import Surveyed
-from cluster.media.settings import MediaLimits, MediaSettings
-from cluster.media.sources import MediaSource, read_source
+from cluster.media.settings import MediaLimits, MediaSettings, naming
+from cluster.media.sources import MediaSource, read_data_uri
 from cluster.media.survey import MediaSurvey
 from cluster.types.media import MediaOptions, Modality
 from cluster.types.request import SamplingParams
@@ -35,7 +35,8 @@ class FakeFetcher:
         self.num_bytes_made = 0
 
     async def read(self, source, max_bytes, *, item_idx, tenant):
-        data, _ = read_source(source, max_bytes, item_idx)
+        with naming(source.modality, item_idx, source.param):
+            data = read_data_uri(source.url, max_bytes)
         return FetchedMedia(data, hashlib.sha256(data).digest())
 
     async def aclose(self):

@@ -108,7 +108,7 @@ def peer_of(table: MemberTable, name: str) -> Peer:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

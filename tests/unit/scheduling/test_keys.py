@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,11 +43,3 @@ def test_only_requests_that_arrive_within_a_bounded_time_can_overtake(waiting: T
     bound = virtual_deadline(waiting, POLICY) - LOWEST_PRIORITY * POLICY.aging_s
     if later.arrived_at > bound:
         assert order_key(waiting, POLICY) < order_key(later, POLICY)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"aging_s": -1}, {"tokens_per_s": 0}, {"text_share": 1.5}, {"text_share": -0.1}]
-)
-def test_a_policy_without_a_meaning_is_refused(wrong: dict[str, float]):
-    with pytest.raises(ValueError, match="not a scheduling policy"):
-        SchedulingPolicy(**{"aging_s": 1, "tokens_per_s": 1, "text_share": 0.5} | wrong)

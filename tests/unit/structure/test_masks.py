@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import StructureError
-from cluster.structure import effort as limits
 from cluster.structure import masks as filling
-from cluster.structure.effort import Effort
+from cluster.structure import matcher as limits
 from cluster.structure.masks import MaskFiller
-from cluster.structure.matcher import Matcher
+from cluster.structure.matcher import Effort, Matcher
 from tests.fakes.structures import allowed, demo_vocabulary, ids_of, matcher_of, of_regex
 from tests.fakes.workers import Inbox, ManualExecutor
 

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 
+from bench.trusted_media import prepare
 from cluster.errors import ConfigError, RequestError
 from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
 from cluster.text.defaults import GenerationDefaults
@@ -197,8 +198,8 @@ def test_defaults_are_the_models_own(demo_model, tmp_path):
 
 
 def test_decoded_media_and_probes_agree_in_this_file(media):
-    assert media.prepare(IMAGE, PIXELS)["image_grid_thw"].tolist() == [
-        list(media.geometry(PROBES[IMAGE]).grid_thw)
+    assert prepare(media, IMAGE, PIXELS)["image_grid_thw"].tolist() == [
+        list(media.layout(PROBES[IMAGE]).geometry.grid_thw)
     ]
 
 

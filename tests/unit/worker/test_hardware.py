@@ -1,6 +1,6 @@
 import torch
 
-from cluster.worker.hardware import hardware_of
+from cluster.worker.process import hardware_of
 
 
 def test_a_cpu_is_known_by_the_threads_of_a_step():

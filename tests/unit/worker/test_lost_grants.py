@@ -79,7 +79,7 @@ async def worker(tmp_path) -> AsyncIterator[Worker]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.002)
 

@@ -179,7 +179,7 @@ class Hanging:
 
     def step(self) -> float | None:
         self.is_in_step.set()
-        self.may_go.wait(30)
+        self.may_go.wait(60)
         return None
 
 
@@ -189,11 +189,11 @@ def test_a_hanging_engine_has_work_and_does_not_move_and_an_idle_one_rests():
     loop = StepLoop("engine", engine, pulse)
     loop.start()
     loop.call(lambda: None)
-    assert engine.is_in_step.wait(30)
+    assert engine.is_in_step.wait(60)
     clock.at = 5.0
     assert pulse.silent_s == 5.0
     engine.may_go.set()
-    loop.stop(30)
+    loop.stop(60)
     assert pulse.is_resting
 
 
@@ -223,7 +223,7 @@ async def dial(shell: Any, name: str = "door") -> tuple[Any, list[Any]]:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.media.fetch.cache import FOREVER, MAX_ANSWERS, ContentCache, Freshness, freshness
+from cluster.media.fetch.cache import FOREVER, MAX_ANSWERS, ContentCache, Downloaded, Freshness, freshness
 from tests.fakes.clock import ManualClock
 
 TAG = (("If-None-Match", '"1"'),)
@@ -46,7 +46,7 @@ def test_a_chain_is_as_fresh_as_its_stalest_answer():
 def put(
     cache: ContentCache, url: str, data: bytes, allowed: Freshness = FOREVER, validators=(), tenant: str = ""
 ):
-    return cache.put((tenant, url), hashlib.sha256(data).digest(), data, allowed, url, validators)
+    return cache.put((tenant, url), Downloaded(data, hashlib.sha256(data).digest(), allowed, url, validators))
 
 
 def content(cache: ContentCache, url: str, tenant: str = "") -> bytes | None:

@@ -1,10 +1,9 @@
-"""The memory that leases open to writers, with its wire memory: what a grant says of them, and whether the
-bytes are right."""
+"""The memories that leases read and write: a block memory and, next to it, its wire memory. What a grant says
+of those that are open to writers, and whether the bytes are right."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from cluster.kvcache.memory import BlockMemory
 from cluster.types.transfer import CodedPart, Grant
@@ -15,19 +14,28 @@ from kv_transfer.codecs.wire_memory import Wire
 from kv_transfer.lease.envelope import Envelope, contract_of
 
 
-class IncomingMemory:
-    """Registered with the agent when it is made. `coded_part` and `free_wire` are any thread's, `take_in` and
-    `begin` the agent's."""
+class TransferMemory:
+    """Registered with the agent when it is made. Agent's thread."""
 
     def __init__(self, agent: Agent, memory: BlockMemory, model: str, wire: Wire | None):
         self.memory = memory
         self.wire = wire
         self.contract = contract_of(memory, model, "raw" if wire is None else wire.codec.name)
-        self._sums = BlockSums(memory)
-        self._wire_sums = None if wire is None else BlockSums(wire.memory)
+        self.sums = BlockSums(memory)
+        self.wire_sums = None if wire is None else BlockSums(wire.memory)
         agent.register(memory)
         if wire is not None:
             agent.register(wire.memory)
+
+    def begin(self) -> None:
+        """Begins what was asked for since the last call, on a GPU."""
+        for gathered in (self.wire, self.sums, self.wire_sums):
+            if gathered is not None:
+                gathered.begin()
+
+
+class IncomingMemory(TransferMemory):
+    """`coded_part` and `free_wire` are any thread's."""
 
     def coded_part(
         self, run_lengths: Sequence[int], skipped: Sequence[int], num_places: int
@@ -57,17 +65,28 @@ class IncomingMemory:
         if grant.coded is not None and self.wire is not None:
             self.wire.free(grant.coded.block_ids)
 
-    def take_in(self, grant: Grant, envelope: Envelope) -> TakingIn:
-        """The check of all bytes and the decoding of coded groups; nothing begins before its `advance`."""
-        return TakingIn(self._checks(grant, envelope), partial(self._decode, grant, envelope))
+    def take_in(self, grant: Grant, envelope: Envelope) -> Iterator[bool | None]:
+        """Checks all bytes and decodes the coded groups, in as many rounds as are asked for. None: ask again,
+        the device still reads or writes. False: the bytes are not those that were sent."""
+        checks = list(self._checks(grant, envelope))
+        while not all(check.is_done() for check in checks):
+            yield None
+        if not all(check.value() for check in checks):
+            yield False
+            return
+        decoding = self._decode(grant, envelope)
+        while not decoding.is_done():
+            yield None
+        decoding.value()
+        yield True
 
     def _checks(self, grant: Grant, envelope: Envelope) -> Iterator[Pending[bool]]:
-        part, wire_sums = grant.coded, self._wire_sums
+        part, wire_sums = grant.coded, self.wire_sums
         wire_ids = () if part is None or wire_sums is None else part.block_ids
         if not (_fit(envelope.written, len(grant.block_ids)) and _fit(envelope.coded, len(wire_ids))):
             yield done(False)
             return
-        yield self._sums.match([grant.block_ids[i] for i in envelope.written], envelope.checksum)
+        yield self.sums.match([grant.block_ids[i] for i in envelope.written], envelope.checksum)
         if envelope.coded and wire_sums is not None:
             yield wire_sums.match([wire_ids[i] for i in envelope.coded], envelope.coded_checksum)
 
@@ -79,38 +98,6 @@ class IncomingMemory:
         firsts = (part.first_blocks[i] for i in envelope.coded)
         groups = [grant.block_ids[first : first + wire.blocks_per_group] for first in firsts]
         return wire.decode([part.block_ids[i] for i in envelope.coded], groups)
-
-    def begin(self) -> None:
-        """Begins what was asked for since the last call, on a GPU."""
-        for gathered in (self.wire, self._sums, self._wire_sums):
-            if gathered is not None:
-                gathered.begin()
-
-
-class TakingIn:
-    """The bytes of one lease: they are checked, then its coded groups are decoded. Both may take several
-    rounds."""
-
-    def __init__(self, checks: Iterator[Pending[bool]], decode: Callable[[], Pending[None]]):
-        self._checks_to_begin = checks
-        self._checks: list[Pending[bool]] = []
-        self._decode = decode
-        self._decoding: Pending[None] | None = None
-
-    def advance(self) -> bool | None:
-        """False: the bytes are not those that were sent. None: call it again, the device still reads or
-        writes."""
-        if self._decoding is None:
-            self._checks += self._checks_to_begin
-            if not all(check.is_done() for check in self._checks):
-                return None
-            if not all(check.value() for check in self._checks):
-                return False
-            self._decoding = self._decode()
-        if not self._decoding.is_done():
-            return None
-        self._decoding.value()
-        return True
 
 
 def _fit(places: Sequence[int], count: int) -> bool:
