@@ -21,7 +21,13 @@ from cluster.model.half_files import HalfSizes
 from cluster.scheduling.keys import SchedulingPolicy
 from cluster.types.members import Role
 from cluster.types.messages import AnyMessage, Cancel, EncodeTarget, StartEncode
-from cluster.worker.memory_plan import MemoryPlan, available_bytes, encoder_step_bytes
+from cluster.worker.memory_plan import (
+    MemoryPlan,
+    available_bytes,
+    encoder_step_bytes,
+    gpu_bytes,
+    library_bytes,
+)
 from cluster.worker.outbox import DoorId
 from cluster.worker.process import WorkerProcess
 from cluster.worker.service import PhaseService
@@ -38,6 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_ROWS = 16_384  # embedding rows in one encoder call; bounds its activation memory
+CALL_PART = 32  # of a GPU's memory, for one call: 2.5 GiB of 80
 # Rows of a long item in one call: enough to keep a device busy, short enough for items that arrive meanwhile.
 MAX_PIECE_ROWS = 1024
 # Threads that preprocess while the encoder runs, unless there are processes for it. More would wait for one
@@ -46,7 +53,10 @@ NUM_PREPARE_THREADS = 2
 
 
 class Encoder:
-    """Order: loaded, with its memory → `attach`, to the worker's process → `on_message` → `close`."""
+    """Order: loaded, with its memory → `attach`, to the worker's process → `on_message` → `close`.
+
+    call_bytes: that its calls will take beside what it has allocated.
+    """
 
     def __init__(self, args: ClusterArgs, setup: WorkerSetup, processor: MediaProcessor):
         """Loads the encoder half of the model. Blocks until it is loaded. Raises ConfigError."""
@@ -76,22 +86,27 @@ class Encoder:
         step_row_bytes = encoder_step_bytes(1, self.model.config, setup.dtype.itemsize)
         plan = MemoryPlan(
             weights=self.model.weight_bytes,
-            step=MAX_PIECE_ROWS * step_row_bytes,
+            step=_step_bytes(setup, step_row_bytes),
             features=num_blocks * layout.block_bytes,
             inputs=args.encode.max_prepared_bytes,
             graphs=self.model.recorded_bytes(step_row_bytes),
+            libraries=library_bytes(setup.device),
         )
         with setup.late_memory.granting() as promised:
             available = available_bytes(setup.device, self.model.evictable_bytes) - promised
             plan.check(available)
             setup.late_memory.promise(plan.late)
+        self.call_bytes = plan.step + plan.inputs + plan.graphs
+        # On a GPU, KV may take the rest of what is available
+        is_on_gpu = setup.device.type == "cuda"
+        spare = 0 if is_on_gpu else available - plan.wanted
         logger.info("%s: memory of the encoder\n%s", setup.replica_id, plan.describe(available))
         self.memory = BlockMemory(layout, num_blocks, setup.device)
-        self._limits = EncoderLimits(
+        self.limits = EncoderLimits(
             max_batch_items=args.encode.max_batch_items,
             max_batch_rows=MAX_BATCH_ROWS,
             max_piece_rows=MAX_PIECE_ROWS,
-            max_call_bytes=min(MAX_BATCH_ROWS * step_row_bytes, available - plan.wanted + plan.step),
+            max_call_bytes=min(MAX_BATCH_ROWS * step_row_bytes, plan.step + spare),
             row_bytes=step_row_bytes,
             max_prepared_bytes=args.encode.max_prepared_bytes,
             max_queued_rows=args.encode.max_queued_rows,
@@ -117,7 +132,7 @@ class Encoder:
             outbox=seat.outbox,
             clock=process.clock,
             executor=self.executor,
-            limits=self._limits,
+            limits=self.limits,
             policy=SchedulingPolicy(**self._args.scheduling.model_dump()),
             cpu_slots=seat.cpu_slots,
             own_prompts=own_prompts,
@@ -152,6 +167,14 @@ class Encoder:
         self._decoders.close()
         if self.preprocessors is not None:
             self.preprocessors.close()
+
+
+def _step_bytes(setup: WorkerSetup, row_bytes: int) -> int:
+    """What is planned for one call. row_bytes: for a row. On a GPU, which KV may fill, calls take no more."""
+    least, most = MAX_PIECE_ROWS * row_bytes, MAX_BATCH_ROWS * row_bytes
+    if setup.device.type != "cuda":
+        return least
+    return max(least, min(most, gpu_bytes(setup.device)[0] // CALL_PART))
 
 
 def _check_room(args: ClusterArgs, setup: WorkerSetup, half: HalfSizes) -> None:

@@ -15,6 +15,8 @@ from cluster.engine.kv_output import Ready, StepPush
 from cluster.engine.lifecycle import EngineState
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.state import AnswerChoice, AnswerWork, PromptWork, Work, WorkResult
+from cluster.model.cuda.capture import wait_for_recording
+from cluster.model.failures import is_out_of_memory
 from cluster.model.language import LanguageModel
 from cluster.scheduling.fit import StepFit
 from cluster.worker.blame import Blame, ends_engine
@@ -101,6 +103,8 @@ class StepForward:
             # The blocks of what fails are free afterwards: nothing that was enqueued may still write to them.
             if not ends_engine(error):  # a lost device, or lost ranks, would be waited for in vain
                 self._state.runner.drop_ahead()
+            if is_out_of_memory(error):
+                wait_for_recording()  # of the encoder; the works are tried again
             raise
         push.close()
         return results

@@ -66,6 +66,7 @@ class EncoderPort(Protocol):
     memory: BlockMemory  # embeddings are sent from here
     modalities: tuple[str, ...]
     row_bytes: int
+    call_bytes: int  # that its calls will take beside what it has allocated
 
     def attach(self, process: WorkerProcess, own_prompts: OwnEmbeddings) -> None: ...
 

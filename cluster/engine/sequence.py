@@ -37,6 +37,7 @@ class TokenSequence:
     position_delta: int = 0
     # Of its tokens. None: its KV is not exact, and no other request uses it
     hashes: BlockHashes | None = None
+    # One object grows; others take its place. Recorded steps look at what it has gained
     block_table: list[int] = field(default_factory=list)
     # Of a hybrid model: blocks of the state after the settled tokens, and of the state that the next step
     # leaves. Arrays: every step copies them into its inputs

@@ -79,6 +79,8 @@ class LanguageWorker(PhaseService):
             sizes = dataclasses.replace(sizes, feature_bytes=0)
         # first, because `memory_share` is for both
         self.encoder = encoder = None if load_encoder is None else load_encoder(args, setup)
+        if encoder is not None:
+            sizes = dataclasses.replace(sizes, encoder_bytes=encoder.call_bytes)
         language, ranks = load_with_ranks(args, setup, role, sizes, lease_margin_s)
         model = language.model
         # before the threads of the process: it may record steps

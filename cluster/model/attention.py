@@ -35,7 +35,8 @@ class StepTensors:
     ends: Tensor  # [T]: it sees positions below this; index + 1, or the end of its media span
     starts: Tensor  # [B + 1]: first token of each sequence; the last: number of tokens that are no padding
     contexts: Tensor  # [B]: KV length, including new tokens
-    tables: Tensor  # [B, M]: block ids; entries behind the context are any ids. Rows are contiguous
+    rows: Tensor  # [B]: of each sequence in `tables`
+    tables: Tensor  # [R, M]: block ids; entries behind the context are any ids. Rows are contiguous
     block_size: int
     is_decode: bool  # no sequence has more than one new token; known without reading the device
 
@@ -67,8 +68,8 @@ class PagedBatch:
     # layers without KV of their own, and the layer over whose KV each attends
     kv_owners: Mapping[int, int] = field(default_factory=dict)
     windowed_spans: bool = False  # layers without a window see the spans as they see text
-    # A recorded step comes with these, and its sizes above are unknown. None: kernels that need them make
-    # them from the sizes.
+    # A recorded step comes with these; its sizes and tables above are unknown. None: kernels that need them
+    # make them from the sizes.
     device: StepTensors | None = None
     memo: dict[tuple, Any] = field(default_factory=dict)
 

@@ -149,7 +149,9 @@ def _decode_view(batch: PagedBatch, window: int | None, dtype: torch.dtype) -> t
     blocks that a query still sees are gathered."""
     memo_key = ("decode", window)
     if memo_key not in batch.memo:
-        table, lens, size = batch.block_tables, batch.context_lens_tensor, batch.block_size
+        step = batch.device
+        table = batch.block_tables if step is None else step.tables[step.rows.long()]
+        lens, size = batch.context_lens_tensor, batch.block_size
         first_block = torch.zeros_like(lens)
         if window is not None and max(batch.context_lens) > window:
             first_block = (lens - window).clamp_(min=0) // size

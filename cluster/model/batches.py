@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cluster.errors import InternalError
 from cluster.kvcache.memory import BlockMemory
-from cluster.model.attention import PagedBatch, Span
+from cluster.model.attention import PagedBatch, Span, StepTensors
+from cluster.model.cuda.uploads import upload_as_they_are
 from cluster.model.logprobs import PromptScores
 from cluster.model.states import StateSpan
 
@@ -65,42 +66,42 @@ class PackedTokens:
 
 @dataclass(frozen=True)
 class PackedStep:
-    """The T new tokens of all chunks, chunk after chunk."""
+    """The T new tokens of all chunks, chunk after chunk. On the device."""
 
-    token_ids: list[int]
-    position_ids: Tensor  # [T] or [3, T], on the CPU
-    wanted: Tensor  # [sum of num_logits] int64, on the CPU: which of the T tokens want logits
+    token_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] or [3, T]
+    wanted: Tensor  # [sum of num_logits] int64: which of the T tokens want logits
+    adapters: Tensor | None  # [T] int64: of each token its adapter's number, or 0; None: no token has one
     batch: PagedBatch
-    adapters: np.ndarray  # [T]: of each token its adapter's number, or 0
 
 
-def decode_batch(
-    context_lens: Sequence[int], block_tables: Sequence[Sequence[int]], kv: BlockMemory, block_size: int,
+def decode_step(
+    token_ids: np.ndarray | Tensor, context_lens: Sequence[int], deltas: Sequence[int],
+    block_tables: Sequence[Sequence[int]], adapters: Sequence[int], kv: BlockMemory, block_size: int,
     device: torch.device,
-) -> PagedBatch:  # fmt: skip
-    """One new token for each sequence, behind `context_lens[i]` others."""
-    contexts = np.array(context_lens)
-    rows = np.arange(len(contexts))
-    return _paged_batch(
-        contexts, np.ones_like(contexts), contexts, rows, block_tables, kv, block_size, device
-    )
+) -> PackedStep:  # fmt: skip
+    """One new token for each sequence, behind `context_lens[i]` others. token_ids: as the embedding reads
+    them; a tensor is on the device."""
+    contexts, rows = np.array(context_lens), np.arange(len(context_lens))
+    tokens = PackedTokens(
+        [], torch.from_numpy(contexts + np.array(deltas)), np.ones_like(contexts), contexts, rows, contexts,
+        rows, np.array(adapters, dtype=np.int64),
+    )  # fmt: skip
+    spans = [()] * len(rows)
+    return _packed_step(token_ids, tokens, block_tables, spans, kv, block_size, device)
 
 
 def packed_step(
     chunks: Sequence[SequenceChunk], kv: BlockMemory, block_size: int, device: torch.device,
-    on_layer: Callable[[int], None] | None,
+    known_ids: Callable[[Sequence[int]], np.ndarray] = np.array,
 ) -> PackedStep:  # fmt: skip
-    """A few array operations for the whole step: many chunks of one token take as long as `decode_batch`
-    and some."""
+    """A few array operations for the whole step: many chunks of one token take as long as `decode_step`
+    and some. known_ids: the ids of tokens as the embedding reads them."""
     tokens = packed_tokens(chunks)
     tables = [chunk.block_table for chunk in chunks]
-    batch = _paged_batch(
-        tokens.computed, tokens.counts, tokens.indices, tokens.seqs, tables, kv, block_size, device
+    return _packed_step(
+        known_ids(tokens.token_ids), tokens, tables, visible_spans(chunks), kv, block_size, device
     )
-    batch.on_layer = on_layer
-    batch.bidirectional_spans = visible_spans(chunks)
-    wanted = torch.from_numpy(tokens.wanted)
-    return PackedStep(tokens.token_ids, tokens.position_ids, wanted, batch, tokens.adapters)
 
 
 def packed_tokens(chunks: Sequence[SequenceChunk]) -> PackedTokens:
@@ -151,25 +152,54 @@ def _with_tensors(positions: Tensor, given: Sequence[Tensor | int], ends: np.nda
     return positions
 
 
-def _paged_batch(
-    computed: np.ndarray, counts: np.ndarray, indices: np.ndarray, rows: np.ndarray,
-    block_tables: Sequence[Sequence[int]], kv: BlockMemory, block_size: int, device: torch.device,
-) -> PagedBatch:  # fmt: skip
-    """counts[i] new tokens of each sequence, behind computed[i] others. Of each new token: `rows` its
-    sequence, `indices` its index there."""
-    contexts = computed + counts
-    tables = _padded_tables(block_tables, int(contexts.max() - 1) // block_size + 1)
-    slots = tables[rows, indices // block_size] * block_size + indices % block_size
-    return PagedBatch(
+def _packed_step(
+    token_ids: np.ndarray | Tensor, tokens: PackedTokens, block_tables: Sequence[Sequence[int]],
+    spans: Sequence[Sequence[Span]], kv: BlockMemory, block_size: int, device: torch.device,
+) -> PackedStep:  # fmt: skip
+    """Everything that lies on a GPU goes there in one copy."""
+    contexts = tokens.computed + tokens.counts
+    padded = _padded_tables(block_tables, int(contexts.max() - 1) // block_size + 1)
+    slots = padded[tokens.seqs, tokens.indices // block_size] * block_size + tokens.indices % block_size
+    numbers = {
+        "positions": tokens.position_ids.numpy(), "wanted": tokens.wanted, "slots": slots, "tables": padded,
+        "contexts": contexts,
+    }  # fmt: skip
+    if not isinstance(token_ids, Tensor):
+        numbers["tokens"] = token_ids
+    if tokens.adapters.any():
+        numbers["adapters"] = tokens.adapters
+    of_kernels = step_numbers(tokens.counts, contexts, spans) if device.type == "cuda" else ()
+    sent = upload_as_they_are([*numbers.values(), *of_kernels], device)
+    named = dict(zip(numbers, sent, strict=False))
+    batch = PagedBatch(
         kv,
         block_size,
-        slots=torch.from_numpy(slots).to(device),
-        query_lens=counts.tolist(),
+        slots=named["slots"],
+        query_lens=tokens.counts.tolist(),
         context_lens=contexts.tolist(),
-        block_tables=torch.from_numpy(tables).to(device),
-        context_lens_tensor=torch.from_numpy(contexts).to(device),
-        bidirectional_spans=[()] * len(contexts),
+        block_tables=named["tables"],
+        context_lens_tensor=named["contexts"],
+        bidirectional_spans=spans,
     )
+    if of_kernels:
+        of_step = sent[len(numbers) :]
+        tables = named["tables"].int()
+        batch.memo["step",] = StepTensors(*of_step, tables, block_size, batch.is_decode)
+    known = token_ids if isinstance(token_ids, Tensor) else named["tokens"]
+    return PackedStep(known, named["positions"], named["wanted"], named.get("adapters"), batch)
+
+
+def step_numbers(
+    counts: np.ndarray, contexts: np.ndarray, spans: Sequence[Sequence[Span]]
+) -> list[np.ndarray]:
+    """Returns what `StepTensors` begins with, for sequences with so many new tokens and, with these, so many
+    positions. Sequence i has row i of the tables."""
+    starts = np.concatenate([[0], counts.cumsum()])
+    seqs = np.repeat(np.arange(len(counts)), counts)
+    indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
+    ends = visible_ends(indices, starts, spans)
+    numbers = seqs, indices, ends, starts, contexts, np.arange(len(counts))
+    return [each.astype(np.int32) for each in numbers]
 
 
 def visible_ends(indices: np.ndarray, starts: np.ndarray, spans: Sequence[Sequence[Span]]) -> np.ndarray:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # torch 2.11
+
 
 class RanksDisagreeError(RuntimeError):
     """This rank, or another one, cannot do what all would have to do."""
@@ -50,7 +52,8 @@ class Collectives:
             part = F.pad(part, (0, columns - part.shape[-1]))
         parts = part.new_empty(self.num_ranks, *part.shape)
         if not self.is_rehearsing:
-            dist.all_gather([*parts], part.contiguous())
+            # flat: Gloo takes no stacked tensor. A list would be copied once for each rank
+            getattr(dist, GATHER)(parts.view(-1), part.contiguous().view(-1))
         return parts.movedim(0, -2).flatten(-2)[..., :width]
 
     def all_agree(self, agrees: bool) -> bool:

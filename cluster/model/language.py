@@ -8,9 +8,9 @@ synchronise the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from cluster.config.checkpoint import length_limit
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.adapters import unused_in
 from cluster.model.attention import PagedBatch, UnknownSizes
-from cluster.model.batches import FeatureSlice, SequenceChunk, decode_batch, packed_step
+from cluster.model.batches import FeatureSlice, SequenceChunk, decode_step, packed_step
 from cluster.model.cpu.modules import WeightDtype
 from cluster.model.cpu.weight_cache import WeightCache
 from cluster.model.cuda.draw import to_device
@@ -169,10 +169,10 @@ class LanguageModel:
         drafts among them are wrong, the next call starts behind the accepted tokens and overwrites the KV
         of the others. `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA:
         enqueued). Fills in the `scores` of chunks that have some."""
-        step = packed_step(chunks, kv, self.block_size, self.device, on_layer)
+        step = packed_step(chunks, kv, self.block_size, self.device, self._inputs.known_ids)
         step.batch.windowed_spans, step.batch.kv_owners = self._windowed_spans, self._kv_owners
-        token_ids = self._inputs.on_device(step.token_ids)
-        embeds, extra = self._inputs.rows(token_ids), self._inputs.of_layers(token_ids)
+        step.batch.on_layer = on_layer
+        embeds, extra = self._inputs.rows(step.token_ids), self._inputs.of_layers(step.token_ids)
         places, deep = self._place_features(embeds, chunks)
         if deep is not None:
             mask = torch.zeros(1, len(embeds), dtype=torch.bool, device=self.device)
@@ -180,7 +180,7 @@ class LanguageModel:
                 mask[0, place] = True
             extra = {**extra, "visual_pos_masks": mask, "deepstack_visual_embeds": deep}
         spans = [chunk.states or (StateSpan(len(chunk.token_ids)),) for chunk in chunks]
-        with self._adapted(step.adapters), in_step(self.states, kv, spans):
+        with self._adapters.of_step(step.adapters), in_step(self.states, kv, spans):
             return self._run(embeds, step.position_ids, step.batch, step.wanted, extra, chunks).float()
 
     @torch.inference_mode()
@@ -199,14 +199,16 @@ class LanguageModel:
         block_tables[i] covers context_lens[i] + 1 tokens. adapters: their slots, or 0; empty: no sequence
         has one. states: of a hybrid model; empty: of new sequences, and nothing is kept. Returns
         [B, vocab_size] float32 logits."""
-        batch = decode_batch(context_lens, block_tables, kv, self.block_size, self.device)
-        batch.kv_owners = self._kv_owners
-        position_ids = torch.from_numpy(np.array(context_lens) + np.array(deltas))
-        known, wanted = self._inputs.on_device(token_ids), torch.arange(len(token_ids))
-        embeds, extra = self._inputs.rows(known), self._inputs.of_layers(known)
+        is_on_device = isinstance(token_ids, Tensor)
+        known = self.known_on_device(token_ids) if is_on_device else self.known_ids(token_ids)
+        step = decode_step(
+            known, context_lens, deltas, block_tables, adapters, kv, self.block_size, self.device
+        )
+        step.batch.kv_owners = self._kv_owners
+        embeds, extra = self._inputs.rows(step.token_ids), self._inputs.of_layers(step.token_ids)
         spans = [(span,) for span in states] or [(StateSpan(1),)] * len(context_lens)
-        with self._adapted(np.array(adapters, dtype=np.int64)), in_step(self.states, kv, spans):
-            return self._run(embeds, position_ids, batch, wanted, extra).float()
+        with self._adapters.of_step(step.adapters), in_step(self.states, kv, spans):
+            return self._run(embeds, step.position_ids, step.batch, step.wanted, extra).float()
 
     def step(
         self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None,
@@ -217,14 +219,14 @@ class LanguageModel:
         enqueued. Returns [W, vocab_size] logits in any dtype. Reads nothing from the host."""
         if embeds is None:
             embeds = self._inputs.rows(inputs.token_ids)
-        unknown = UnknownSizes()
+        unknown: Any = UnknownSizes()
         batch = PagedBatch(
             kv,
             self.block_size,
             slots=inputs.slots.long(),
             query_lens=unknown,
             context_lens=unknown,
-            block_tables=inputs.step.tables,
+            block_tables=unknown,
             context_lens_tensor=inputs.step.contexts,
             bidirectional_spans=unknown,
             kv_owners=self._kv_owners,
@@ -292,13 +294,12 @@ class LanguageModel:
         return None if self._decoder is None else self._decoder.kernels_s
 
     def _run(
-        self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, wanted: Tensor,
+        self, embeds: Tensor, position_ids: Tensor, batch: PagedBatch, rows: Tensor,
         extra: Mapping[str, object] = MappingProxyType({}), chunks: Sequence[SequenceChunk] = (),
     ) -> Tensor:  # fmt: skip
-        """embeds [T, hidden_size], which may be overwritten; wanted [n] → [n, vocab_size] logits of these
+        """embeds [T, hidden_size], which may be overwritten; rows [n] → [n, vocab_size] logits of these
         tokens, in any dtype. `extra`: more arguments of the text model. `chunks`: those of the T tokens, if
         they may have scores."""
-        rows, position_ids = wanted.to(self.device), position_ids.to(self.device)
         if self._decoder is not None and not extra:
             logits = self._decoder.logits(
                 embeds[None], self._position_rule.with_axes(position_ids), batch, rows
@@ -338,11 +339,6 @@ class LanguageModel:
         for slot, adapter in enumerate(room.adapters, 1):
             self.write_adapter(slot, self.read_adapter(adapter))
             self.set_adapter(slot, adapter.digest)
-
-    def _adapted(self, adapters: np.ndarray) -> AbstractContextManager[None]:
-        """The work inside is that of tokens with these adapters."""
-        slots = torch.from_numpy(adapters).to(self.device) if adapters.any() else None
-        return self._adapters.of_step(slots)
 
     def _score(self, chunks: Sequence[SequenceChunk], hidden: Callable[[Tensor], Tensor]) -> None:
         """`hidden(rows)`: of some of the T tokens, as the head takes it."""

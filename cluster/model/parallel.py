@@ -8,8 +8,8 @@ parallelism. `sharding` says what each of them holds.
   heads, or all heads if the family's plan does not split attention. KV travels from rank i of one pool to
   rank i of the other: kv_transfer/lease/group.py.
 * If one rank is lost, the collectives of the others fail, so the whole group ends.
-* Calls travel over pipes, on which a rank may wait for days. Embeddings travel over the model's own group
-  (NCCL, or Gloo on the CPU). NCCL is untried on hardware.
+* Calls travel over pipes, on which a rank may wait for days (of block tables, what they have gained).
+  Embeddings travel over the model's own group (NCCL, or Gloo on the CPU). NCCL is untried on hardware.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.lost_device import DeviceLostError
 from cluster.model.language import FeatureSlice, SequenceChunk
 from cluster.model.logprobs import PromptScores
+from cluster.model.rank_tables import TableReceiver, TableSender, WireTable
 from cluster.model.states import StateSpan
 from cluster.model.step_model import OnLayer, StepModel
 from cluster.types.transfer import Mark
@@ -141,6 +142,7 @@ class LeadingModel:
         self._dtype = dtype
         self._device = device
         self._progress = progress
+        self._tables = TableSender()
 
     @property
     def recorded_tokens(self) -> int:
@@ -175,7 +177,8 @@ class LeadingModel:
         """Tokens on the device go to the other ranks' devices: nothing waits for them."""
         numbers = () if isinstance(token_ids, Tensor) else token_ids
         with _in_step():
-            self._tell(_Decode(numbers, context_lens, deltas, block_tables, adapters, states))
+            tables = self._tables.to_wire(block_tables)
+            self._tell(_Decode(numbers, context_lens, deltas, tables, adapters, states))
             if isinstance(token_ids, Tensor):
                 token_ids = token_ids.contiguous()
                 dist.broadcast(token_ids, src=0)
@@ -192,7 +195,8 @@ class LeadingModel:
         del self._model
 
     def _tell_chunks(self, chunks: Sequence[SequenceChunk], *, reports: bool) -> None:
-        self._tell(_Forward([_to_wire(chunk) for chunk in chunks], reports))
+        tables = self._tables.to_wire([chunk.block_table for chunk in chunks])
+        self._tell(_Forward(list(map(_to_wire, chunks, tables)), reports))
         rows = [piece.rows.to(self._device, self._dtype) for chunk in chunks for piece in chunk.features]
         if rows:
             dist.broadcast(torch.cat(rows), src=0)
@@ -223,21 +227,24 @@ def follow(
 ) -> None:
     """Repeats rank 0's calls until rank 0 closes the pipe. Blocks. If another rank is lost, raises the error
     of the collective."""
+    tables = TableReceiver()
     while True:
         try:
             call = _decoder.decode(calls.recv_bytes())
         except EOFError:
             return
         match call:
-            case _Decode(token_ids, context_lens, deltas, block_tables, adapters, states):
+            case _Decode(token_ids, context_lens, deltas, wire_tables, adapters, states):
                 if not token_ids:
                     token_ids = torch.empty(len(context_lens), dtype=torch.int64, device=group.device)
                     dist.broadcast(token_ids, src=0)
-                model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
+                own = tables.of_wire(wire_tables)
+                model.decode(token_ids, context_lens, deltas, own, kv, adapters, states)
             case _CopyCall(sources, targets):
                 model.copy_blocks(sources, targets, kv)
             case _Forward(wires, reports):
-                chunks = _with_features(wires, dtype, group.device, feature_width)
+                own = tables.of_wire([wire.block_table for wire in wires])
+                chunks = _with_features(wires, own, dtype, group.device, feature_width)
                 progress.begin()
                 model.forward(chunks, kv, _reporting(progress, kv) if reports else None)
                 kv.synchronize()
@@ -259,7 +266,7 @@ class _WireChunk(msgspec.Struct, array_like=True):
     position_axes: int  # 0: position_ids are one-dimensional
     has_broken_positions: bool  # they are float64
     num_computed_tokens: int
-    block_table: Sequence[int]
+    block_table: WireTable
     features: list[tuple[int, int]]  # (start, rows)
     bidirectional_spans: list[tuple[int, int]]
     num_logits: int
@@ -277,7 +284,7 @@ class _Decode(msgspec.Struct, array_like=True, tag=True):
     token_ids: Sequence[int]  # none: they follow as a tensor
     context_lens: Sequence[int]
     deltas: Sequence[int]
-    block_tables: Sequence[Sequence[int]]
+    block_tables: Sequence[WireTable]
     adapters: Sequence[int]
     states: Sequence[StateSpan]
 
@@ -292,7 +299,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=list)  # blocks of states are an `ar
 _decoder = msgspec.msgpack.Decoder(_RankCall)
 
 
-def _to_wire(chunk: SequenceChunk) -> _WireChunk:
+def _to_wire(chunk: SequenceChunk, table: WireTable) -> _WireChunk:
     position_ids, axes, are_broken = chunk.position_ids, 0, False
     if isinstance(position_ids, Tensor):
         axes = len(position_ids) if position_ids.ndim == 2 else 0
@@ -305,7 +312,7 @@ def _to_wire(chunk: SequenceChunk) -> _WireChunk:
         axes,
         are_broken,
         chunk.num_computed_tokens,
-        list(chunk.block_table),
+        table,
         [(piece.start, len(piece.rows)) for piece in chunk.features],
         list(chunk.bidirectional_spans),
         chunk.num_logits,
@@ -316,23 +323,24 @@ def _to_wire(chunk: SequenceChunk) -> _WireChunk:
 
 
 def _with_features(
-    wires: Sequence[_WireChunk], dtype: torch.dtype, device: torch.device, feature_width: int
-) -> list[SequenceChunk]:
+    wires: Sequence[_WireChunk], tables: Sequence[list[int]], dtype: torch.dtype, device: torch.device,
+    feature_width: int,
+) -> list[SequenceChunk]:  # fmt: skip
     total = sum(count for wire in wires for _, count in wire.features)
     rows = torch.empty(total, feature_width, dtype=dtype, device=device)
     if total:
         dist.broadcast(rows, src=0)
     chunks, start = [], 0
-    for wire in wires:
+    for wire, table in zip(wires, tables, strict=True):
         features = []
         for place, count in wire.features:
             features.append(FeatureSlice(place, rows[start : start + count]))
             start += count
-        chunks.append(_from_wire(wire, tuple(features)))
+        chunks.append(_from_wire(wire, table, tuple(features)))
     return chunks
 
 
-def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> SequenceChunk:
+def _from_wire(wire: _WireChunk, block_table: list[int], features: tuple[FeatureSlice, ...]) -> SequenceChunk:
     position_ids: int | Tensor
     if isinstance(wire.position_ids, int):
         position_ids = wire.position_ids
@@ -346,7 +354,7 @@ def _from_wire(wire: _WireChunk, features: tuple[FeatureSlice, ...]) -> Sequence
         wire.token_ids,
         position_ids,
         wire.num_computed_tokens,
-        wire.block_table,
+        block_table,
         features,
         tuple(wire.bidirectional_spans),
         wire.num_logits,

@@ -21,7 +21,8 @@ class OnLayer(Protocol):
 
 class StepModel(Protocol):
     """The model that a runner calls: a `LanguageModel`, or a `LeadingModel` or `GraphedModel` that wraps
-    one. Logits are valid until the next call."""
+    one. Logits are valid until the next call. A block table that is the object of an earlier call may have
+    grown since, but for what is in front of a window (`cluster.model.cuda.table_rows`)."""
 
     @property
     def recorded_tokens(self) -> int:

@@ -9,6 +9,8 @@ import logging
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from cluster.config.adapters import adapter_room
 from cluster.config.checkpoint import kv_row_bytes
 from cluster.config.settings import ClusterArgs, DecodeArgs
@@ -25,8 +27,9 @@ from cluster.types.members import Role
 from cluster.types.request import NUM_PLACES
 from cluster.worker.codec_probe import check_codec
 from cluster.worker.draft_heads import keep_rows
-from cluster.worker.memory_plan import MemoryPlan, available_bytes, gpu_bytes, step_bytes
+from cluster.worker.memory_plan import MemoryPlan, available_bytes, gpu_bytes, library_bytes, step_bytes
 from cluster.worker.setup import WorkerSetup
+from cluster.worker.step_profile import measured_step_bytes, run_largest_step
 from kv_transfer.codecs.quantisation import GROUP_TOKENS, CodecName, is_available, wire_layout
 from kv_transfer.codecs.wire_memory import Wire
 
@@ -42,6 +45,7 @@ class LanguageSizes:
     feature_bytes: int
     max_step_tokens: int
     max_step_sequences: int
+    encoder_bytes: int = 0  # that calls of an encoder in the same process will take
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ def load_language(
         tier=args.kv_cache.host_bytes if setup.device.type == "cpu" else 0,
         graphs=0 if recording is None else recording.num_bytes,
         step=_step_bytes(model, sizes),
+        encoder=sizes.encoder_bytes,
+        libraries=library_bytes(setup.device),
     )
     num_padding = 0 if recording is None else recording.num_blocks
     with setup.late_memory.granting() as promised:
@@ -108,6 +114,8 @@ def load_language(
     kv = BlockMemory(model.kv_layout, num_with_padding, setup.device)
     wire = None if codec is None else _make_wire(args, setup, model, kv, codec)
     steps = model if recording is None else recording.over(model, kv)
+    if setup.device.type == "cuda":
+        _check_largest_step(model, kv, sizes, plan)
     return Language(model, steps, kv, num_kv_blocks, wire)
 
 
@@ -160,7 +168,22 @@ def _step_bytes(model: LanguageModel, sizes: LanguageSizes) -> int:
     )  # fmt: skip
     if model.states is not None:
         tensors += model.states.layout.step_bytes(num_tokens, num_sequences)
-    return tensors + model.score_bytes(num_tokens) + max(model.scratch_bytes, model.expert_bytes(num_tokens))
+    tensors += model.score_bytes(num_tokens) + max(model.scratch_bytes, model.expert_bytes(num_tokens))
+    if model.device.type == "cuda":
+        return max(tensors, measured_step_bytes(model, num_tokens, num_sequences))
+    return tensors
+
+
+def _check_largest_step(
+    model: LanguageModel, kv: BlockMemory, sizes: LanguageSizes, plan: MemoryPlan
+) -> None:
+    """Raises ConfigError if there is no memory for it, now that everything else is allocated."""
+    try:
+        run_largest_step(model, kv, sizes.max_step_tokens, sizes.max_step_sequences)
+    except torch.OutOfMemoryError as error:
+        described = plan.describe(available_bytes(model.device))
+        raise ConfigError(f"the largest step of this worker finds no memory:\n{described}") from error
+    torch.cuda.empty_cache()
 
 
 def _recording(

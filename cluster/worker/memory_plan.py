@@ -15,6 +15,7 @@ from cluster.config.machine import available_memory
 from cluster.errors import ConfigError
 
 MIB = 1 << 20
+LIBRARIES_PART = 64  # of a GPU's memory: 1.25 GiB of 80
 PATCHES_PER_ROW = 4  # merged 2 by 2 in most families; an upper bound for the others
 EXAMPLES: Mapping[str, int] = {  # prompt and answer, in tokens
     "text of 1,024 + 256 tokens": 1_280,
@@ -36,12 +37,14 @@ class MemoryPlan:
     tier: int = 0  # KV that the first tier of the cache has lost, if it lies in the same memory
     inputs: int = 0  # preprocessed media that wait for the next calls of an encoder
     graphs: int = 0  # recorded steps (`cluster/model/cuda/graphs.py`), or calls of encoders
+    encoder: int = 0  # what calls of an encoder in the same process will take
+    libraries: int = 0  # of a GPU: what is allocated later, and not by torch
     is_loaded: bool = True  # False: memory for the weights is wanted, too
 
     @property
     def wanted(self) -> int:
         """Bytes beside what is loaded."""
-        beside = self.late + self.step + self.tier + self.inputs + self.graphs
+        beside = self.late + self.step + self.tier + self.inputs + self.graphs + self.encoder + self.libraries
         return beside if self.is_loaded else beside + self.weights
 
     @property
@@ -77,12 +80,14 @@ class MemoryPlan:
             *([f"  coded KV           {_mib(self.wire)}"] if self.wire else []),
             *([f"  KV, second tier    {_mib(self.tier)}"] if self.tier else []),
             *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
-            f"  one step           {_mib(self.step)}  (estimate)",
+            f"  one step           {_mib(self.step)}  (estimate; on a GPU what one took, if more)",
             *(
                 [f"  recorded steps     {_mib(self.graphs)}  (measured; of encoders, at most)"]
                 if self.graphs
                 else []
             ),
+            *([f"  calls of encoders  {_mib(self.encoder)}"] if self.encoder else []),
+            *([f"  libraries          {_mib(self.libraries)}  (assumption)"] if self.libraries else []),
             f"  wanted             {_mib(self.wanted)}{'  beside the weights' if self.is_loaded else ''}",
             f"  available          {_mib(available)}",
         ]
@@ -120,6 +125,12 @@ def available_bytes(device: torch.device, evictable_bytes: int = 0) -> int:
 def gpu_bytes(device: torch.device) -> tuple[int, int]:
     """The memory of a GPU, and what this process has taken of it for tensors."""
     return torch.cuda.mem_get_info(device)[1], torch.cuda.memory_reserved(device)
+
+
+def library_bytes(device: torch.device) -> int:
+    """What kernels that are loaded later, their stacks, and transports take beside torch's memory. An
+    assumption: other workers on the device make it hard to measure. 0 on the CPU."""
+    return torch.cuda.mem_get_info(device)[1] // LIBRARIES_PART if device.type == "cuda" else 0
 
 
 def _mib(num_bytes: int) -> str:

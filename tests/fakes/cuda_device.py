@@ -308,7 +308,8 @@ class SimulatedCuda(CurrentPlace, TorchDispatchMode):
             ),
             "get_device_name": lambda device=None: "simulated",
             "mem_get_info": lambda device=None: (1 << 34, 1 << 34),
-            "memory_reserved": lambda device=None: 0, "empty_cache": lambda: None,
+            "memory_reserved": lambda device=None: 0, "max_memory_reserved": lambda device=None: 0,
+            "reset_peak_memory_stats": lambda device=None: None, "empty_cache": lambda: None,
             "get_sync_debug_mode": lambda: self.sync_debug_mode,
             "set_sync_debug_mode": self._set_sync_debug_mode,
         }  # fmt: skip

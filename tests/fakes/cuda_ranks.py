@@ -10,10 +10,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from cluster.model.collectives import GATHER
 from tests.fakes.cuda_device import CudaTensor, SimulatedCuda
 from tests.fakes.leaves import leaves
 
-_NAMES = ("all_reduce", "all_gather", "broadcast")
+_NAMES = ("all_reduce", GATHER, "broadcast")
 
 
 @contextmanager

@@ -39,7 +39,7 @@ class PlainAttention:
         tiles: Tiles, num_processors: int,
     ) -> Tensor:  # fmt: skip
         self.num_attended += 1
-        where = (step.seqs, step.indices, step.ends, step.tables, step.block_size)
+        where = (step.seqs, step.indices, step.ends, step.rows, step.tables, step.block_size)
         plain = replace(layer, sinks=None)
         return self._device.kernel(_attended, query, *_held(cache), plain, layer.sinks, *where)
 
@@ -54,12 +54,12 @@ def _held(cache: LayerCache) -> tuple[list[list[Tensor]], type]:
 
 def _attended(
     query: Tensor, held: list[list[Tensor]], kind: type, layer: LayerAttention, sinks: Tensor | None,
-    seqs: Tensor, indices: Tensor, ends: Tensor, tables: Tensor, block_size: int,
+    seqs: Tensor, indices: Tensor, ends: Tensor, rows: Tensor, tables: Tensor, block_size: int,
 ) -> Tensor:  # fmt: skip
     key, value = (kind(*tensors) for tensors in held)
     positions = torch.arange(int(ends.max()))
-    rows = seqs.clamp(min=0).long()
-    blocks = tables[rows][:, (positions // block_size).clamp(max=tables.shape[1] - 1)].long()
+    own_rows = rows[seqs.clamp(min=0).long()].long()
+    blocks = tables[own_rows][:, (positions // block_size).clamp(max=tables.shape[1] - 1)].long()
     slots = (blocks * block_size + positions % block_size).flatten()
     group = query.shape[1] // key.row_shape[0]
     keys, values = (

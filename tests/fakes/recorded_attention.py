@@ -29,7 +29,7 @@ class RecordedAttention:
     ) -> Tensor:  # fmt: skip
         step, device = step_of(batch, layer.sliding_window), query.device
         positions = torch.arange(step.tables.shape[1] * step.block_size, device=device)
-        tables = step.tables[step.seqs.clamp(min=0).long()].long()
+        tables = step.tables[step.rows[step.seqs.clamp(min=0).long()].long()].long()
         slots = tables[:, positions // step.block_size] * step.block_size + positions % step.block_size
         group = query.shape[1] // cache.key.row_shape[0]
         key, value = (

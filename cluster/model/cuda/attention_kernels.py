@@ -45,7 +45,8 @@ def _share_sizes(context, new, window):
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "capacity"])
 def plan(
-    starts, contexts, indices, ends, items, counts, seq_shares, seq_places, num_seqs, window, capacity,
+    starts, contexts, indices, ends, rows, items, counts, seq_shares, seq_places, num_seqs, window,
+    capacity,
     ROW_TOKENS: tl.constexpr, TILE_TOKENS: tl.constexpr, ITEMS: tl.constexpr, SEQS: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
@@ -54,10 +55,10 @@ def plan(
     ROW_TOKENS new tokens is one row item for each share of its keys; of others TILE_TOKENS tokens are one
     tile.
 
-    items [2, capacity, ITEM_WIDTH]: sequence, first token, number of tokens, first key, end of the keys,
-    place of the first token's partial result (-1: there is one share only), shares. counts [2, 4]: number of
-    items, and padding. seq_shares, seq_places [B]: shares of a token's keys, and the place of the first
-    token's first share."""
+    items [2, capacity, ITEM_WIDTH]: row of the sequence's table, first token, number of tokens, first key,
+    end of the keys, place of the first token's partial result (-1: there is one share only), shares. counts
+    [2, 4]: number of items, and padding. seq_shares, seq_places [B]: shares of a token's keys, and the place
+    of the first token's first share."""
     # size: two passes over the same numbers, which have no names outside
     wait_for_last(EARLY)
     of_tiles = tl.program_id(1)
@@ -110,7 +111,7 @@ def plan(
     end_key = tl.minimum(first_key + share_units * SHARE_UNIT, tile_end)
     place = tl.where(shares > 1, first_place + first_token * shares + share, -1)
     record = items + (of_tiles * capacity + numbers) * ITEM_WIDTH
-    tl.store(record, seq, mask=inside)
+    tl.store(record, tl.load(rows + seq, mask=inside, other=0), mask=inside)
     tl.store(record + 1, token, mask=inside)
     tl.store(record + 2, num_tokens, mask=inside)
     tl.store(record + 3, tl.maximum(first_key, seen_from), mask=inside)
@@ -219,7 +220,7 @@ def attend(
     num_items = tl.load(count)
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
         record = items + number * ITEM_WIDTH
-        seq, first_token, num_tokens = tl.load(record), tl.load(record + 1), tl.load(record + 2)
+        row, first_token, num_tokens = tl.load(record), tl.load(record + 1), tl.load(record + 2)
         first_key, end_key = tl.load(record + 3), tl.load(record + 4)
         place, shares = tl.load(record + 5), tl.load(record + 6)
         token_numbers = row_numbers // GROUP
@@ -242,7 +243,7 @@ def attend(
         for tile_start in range(first_key // TILE * TILE, end_key, TILE):
             positions = tile_start + tl.arange(0, TILE)
             inside = (positions >= first_key) & (positions < end_key)
-            block = tl.load(tables + seq * table_stride + positions // BLOCK_SIZE, mask=inside, other=0)
+            block = tl.load(tables + row * table_stride + positions // BLOCK_SIZE, mask=inside, other=0)
             key_rows = (block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * KV_HEADS + kv_head
             scores = _run_scores(query0, key, key_scales, key_rows, inside, 0, K_WIDTH, K_RUN, K_RUNS)
             if K_RUNS > 1:

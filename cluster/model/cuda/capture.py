@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
@@ -21,6 +22,9 @@ class Capture(Protocol):
         ...
 
 
+RECORDING_S = 10.0  # longer than any recording
+
+_recording_lock = threading.Lock()  # held by the thread that records
 # invalid recordings; torch's allocator of host memory still asks them whether it allocates for them
 _abandoned: list[object] = []
 
@@ -51,7 +55,7 @@ def capture_cuda(*, is_alone: bool = True, collectives: Collectives | None = Non
         else:
             recording = _recording(graph, pool, side)
         try:
-            with _no_collection(), _own_workspaces(), recording:
+            with _recording_lock, _no_collection(), _own_workspaces(), recording:
                 out = work()
         finally:
             torch.cuda.set_stream(before)  # which a recording that failed may not have done
@@ -63,6 +67,15 @@ def capture_cuda(*, is_alone: bool = True, collectives: Collectives | None = Non
         return replay
 
     return capture
+
+
+def wait_for_recording(timeout_s: float = RECORDING_S) -> bool:
+    """Waits until no thread records. While one does, torch does not free what it caches for other streams:
+    what has run out of memory may succeed afterwards. False: one still records."""
+    is_over = _recording_lock.acquire(timeout=timeout_s)
+    if is_over:
+        _recording_lock.release()
+    return is_over
 
 
 @contextmanager

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from cluster.model.attention import LayerAttention, PagedBatch, StepTensors
-from cluster.model.batches import visible_ends
+from cluster.model.batches import step_numbers
 from cluster.model.cuda.early import early
 from cluster.model.cuda.tiles import power_of_two, tensors_of
-from cluster.model.cuda.uploads import upload
+from cluster.model.cuda.uploads import upload_as_they_are
 from cluster.model.kv_format import GROUP_WIDTH, LayerCache
 
 MAX_WIDTH = 256  # channels of a head that fit a program's registers
@@ -129,13 +129,10 @@ def plan_of(batch: PagedBatch, tiles: Tiles, window: int | None) -> AttentionPla
 
 def step_tensors(batch: PagedBatch) -> StepTensors:
     """Makes those of a step whose sizes are on the host, with one copy to the device."""
-    counts, contexts = np.array(batch.query_lens), np.array(batch.context_lens)
-    starts = np.concatenate([[0], counts.cumsum()])
-    seqs = np.repeat(np.arange(len(counts)), counts)
-    indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
-    ends = visible_ends(indices, starts, batch.bidirectional_spans)
-    numbers = seqs, indices, ends, starts, contexts
-    on_device = upload(numbers, batch.slots.device)
+    numbers = step_numbers(
+        np.array(batch.query_lens), np.array(batch.context_lens), batch.bidirectional_spans
+    )
+    on_device = upload_as_they_are(numbers, batch.slots.device)
     return StepTensors(*on_device, batch.block_tables.int(), batch.block_size, batch.is_decode)
 
 
@@ -182,8 +179,8 @@ def plan(step: StepTensors, tiles: Tiles, window: int | None, num_places: int | 
         place_capacity(num_tokens, num_seqs) if num_places is None else num_places,
     )  # fmt: skip
     attention_kernels.plan[(-(-capacity // _ITEMS_PER_PROGRAM), 1 if step.is_decode else 2)](
-        step.starts, step.contexts, step.indices, step.ends, items, counts, seq_shares, seq_places, num_seqs,
-        made.window, capacity,
+        step.starts, step.contexts, step.indices, step.ends, step.rows, items, counts, seq_shares, seq_places,
+        num_seqs, made.window, capacity,
         ROW_TOKENS=tiles.row_tokens, TILE_TOKENS=tiles.prompt_tokens, ITEMS=_ITEMS_PER_PROGRAM,
         SEQS=_SEQS_PER_PASS, num_warps=4, **early(step.seqs.device),
     )  # fmt: skip

@@ -3,12 +3,13 @@
 A recorded step has fixed sizes (`StepSizes`): T tokens of up to B sequences, W of which want logits. Its
 fields lie at fixed addresses, which a replay reads:
 
-    | unused | token_ids position_ids … contexts wanted | table of row 0 | row 1 | … |
+    | unused | token_ids position_ids … contexts rows wanted | blocks | their places |
 
-The fields begin as far before the tables as the sizes need. A step copies them and the tables of its own
-sequences. All sizes share the tables, so a row that a step does not use keeps block ids of an earlier step,
-or the scratch block: they are always valid. A row is written only if its table has changed. Each field
-begins at a multiple of 16 bytes, as `StepTensors` asks.
+The fields begin as far before their end as the sizes need. Behind them are the blocks that the step's tables
+have gained, and where they go in the tables on the device (`TableRows`): one launch puts them there, in steps
+that have some. So the copy, and the host's time for it, do not depend on the length of contexts. All sizes
+share the tables, so a row that a step does not use keeps block ids of an earlier step, or the scratch block:
+they are always valid. Each field begins at a multiple of 16 bytes, as `StepTensors` asks.
 
 Padding: tokens of no sequence (-1), whose K and V go into the scratch block and which see nothing, and
 sequences without new tokens. They have a context of 1, as a kernel with one query for each row needs. Their
@@ -27,10 +28,13 @@ from torch import Tensor
 
 from cluster.model.attention import StepTensors
 from cluster.model.batches import SequenceChunk, packed_tokens, visible_ends, visible_spans
+from cluster.model.cuda.table_rows import TableRows
 from cluster.model.states import PackedSpans, SpanTensors, StateSpan
 
 _ALIGNED = 4  # numbers of 16 bytes
 _MORE_SPANS = 16  # of prompts whose states are kept within the step
+# Blocks in one copy, 12 bytes each; a step whose tables have gained more waits for further copies.
+MAX_BLOCKS_PER_COPY = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,7 @@ class _Fields:
     ends: np.ndarray
     starts: np.ndarray
     contexts: np.ndarray
+    rows: np.ndarray
     wanted: np.ndarray
     # of a model that keeps states
     span_starts: np.ndarray
@@ -105,17 +110,17 @@ class StepBuffers:
         self._scratch_state = np.array(scratch_state, dtype=np.int32)
         self._max_blocks, self._axes, self._block_size = max_blocks, axes, block_size
         self._scratch_slot = scratch_block * block_size
-        self._first_table = sum(_aligned(count) for count in self._counts(largest))
-        size = self._first_table + largest.num_rows * max_blocks
+        self._end_of_fields = sum(_aligned(count) for count in self._counts(largest))
+        size = self._end_of_fields + 3 * _aligned(min(largest.num_rows * max_blocks, MAX_BLOCKS_PER_COPY))
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event() if on_gpu else None
         self._numbers = self._host.numpy()
-        self._tables = self._numbers[self._first_table :].reshape(largest.num_rows, max_blocks)
-        self._tables[:] = scratch_block
-        self._device.copy_(self._host)
-        self._held: list[Sequence[int]] = [()] * largest.num_rows  # the tables that the rows begin with
+        self._rows = TableRows(largest.num_rows, max_blocks, scratch_block)
+        self._tables = torch.full(
+            (largest.num_rows, max_blocks), scratch_block, dtype=torch.int32, device=device
+        )
         self._fields: dict[StepSizes, _Fields] = {}
         self._inputs: dict[StepSizes, StepInputs] = {}
 
@@ -142,10 +147,9 @@ class StepBuffers:
         # these three do not depend on the step; behind the last sequence they are padding
         numbers = np.arange(count)
         fields.seqs[:count] = fields.starts[:count] = fields.wanted[:count] = numbers
-        self._take_tables(block_tables)
         if len(self._scratch_state):
             self._fill_states_of_answers(fields, count, states)
-        return self._end(sizes, fields, count, count, count)
+        return self._end(sizes, fields, count, block_tables, count)
 
     def fill_chunks(
         self, sizes: StepSizes, token_ids: Sequence[int] | np.ndarray, chunks: Sequence[SequenceChunk]
@@ -165,21 +169,19 @@ class StepBuffers:
         spans = visible_spans(chunks)
         fields.ends[:num_tokens] = visible_ends(tokens.indices, fields.starts, spans)
         fields.wanted[: len(tokens.wanted)] = tokens.wanted
-        self._take_tables([chunk.block_table for chunk in chunks])
         if len(self._scratch_state):
             spans = [chunk.states or (StateSpan(len(chunk.token_ids)),) for chunk in chunks]
             self._fill_states(fields, PackedSpans.of(spans, len(self._scratch_state)))
-        return self._end(sizes, fields, num_tokens, num_rows, len(tokens.wanted))
+        tables = [chunk.block_table for chunk in chunks]
+        return self._end(sizes, fields, num_tokens, tables, len(tokens.wanted))
 
     def inputs(self, sizes: StepSizes) -> StepInputs:
         """Always the same views."""
         if sizes not in self._inputs:
             views = self._views(sizes, self._device)
-            token_ids, position_ids, slots, adapters, *of_step = views[:9]
-            wanted, of_states = views[9], views[10:]
-            tables = self._device[self._first_table :][: sizes.num_rows * self._max_blocks]
-            tables = tables.view(sizes.num_rows, self._max_blocks)
-            step = StepTensors(*of_step, tables, self._block_size, sizes.is_decode)
+            token_ids, position_ids, slots, adapters, *of_step = views[:10]
+            wanted, of_states = views[10], views[11:]
+            step = StepTensors(*of_step, self._tables, self._block_size, sizes.is_decode)
             spans = SpanTensors(*of_states, sizes.is_decode) if len(self._scratch_state) else None
             self._inputs[sizes] = StepInputs(token_ids, position_ids, slots, adapters, wanted, step, spans)
         return self._inputs[sizes]
@@ -192,15 +194,6 @@ class StepBuffers:
             first = self._first_field(sizes)
             self._fields[sizes] = _Fields(first, *self._views(sizes, self._numbers))
         return self._fields[sizes]
-
-    def _take_tables(self, block_tables: Sequence[Sequence[int]]) -> None:
-        """Tables are compared as lists, whose equal numbers are mostly the same objects: to convert them all
-        takes ten times as long."""
-        for row, table in enumerate(block_tables):
-            if self._held[row] != table:
-                used = min(len(table), self._max_blocks)  # a table may reserve blocks for later
-                self._tables[row, :used] = table[:used]
-                self._held[row] = table[:]
 
     def _fill_states_of_answers(self, fields: _Fields, count: int, states: Sequence[StateSpan]) -> None:
         fields.span_starts[: count + 1] = np.arange(count + 1)
@@ -223,11 +216,15 @@ class StepBuffers:
             field[num_spans:] = self._scratch_state
 
     def _end(
-        self, sizes: StepSizes, fields: _Fields, num_tokens: int, num_rows: int, num_wanted: int
-    ) -> StepInputs:
-        """Slots and padding, then the copy."""
+        self, sizes: StepSizes, fields: _Fields, num_tokens: int, block_tables: Sequence[Sequence[int]],
+        num_wanted: int,
+    ) -> StepInputs:  # fmt: skip
+        """Tables, slots and padding, then the copy."""
+        num_rows = len(block_tables)
+        fields.rows[:num_rows], changed = self._rows.place(block_tables)
+        fields.rows[num_rows:] = 0
         blocks, places = np.divmod(fields.indices[:num_tokens], self._block_size)
-        slots = self._tables[fields.seqs[:num_tokens], blocks]
+        slots = self._rows.numbers[fields.rows[fields.seqs[:num_tokens]], blocks]
         slots *= self._block_size
         slots += places
         fields.slots[:num_tokens] = slots
@@ -238,14 +235,34 @@ class StepBuffers:
         fields.starts[num_rows:] = num_tokens
         fields.contexts[num_rows:] = 1
         fields.wanted[num_wanted:] = 0
-        used = slice(fields.first, self._first_table + num_rows * self._max_blocks)
-        self._device[used].copy_(self._host[used], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._send(fields.first, changed)
         return self.inputs(sizes)
 
+    def _send(self, first: int, changed: np.ndarray) -> None:
+        """Copies the numbers from `first` on, and the tables' changed ones."""
+        while True:
+            some, changed = changed[:MAX_BLOCKS_PER_COPY], changed[MAX_BLOCKS_PER_COPY:]
+            end_of_blocks = self._end_of_fields + len(some)
+            first_place = _aligned(end_of_blocks)
+            end = first_place + 2 * len(some)
+            if len(some):
+                self._numbers[self._end_of_fields : end_of_blocks] = self._rows.numbers.reshape(-1)[some]
+                self._numbers[first_place:end].view(np.int64)[:] = some
+            self._device[first:end].copy_(self._host[first:end], non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            if len(some):
+                places = self._device[first_place:end].view(torch.int64)
+                blocks = self._device[self._end_of_fields : end_of_blocks]
+                self._tables.view(-1).scatter_(0, places, blocks)
+            if not len(changed):
+                return self._rows.sent()
+            if self._copied is not None:
+                self._copied.synchronize()
+            first = self._end_of_fields
+
     def _first_field(self, sizes: StepSizes) -> int:
-        return self._first_table - sum(_aligned(count) for count in self._counts(sizes))
+        return self._end_of_fields - sum(_aligned(count) for count in self._counts(sizes))
 
     def _counts(self, sizes: StepSizes) -> list[int]:
         """Returns how many numbers each field has, in the order of `_Fields`."""
@@ -253,7 +270,7 @@ class StepBuffers:
         of_tokens = [tokens, self._axes * tokens, tokens, tokens, tokens, tokens, tokens]
         blocks, spans = len(self._scratch_state), sizes.num_spans
         of_states = [spans + 1, spans, tokens, spans * blocks, spans * blocks] if blocks else [0] * 5
-        return [*of_tokens, rows + 1, rows, sizes.num_wanted, *of_states]
+        return [*of_tokens, rows + 1, rows, rows, sizes.num_wanted, *of_states]
 
     def _views(self, sizes: StepSizes, buffer: Any) -> list[Any]:
         """Returns the fields as views of a tensor or an array."""

@@ -28,7 +28,7 @@ REHEARSED = {  # test file: places
         cluster/model/attention_torch.py:_is_on_gpu encoder_service/runner.py:EncoderRunner.encode
     """,
     "test_layer_launches.py": """ cluster/model/cuda/early.py:early
-        cluster/model/cuda/uploads.py:upload_as_they_are """,
+        cluster/model/batches.py:_packed_step cluster/model/cuda/uploads.py:upload_as_they_are """,
     "test_recorded_adapters.py": """
         cluster/model/adapter_staging.py:AdapterStaging.__init__
         cluster/model/adapter_staging.py:AdapterStaging.write
@@ -67,10 +67,11 @@ REHEARSED = {  # test file: places
         cluster/kvcache/memory.py:BlockMemory.synchronize
         cluster/kvcache/memory.py:BlockMemory.use_own_stream
         cluster/model/cuda/step_inputs.py:StepBuffers.__init__
-        cluster/model/cuda/step_inputs.py:StepBuffers._end
+        cluster/model/cuda/step_inputs.py:StepBuffers._send
         cluster/model/cuda/moving.py:Staging.__init__ cluster/model/cuda/moving.py:Staging.copy
         cluster/model/cuda/moving.py:move_weights
         cluster/model/cuda/uploads.py:Uploads.__init__ cluster/model/cuda/uploads.py:Uploads.copy
+        cluster/model/cuda/uploads.py:Uploads._sent
         kv_transfer/codecs/checksum.py:BlockSums.__init__ kv_transfer/codecs/codec.py:Codec.code
         kv_transfer/codecs/pending.py:upload kv_transfer/codecs/pending.py:download
     """,
@@ -95,8 +96,11 @@ REHEARSED = {  # test file: places
         cluster/model/language_parts.py:load_parts.make
         cluster/model/parallel.py:join_group
         cluster/worker/language.py:load_language
+        cluster/worker/language.py:_check_largest_step cluster/worker/language.py:_step_bytes
         cluster/worker/memory_plan.py:available_bytes cluster/worker/memory_plan.py:gpu_bytes
-        cluster/worker/process.py:hardware_of
+        cluster/worker/memory_plan.py:library_bytes cluster/worker/process.py:hardware_of
+        cluster/worker/step_profile.py:measured_step_bytes cluster/worker/step_profile.py:run_largest_step
+        encoder_service/service.py:Encoder.__init__ encoder_service/service.py:_step_bytes
         cluster/worker/setup.py:set_up """,
     "../engine/test_mixed_roles.py": "cluster/engine/limits.py:_num_kv_blocks",
     "../serving/test_composition.py": "deploy/app.py:actor_options_of",

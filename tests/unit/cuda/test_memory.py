@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from bench.codec import decode_groups, encode_groups
 from cluster.clock import SystemClock
 from cluster.kvcache.blocks import BlockPool
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from cluster.model.cuda import uploads
 from cluster.model.cuda.step_inputs import StepBuffers, answers_of
 from cluster.model.cuda.uploads import Uploads
 from cluster.model.kv_format import kv_segments, quantise
@@ -127,14 +129,30 @@ def test_uploads_are_complete(device: SimulatedCuda) -> None:
         assert all(copy.is_cuda for copy in copies.values()) and copies["bytes"].dtype == torch.uint8
         return {**copies, "bytes": copies["bytes"].float() / 255}
 
-    uploads = Uploads(torch.device("cuda"), torch.bfloat16)
-    uploaded = uploads.copy(item, finish)
+    uploaded = Uploads(torch.device("cuda"), torch.bfloat16).copy(item, finish)
     dtypes = {name: tensor.dtype for name, tensor in uploaded.items()}
     assert dtypes == {"bytes": torch.bfloat16, "sound": torch.bfloat16, "grid": torch.int64}
     copies: list[Any] = list(uploaded.values())
     for tensor in copies:
         tensor + 1  # by the encoder, on a stream of its own
     assert not device.races
+
+
+def test_uploads_of_any_size_share_their_pinned_memory(device: SimulatedCuda, monkeypatch) -> None:
+    monkeypatch.setattr(uploads, "STAGING_BYTES", 64)
+    copies, num_pinned = uploads.Uploads(torch.device("cuda"), torch.float32), len(device.pinned)
+    assert num_pinned == 1
+    items = [{"sound": torch.randn(size, 5).t(), "grid": torch.arange(size)} for size in (1, 8, 40)]
+    items.append({"sound": torch.zeros(0, 5), "grid": torch.tensor(7)})
+    with ThreadPoolExecutor(2) as threads:
+
+        def copied(item: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            with device.on_thread():
+                return {name: there.cpu() for name, there in copies.copy(item, dict).items()}
+
+        for item, found in zip(items, threads.map(copied, items), strict=True):
+            assert all(torch.equal(found[name], item[name]) for name in item)
+    assert len(device.pinned) == num_pinned
 
 
 def test_the_sanitizer_sees_a_missing_wait(device: SimulatedCuda) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -136,6 +137,23 @@ def test_recorded_decode_steps_equal_unrecorded_ones(device: SimulatedCuda) -> N
     """In a recording, a read on the host, a copy between the memories or a wait is an error."""
     model = LanguageModel.from_model(device.put(qwen2()))
     check_equal(computed(model, "cuda", graphed), computed(model, "cuda"), 1e-5)
+
+
+def test_an_unrecorded_step_is_copied_at_once_and_waits_for_nothing(
+    device: SimulatedCuda, kernels: PlainAttention
+) -> None:
+    model = LanguageModel.from_model(device.put(qwen2(torch.bfloat16)))
+    kv = BlockMemory(model.kv_layout, 64, "cuda")
+    chunks = [SequenceChunk(PROMPTS[i], 0, 0, TABLES[i]) for i in range(3)]
+    for step in (
+        lambda: model.forward(chunks, kv),
+        lambda: model.decode([9, 10], [40, 4], [0, 0], TABLES[:2], kv),
+    ):
+        num_syncs, crosses = device.num_syncs, device.crosses
+        with mock.patch.object(device, "crosses", wraps=crosses) as copies:
+            step()
+        assert [call.args for call in copies.call_args_list] == [(True,)]
+        assert device.num_syncs == num_syncs
 
 
 KERNEL_TYPES = [

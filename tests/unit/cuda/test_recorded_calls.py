@@ -6,20 +6,25 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cluster.engine import forward
+from cluster.engine.state import AnswerWork, WorkResult
 from cluster.model.cuda import recorded_calls
-from cluster.model.cuda.capture import Replay, capture_cuda
+from cluster.model.cuda.capture import Replay, capture_cuda, wait_for_recording
 from cluster.model.cuda.constants import Constants, NotRecordableError
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.recorded_calls import MAX_PLAIN_CALLS, RecordedCalls
 from cluster.model.encoder import EncoderModel
 from cluster.types.media import Modality
+from cluster.worker.blame import Blame
 from tests.fakes.cuda_device import CudaTensor
 from tests.fakes.slow_params import often
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
@@ -247,6 +252,42 @@ def test_a_recording_leaves_nothing_behind_if_its_work_fails(device) -> None:
     num_syncs = device.num_syncs
     replay = capture(work)
     assert torch.equal(replay().cpu(), torch.full((2,), 2.0)) and device.num_syncs == num_syncs + 1
+
+
+def test_a_thread_without_memory_can_wait_until_nothing_is_recorded(device) -> None:
+    """While a graph is recorded, torch does not free what it caches: what fails then may succeed later."""
+    seen: list[bool] = []
+
+    def work() -> Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            seen.append(wait_for_recording(0.0))
+        return torch.ones(1, device="cuda")
+
+    for is_alone in (True, False):
+        assert wait_for_recording(0.0)
+        capture_cuda(is_alone=is_alone)(work)
+    assert seen == [False, False] and wait_for_recording(0.0)
+
+
+@pytest.mark.parametrize(("error", "waits"), [(torch.OutOfMemoryError, True), (ValueError, False)])
+def test_a_step_without_memory_is_tried_again_behind_a_recording(error, waits: bool, monkeypatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(forward, "wait_for_recording", lambda: order.append("wait"))
+
+    def run(works: Any, on_layer: Any, then: Any) -> list[WorkResult]:
+        order.append("run")
+        if len(order) == 1:
+            raise error
+        return [WorkResult([[7]]) for _ in works]
+
+    request: Any = SimpleNamespace(request_id="a", live_choices=[1])
+    runner = SimpleNamespace(run=run, drop_ahead=lambda: None)
+    planner, ahead = SimpleNamespace(has_runnable=False), mock.Mock()
+    ahead.plan.return_value = ()
+    model = SimpleNamespace(kv_layout=SimpleNamespace(segments=()), num_layers=1)
+    parts: Any = (model, SimpleNamespace(runner=runner), planner, None, Blame(lambda *_: None), None, ahead)
+    ((_, result),) = forward.StepForward(*parts).run([AnswerWork(request)], [], is_all=True)
+    assert result.tokens == [[7]] and order == ["run", *["wait"] * waits, "run"]
 
 
 def taken_over(run: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers as hf
 
 from cluster.config import machine
-from cluster.config.settings import ClusterArgs, DecodeArgs, TransferArgs
+from cluster.config.settings import REPOSITORY, ClusterArgs, DecodeArgs, TransferArgs
 from cluster.engine.runner import LanguageRunner
 from cluster.errors import ConfigError
 from cluster.model import language_parts, loading, parallel
@@ -25,9 +25,10 @@ from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from cluster.types.members import Role
 from cluster.worker.language import LanguageSizes, load_language
-from cluster.worker.memory_plan import available_bytes
+from cluster.worker.memory_plan import LIBRARIES_PART, available_bytes
 from cluster.worker.process import hardware_of
 from cluster.worker.setup import WorkerSetup, set_up
+from encoder_service.service import MAX_BATCH_ROWS, MAX_PIECE_ROWS, Encoder
 from kv_transfer.agents import transport_probe
 from kv_transfer.agents.transport_probe import check_shareable
 from kv_transfer.codecs import codec
@@ -105,6 +106,36 @@ def test_kv_fills_the_share_of_the_gpu(folder: Path, device: SimulatedCuda, monk
     assert language.kv.num_blocks == language.num_kv_blocks
     kv_bytes = language.kv.num_blocks * language.model.kv_layout.block_bytes
     assert 0.45 * total < kv_bytes + language.model.weight_bytes <= 0.5 * total
+
+
+def test_kv_leaves_room_for_all_that_comes_later(folder: Path, device: SimulatedCuda, monkeypatch) -> None:
+    """What the largest step has taken (estimates say less), calls of an encoder, libraries; of the share, and
+    of what others have left."""
+    mib = 1 << 20
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device=None: 8 * mib)
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32")
+    sizes = replace(SIZES, num_kv_blocks=None, memory_share=0.5, encoder_bytes=4 * mib)
+    for free, may_take in ((64, 32), (24, 24)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free * mib, 64 * mib))
+        language = load_language(args, setup_of(args), Role.LANGUAGE, sizes)
+        block_bytes = language.model.kv_layout.block_bytes
+        weights = language.model.weight_bytes if free == 64 else 0  # the others' 40 MiB are not free
+        room = (may_take - 8 - 4 - 64 // LIBRARIES_PART) * mib - weights
+        assert room - block_bytes < language.num_kv_blocks * block_bytes <= room
+
+
+def test_a_worker_whose_largest_step_finds_no_memory_does_not_start(folder, device, monkeypatch) -> None:
+    forward = LanguageModel.forward
+
+    def tried(model: LanguageModel, chunks: Any, kv: Any, *rest: Any) -> Any:
+        if kv.num_blocks == SIZES.num_kv_blocks:  # all memory is allocated
+            raise torch.OutOfMemoryError
+        return forward(model, chunks, kv, *rest)
+
+    monkeypatch.setattr(LanguageModel, "forward", tried)
+    args = ClusterArgs(model=str(folder), device="cuda", dtype="float32")
+    with pytest.raises(ConfigError, match=r"largest step .* no memory(.|\n)*weights"):
+        load_language(args, setup_of(args), Role.LANGUAGE, SIZES)
 
 
 @pytest.mark.parametrize(("num_kv_blocks", "memory_share"), [(32, 0.9), (None, 0.001)])
@@ -190,6 +221,19 @@ def test_an_encoder_is_loaded_with_a_stream_for_uploads(tmp_path: Path, device: 
     item = {"pixel_values": torch.randn(4, 8)}
     uploaded = encoder.upload(item, lambda item: streams.append(torch.cuda.current_stream()) or item)
     assert uploaded["pixel_values"].is_cuda and streams[0] is not device.default[0]
+
+
+@pytest.mark.parametrize("total", [1 << 26, 1 << 34])
+def test_an_encoder_tells_what_its_calls_will_take(total: int, device: SimulatedCuda, monkeypatch) -> None:
+    """KV of the same process leaves them that much, and fills the rest."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 34, total))
+    args = ClusterArgs(model=str(REPOSITORY / "deploy" / "demo_model"), device="cuda", dtype="float32")
+    encoder = Encoder.load(args, setup_of(args))
+    assert encoder is not None
+    limits, recorded = encoder.limits, encoder.model.recorded_bytes(encoder.limits.row_bytes)
+    assert encoder.call_bytes == limits.max_call_bytes + args.encode.max_prepared_bytes + recorded
+    rows = limits.max_call_bytes // limits.row_bytes
+    assert rows == (MAX_PIECE_ROWS if total == 1 << 26 else MAX_BATCH_ROWS)
 
 
 def test_memory_and_name_are_asked_of_the_device(device: SimulatedCuda) -> None:

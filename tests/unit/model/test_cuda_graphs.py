@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bench.step_inputs import CountedCopies
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, SegmentSpec
+from cluster.model.cuda import step_inputs
 from cluster.model.cuda.graphs import GraphedModel, RecordedSizes, Replay, batch_sizes
 from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
 from cluster.model.language import SequenceChunk
@@ -76,7 +79,7 @@ def check_packed(inputs: StepInputs, step: Sequence[SequenceChunk]) -> None:
         assert int(inputs.step.starts[row]) == token
         context = chunk.num_computed_tokens + len(chunk.token_ids)
         assert int(inputs.step.contexts[row]) == context
-        assert inputs.step.tables[row].tolist() == [*chunk.block_table][:MAX_BLOCKS]
+        assert inputs.step.tables[inputs.step.rows[row]].tolist() == [*chunk.block_table][:MAX_BLOCKS]
         wanted += range(token + len(chunk.token_ids) - chunk.num_logits, token + len(chunk.token_ids))
         for i, token_id in enumerate(chunk.token_ids):
             index = chunk.num_computed_tokens + i
@@ -112,44 +115,80 @@ def test_every_field_begins_at_a_multiple_of_16_bytes(sizes: StepSizes) -> None:
     inputs, step = packed.inputs(sizes), packed.inputs(sizes).step
     fields = (
         inputs.token_ids, inputs.position_ids, inputs.slots, inputs.wanted, step.seqs, step.indices,
-        step.ends, step.starts, step.contexts, step.tables,
+        step.ends, step.starts, step.contexts, step.rows,
     )  # fmt: skip
+    assert step.tables.is_contiguous()
     assert all(field.is_contiguous() and field.storage_offset() % 4 == 0 for field in fields)
     assert len({field.untyped_storage().data_ptr() for field in fields}) == 1
     ends = sorted((field.storage_offset(), field.storage_offset() + field.numel()) for field in fields)
     assert all(end <= start for (_, end), (start, _) in pairwise(ends))
 
 
-def test_a_table_may_be_shorter_than_the_longest_and_change_in_place() -> None:
+def test_a_table_may_be_shorter_than_the_longest_and_grow() -> None:
     packed, sizes, table = buffers(), answers_of(1), [7, 8]
     inputs = packed.fill_answers(sizes, [1], [5], [0], [table])
     assert int(inputs.slots[0]) == 8 * BLOCK_SIZE + 1
-    assert inputs.step.tables[0].tolist() == [7, 8, *[SCRATCH] * 4]
-    table[1] = 6
-    packed.fill_answers(sizes, [1], [5], [0], [table])
-    assert int(inputs.slots[0]) == 6 * BLOCK_SIZE + 1
+    assert inputs.step.tables[inputs.step.rows[0]].tolist() == [7, 8, *[SCRATCH] * 4]
     table.append(3)
     packed.fill_answers(sizes, [1], [9], [0], [table])
     assert int(inputs.slots[0]) == 3 * BLOCK_SIZE + 1
+    with pytest.raises(IndexError):  # a step that fails is tried again
+        packed.fill_answers(sizes, [1], [BLOCK_SIZE * MAX_BLOCKS], [0], [[*table, 2]])
+    packed.fill_answers(sizes, [1], [13], [0], [again := [*table, 2]])
+    assert inputs.step.tables[inputs.step.rows[0]].tolist() == [*again, *[SCRATCH] * 2]
+
+
+grown = st.lists(st.tuples(st.integers(0, 13), st.integers(0, MAX_BLOCKS), st.booleans()), max_size=10)
+
+
+@given(steps=st.lists(grown, min_size=1, max_size=30), most=st.sampled_from([1, 7, 1 << 16]))
+def test_the_devices_tables_are_those_of_the_step(steps, most) -> None:
+    """Of more sequences than there are rows; each grows, or begins again with other blocks."""
+    with mock.patch.object(step_inputs, "MAX_BLOCKS_PER_COPY", most):
+        packed = buffers()
+        tables: list[list[int]] = [[seq] for seq in range(14)]
+        for number, step in enumerate(steps):
+            for seq, length, begins in step:
+                own = [] if begins else tables[seq]
+                own += range(20 * number, 20 * number + max(1, length - len(own)))
+                tables[seq] = own
+            own = [tables[seq] for seq, *_ in step]
+            inputs = packed.fill_answers(answers_of(10), 7, [0] * len(own), [0] * len(own), own)
+            for row, table in zip(inputs.step.rows.tolist(), own, strict=False):
+                held = table[:MAX_BLOCKS]
+                assert inputs.step.tables[row, : len(held)].tolist() == held
 
 
 class CountedTable(list):
-    """Counts how often its block ids are read."""
+    """Counts how many of its block ids are read."""
 
     num_reads = 0
 
     def __getitem__(self, index):
-        CountedTable.num_reads += 1
-        return super().__getitem__(index)
+        found = super().__getitem__(index)
+        CountedTable.num_reads += len(found) if isinstance(index, slice) else 1
+        return found
 
 
-def test_tables_are_converted_only_when_they_change() -> None:
-    packed, sizes = buffers(), answers_of(2)
-    tables = [CountedTable([1, 2, 3]), CountedTable([4, 5, 6])]
-    packed.fill_answers(sizes, [1, 1], [5, 6], [0, 0], tables)
-    before = CountedTable.num_reads
-    packed.fill_answers(sizes, [1, 1], [6, 7], [0, 0], tables)
-    assert CountedTable.num_reads == before > 0
+def test_a_step_reads_and_copies_what_its_tables_have_gained() -> None:
+    """Whatever their length, and whichever of them are in the step."""
+    packed = StepBuffers(answers_of(3), 5000, 1, BLOCK_SIZE, SCRATCH, torch.device("cpu"))
+    tables = [CountedTable(range(4000)) for _ in range(3)]
+
+    def fill(held: Sequence[list[int]]) -> int:
+        """Returns bytes."""
+        CountedTable.num_reads = 0
+        with CountedCopies() as copies:
+            packed.fill_answers(answers_of(3), 1, [9000] * len(held), [0] * len(held), held)
+        return copies.num_bytes
+
+    assert fill(tables) > 3 * 4000 and CountedTable.num_reads == 3 * 4000
+    least = fill(tables)
+    assert CountedTable.num_reads == 0
+    for table in tables[1:]:
+        table.append(7)
+    assert fill([tables[2], tables[1]]) <= least + 12 * 4 and CountedTable.num_reads == 2
+    assert least < 1000
 
 
 class FakeCapture:

@@ -185,7 +185,7 @@ def test_a_row_has_the_same_bits_alone_and_in_company(layer: LayerAttention) -> 
 
 
 def padded(tensors: StepTensors, num_tokens: int, num_seqs: int) -> StepTensors:
-    """The step in the buffers of a larger one."""
+    """The step in the buffers of a larger one, with the tables in other rows."""
     more_tokens, more_seqs = num_tokens - len(tensors.seqs), num_seqs - len(tensors.contexts)
 
     def filled(numbers: Tensor, count: int, value: int) -> Tensor:
@@ -198,7 +198,8 @@ def padded(tensors: StepTensors, num_tokens: int, num_seqs: int) -> StepTensors:
         ends=filled(tensors.ends, more_tokens, 0),
         starts=filled(tensors.starts, more_seqs, int(tensors.starts[-1])),
         contexts=filled(tensors.contexts, more_seqs, 0),
-        tables=torch.nn.functional.pad(tensors.tables, (0, 3, 0, more_seqs)),
+        rows=num_seqs - 1 - filled(tensors.rows, more_seqs, 0),
+        tables=torch.nn.functional.pad(tensors.tables, (0, 3, 0, more_seqs)).flip(0),
     )
 
 
@@ -236,7 +237,8 @@ def test_the_plan_covers_every_token_and_key_once(sizes, window, group, with_spa
     indices = np.arange(starts[-1]) - starts[seqs] + (contexts - counts)[seqs]
     ends = contexts[seqs] if with_spans else indices + 1
     tensors: Any = [
-        torch.from_numpy(each.astype(np.int32)) for each in (seqs, indices, ends, starts, contexts)
+        torch.from_numpy(each.astype(np.int32))
+        for each in (seqs, indices, ends, starts, contexts, np.arange(len(sizes)))
     ]
     tiles = Tiles(group, max(16, group), max(64, group), 64, 64, 8, 5, 3, 3, 1, (16, 1), (16, 1))
     tables, is_decode = torch.zeros(len(sizes), 1), bool((counts < 2).all())

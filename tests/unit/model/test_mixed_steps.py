@@ -115,7 +115,7 @@ def test_positions_of_media_and_of_text_share_a_step(model: LanguageModel, dtype
 
     def packed(*position_ids: Tensor | int) -> Tensor:
         chunks = [SequenceChunk([1] * 4, ids, 0, [0]) for ids in position_ids]
-        return packed_step(chunks, filled(model), BLOCK_SIZE, torch.device("cpu"), None).position_ids
+        return packed_step(chunks, filled(model), BLOCK_SIZE, torch.device("cpu")).position_ids
 
     assert packed(7, 3).tolist() == [7, 8, 9, 10, 3, 4, 5, 6]
     run_of_5 = torch.arange(5, 9).to(dtype)
