@@ -112,7 +112,8 @@ def test_a_hybrid_model_runs_in_one_call_and_computes_the_same(folder: Path, dty
 @_each_model
 @pytest.mark.parametrize("option", ["weight_dtype", "kv_cache_dtype"])
 def test_int8_runs_so_too(folder: Path, option: str) -> None:
-    parts = loaded(folder, torch.float32, **{option: "int8"})
+    options: dict[str, Any] = {option: "int8"}
+    parts = loaded(folder, torch.float32, **options)
     assert num_native(parts) == 4
     assert parts.decoder is not None
     exact = run(LanguageModel(loaded(folder, torch.float32)))
