@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,13 @@ def answers_of(case: TinyCase, folder: Path) -> list[list[int]]:
 
 
 def adapters_of(
-    case: TinyCase, folder: Path, text_module: str | None
-) -> tuple[dict[str, str], dict[str, list[list[int]]]]:
+    case: TinyCase, folder: Path, text_module: str | None,
+    adapters: Mapping[str, Mapping[str, Any]] = ADAPTERS,
+) -> tuple[dict[str, str], dict[str, list[list[int]]]]:  # fmt: skip
     """Folders and answers by name."""
     folders: dict[str, str] = {}
     answers: dict[str, list[list[int]]] = {}
-    for seed, (name, options) in enumerate(ADAPTERS.items()):
+    for seed, (name, options) in enumerate(adapters.items()):
         path = save_adapter(case.model, folder / name, text_module, seed, **options)
         folders[name], answers[name] = str(path), answers_of(case, path)
     return folders, answers

@@ -3,8 +3,9 @@ equal those of PEFT's own model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from cluster.model.sharding import divided_oddly
 from tests.fakes.slow_params import often
-from tests.flow.adapter_folders import ATTENTION, adapters_of, save_adapter
+from tests.flow.adapter_folders import ADAPTERS, ATTENTION, adapters_of, save_adapter
 from tests.flow.test_families import Sequence, Split, admit, decode, generate, memory, prefill
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase
@@ -41,6 +42,7 @@ class Adapted:
     def __init__(
         self, name: str, folder: Path, dtype: torch.dtype = torch.float32, weight_dtype: WeightDtype = "auto",
         room: AdapterRoom | None = None, weight_cache: WeightCache | None = None,
+        adapters: Mapping[str, Mapping[str, Any]] = ADAPTERS,
     ):  # fmt: skip
         """room: None: for its adapters, which it has from the start."""
         case = CASES[name]()
@@ -49,7 +51,7 @@ class Adapted:
         expected = [generate(case, request) for request in case.requests]
         family = family_of_type(case.model.config.model_type)
         text_module = family.text_module if family.modalities else None
-        folders, answers = adapters_of(case, folder, text_module)
+        folders, answers = adapters_of(case, folder, text_module, adapters)
         self.adapters = read_adapters(folders, max_rank=16)
         room = room or room_for(self.adapters)
         self.language = LanguageModel.load(
@@ -99,6 +101,16 @@ class TestTokens:
         sequences, expected = adapted.sequences([slot])
         prefill(adapted.language, kv, sequences, size)
         assert decode(adapted.language, kv, sequences) == expected
+
+
+def test_eight_adapters_in_one_step_give_what_each_gives_alone(tmp_path: Path) -> None:
+    eight = {str(number): ADAPTERS["all"] for number in range(8)}
+    adapted = Adapted("qwen3", tmp_path, adapters=eight)
+    assert len({str(answers) for answers in adapted.answers}) == 9
+    sequences, expected = adapted.sequences([*range(9)])
+    kv = memory(adapted.language)
+    prefill(adapted.language, kv, sequences, 16)
+    assert decode(adapted.language, kv, sequences) == expected  # of PEFT's model with that adapter alone
 
 
 @pytest.mark.parametrize("name", often(FAMILIES, ["llama", "deepseek_v3_mla"]))

@@ -31,6 +31,7 @@ from tests.fakes.slow_params import often
 from tests.flow.draft_heads import save_eagle3
 from tests.flow.hybrid_models import CONFIGS, save_hybrid
 from tests.flow.local_cluster import let_all_in, local_cluster
+from tests.flow.losses import Loss
 from tests.flow.test_windows import window_args
 from tests.flow.text_models import BLOCK_SIZE, GREEDY, answers, draw_prompts, generated, save_mistral
 
@@ -82,6 +83,29 @@ async def test_kv_is_coded_on_the_wire_and_states_travel_as_they_are(folder, pro
     ]
     print(sum(same), len(same))
     assert sum(same) >= 0.9 * len(same)
+
+
+@pytest.mark.parametrize(
+    ("role", "num_replicas"),
+    [
+        pytest.param("decode", (0, 1, 2), id="decode"),
+        pytest.param("prefill", (0, 2, 1), id="prefill", marks=pytest.mark.slow),
+        pytest.param("language", (0, 0, 0, 2), id="language", marks=pytest.mark.slow),
+    ],
+)
+async def test_what_a_lost_worker_had_goes_on_at_another(
+    folder, prompts, expected, role, num_replicas, stand_ins, monkeypatch
+):
+    """Its states are lost with it."""
+    monkeypatch.setattr("kv_transfer.lease.receiver.IN_FLIGHT_S", 0.1)  # within one process nothing is
+    async with local_cluster(window_args(folder, kv_blocks=4000), num_replicas) as cluster:
+        cluster.let_prefill_locally(lambda _: False)
+        workers = cluster.prefills if role == "prefill" else cluster.decodes
+        loss = Loss(workers, "run", 4, stand_ins)
+        got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts))
+        assert loss.victim is not None
+        assert got == [[answer] for answer in expected]
+        assert cluster.door.dispatcher.flow.continuation.num_replays > 0
 
 
 async def test_answers_that_gave_way_are_computed_anew(folder, prompts, expected):
