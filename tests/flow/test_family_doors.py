@@ -34,6 +34,7 @@ from router.telemetry.timeline import RequestTimeline
 from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
+from tests.flow.losses import Loss, StandIns
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 MAX_TOKENS = 6
@@ -257,6 +258,34 @@ async def test_answers_over_http_equal_generate(name: str, tmp_path) -> None:
                 answers = await asyncio.gather(*(ask(client, content) for content in contents))
                 assert answers == expected
             assert policy.num_local > len(media.modalities)
+
+
+@pytest.mark.parametrize(
+    ("role", "num_replicas"),
+    [
+        pytest.param("decode", (1, 1, 2), id="decode"),
+        pytest.param("prefill", (1, 2, 1), id="prefill"),
+        pytest.param("language", (1, 0, 0, 2), id="language"),
+        pytest.param("whole", (0, 0, 0, 0, 0, 2), id="whole"),
+    ],
+)
+async def test_a_hybrid_of_media_goes_on_after_a_loss(
+    role: str, num_replicas: tuple[int, ...], tmp_path, stand_ins: StandIns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kv_transfer.lease.receiver.IN_FLIGHT_S", 0.1)  # within one process nothing is
+    folder = save_family("qwen3_5", tmp_path)
+    media = MediaProcessor.load(folder.path)
+    assert media is not None
+    contents, reference = cases("qwen3_5", media.modalities), Reference(folder, media)
+    expected = [reference.answer(content) for content in contents]
+    async with local_cluster(cluster_args(folder), num_replicas) as cluster:
+        cluster.let_prefill_locally(lambda _: False)
+        loss = Loss(cluster.prefills if role == "prefill" else cluster.decodes, "run", 3, stand_ins)
+        transport = httpx.ASGITransport(build_api(cluster.door))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
+            assert await asyncio.gather(*(ask(client, content) for content in contents)) == expected
+        assert loss.victim is not None
+        assert cluster.door.dispatcher.flow.continuation.num_replays > 0
 
 
 @pytest.mark.parametrize(
