@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <cmath>
+
 #include "common.h"
 #include "kernels.h"
 #include "state_pages.h"
@@ -68,5 +70,7 @@ template <class Element>
 inline float rounded_number(float value) {
   return rounded<Element>(splat(value))[0];
 }
+
+inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 }  // namespace

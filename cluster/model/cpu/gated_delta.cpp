@@ -19,8 +19,6 @@ namespace {
 constexpr int kColumns = 4;        // vectors of a row of S that are taken through a block at once
 constexpr float kEpsilon = 1e-6f;  // under the root of the norms of q and k
 
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 inline float inverse_norm(const float* x, int64_t width) {
   Floats squares = {};
   for (int64_t i = 0; i < width; i += kLanes) squares += load<Floats>(x + i) * load<Floats>(x + i);

@@ -1,10 +1,11 @@
 """Mixers that keep states by native kernels: what lies between their products, over states where they lie.
-The gated delta rule of Qwen3-Next and Qwen3.5 (`gated_delta.cpp`) and the short convolution of LFM2
-(`short_convolution.cpp`).
+The gated delta rule of Qwen3-Next and Qwen3.5 (`gated_delta.cpp`), the short convolution of LFM2
+(`short_convolution.cpp`), and Mamba 2 (`state_space.cpp`).
 
 A mixer is recognised by the names and sizes of its parts, and compared with what transformers computes before
 the kernel is used. Native layers take a `NativeMixer`; where the products are modules, `MixerOfModules`
-serves. Runs on its caller's thread and on as many OpenMP threads as torch would use.
+serves, and `StateSpaceOfModules` for Mamba 2, which native layers do not have. Runs on its caller's thread
+and on as many OpenMP threads as torch would use.
 """
 
 from __future__ import annotations

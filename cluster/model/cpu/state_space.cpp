@@ -15,8 +15,6 @@
 
 namespace {
 
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 // One token: S [width, state_width].
 void recur(float* s, const float* x, const float* b, const float* c, float kept, float time, float skip, int64_t width,
            int64_t state_width, float* out) {
