@@ -193,6 +193,13 @@ _RECORDS = (
     ModelFamily("granite_docling", _SINGLE, text_module="text_model"),
     ModelFamily("lfm2_vl", _SINGLE),
     ModelFamily("lfm3_vl", _VISION, bounds_whole_clips=True),
+    ModelFamily(
+        "nemotron_h_omni",
+        {**_SINGLE, Modality.VIDEO: EncoderForm.FRAMES, **_MELS},
+        base_module="",
+        text_module="language_model.model",
+        clips_are_written_as_images=True,
+    ),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
     ModelFamily("gemma4", _GEMMA4, reads_placeholders_as="pad_token_id"),
     ModelFamily("qwen2_audio", {Modality.AUDIO: EncoderForm.FIXED_MEL_WINDOW}),

@@ -24,7 +24,7 @@ _MIXERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         _DELTA,
     ),
-    **dict.fromkeys(("falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"), _MAMBA),
+    **dict.fromkeys(("falcon_h1", "bamba", "granitemoehybrid", "nemotron_h", "nemotron_h_omni"), _MAMBA),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl"), _CHANNELS),
     "kimi_linear": {"heads": ("linear_num_heads", "linear_attn_config.num_heads")},
     "bailing_hybrid": {"heads": ("num_attention_heads",)},

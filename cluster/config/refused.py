@@ -11,7 +11,7 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
     ),
     "no record says how the encoder beside this hybrid text model is called": (
-        "nemo_speechlm", "nemotron_h_omni",
+        "nemo_speechlm",
     ),
     "attention chooses tokens by an index, or is sparse": (
         "dots3_note", "mistral_large4", "minimax_m3_vl", "unlimited_ocr", "hy_v4_vl", "qwen4_exp",

@@ -56,7 +56,15 @@ from cluster.model.rank_linears import settle_linears
 from cluster.model.sharding import Sharding, distributing, divided_oddly
 from cluster.model.state_step import StepStates, install
 from cluster.model.step_adapters import StepAdapters
-from cluster.model.support import check_class, family_of, leave_out_query_scales, post_head, text_of
+from cluster.model.support import (
+    check_class,
+    family_of,
+    head_of,
+    head_owner,
+    leave_out_query_scales,
+    post_head,
+    text_of,
+)
 from cluster.model.token_inputs import TokenInputs
 
 
@@ -138,7 +146,7 @@ def probed_parts(
     check_class(type(text))
     leave_out_query_scales(text)
     embed = cast(nn.Embedding, model.get_input_embeddings())
-    head, after = cast(nn.Linear, model.get_output_embeddings()), post_head(model.config)
+    head, after = head_of(model), post_head(model.config)
     if probed is None:
         probed = probe_backbone(text, model.config.get_text_config().hidden_size)
         check_post_head(model, text, after)
@@ -263,7 +271,7 @@ def on_kernels(parts: LanguageParts, kernels: LayerKernels) -> LanguageParts:
 def _replaced(parts: LanguageParts, kernels: LayerKernels, trial: Trial) -> LanguageParts:
     replace_layers(parts.text, kernels, trial)
     if (head := kernels.replace_modules(parts.text, parts.head)) is not None:
-        parts.model.set_output_embeddings(head)  # the old one's weights are not kept
+        head_owner(parts.model).set_output_embeddings(head)  # the old one's weights are not kept
         parts = replace(parts, head=head)
     if parts.states is not None and parts.collectives is None:
         parts.states.keep_mixers_of(parts.text)

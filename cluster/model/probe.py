@@ -17,7 +17,7 @@ from cluster.errors import ConfigError
 from cluster.model.state_probe import StateSpy
 from cluster.model.state_step import cache_argument
 from cluster.model.states import LayerStates
-from cluster.model.support import head_owner, may_keep_states
+from cluster.model.support import head_of, head_owner, may_keep_states
 from cluster.model.token_inputs import layer_inputs
 
 _PROBE_NAME = "epdg_probe"
@@ -202,8 +202,7 @@ def check_post_head(
     embedded = model.get_input_embeddings()(token)
     beside, recorder = _beside(text_model, token[0]), _ShapeRecorder()
     hidden = text_model(inputs_embeds=embedded, use_cache=False, probe=recorder, **beside).last_hidden_state
-    head = cast(nn.Module, model.get_output_embeddings())
-    logits = head(hidden)
+    logits = head_of(model)(hidden)
     ours = (logits if post_head is None else post_head(logits)).float()
     # ranks that share the embedding cannot make inputs of layers of ids as the family's own forward does
     given = {"inputs_embeds": embedded, **beside} if beside else {"input_ids": token}

@@ -32,6 +32,7 @@ from cluster.model.half_files import own_share
 from cluster.model.layers.codes import CodedLinear, CodedProduct, Codes
 from cluster.model.mixer_shares import keep_piece
 from cluster.model.sharding import name_in_plan
+from cluster.model.support import head_of
 
 
 class SummedLinear(nn.Linear):
@@ -187,7 +188,7 @@ def without_codes(linear: CodedLinear, dtype: torch.dtype) -> nn.Linear:
 def settle_linears(model: PreTrainedModel, collectives: Collectives) -> int:
     """Replaces the linears and embeddings of a model that `sharding.read_share` has read; returns how many.
     All ranks call it."""
-    plan, head = model.tp_plan, model.get_output_embeddings()
+    plan, head = model.tp_plan, head_of(model)
     settled = {
         path: made
         for path, module in list(model.named_modules())

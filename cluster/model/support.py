@@ -92,6 +92,11 @@ def head_owner(model: PreTrainedModel) -> PreTrainedModel:
     return cast(PreTrainedModel, backbone_of(model).get_submodule(path)) if path else model
 
 
+def head_of(model: PreTrainedModel) -> nn.Linear:
+    """What makes logits of the text model's last hidden states."""
+    return cast(nn.Linear, head_owner(model).get_output_embeddings())
+
+
 def leave_out_query_scales(text_model: nn.Module) -> None:
     """Llama 4 scales queries by their places in the step, which are their positions in `generate` alone. All
     scales are 1 in sequences of the length that is served (`length_limit`)."""

@@ -8,16 +8,26 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from cluster.media.torchvision_compat import ensure_torchvision
+from cluster.types.media import MediaGeometry
 from tests.flow.tiny_models import (
+    AE,
+    AS,
+    AUD,
+    AUDIO,
     HEAD_16,
+    IMAGE,
     IMG,
     TEXT,
     TWO_EXPERTS,
     VE,
+    VID,
+    VIDEO,
     VS,
     TinyCase,
     TinyRequest,
     collect,
+    noise,
     randomized,
 )
 from tests.flow.tiny_packed_models import (
@@ -108,3 +118,43 @@ def _patches(sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
         "pixel_values": patches * mask[..., None], "spatial_shapes": torch.tensor(sizes),
         "pixel_attention_mask": mask.int(),
     }  # fmt: skip
+
+
+def nemotron_h_omni() -> TinyCase:
+    """All kinds of layers. Clips have the image's token, so transformers takes images or clips in a prompt."""
+    text = {
+        **TEXT, **HEAD_16, **TWO_EXPERTS, "model_type": "nemotron_h", "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8,
+        "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 4,
+        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2.0, "patch_size": 4,
+        "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 1, "video_temporal_patch_size": 2,
+        "initializer_range": 0.15,
+    }  # fmt: skip
+    audio = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+        "num_mel_bins": 16, "subsampling_conv_channels": 8, "projection_hidden_size": 48,
+        "projection_bias": False, "initializer_range": 0.15,
+    }  # fmt: skip
+    ensure_torchvision()  # its configuration imports it
+    config = hf.NemotronH_Omni_Reasoning_V3_Config(
+        vision_config=vision, text_config=text, audio_config=audio, vision_hidden_size=32,
+        projector_hidden_size=48, image_token_id=IMG, audio_token_id=AUD,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = randomized(hf.NemotronH_Omni_Reasoning_V3(config))
+    seen = TinyRequest().text(4, 1)
+    for height, width in ((4, 6), (6, 2)):
+        grid = torch.tensor([[height, width]])
+        image = {"pixel_values": noise(height * width, 48), "image_grid_hw": grid}
+        seen.raw(VS).media(IMAGE, image, MediaGeometry(height * width // 4)).raw(VE).text(3, width)
+    clip = {"pixel_values_videos": noise(1, 3, 6, 16, 8)}
+    watched = TinyRequest().raw(VS).media(VIDEO, clip, MediaGeometry(6), 3, (VE, 7, VS)).raw(VE).text(5, 2)
+    watched.token_ids = [IMG if token == VID else token for token in watched.token_ids]
+    for request, num_frames in ((seen, 41), (watched, 90)):
+        mask = torch.arange(num_frames)[None] < num_frames - 1
+        sound = {"input_features": noise(1, num_frames, 16), "input_features_mask": mask}
+        request.raw(AS).media(AUDIO, sound, MediaGeometry(-(-num_frames // 8))).raw(AE).text(3, 4)
+    return TinyCase(model, [collect(seen), collect(watched), TinyRequest().text(9, 8)])

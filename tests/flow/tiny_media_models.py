@@ -19,7 +19,7 @@ from tests.flow.tiny_models import TinyCase
 
 _BUILDERS = (
     packed.qwen2_vl, packed.qwen2_5_vl, packed.qwen3_vl, packed.qwen3_vl_moe, hybrid.qwen3_5,
-    hybrid.lfm2_vl, hybrid.qwen3_5_moe, hybrid.lfm3_vl, packed.qwen2_5_omni,
+    hybrid.lfm2_vl, hybrid.qwen3_5_moe, hybrid.lfm3_vl, hybrid.nemotron_h_omni, packed.qwen2_5_omni,
     packed.qwen3_omni,
     packed.glm4v, packed.glm4v_moe, packed.glm46v, packed.glmga, packed.glm_ocr, packed.exaone4_5,
     packed.paddleocr_vl, packed.cosmos3_omni, packed.cosmos3_edge, packed.cohere_compass, packed.hunyuan_vl,
@@ -34,7 +34,7 @@ _BUILDERS = (
     audio.qwen2_audio, audio.qwen3_asr, audio.voxtral, audio.audioflamingo3, audio.musicflamingo,
     audio.glmasr, audio.moss_transcribe_diarize, audio.omniasr,
 )  # fmt: skip
-_NEW = ("omniasr",)  # not in every release of transformers that we run with
+_NEW = ("nemotron_h_omni", "omniasr")  # not in every release of transformers that we run with
 HYBRIDS = tuple(each.__name__ for each in _BUILDERS if each.__module__ == hybrid.__name__)
 MEDIA_FAMILIES: dict[str, Callable[[], TinyCase]] = {
     builder.__name__: builder
