@@ -99,6 +99,10 @@ class MediaProcessor:
             from cluster.media.voxtral import VoxtralMediaProcessor
 
             processor = VoxtralMediaProcessor.of(processor, folder)
+        elif config["model_type"] == "nemotron_h_omni":
+            from cluster.media.nemotron import NemotronMediaProcessor
+
+            processor = NemotronMediaProcessor.of(processor)
         settings = json.dumps([processor.to_dict(), call_kwargs], sort_keys=True, default=str)
         fingerprint = hashlib.sha256(settings.encode()).hexdigest()[:16]
         loaded = cls(processor, config, call_kwargs, limits, fingerprint)

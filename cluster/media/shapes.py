@@ -60,9 +60,14 @@ class _Shapes:
     def __init__(self, processor: Any):
         """A bicubic resize clamps its values, which meta tensors do not have: more than half of the time of a
         layout. Any other resize gives the same shapes."""
+        import torch
+
         self._processor = copy.copy(processor)
         if getattr(processor, "resample", None) is not None:
             self._processor.resample = Resampling.BILINEAR
+        for name in ("norm_mean", "norm_std"):  # NemotronH Omni's: tensors of these meet the pixels
+            if (value := getattr(processor, name, None)) is not None:
+                setattr(self._processor, name, torch.empty(len(value), device="meta"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._processor, name)
@@ -85,6 +90,8 @@ def _numbers_are_real() -> AbstractContextManager[object]:
     class RealNumbers(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
+            if func is torch.tensor and isinstance(args[0], torch.Tensor):  # which warns
+                return args[0]
             if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
                 kwargs = {**kwargs, "device": None}
             return func(*args, **kwargs)
@@ -100,7 +107,7 @@ def _zeros(shape: Sequence[int]) -> torch.Tensor:
 
 
 def _silent(extractor: Any) -> Any:
-    """A copy of a feature extractor of Whisper's kind that computes no spectrum. Other extractors are
+    """A copy of a feature extractor of Whisper's kind, or Parakeet's, that computes no spectrum. Other extractors are
     returned unchanged, because it is not known whether they work without."""
     import transformers as hf
 
@@ -108,12 +115,15 @@ def _silent(extractor: Any) -> Any:
         hf.WhisperFeatureExtractor,
         hf.Qwen3ASRFeatureExtractor,
         hf.MossTranscribeDiarizeFeatureExtractor,
+        hf.ParakeetFeatureExtractor,
     )
     if not isinstance(extractor, known):
         return extractor
     silent = copy.copy(extractor)
 
-    def no_frames(waveforms: np.ndarray, *_: Any) -> np.ndarray:
+    def no_frames(waveforms: Any, *_: Any) -> Any:
+        if isinstance(extractor, hf.ParakeetFeatureExtractor):
+            return waveforms.new_zeros(len(waveforms), 0, extractor.feature_size)
         return np.zeros((len(waveforms), extractor.feature_size, 0), np.float32)
 
     setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared

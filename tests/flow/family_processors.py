@@ -44,6 +44,18 @@ def _lfm3_vl(tokenizer: Any) -> Any:
     return hf.Lfm3VlProcessor(tokenizer=tokenizer, **_qwen_vision("Qwen3VLVideoProcessor", frames=8))
 
 
+def _nemotron_h_omni(tokenizer: Any) -> Any:
+    images = hf.NemotronH_Omni_Reasoning_V3ImageProcessor(
+        patch_size=4, min_num_patches=16, max_num_patches=64, max_model_len=64
+    )
+    clips = hf.NemotronH_Omni_Reasoning_V3VideoProcessor(
+        patch_size=4, video_target_num_patches=24, norm_mean=hf.image_utils.OPENAI_CLIP_MEAN,
+        norm_std=hf.image_utils.OPENAI_CLIP_STD, num_frames=5,
+    )  # fmt: skip
+    ears = hf.ParakeetFeatureExtractor(feature_size=16)
+    return hf.NemotronH_Omni_Reasoning_V3Processor(images, clips, tokenizer, ears)
+
+
 def _qwen2_5_omni(tokenizer: Any) -> Any:
     return hf.Qwen2_5OmniProcessor(tokenizer=tokenizer, feature_extractor=sound.ears(), **_qwen_vision())
 
@@ -353,6 +365,7 @@ PROCESSORS: dict[str, Callable[[Any], Any]] = {
     "granite_docling": _granite_docling,
     "lfm2_vl": _lfm2_vl,
     "lfm3_vl": _lfm3_vl,
+    "nemotron_h_omni": _nemotron_h_omni,
     "aria": _aria,
     "mistral3": _mistral3,
     "llama4": _llama4,

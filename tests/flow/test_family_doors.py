@@ -35,6 +35,7 @@ from tests.fakes.slow_params import often
 from tests.flow.family_folders import FAMILIES, FamilyFolder, save_family
 from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
 from tests.flow.losses import Loss, StandIns
+from tests.flow.tiny_media_models import HYBRIDS
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
 MAX_TOKENS = 6
@@ -57,7 +58,7 @@ OFTEN = (
     "qwen2_5_vl", "qwen3_omni", "glm4v", "hunyuan_vl", "kimi_k25", "muse_glimmer", "llava_onevision",
     "granite_docling", "gemma3", "gemma4", "aria", "qwen2_audio", "qwen3_asr", "voxtral",
 )  # fmt: skip
-NEVER_BOTH = ("smolvlm", "glm")  # transformers takes images or clips in a prompt of theirs
+NEVER_BOTH = ("smolvlm", "glm", "nemotron")  # transformers takes images or clips in a prompt of theirs
 
 
 def picture(seed: int, width: int, height: int) -> bytes:
@@ -257,7 +258,8 @@ async def test_answers_over_http_equal_generate(name: str, tmp_path) -> None:
                 policy = cluster.let_prefill_locally(lambda _, local=prefills_locally: local)
                 answers = await asyncio.gather(*(ask(client, content) for content in contents))
                 assert answers == expected
-            assert policy.num_local > len(media.modalities)
+            # a hybrid's decode gets the state with the KV and keeps no snapshot of it
+            assert policy.num_local > (0 if name in HYBRIDS else len(media.modalities))
 
 
 @pytest.mark.parametrize(
