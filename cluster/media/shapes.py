@@ -106,8 +106,25 @@ def _zeros(shape: Sequence[int]) -> torch.Tensor:
     return torch.zeros(()).expand(*shape)
 
 
+class _NoFrames:
+    """Parakeet's feature extractor, for processors that count the rows of a sound by its samples."""
+
+    def __init__(self, extractor: Any):
+        self._extractor = extractor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._extractor, name)
+
+    def __call__(self, waveforms: Sequence[np.ndarray], **_: Any) -> Any:
+        import torch
+        from transformers import BatchFeature
+
+        frames = torch.zeros(len(waveforms), 0, self._extractor.feature_size)
+        return BatchFeature({"input_features": frames, "attention_mask": torch.zeros(len(waveforms), 0)})
+
+
 def _silent(extractor: Any) -> Any:
-    """A copy of a feature extractor of Whisper's kind, or Parakeet's, that computes no spectrum. Other extractors are
+    """A copy of a feature extractor of Whisper's or Parakeet's kind that computes no spectrum. Others are
     returned unchanged, because it is not known whether they work without."""
     import transformers as hf
 
@@ -115,15 +132,14 @@ def _silent(extractor: Any) -> Any:
         hf.WhisperFeatureExtractor,
         hf.Qwen3ASRFeatureExtractor,
         hf.MossTranscribeDiarizeFeatureExtractor,
-        hf.ParakeetFeatureExtractor,
     )
+    if isinstance(extractor, hf.ParakeetFeatureExtractor):
+        return _NoFrames(extractor)
     if not isinstance(extractor, known):
         return extractor
     silent = copy.copy(extractor)
 
-    def no_frames(waveforms: Any, *_: Any) -> Any:
-        if isinstance(extractor, hf.ParakeetFeatureExtractor):
-            return waveforms.new_zeros(len(waveforms), 0, extractor.feature_size)
+    def no_frames(waveforms: np.ndarray, *_: Any) -> np.ndarray:
         return np.zeros((len(waveforms), extractor.feature_size, 0), np.float32)
 
     setattr(silent, "_torch_extract_fbank_features", no_frames)  # noqa: B010 - not declared

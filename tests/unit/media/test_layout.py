@@ -30,6 +30,7 @@ SOUND_ALONE = [
     "moss_transcribe_diarize", *({"omniasr"} & set(FAMILIES)),
 ]  # fmt: skip
 OMNI = ["qwen2_5_omni", "qwen3_omni"]
+NEMOTRON = [*({"nemotron_h_omni"} & set(FAMILIES))]
 IMAGE_FAMILIES = [name for name in FAMILIES if name not in SOUND_ALONE]
 AREA_IMAGE_FAMILIES = ("paddleocr_vl", "hunyuan_vl", "cosmos3_edge", "hyperclovax_vision_v2")
 AREA_VIDEO_FAMILIES = [
@@ -40,7 +41,7 @@ AREA_VIDEO_FAMILIES = [
 AREA_FAMILIES = [*AREA_VIDEO_FAMILIES, *AREA_IMAGE_FAMILIES]
 VIDEO_FAMILIES = [
     *AREA_VIDEO_FAMILIES, "llava_next_video", "llava_onevision", "internvl", "smolvlm", "muse_glimmer",
-    "muse_spark"
+    "muse_spark", *NEMOTRON,
 ]  # fmt: skip
 POOLED_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen2_5_omni"]
 SIDE = st.integers(1, 120)
@@ -146,8 +147,9 @@ def test_pixels_stay_bytes_up_to_the_encoder_unless_the_processor_does_more_than
             "gemma4_small",  # scaled alone
             "llama4",  # in bfloat16
             "lfm2_vl",  # cut into patches
+            *NEMOTRON,  # resized as floats
         )
-    }
+    } | {(name, VIDEO) for name in NEMOTRON}
 
 
 @pytest.mark.parametrize("name", VIDEO_FAMILIES)
@@ -174,7 +176,7 @@ def test_a_clips_layout_and_tensors_are_the_processors(families, name, width, he
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*OMNI, *SOUND_ALONE])
+@pytest.mark.parametrize("name", [*OMNI, *SOUND_ALONE, *NEMOTRON])
 @RELAXED
 @given(num_samples=st.integers(1000, 32_000))
 def test_a_sounds_layout_and_tensors_are_the_processors(families, name, num_samples):
