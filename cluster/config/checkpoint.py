@@ -31,7 +31,7 @@ _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_m
 # Of text configurations in which layers store unlike KV, compress it, or have states in place of it.
 _OTHER_KV = (
     "kv_lora_rank", "num_kv_shared_layers", "global_head_dim", "full_attention_interval", "full_attn_idxs",
-    "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern",
+    "attn_layer_period", "attn_layer_indices", "hybrid_override_pattern", "layers_block_type",
 )  # fmt: skip
 _IGNORES_STATE = ("jamba", "zamba")  # transformers' Mamba-1 starts each piece of a prompt without a state
 _KV_LAYERS = {"full_attention", "sliding_attention"}
@@ -76,14 +76,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of config.json. Of a checkpoint with a speech generator: the part that is served."""
+    """The content of config.json, by today's names. Of a checkpoint with a speech generator: the part that is
+    served."""
     file = Path(folder) / "config.json"
     config = read_json(file)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(f"{file} names no model_type", param="model")
     if (served := part_of_whole(model_type)) is None:
-        return config
+        older = family_of_type(model_type).older_names
+        return {older[name]: value for name, value in config.items() if name in older} | config
     family, whole = served
     part = config.get(whole.part_key)
     if not isinstance(part, dict):

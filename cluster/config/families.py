@@ -85,18 +85,21 @@ class ModelFamily:
     hears_clips: bool = False  # the processor takes a clip with its sound track
     cuts_sounds: bool = False  # into windows, of which its feature extractor truncates each
     whole: WholeCheckpoint | None = None
+    older_names: Mapping[str, str] = field(default_factory=dict)  # of entries in config.json: today's names
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
         return tuple(self.encoders)
 
     def encoders_of(self, config: Mapping[str, Any]) -> Mapping[Modality, EncoderForm]:
-        """Those that a checkpoint with this configuration has: it may leave some out."""
+        """Those that a checkpoint with this configuration has: it may leave some out. Clips are not served
+        of one that drops rows of theirs by what they show: then the text depends on the pixels."""
         parts = {Modality.AUDIO: "audio_config"}
         return {
             modality: form
             for modality, form in self.encoders.items()
             if config.get(parts.get(modality, "vision_config"), form) is not None
+            and not (modality is Modality.VIDEO and config.get("video_pruning_rate"))
         }
 
 
@@ -199,6 +202,12 @@ _RECORDS = (
         base_module="",
         text_module="language_model.model",
         clips_are_written_as_images=True,
+        older_names={
+            "llm_config": "text_config",
+            "sound_config": "audio_config",
+            "img_context_token_id": "image_token_id",
+            "sound_context_token_id": "audio_token_id",
+        },
     ),
     ModelFamily("gemma3", _TILES, is_media_bidirectional=True),
     ModelFamily("gemma4", _GEMMA4, reads_placeholders_as="pad_token_id"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from cluster.config.checkpoint import check_family
+from cluster.config.checkpoint import check_family, placeholder_ids, read_config, text_config
 from cluster.config.families import MEDIA_FAMILIES, lacks_package, part_of_whole
 from cluster.config.refused import REFUSED
 from cluster.errors import ConfigError
@@ -43,6 +44,20 @@ def test_a_checkpoint_that_leaves_an_encoder_out_takes_no_such_items() -> None:
     config = make(audio_config=None, vision_config={}).to_dict()
     assert [*family.encoders_of(config)] == ["image", "video"]
     assert [*family.encoders_of({**config, "audio_config": {}, "vision_config": None})] == ["audio"]
+
+
+def test_a_checkpoint_that_drops_rows_of_clips_takes_none_and_older_names_are_read(tmp_path) -> None:
+    content = {
+        "model_type": "nemotron_h_omni", "llm_config": {"hidden_size": 8}, "vision_config": {}, "sound_config": None,
+        "img_context_token_id": 18, "video_pruning_rate": 0.7,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = read_config(tmp_path)
+    assert text_config(config) == {"hidden_size": 8}
+    assert placeholder_ids(config) == {"image": 18}
+    family = MEDIA_FAMILIES["nemotron_h_omni"]
+    assert [*family.encoders_of(config)] == ["image"]
+    assert [*family.encoders_of({**config, "video_pruning_rate": 0.0})] == ["image", "video"]
 
 
 def is_served(name: str) -> bool:
