@@ -20,6 +20,7 @@ from cluster.kvcache.blocks import BlockPool
 from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
+from cluster.model.support import head_of
 from cluster.types.request import GenerateRequest, SamplingParams, StopParams
 from router.api.chat.schema import ChatRequest
 from router.api.chat.translate import chat_call
@@ -156,7 +157,7 @@ def make_talkative(folder: FamilyFolder) -> None:
     """Most tokens that the model says are special ones. They are loud in the head alone: a token whose
     embedding were as loud would be said again and again."""
     model: Any = folder.model
-    output = model.get_output_embeddings()
+    output = head_of(model)
     if output.weight is model.get_input_embeddings().weight:
         output.weight = torch.nn.Parameter(output.weight.data.clone())
         model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False

@@ -29,6 +29,7 @@ WHOLE = {
     ("step3p7", Modality.IMAGE),
     ("granite_docling", Modality.IMAGE),
     ("lfm2_vl", Modality.IMAGE),
+    ("nemotron_h_omni", Modality.IMAGE),
     ("gemma4", Modality.IMAGE),
     ("gemma4_small", Modality.IMAGE),
     ("gemma4", Modality.AUDIO),
