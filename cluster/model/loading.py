@@ -306,7 +306,7 @@ def _mapped_class(half_class: type[PreTrainedModel], mapped: MappedWeights) -> t
                 _put_aside(self, names, tensor)
             for name, (shape, dtype) in mapped.absent.items():
                 _put_aside(self, [name], torch.empty(shape, dtype=dtype, device="meta"))
-            self._tied_weights_keys = self.model._tied_weights_keys = self.all_tied_weights_keys = {}
+            self._tied_weights_keys = backbone_of(self)._tied_weights_keys = self.all_tied_weights_keys = {}
 
         def tie_weights(self, *_args: object, **_kwargs: object) -> None:
             """Does nothing: tied weights are one mapped parameter with several names."""

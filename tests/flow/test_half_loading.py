@@ -23,11 +23,13 @@ from tests.flow.test_families import Split, admit, decode, generate, memory, pre
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.flow.tiny_models import TEXT_FAMILIES, TinyCase, TinyRequest
 
+NEMOTRON = sorted({"nemotron_h_omni"} & set(MEDIA_FAMILIES))  # not in every release of transformers
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5_omni", "qwen3_vl", "llava_onevision", "gemma3", "qwen2_audio", "idefics3"]
+    "name",
+    ["qwen2_5_omni", "qwen3_vl", "llava_onevision", "gemma3", "qwen2_audio", "idefics3", *NEMOTRON],
 )
 def test_halves_of_a_saved_checkpoint_are_complete_and_equal_the_whole(name: str, tmp_path: Path) -> None:
     case = MEDIA_FAMILIES[name]()

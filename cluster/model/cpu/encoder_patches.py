@@ -1,6 +1,6 @@
 """Convolutions that cut pixels into patches without overlap, run as one native product.
 
-Such a convolution (its stride is its kernel) is a linear over the values of a patch. A replacement is
+Such a convolution (its stride is its kernel, of more than one pixel) is a linear over the values of a patch. A replacement is
 compared with its module on random input before it takes its place.
 
 A module runs on its caller's thread and on as many OpenMP threads as torch would use there.
@@ -90,6 +90,7 @@ def _replacement(convolution: nn.Conv2d | nn.Conv3d, kernels: Kernels) -> Native
 def _cuts_patches(convolution: nn.Conv2d | nn.Conv3d) -> bool:
     return (
         is_servable(convolution)
+        and max(convolution.kernel_size) > 1  # Parakeet masks what it knows as a convolution by its type
         and convolution.stride == convolution.kernel_size
         and convolution.padding in ("valid", (0,) * len(convolution.kernel_size))
         and set(convolution.dilation) == {1}
