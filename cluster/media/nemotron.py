@@ -23,7 +23,7 @@ class NemotronMediaProcessor(NemotronH_Omni_Reasoning_V3Processor):
         made.__dict__.update(loaded.__dict__)
         return made
 
-    def _process_videos(self, videos: Sequence[Any], **kwargs: Any) -> Any:
+    def _process_videos(self, videos: Any, **kwargs: Any) -> Any:
         tubelet = {"temporal_patch_size": self.video_temporal_patch_dim}
         return super()._process_videos(videos, **{**tubelet, **kwargs})
 

@@ -83,7 +83,7 @@ def test_a_mapped_language_model_is_the_one_that_was_packed(
         assert loaded.kv_layout == plain.kv_layout
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio", "llama4"])
 def test_a_mapped_encoder_is_the_one_that_was_packed(
     name: str, tmp_path: Path, cache: WeightCache, reads: list[object]
 ):

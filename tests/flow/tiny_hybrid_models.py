@@ -121,16 +121,17 @@ def _patches(sizes: list[tuple[int, int]]) -> dict[str, Tensor]:
 
 
 def nemotron_h_omni() -> TinyCase:
-    """All kinds of layers. Clips have the image's token, so transformers takes images or clips in a prompt."""
+    """All kinds of layers, and the norm of checkpoints with MTP layers. Clips have the image's token, so
+    transformers takes images or clips in a prompt."""
     text = {
         **TEXT, **HEAD_16, **TWO_EXPERTS, "model_type": "nemotron_h", "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8,
         "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8, "n_routed_experts": 4,
-        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+        "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "num_nextn_predict_layers": 1,
     }  # fmt: skip
     vision = {
-        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2.0, "patch_size": 4,
-        "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 1, "video_temporal_patch_size": 2,
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2.0,
+        "patch_size": 4, "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 1, "video_temporal_patch_size": 2,
         "initializer_range": 0.15,
     }  # fmt: skip
     audio = {

@@ -1,7 +1,7 @@
 """Convolutions that cut pixels into patches without overlap, run as one native product.
 
-Such a convolution (its stride is its kernel, of more than one pixel) is a linear over the values of a patch. A replacement is
-compared with its module on random input before it takes its place.
+Such a convolution (its stride is its kernel, of more than one pixel) is a linear over the values of a patch.
+A replacement is compared with its module on random input before it takes its place.
 
 A module runs on its caller's thread and on as many OpenMP threads as torch would use there.
 """

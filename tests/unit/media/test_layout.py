@@ -360,6 +360,30 @@ def test_a_sound_too_short_to_be_heard_is_refused(families):
         families["qwen2_audio"][1].layout(MediaProbe(AUDIO, num_samples=100))
 
 
+@pytest.mark.parametrize("name", NEMOTRON)
+def test_parakeets_spectrum_needs_two_frames(families, name):
+    folder, media = families[name]
+    with pytest.raises(MediaError, match="319 samples of sound are fewer than 320"):
+        media.layout(MediaProbe(AUDIO, num_samples=319))
+    assert media.layout(MediaProbe(AUDIO, num_samples=320)).geometry.num_tokens == 1
+    waveform = np.random.default_rng(0).standard_normal(320).astype(np.float32)
+    inputs = prepare(media, AUDIO, waveform)
+    assert EncoderModel.from_model(folder.model).encode(AUDIO, [inputs])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", NEMOTRON)
+@pytest.mark.parametrize(("max_num_patches", "max_model_len"), [(64, 19), (0, 64)])
+def test_images_whose_sizes_depend_on_their_number_are_refused_at_start(
+    name, max_num_patches, max_model_len, tmp_path
+):
+    folder = save_family(name, tmp_path)
+    images = folder.processor.image_processor
+    images.max_num_patches, images.max_model_len = max_num_patches, max_model_len
+    folder.processor.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"'nemotron_h_omni' .* depends on how many there are"):
+        MediaProcessor.load(tmp_path)
+
+
 def test_sampling_is_what_the_video_processor_asks_for(families):
     sampling = {name: families[name][1].settings.video for name in VIDEO_FAMILIES}
     assert sampling["qwen3_vl"] == VideoSampling(2.0, 4, 8, 2)
