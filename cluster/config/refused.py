@@ -14,7 +14,9 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
         "nemo_speechlm",
     ),
     "the folder is for NVIDIA's own code: what transformers' class NemotronH_Omni_Reasoning_V3 loads of it and "
-    "saves is served": ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3"),
+    "saves is served": (
+        "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3",
+    ),
     "attention chooses tokens by an index, or is sparse": (
         "dots3_note", "mistral_large4", "minimax_m3_vl", "unlimited_ocr", "hy_v4_vl", "qwen4_exp",
         "glm5_next",

@@ -131,8 +131,8 @@ def nemotron_h_omni() -> TinyCase:
     }  # fmt: skip
     vision = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2.0,
-        "patch_size": 4, "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 1, "video_temporal_patch_size": 2,
-        "initializer_range": 0.15,
+        "patch_size": 4, "max_img_size": 64, "num_cls_tokens": 2, "num_registers": 1,
+        "video_temporal_patch_size": 2, "initializer_range": 0.15,
     }  # fmt: skip
     audio = {
         "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
