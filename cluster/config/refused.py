@@ -13,8 +13,8 @@ _CAUSES: Mapping[str, tuple[str, ...]] = {
     "no record says how the encoder beside this hybrid text model is called": (
         "nemo_speechlm",
     ),
-    "the folder is for NVIDIA's own code: what transformers' class NemotronH_Omni_Reasoning_V3 loads of it and "
-    "saves is served": (
+    "the folder is for NVIDIA's own code: what transformers' class NemotronH_Omni_Reasoning_V3 loads of it "
+    "and saves is served": (
         "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Super_Omni_Reasoning_V3",
     ),
     "attention chooses tokens by an index, or is sparse": (
