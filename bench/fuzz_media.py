@@ -28,14 +28,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from bench import hostile_media, media_files
+from bench import DEMO_MODEL, REPOSITORY, hostile_media, media_files
+from bench.arguments import parser_of
 from bench.trusted_media import decode, prepare, probe
 from cluster.errors import RequestError
 from cluster.media.settings import MediaLimits
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "deploy" / "demo_model"
 ITEM_S = 20.0  # wall time after which an item counts as hung
 START_S = 120.0  # wall time for imports and the model's processor
 LIMITS = MediaLimits(max_pixels=4 * 10**6, max_video_pixels=32 * 10**6, max_decode_s=5.0)
@@ -226,7 +225,7 @@ def run_child(seed: int, first: int, end: int) -> None:
     from cluster.media.processor import MediaProcessor
 
     torch.set_num_threads(1)
-    processor = MediaProcessor.load(MODEL, LIMITS)
+    processor = MediaProcessor.load(DEMO_MODEL, LIMITS)
     for _, modality, data in good_files():
         # Loads and reserves what every item shares.
         check(MediaCase("", modality, data, MediaOptions()), processor)
@@ -258,7 +257,9 @@ def fuzz(num_items: int, seed: int) -> FuzzReport:
         command += ["--items", str(num_items), "--seed", str(seed)]
         with (
             tempfile.TemporaryFile() as errors,
-            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, bufsize=0) as child,
+            subprocess.Popen(
+                command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+            ) as child,
         ):
             try:
                 at, ending = follow(child, seed, report, ITEM_S)
@@ -311,9 +312,7 @@ def _line(stream: IO[bytes], timeout_s: float) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Hostile and broken media against probe, decode and prepare."
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--items", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)

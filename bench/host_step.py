@@ -12,11 +12,11 @@ smallest and the largest number). `--profile` prints where the time of the large
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import gc
 import pstats
 import time
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.arguments import numbers, parser_of
+from bench.rounds import in_turns
 from bench.tables import table
 from cluster.clock import SystemClock
 from cluster.engine.engine import LanguageEngine
@@ -97,18 +99,14 @@ def engine_of(num_answers: int, sampling: SamplingParams) -> LanguageEngine:
     return engine
 
 
-def step_us(engine: LanguageEngine, num_steps: int) -> float:
-    start = time.thread_time()
+def steps(engine: LanguageEngine, num_steps: int) -> None:
     for _ in range(num_steps):
         engine.step()
-    return 1e6 * (time.thread_time() - start) / num_steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--answers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16, 64, 256]
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("--answers", type=numbers, default=[1, 16, 64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -120,11 +118,9 @@ def main() -> None:
     sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=1) if args.sampled else SamplingParams()
     engines = {num: engine_of(num, sampling) for num in args.answers}
     gc.freeze()
-    times = {num: [] for num in args.answers}
-    for _ in range(args.rounds):
-        for num, engine in engines.items():
-            times[num].append(step_us(engine, args.steps))
-    medians = {num: median(each) for num, each in times.items()}
+    works = [partial(steps, engine, args.steps) for engine in engines.values()]
+    times = in_turns(works, clock=time.thread_time, rounds=args.rounds)
+    medians = {num: 1e6 * median(each) / args.steps for num, each in zip(engines, times, strict=True)}
     print(
         "\n".join(table(["answers", "us a step"], [[str(num), f"{us:.0f}"] for num, us in medians.items()]))
     )
@@ -133,7 +129,7 @@ def main() -> None:
         print(f"us a further answer: {(medians[many] - medians[few]) / (many - few):.1f}")
     if args.profile:
         profile = cProfile.Profile()
-        profile.runcall(step_us, engines[many], args.steps)
+        profile.runcall(steps, engines[many], args.steps)
         pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 
 

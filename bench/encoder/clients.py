@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
+from bench.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
 from bench.engine.prompts import Part
 
 TIMEOUT_S = 600.0

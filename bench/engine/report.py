@@ -1,4 +1,4 @@
-"""Results to a Markdown table and to one SVG. Pure; reads the JSON lines that `run` wrote."""
+"""Results to Markdown tables. Pure; reads the JSON lines that `run` wrote."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from bench.engine.servers import OURS
 from bench.records import Record
 from bench.records import read as read_records
 from bench.tables import head, median, row
-from deploy.simulator.charts import BAR, WIDTH, bar, box, label, svg
 
 METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")
 TOTALS = ("all", "client")  # columns of the table of CPU time, behind the roles
 SHARED_CORES = 0.15  # used by other programs: above it a figure is marked
-COLOURS = ("#2f6fb0", "#e08a2c", "#6a9f58", "#8a6bb0")
-LABEL_WIDTH, VALUE_WIDTH, GROUP_GAP = 150, 60, 9
 
 
 @dataclass
@@ -150,34 +147,3 @@ def _figures(records: Sequence[Record]) -> str:
 
 def _joined(ratios: Iterable[float | None]) -> str:
     return " · ".join("–" if value is None else f"{value:.2f}" for value in ratios)
-
-
-def plot(results: Results) -> str:
-    """Tokens per second as bars, a group per row, each group scaled to its fastest server."""
-    step = BAR * len(results.servers) + GROUP_GAP
-    height = 40 + step * len(results.cells)
-    body = list(_legend(results.servers))
-    for number, ((title, concurrency), cell) in enumerate(results.cells.items()):
-        rates = {name: median(cell[name], "tokens_per_s") for name in results.servers if name in cell}
-        body += _group(f"{title} @{concurrency}", rates, results.servers, 34 + step * number)
-    return svg(height, body)
-
-
-def _legend(servers: Sequence[str]) -> Iterable[str]:
-    yield label(8, 18, "generated tokens per second")
-    for number, name in enumerate(servers):
-        x = LABEL_WIDTH + 60 + 110 * number
-        yield box(x, 9, 10, 10, COLOURS[number % len(COLOURS)])
-        yield label(x + 15, 18, name)
-
-
-def _group(title: str, rates: dict[str, float], servers: Sequence[str], top: int) -> list[str]:
-    full = WIDTH - LABEL_WIDTH - VALUE_WIDTH
-    most = max(rates.values(), default=0.0) or 1.0
-    lines = [label(8, top + BAR, title)]
-    for number, name in enumerate(servers):
-        if name in rates:
-            y, width = top + BAR * number, full * rates[name] / most
-            colour = COLOURS[number % len(COLOURS)]
-            lines.append(bar(LABEL_WIDTH, y, width, colour, f"{rates[name]:.1f}"))
-    return lines

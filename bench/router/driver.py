@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import aiohttp
 
-from bench.engine.client import open_session
+from bench.client import open_session
 from bench.router.client import Answer, Call, ask
 
 TIMEOUT_S = 120.0  # of a load, beyond its last call
@@ -17,12 +17,12 @@ TIMEOUT_S = 120.0  # of a load, beyond its last call
 
 async def open_loop(url: str, calls: Sequence[Call]) -> list[Answer]:
     """Answers in the order of the calls. What has no answer TIMEOUT_S after the last call is a failure."""
-    started_at = time.perf_counter()
+    started_at = time.monotonic()
 
     async with open_session() as session:
 
         async def send(call: Call) -> Answer:
-            await asyncio.sleep(started_at + call.at_s - time.perf_counter())
+            await asyncio.sleep(started_at + call.at_s - time.monotonic())
             return await ask(session, url, call)
 
         tasks = [asyncio.create_task(send(call)) for call in calls]
@@ -31,7 +31,7 @@ async def open_loop(url: str, calls: Sequence[Call]) -> list[Answer]:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
     return [
-        Answer(call, failure="no answer in time") if task in late else task.result()
+        Answer(call.kind, call=call, failure="no answer in time") if task in late else task.result()
         for call, task in zip(calls, tasks, strict=True)
     ]
 

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import types
-import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.client import ChatRequest, Endpoint, TimedAnswer, judge, read_stream
 from bench.engine import processes, report, special
 from bench.engine.__main__ import make_parser
 from bench.engine.avx2 import sitecustomize
-from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, judge, read_stream
 from bench.engine.measure import summarise
 from bench.engine.models import TEXT_MODEL, VISION_MODEL
 from bench.engine.processes import CpuCost, CpuUsage, ProcessMark
@@ -344,15 +343,6 @@ def test_the_table_takes_findings_and_servers_that_did_not_start() -> None:
     table = report.table(report.collect([finding, failure]))
     for line in ("| loss_ratio | 0.25 |", "failed: HTTP 500", f"did not run: vllm {TEXT_MODEL}"):
         assert line in table
-
-
-def test_the_plot_is_an_svg_with_a_bar_per_server_as_long_as_its_share() -> None:
-    results = report.collect([a_row(OURS, 0, 30.0), a_row("vllm", 0, 60.0)])
-    image = ElementTree.fromstring(report.plot(results))
-    widths = [float(rect.get("width", "0")) for rect in image.iter("{http://www.w3.org/2000/svg}rect")]
-    bars = sorted(width for width in widths if 10 < width < report.WIDTH)
-    assert len(bars) == 2
-    assert bars[0] * 2 == pytest.approx(bars[1])
 
 
 def test_images_that_cost_no_more_than_their_tokens_are_no_tax() -> None:
