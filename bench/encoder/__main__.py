@@ -7,14 +7,13 @@
     python -m bench.encoder overlap --out R.jsonl                             what a slow encoder hides
     python -m bench.encoder accuracy --out R.jsonl                            answers with fewer pixels, frames or rows
     python -m bench.encoder serve   --model MODEL [--doors 2] [--set NAME=VALUE …] [COMMAND …]
-    python -m bench.encoder mixed   --out R.jsonl --url URL --model MODEL     beside a server that encodes in its step
     python -m bench.encoder reuse   --out R.jsonl --url URL                   later turns about the same media
     python -m bench.encoder single  --out R.jsonl --url URL                   one new video for 200 clients
     python -m bench.encoder flood   --out R.jsonl --url URL --model MODEL     200 images for one encoder
     python -m bench.encoder burst   --out R.jsonl --url URL …                 64 images and 16 texts
     python -m bench.encoder table   R.jsonl …
 
-`serve` starts a cluster on a free port. If a command follows (mixed … burst, without --url),
+`serve` starts a cluster on a free port. If a command follows (reuse … burst, without --url),
 it runs that command and then stops the cluster; otherwise it serves until Ctrl-C. All commands but `models`
 and `serve` append to --out.
 """
@@ -34,7 +33,6 @@ import httpx
 from bench import DEMO_MODEL, records
 from bench.arguments import (
     DEFAULT_URL,
-    DTYPES,
     add_dtype,
     add_model,
     end_on_signals,
@@ -115,27 +113,17 @@ def _add_server_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the cluster"
     )
     serve.add_argument("then", nargs=argparse.REMAINDER, metavar="COMMAND …")
-    synchronous = commands.add_parser("synchronous")  # `mixed` starts it
-    synchronous.add_argument("--model", required=True)
-    synchronous.add_argument("--dtype", choices=DTYPES, required=True)
-    synchronous.add_argument("--port", type=int, required=True)
-    synchronous.add_argument("--threads", type=int, required=True)
 
 
 def _add_client_commands(commands: Commands[argparse.ArgumentParser]) -> None:
-    mixed = commands.add_parser("mixed")
-    mixed.add_argument("--text-requests", type=int, default=31)
-    mixed.add_argument("--text-words", type=int, default=64)
-    mixed.add_argument("--threads", type=int, default=_num_cores(), help="of the other server")
     reuse = commands.add_parser("reuse")
     reuse.add_argument("--images", type=int, default=4)
     reuse.add_argument("--image-side", type=int, default=448)
     single, flood = commands.add_parser("single"), commands.add_parser("flood")
     flood.add_argument("--side", type=int, default=448)
-    for command in (mixed, flood):
-        add_model(command, "that the cluster serves")
-        add_dtype(command, "float32", "that the cluster computes in")
-    for command in (mixed, reuse, single):
+    add_model(flood, "that the cluster serves")
+    add_dtype(flood, "float32", "that the cluster computes in")
+    for command in (reuse, single):
         command.add_argument("--frames", type=int, default=16, help="of a video, two a second")
         command.add_argument("--frame-side", type=int, default=224)
     for command in (single, flood):
@@ -146,7 +134,7 @@ def _add_client_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     burst.add_argument("--side", type=int, default=224)
     burst.add_argument("--url", action="append", help="several times: in turn")
     _add_results(burst)
-    for command in (mixed, reuse, single, flood):
+    for command in (reuse, single, flood):
         command.add_argument("--url", default=DEFAULT_URL)
         _add_results(command)
 
@@ -212,27 +200,6 @@ def _serve(args: argparse.Namespace) -> None:
         raise RuntimeError(f"the cluster has ended:\n{cluster.log_end()}")
 
 
-def _synchronous(args: argparse.Namespace) -> None:
-    import torch
-
-    from bench.encoder.synchronous import serve
-    from cluster.config.environment import read_environment
-    from cluster.config.resolution import resolve
-    from cluster.config.settings import ClusterArgs
-
-    given = ClusterArgs.model_validate({"model": args.model, "dtype": args.dtype})
-    resolved = resolve(given, read_environment(), num_cores=args.threads)
-    serve(resolved, getattr(torch, args.dtype), args.port, args.threads)
-
-
-def _mixed(args: argparse.Namespace) -> Iterable[Record]:
-    from bench.encoder.mixed import BurstLoad, measure
-
-    load = BurstLoad(args.text_requests, args.text_words, args.frames, args.frame_side)
-    model = str(Path(args.model).resolve())
-    return measure(args.url, model, args.dtype, load, args.repeats, args.seed, args.threads)
-
-
 def _reuse(args: argparse.Namespace) -> Iterable[Record]:
     from bench.encoder.reuse import Media, measure
 
@@ -265,8 +232,6 @@ COMMANDS = {
     "overlap": _overlap,
     "accuracy": _accuracy,
     "serve": _serve,
-    "synchronous": _synchronous,
-    "mixed": _mixed,
     "reuse": _reuse,
     "single": _crowd,
     "flood": _crowd,
