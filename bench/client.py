@@ -8,11 +8,12 @@ every token asked for.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import AsyncIterable, Callable, Mapping
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -22,6 +23,7 @@ CONNECT_TIMEOUT_S = 10.0
 MOST_SAID = 200  # characters of a failure
 NO_END: Mapping[str, Any] = {"ignore_eos": False, "min_tokens": None}  # forces the length of an answer
 Clock = Callable[[], float]
+Given = TypeVar("Given", bound="TimedAnswer")
 Message = dict[str, Any]
 
 
@@ -158,6 +160,18 @@ async def ask(
     await post(session, endpoint.url, data, record)
     judge(record, request.num_tokens)
     return record
+
+
+async def answers_in_time(
+    asked: Iterable[Coroutine[Any, Any, Given]], timeout_s: float
+) -> list[Given | None]:
+    """What came of each; None: nothing in time, so it was cancelled."""
+    tasks = [asyncio.create_task(each) for each in asked]
+    _, late = await asyncio.wait(tasks, timeout=timeout_s)
+    for task in late:
+        task.cancel()
+    await asyncio.gather(*late, return_exceptions=True)
+    return [None if task in late else task.result() for task in tasks]
 
 
 def judge(record: TimedAnswer, num_tokens: int) -> None:

@@ -1,20 +1,18 @@
 """What the host does in a step of answers, besides the model: for each step, and for each answer in it.
 
-    python -m bench.host_step [--answers 1,16,64,256] [--steps 200] [--rounds 5] [--sampled] [--profile]
+    python -m bench.host_step [--answers 1,16,64,256] [--steps 200] [--rounds 5] [--sampled]
 
 The real engine and runner over a model that computes nothing: every step gives the same logits, of a small
 vocabulary. Counted: planning, blocks, the draw, events, the load report, and the encoding of the message to
 the door. On a GPU all of this runs beside the device, or between its steps.
 
 Figures are medians over the rounds: microseconds of a step, and of each further answer (the slope between the
-smallest and the largest number). `--profile` prints where the time of the largest goes, function by function.
+smallest and the largest number).
 """
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import pstats
 import time
 from functools import partial
 from statistics import median
@@ -112,7 +110,6 @@ def main() -> None:
     parser.add_argument(
         "--sampled", action="store_true", help="temperature 0.8 and top_p 0.9; otherwise greedy"
     )
-    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=1) if args.sampled else SamplingParams()
@@ -127,10 +124,6 @@ def main() -> None:
     few, many = min(medians), max(medians)
     if few < many:
         print(f"us a further answer: {(medians[many] - medians[few]) / (many - few):.1f}")
-    if args.profile:
-        profile = cProfile.Profile()
-        profile.runcall(steps, engines[many], args.steps)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":

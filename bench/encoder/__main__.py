@@ -10,10 +10,9 @@
     python -m bench.encoder reuse   --out R.jsonl --url URL                   later turns about the same media
     python -m bench.encoder single  --out R.jsonl --url URL                   one new video for 200 clients
     python -m bench.encoder flood   --out R.jsonl --url URL --model MODEL     200 images for one encoder
-    python -m bench.encoder burst   --out R.jsonl --url URL …                 64 images and 16 texts
     python -m bench.encoder table   R.jsonl …
 
-`serve` starts a cluster on a free port. If a command follows (reuse … burst, without --url),
+`serve` starts a cluster on a free port. If a command follows (reuse, single or flood, without --url),
 it runs that command and then stops the cluster; otherwise it serves until Ctrl-C. All commands but `models`
 and `serve` append to --out.
 """
@@ -128,12 +127,6 @@ def _add_client_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         command.add_argument("--frame-side", type=int, default=224)
     for command in (single, flood):
         command.add_argument("--requests", type=int, default=200)
-    burst = commands.add_parser("burst")
-    burst.add_argument("--images", type=int, default=64)
-    burst.add_argument("--texts", type=int, default=16)
-    burst.add_argument("--side", type=int, default=224)
-    burst.add_argument("--url", action="append", help="several times: in turn")
-    _add_results(burst)
     for command in (reuse, single, flood):
         command.add_argument("--url", default=DEFAULT_URL)
         _add_results(command)
@@ -210,10 +203,8 @@ def _reuse(args: argparse.Namespace) -> Iterable[Record]:
 def _crowd(args: argparse.Namespace) -> Iterable[Record]:
     import torch
 
-    from bench.encoder.crowd import burst, flood, single
+    from bench.encoder.crowd import flood, single
 
-    if args.command == "burst":
-        return burst(args.url or [DEFAULT_URL], args.images, args.texts, args.side, args.repeats, args.seed)
     if args.command == "single":
         return single(args.url, args.requests, args.frames, args.frame_side, args.repeats, args.seed)
     dtype = getattr(torch, args.dtype)
@@ -235,7 +226,6 @@ COMMANDS = {
     "reuse": _reuse,
     "single": _crowd,
     "flood": _crowd,
-    "burst": _crowd,
     "table": _table,
 }
 

@@ -24,7 +24,7 @@ from PIL import Image
 
 from bench.media_files import video_of
 from bench.records import Record
-from cluster.errors import ConfigError
+from bench.trusted_media import media_processor
 from cluster.media.decoders import Decoders
 from cluster.media.preprocessors import Preprocessors, preprocessor_server
 from cluster.media.processor import MediaProcessor
@@ -44,9 +44,7 @@ def measure(path: Path, numbers: Sequence[int], repeats: int) -> Iterator[Record
     """`numbers` of processes; 0: threads of this process. The encoder has one thread. Changes torch's number
     of threads."""
     torch.set_num_threads(1)
-    processor = MediaProcessor.load(path)
-    if processor is None:
-        raise ConfigError(f"{path} has no media encoder")
+    processor = media_processor(path)
     model = EncoderModel.load(path, dtype=torch.float32)
     with contextlib.ExitStack() as stack:
         runners = {number: stack.enter_context(_runner(path, model, processor, number)) for number in numbers}

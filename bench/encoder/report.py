@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from typing import cast
 
 from bench.records import Record
-from bench.tables import grouped, head, median
+from bench.tables import grouped, head, median, paired_ratio
 
 LEFT, VALUES = 210, 130
 MIB = 1 << 20
@@ -116,22 +117,6 @@ def flood_table(records: Iterable[Record]) -> list[str]:
     return lines
 
 
-def burst_table(records: Iterable[Record]) -> list[str]:
-    """The ratios are to the first cluster in the same repetition."""
-    cells = grouped(records, "model", "side", "images", "texts", "cluster")
-    names = ("images_per_s", "image_mean_s", "image_p99_s", "text_p50_s", "text_p99_s")
-    lines = head(
-        "model", "at once", "cluster", "images/s", "TTFT s: image mean", "p99", "text p50", "p99", "÷ first"
-    )
-    for (*rest, place), cell in cells.items():
-        model, side, images, texts = rest
-        ratios = [f"{_ratio(cell, cells[(*rest, 0)], itemgetter(name)):.2f}" for name in names]
-        values = " | ".join(f"{median(cell, name):.3g}" for name in names)
-        load = f"{images} images of {side}², {texts} texts"
-        lines.append(f"| {model} | {load} | {place} | {values} | {', '.join(ratios)} |")
-    return lines
-
-
 def overlap_table(records: Iterable[Record]) -> list[str]:
     """`best` and `sum` are computed from the times of text and image alone in the same repetition."""
     cells = grouped(records, "model", "text_tokens", "case")
@@ -220,10 +205,8 @@ def _count(cell: Sequence[Record], name: str) -> str:
 
 
 def _ratio(cell: Sequence[Record], other: Sequence[Record], value: Callable[[Record], float]) -> float:
-    """Median of cell / other over the repetitions that both have, so that drift over minutes cancels out."""
-    others = {record["repetition"]: value(record) for record in other}
-    pairs = [(value(r), others[r["repetition"]]) for r in cell if r["repetition"] in others]
-    return statistics.median(mine / its for mine, its in pairs)
+    """The median of the repetitions that both have: one at least."""
+    return cast(float, paired_ratio(cell, other, value))
 
 
 TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
@@ -233,7 +216,6 @@ TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
     "reuse": reuse_table,
     "single": single_table,
     "flood": flood_table,
-    "burst": burst_table,
     "overlap": overlap_table,
     "accuracy": accuracy_table,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from bench.engine.isa import NATIVE
@@ -12,7 +13,7 @@ from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
 from bench.records import Record
 from bench.records import read as read_records
-from bench.tables import head, median, row
+from bench.tables import head, median, paired_ratio, row
 
 METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")
 TOTALS = ("all", "client")  # columns of the table of CPU time, behind the roles
@@ -55,19 +56,9 @@ def _row_name(record: Record) -> str:
     return record["row"] if isa == NATIVE else f"{record['row']} {isa}"
 
 
-def ratio(ours: Sequence[Record], peer: Sequence[Record], metric: str) -> float | None:
-    """Median of ours / peer over the repetitions that both have, so that drift over minutes cancels out."""
-    theirs = {record["repetition"]: record[metric] for record in peer}
-    pairs = [
-        (record[metric], theirs[record["repetition"]]) for record in ours if record["repetition"] in theirs
-    ]
-    ratios = [mine / other for mine, other in pairs if other > 0]
-    return statistics.median(ratios) if ratios else None
-
-
 def better_ratio(ours: Sequence[Record], peers: Iterable[Sequence[Record]], metric: str) -> float | None:
     """The ratio to the peer that does better in this metric."""
-    ratios = [each for peer in peers if (each := ratio(ours, peer, metric)) is not None]
+    ratios = [each for peer in peers if (each := paired_ratio(ours, peer, itemgetter(metric))) is not None]
     return (min if metric == METRICS[0] else max)(ratios, default=None)
 
 
@@ -84,7 +75,9 @@ def table(results: Results) -> str:
         cells = [title, str(concurrency), *(_figures(cell.get(name, [])) for name in results.servers)]
         if compares:
             ours, others = cell.get(OURS, []), [cell.get(name, []) for name in peers]
-            cells += [_joined(ratio(ours, peer, metric) for metric in METRICS) for peer in others]
+            cells += [
+                _joined(paired_ratio(ours, peer, itemgetter(metric)) for metric in METRICS) for peer in others
+            ]
             cells.append(_joined(better_ratio(ours, others, metric) for metric in METRICS))
         lines.append(row(cells))
     starts = (f"{name} {statistics.median(results.starts_s[name]):.1f}" for name in results.servers)

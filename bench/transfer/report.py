@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from bench.records import Record
-from bench.tables import grouped, head, median
+from bench.tables import grouped, head, median, paired_ratio
 
 HIDDEN_MODES = ("pipelined", "after prefill", "recomputed")
 
@@ -17,8 +18,7 @@ def lane_table(records: Iterable[Record]) -> list[str]:
     lines = head("blocks of 16 KiB", "agent", "codec", "MB", "ms", "GB/s of raw KV", "÷ memcpy")
     for (count, agent, codec), cell in cells.items():
         took_s = median(cell, "seconds")
-        yard = {record["repetition"]: record["seconds"] for record in cells[count, "memcpy", "raw"]}
-        ratio = statistics.median(record["seconds"] / yard[record["repetition"]] for record in cell)
+        ratio = paired_ratio(cell, cells[count, "memcpy", "raw"], itemgetter("seconds"))
         lines.append(
             f"| {count} | {agent} | {codec} | {cell[0]['bytes'] / 1e6:.2f} | {1e3 * took_s:.2f} | "
             f"{cell[0]['raw_bytes'] / took_s / 1e9:.2f} | {ratio:.2f} |"

@@ -7,6 +7,7 @@ import math
 import os
 import types
 from collections.abc import AsyncIterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from bench.engine.rows import ROWS, mixed, session
 from bench.engine.run import rotated
 from bench.engine.servers import OURS, PEERS, VLLM, RunningServer, Setup, cluster_config, make_plan
 from bench.engine.vocabulary import SPACE, make_merges, write_tokenizer
+from bench.tables import paired_ratio
 from cluster.config import ClusterArgs
 from deploy.simulator.results import percentile
 
@@ -291,8 +293,8 @@ def test_who_begins_changes_with_the_repetition() -> None:
 def test_ratios_pair_repetitions_so_that_drift_drops_out() -> None:
     ours = [a_row(OURS, 0, 50.0), a_row(OURS, 1, 100.0), a_row(OURS, 2, 7.0)]
     peer = [a_row("vllm", 0, 100.0), a_row("vllm", 1, 200.0)]
-    assert report.ratio(ours, peer, "tokens_per_s") == 0.5
-    assert report.ratio(ours, [], "tokens_per_s") is None
+    assert paired_ratio(ours, peer, itemgetter("tokens_per_s")) == 0.5
+    assert paired_ratio(ours, [], itemgetter("tokens_per_s")) is None
 
 
 def test_the_table_shows_medians_ratios_and_marks() -> None:
