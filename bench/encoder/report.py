@@ -10,7 +10,6 @@ from typing import cast
 from bench.records import Record
 from bench.tables import grouped, head, median, paired_ratio
 
-LEFT, VALUES = 210, 130
 MIB = 1 << 20
 
 

@@ -13,7 +13,6 @@ from bench.router.policies import ORACLE
 from bench.tables import head
 from deploy.simulator.results import interval
 
-LEFT, VALUES = 210, 130
 Cells = dict[tuple[Any, ...], dict[int, Record]]  # by seed
 
 
