@@ -31,7 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -168,7 +168,8 @@ class Ranks:
                 own.set_exception(error)
 
         threading.Thread(target=settle, name="start", daemon=True).start()
-        wait((own, self._lost), return_when=FIRST_COMPLETED)
+        either: Sequence[Future[Any]] = (own, self._lost)
+        wait(either, return_when=FIRST_COMPLETED)
         if own.done() and own.exception() is None:
             return own.result()
         # what ranks have reported is read to its end before the first is chosen
