@@ -168,7 +168,7 @@ class Ranks:
                 own.set_exception(error)
 
         threading.Thread(target=settle, name="start", daemon=True).start()
-        either: Sequence[Future[Any]] = (own, self._lost)
+        either: Any = (own, self._lost)
         wait(either, return_when=FIRST_COMPLETED)
         if own.done() and own.exception() is None:
             return own.result()

@@ -138,9 +138,12 @@ def test_a_product_is_that_of_the_plain_weight(form: str, shape: tuple[int, int]
         shares = coded_product(own, made.codes, own_bias)
         by_library = dtype == torch.float32 and num_tokens == 17
         is_cut = not by_library and (num_tokens > 1 or shape == WIDE)
+        # shorter groups have their scales before the product
+        is_rounded = dtype == torch.float16 and num_tokens > 1 and made.codes.group < min(128, shape[1])
         assert (len(shares) > 1) == is_cut
         assert shares.dtype == (torch.float32 if is_cut else dtype)
-        assert relative(shares.sum(0, dtype=torch.float32), expected) < (1e-6 if is_cut else tolerance)
+        is_exact = is_cut and not is_rounded
+        assert relative(shares.sum(0, dtype=torch.float32), expected) < (1e-6 if is_exact else tolerance)
         whole = coded_product(own, made.codes, None, is_whole=True)
         assert whole.shape == (1, num_tokens, shape[0]) and whole.dtype == dtype
         assert relative(whole[0], F.linear(own.float(), made.plain)) < tolerance

@@ -166,11 +166,11 @@ def test_the_products_with_codes_compile(
         {**kinds, "out": "*bf16"}, capability,
     )  # fmt: skip
     for rows in (16, 64):
-        sizes = {"ROWS": rows, "TILE": 64, "STEP": group}
+        sizes = {"ROWS": rows, "TILE": 64, "STEP": 128, "GROUP": group}
         check_compiles(
             coded_kernels, "coded_rows", {**constants, **sizes}, kinds, capability, num_warps=4, num_stages=3
         )
-    sizes = {"ROWS": 16, "TILE": 32, "STEP": group}
+    sizes = {"ROWS": 16, "TILE": 32, "STEP": 128, "GROUP": group}
     floats = {**kinds, "x": "*fp32", "bias": "*fp32"}
     check_compiles(
         coded_kernels, "coded_rows", {**constants, **sizes}, floats, capability, num_warps=4, num_stages=3
