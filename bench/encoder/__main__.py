@@ -4,15 +4,18 @@
     python -m bench.encoder curve   --out R.jsonl --models MODEL …            encoder calls of 1 to 32 items
     python -m bench.encoder tower   --out R.jsonl --models MODEL …            one item, part by part
     python -m bench.encoder preparing --out R.jsonl                           items at once, by processes
+    python -m bench.encoder merge   --out R.jsonl                             rows into a prompt's embeddings
     python -m bench.encoder overlap --out R.jsonl                             what a slow encoder hides
     python -m bench.encoder accuracy --out R.jsonl                            answers with fewer pixels, frames or rows
     python -m bench.encoder serve   --model MODEL [--doors 2] [--set NAME=VALUE …] [COMMAND …]
+    python -m bench.encoder mixed   --out R.jsonl --url URL --model MODEL     beside a server that encodes in its step
     python -m bench.encoder reuse   --out R.jsonl --url URL                   later turns about the same media
     python -m bench.encoder single  --out R.jsonl --url URL                   one new video for 200 clients
     python -m bench.encoder flood   --out R.jsonl --url URL --model MODEL     200 images for one encoder
+    python -m bench.encoder burst   --out R.jsonl --url URL …                 64 images and 16 texts
     python -m bench.encoder table   R.jsonl …
 
-`serve` starts a cluster on a free port. If a command follows (reuse, single or flood, without --url),
+`serve` starts a cluster on a free port. If a command follows (mixed … burst, without --url),
 it runs that command and then stops the cluster; otherwise it serves until Ctrl-C. All commands but `models`
 and `serve` append to --out.
 """
@@ -32,6 +35,7 @@ import httpx
 from bench import DEMO_MODEL, records
 from bench.arguments import (
     DEFAULT_URL,
+    DTYPES,
     add_dtype,
     add_model,
     end_on_signals,
@@ -90,12 +94,17 @@ def _add_engine_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         command.add_argument("--threads", type=int, default=threads, help="default: an encoder's")
         add_dtype(command, "float32")
     curve.add_argument("--batches", type=numbers, default=[1, 2, 4, 8, 16, 32])
+    merge = commands.add_parser("merge")
+    merge.add_argument("--rows", type=int, default=5000)
+    merge.add_argument("--hidden-sizes", type=numbers, default=[256, 2048, 4096])
+    merge.add_argument("--threads", type=int, default=_num_cores())
+    add_dtype(merge, "float32")
     overlap, preparing = commands.add_parser("overlap"), commands.add_parser("preparing")
     overlap.add_argument("--prompts", type=numbers, default=[512, 2048, 3500], help="tokens of text")
     preparing.add_argument("--processes", type=numbers, default=[0, 1, 2, 4, 8], help="0: threads")
     for command in (overlap, preparing):
         add_model(command)
-    for command in (curve, tower, preparing, overlap):
+    for command in (curve, tower, merge, preparing, overlap):
         _add_results(command)
     accuracy = commands.add_parser("accuracy")
     accuracy.add_argument("--samples", type=int, default=200, help="of each task")
@@ -112,22 +121,38 @@ def _add_server_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the cluster"
     )
     serve.add_argument("then", nargs=argparse.REMAINDER, metavar="COMMAND …")
+    synchronous = commands.add_parser("synchronous")  # `mixed` starts it
+    synchronous.add_argument("--model", required=True)
+    synchronous.add_argument("--dtype", choices=DTYPES, required=True)
+    synchronous.add_argument("--port", type=int, required=True)
+    synchronous.add_argument("--threads", type=int, required=True)
 
 
 def _add_client_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    mixed = commands.add_parser("mixed")
+    mixed.add_argument("--text-requests", type=int, default=31)
+    mixed.add_argument("--text-words", type=int, default=64)
+    mixed.add_argument("--threads", type=int, default=_num_cores(), help="of the other server")
     reuse = commands.add_parser("reuse")
     reuse.add_argument("--images", type=int, default=4)
     reuse.add_argument("--image-side", type=int, default=448)
     single, flood = commands.add_parser("single"), commands.add_parser("flood")
     flood.add_argument("--side", type=int, default=448)
-    add_model(flood, "that the cluster serves")
-    add_dtype(flood, "float32", "that the cluster computes in")
-    for command in (reuse, single):
+    for command in (mixed, flood):
+        add_model(command, "that the cluster serves")
+        add_dtype(command, "float32", "that the cluster computes in")
+    for command in (mixed, reuse, single):
         command.add_argument("--frames", type=int, default=16, help="of a video, two a second")
         command.add_argument("--frame-side", type=int, default=224)
     for command in (single, flood):
         command.add_argument("--requests", type=int, default=200)
-    for command in (reuse, single, flood):
+    burst = commands.add_parser("burst")
+    burst.add_argument("--images", type=int, default=64)
+    burst.add_argument("--texts", type=int, default=16)
+    burst.add_argument("--side", type=int, default=224)
+    burst.add_argument("--url", action="append", help="several times: in turn")
+    _add_results(burst)
+    for command in (mixed, reuse, single, flood):
         command.add_argument("--url", default=DEFAULT_URL)
         _add_results(command)
 
@@ -193,6 +218,36 @@ def _serve(args: argparse.Namespace) -> None:
         raise RuntimeError(f"the cluster has ended:\n{cluster.log_end()}")
 
 
+def _synchronous(args: argparse.Namespace) -> None:
+    import torch
+
+    from bench.encoder.synchronous import serve
+    from cluster.config.environment import read_environment
+    from cluster.config.resolution import resolve
+    from cluster.config.settings import ClusterArgs
+
+    given = ClusterArgs.model_validate({"model": args.model, "dtype": args.dtype})
+    resolved = resolve(given, read_environment(), num_cores=args.threads)
+    serve(resolved, getattr(torch, args.dtype), args.port, args.threads)
+
+
+def _merge(args: argparse.Namespace) -> Iterable[Record]:
+    import torch
+
+    from bench.encoder.merge import measure
+
+    dtype = getattr(torch, args.dtype)
+    return measure(args.rows, args.hidden_sizes, dtype, args.repeats, args.threads)
+
+
+def _mixed(args: argparse.Namespace) -> Iterable[Record]:
+    from bench.encoder.mixed import BurstLoad, measure
+
+    load = BurstLoad(args.text_requests, args.text_words, args.frames, args.frame_side)
+    model = str(Path(args.model).resolve())
+    return measure(args.url, model, args.dtype, load, args.repeats, args.seed, args.threads)
+
+
 def _reuse(args: argparse.Namespace) -> Iterable[Record]:
     from bench.encoder.reuse import Media, measure
 
@@ -203,8 +258,10 @@ def _reuse(args: argparse.Namespace) -> Iterable[Record]:
 def _crowd(args: argparse.Namespace) -> Iterable[Record]:
     import torch
 
-    from bench.encoder.crowd import flood, single
+    from bench.encoder.crowd import burst, flood, single
 
+    if args.command == "burst":
+        return burst(args.url or [DEFAULT_URL], args.images, args.texts, args.side, args.repeats, args.seed)
     if args.command == "single":
         return single(args.url, args.requests, args.frames, args.frame_side, args.repeats, args.seed)
     dtype = getattr(torch, args.dtype)
@@ -223,9 +280,13 @@ COMMANDS = {
     "overlap": _overlap,
     "accuracy": _accuracy,
     "serve": _serve,
+    "synchronous": _synchronous,
+    "mixed": _mixed,
     "reuse": _reuse,
     "single": _crowd,
     "flood": _crowd,
+    "burst": _crowd,
+    "merge": _merge,
     "table": _table,
 }
 

@@ -1,5 +1,6 @@
 """Many clients at the same moment.
 
+burst    images and texts together, at one cluster or at several in turn: how soon each is answered
 single   all ask about the same video, which the cluster has never seen: how often is it encoded?
 flood    each sends another image: every client must be answered or refused with Retry-After, and the
          encoder's memory must stay within its plan
@@ -7,6 +8,7 @@ flood    each sends another image: every client must be answered or refused with
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -21,10 +23,12 @@ from bench.metrics import grown, page, wait_idle
 from bench.processes import cpu_s, processes_at, status_bytes
 from bench.records import Record
 from cluster.worker.memory_plan import encoder_step_bytes
+from deploy.simulator.results import percentile
 from encoder_service.service import MAX_BATCH_ROWS
 
 ENCODER_ITEMS = "epdg_encoder_items_total"
 NUM_TOKENS = 8  # of an answer
+TEXT_WORDS = 64
 IDLE_TIMEOUT_S = 10.0  # a door knows a worker's counters from its last report
 QUESTION = "What do you see?"
 
@@ -80,6 +84,40 @@ def flood(
             "budget_bytes": step_budget(model, dtype),
             **outcome,
         }
+
+
+def burst(
+    urls: Sequence[str], num_images: int, num_texts: int, side: int, repeats: int, seed: int
+) -> Iterator[Record]:
+    """Each repetition sends new images and texts, to every cluster the same. Blocks."""
+    prompts, servers = Prompts(seed), [endpoint(url) for url in urls]
+    for server in servers:
+        _warm_up(server, prompts)
+    for repetition in range(repeats):
+        images = (prompts.image(side, "burst", repetition, idx) for idx in range(num_images))
+        requests = [request("image", 1, image, text_part(QUESTION)) for image in images]
+        texts = (prompts.text(TEXT_WORDS, "burst", repetition, idx) for idx in range(num_texts))
+        requests += [request("text", 1, text_part(text)) for text in texts]
+        for place in range(len(servers))[:: -1 if repetition % 2 else 1]:
+            records = required(at_once(servers[place], requests))
+            by_kind = {
+                kind: [record.ttft_s for record in records if record.kind == kind]
+                for kind in ("image", "text")
+            }
+            yield {
+                "type": "burst",
+                "model": servers[place].model_id,
+                "cluster": place,
+                "repetition": repetition,
+                "side": side,
+                "images": num_images,
+                "texts": num_texts,
+                "images_per_s": num_images / max(by_kind["image"]),
+                "image_mean_s": statistics.mean(by_kind["image"]),
+                "image_p99_s": percentile(by_kind["image"], 0.99),
+                "text_p50_s": percentile(by_kind["text"], 0.5),
+                "text_p99_s": percentile(by_kind["text"], 0.99),
+            }
 
 
 def step_budget(model: str, dtype: torch.dtype) -> int:

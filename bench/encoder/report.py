@@ -1,4 +1,4 @@
-"""Tables from the records of all commands. Pure. Ratios are taken within a repetition; figures are medians."""
+"""Tables from the records of all commands. Pure. Ratios are within a repetition; figures are medians."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import cast
 
 from bench.records import Record
 from bench.tables import grouped, head, median, paired_ratio
+from deploy.simulator.results import percentile
 
+SYSTEMS = ("cluster", "synchronous")
+TIMES = ("video", "all", "text", "alone")  # means of a pair of bursts
 MIB = 1 << 20
 
 
@@ -77,6 +80,77 @@ def preparing_table(records: Iterable[Record]) -> list[str]:
     return lines
 
 
+def mixed_table(records: Iterable[Record]) -> list[str]:
+    """For each load a row per system, then the cluster divided by the other."""
+    lines = head(
+        "load", "system", "TTFT ms: video", "mean of all", "text with it", "text without", "with ÷ without",
+        "p99, text with it", "alike",
+    )  # fmt: skip
+    for (model, dtype, load), cell in grouped(records, "model", "dtype", "load").items():
+        by_system = {system: [r for r in cell if r["system"] == system] for system in SYSTEMS}
+        means = {system: _repetitions(found) for system, found in by_system.items()}
+        label = f"{model} in {dtype}, {load}"
+        for system, each in means.items():
+            video, *others = (f"{1e3 * _middle(each.values(), name):.0f}" for name in (*TIMES, "p99"))
+            slowdown = f"{_middle(each.values(), 'slowdown'):.2f}"
+            lines.append(
+                f"| {label} | {system} | {video} | {' | '.join([*others[:3], slowdown, others[3]])} | |"
+            )
+        ours, theirs = (means[system] for system in SYSTEMS)
+        both = [
+            {name: ours[idx][name] / theirs[idx][name] for name in TIMES} for idx in ours if idx in theirs
+        ]
+        ratios = " | ".join(f"{_middle(both, name):.2f}" for name in TIMES)
+        lines.append(f"| {label} | ratio | {ratios} | | | {_num_alike(*by_system.values())} |")
+    return lines
+
+
+def _num_alike(ours: Sequence[Record], theirs: Sequence[Record]) -> str:
+    """Number of answers that both systems gave alike."""
+    others = {(record["burst"], record["repetition"]): record["answers"] for record in theirs}
+    pairs = [
+        pair
+        for record in ours
+        for pair in zip(
+            record["answers"], others.get((record["burst"], record["repetition"]), ()), strict=False
+        )
+    ]
+    return f"{sum(mine == its for mine, its in pairs)} of {len(pairs)}"
+
+
+def _middle(found: Iterable[dict[str, float]], name: str) -> float:
+    return statistics.median(each[name] for each in found)
+
+
+def _repetitions(records: Sequence[Record]) -> dict[int, dict[str, float]]:
+    """The repetitions of one system: means of each pair of bursts."""
+    pairs: dict[int, dict[str, Record]] = {}
+    for record in records:
+        pairs.setdefault(record["repetition"], {})[record["burst"]] = record
+    found = {}
+    for repetition, pair in pairs.items():
+        if len(pair) == 2:
+            with_it, alone = _ttfts(pair["video"]), _ttfts(pair["text"])["text"]
+            text, mean_alone = statistics.mean(with_it["text"]), statistics.mean(alone)
+            found[repetition] = {
+                "video": with_it["video"][0],
+                "all": statistics.mean(pair["video"]["ttfts_s"]),
+                "text": text,
+                "alone": mean_alone,
+                "slowdown": text / mean_alone,
+                "p99": percentile(with_it["text"], 0.99),
+            }
+    return found
+
+
+def _ttfts(record: Record) -> dict[str, list[float]]:
+    """Times to first token, by kind of request."""
+    found: dict[str, list[float]] = {}
+    for kind, ttft_s in zip(record["kinds"], record["ttfts_s"], strict=True):
+        found.setdefault(kind, []).append(ttft_s)
+    return found
+
+
 def reuse_table(records: Iterable[Record]) -> list[str]:
     cells = grouped(records, "model", "media", "turn")
     lines = head("model", "media", "turn", "prompt", "from prefix cache", "encoded", "TTFT ms", "cold ÷ it")
@@ -113,6 +187,35 @@ def flood_table(records: Iterable[Record]) -> list[str]:
             f"| {record['requests']} | {_outcome(record)} | {' | '.join(f'{size / MIB:.0f}' for size in sizes)} | "
             f"{'yes' if grown <= record['budget_bytes'] else 'no'} | {record['seconds']:.1f} |"
         )
+    return lines
+
+
+def merge_table(records: Iterable[Record]) -> list[str]:
+    cells = grouped(records, "rows", "hidden_size", "dtype", "threads", "way")
+    lines = head("rows", "hidden size", "dtype, threads", "MB", "way", "ms", "÷ copy", "page faults")
+    for (*rest, way), cell in cells.items():
+        rows, hidden_size, dtype, threads = rest
+        ratio = _ratio(cell, cells[(*rest, "copy")], lambda record: record["seconds"])
+        lines.append(
+            f"| {rows} | {hidden_size} | {dtype}, {threads} | {cell[0]['bytes'] / 1e6:.1f} | {way} | "
+            f"{1e3 * median(cell, 'seconds'):.3f} | {ratio:.1f} | {median(cell, 'page_faults'):.0f} |"
+        )
+    return lines
+
+
+def burst_table(records: Iterable[Record]) -> list[str]:
+    """The ratios are to the first cluster in the same repetition."""
+    cells = grouped(records, "model", "side", "images", "texts", "cluster")
+    names = ("images_per_s", "image_mean_s", "image_p99_s", "text_p50_s", "text_p99_s")
+    lines = head(
+        "model", "at once", "cluster", "images/s", "TTFT s: image mean", "p99", "text p50", "p99", "÷ first"
+    )
+    for (*rest, place), cell in cells.items():
+        model, side, images, texts = rest
+        ratios = [f"{_ratio(cell, cells[(*rest, 0)], itemgetter(name)):.2f}" for name in names]
+        values = " | ".join(f"{median(cell, name):.3g}" for name in names)
+        load = f"{images} images of {side}², {texts} texts"
+        lines.append(f"| {model} | {load} | {place} | {values} | {', '.join(ratios)} |")
     return lines
 
 
@@ -212,9 +315,12 @@ TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
     "curve": curve_table,
     "tower": tower_table,
     "preparing": preparing_table,
+    "mixed": mixed_table,
     "reuse": reuse_table,
     "single": single_table,
     "flood": flood_table,
+    "burst": burst_table,
+    "merge": merge_table,
     "overlap": overlap_table,
     "accuracy": accuracy_table,
 }

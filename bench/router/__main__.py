@@ -4,6 +4,7 @@ live run. See README.md.
 python -m bench.router simulate --out R.jsonl [--only policies,splits,groups,overload] [--seeds 5]
 python -m bench.router report   R.jsonl
 python -m bench.router decide   [--workers 16,64,256]
+python -m bench.router scale    --replicas 1000 --requests 1000000
 python -m bench.router scaling  --out R.jsonl [--seeds 5] [--devices 5,7,8]
 python -m bench.router replay   TRACE [--out records.jsonl]
 """
@@ -25,6 +26,7 @@ from bench.router.overheads import measure
 from bench.router.recording import read
 from bench.router.replay import NUM_RUNS, replay, table
 from bench.router.run import run
+from bench.router.scale import scale
 
 KINDS = ("policies", "splits", "groups", "overload")
 
@@ -47,6 +49,12 @@ def make_parser() -> argparse.ArgumentParser:
     decide.add_argument("--workers", type=numbers, default=[16, 64, 256])
     tables = commands.add_parser("report", help="tables in Markdown")
     tables.add_argument("files", nargs="+", type=Path)
+    big = commands.add_parser("scale", help="how long a large cluster takes to simulate")
+    big.add_argument("--replicas", type=int, default=1000)
+    big.add_argument("--requests", type=int, default=1_000_000)
+    big.add_argument("--policy", default="joint")
+    big.add_argument("--media", action="store_true", help="an image in every prompt; else text alone")
+    big.add_argument("--seed", type=int, default=0)
     pools = commands.add_parser("scaling", help="a day with pools that are scaled, and with fixed ones")
     pools.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
     pools.add_argument("--seeds", type=int, default=NUM_SEEDS)
@@ -80,6 +88,11 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
+def _scale(args: argparse.Namespace) -> int:
+    print(json.dumps(scale(args.replicas, args.requests, args.policy, args.media, args.seed), indent=2))
+    return 0
+
+
 def _scaling(args: argparse.Namespace) -> int:
     records.append(args.out, scaling.runs(args.seeds, args.devices))
     print("\n".join(scaling.table(records.read([args.out]))))
@@ -110,6 +123,7 @@ COMMANDS = {
     "simulate": _simulate,
     "report": _report,
     "decide": _decide,
+    "scale": _scale,
     "scaling": _scaling,
     "replay": _replay,
 }

@@ -6,7 +6,7 @@
                                     [--repeats 3] [--codec raw]
     python -m bench.transfer accuracy --out results.jsonl [--model deploy/demo_model] [--samples 100] [--seed 20261122]
                                     [--codecs raw,int8,int4] [--prompts short,long] [--tasks TASK …]
-    python -m bench.transfer cost
+    python -m bench.transfer cost [--against CHECKOUT]
     python -m bench.transfer table results.jsonl
 
 `lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such
@@ -57,7 +57,8 @@ def main() -> None:
     accuracy.add_argument("--cache", type=Path, default=WORD_CACHE, help="spoken words")
     for command in (lanes, hidden, accuracy):
         command.add_argument("--out", type=Path, required=True)
-    commands.add_parser("cost")
+    cost = commands.add_parser("cost")
+    cost.add_argument("--against", type=Path, help="a checkout of another version")
     table = commands.add_parser("table")
     table.add_argument("files", nargs="+", type=Path)
     arguments = parser.parse_args()
@@ -74,7 +75,7 @@ def _lanes(arguments: argparse.Namespace) -> None:
 def _cost(arguments: argparse.Namespace) -> None:
     from bench.transfer.cost import report
 
-    report()
+    report(arguments.against)
 
 
 def _hidden(arguments: argparse.Namespace) -> None:

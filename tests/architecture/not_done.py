@@ -16,7 +16,7 @@ OLD_WORDS: dict[str, int] = {}
 # lines over 110 columns
 LONG_LINES: dict[str, int] = {
     "bench": 5,
-    "bench/encoder": 8,
+    "bench/encoder": 9,
     "bench/engine": 2,
     "bench/first_steps": 16,
     "bench/fuzz": 3,
@@ -29,7 +29,7 @@ LONG_LINES: dict[str, int] = {
     "kv_transfer/lease": 1,
     "tests/contract": 31,
     "tests/flow": 7,
-    "tests/unit": 74,
+    "tests/unit": 78,
 }
 
 # lines that their comment has broken

@@ -28,6 +28,7 @@ from bench.router.cases import (
 from bench.router.decisions import decisions, loaded_cluster, table
 from bench.router.policies import ORACLE, maker
 from bench.router.run import promised, record
+from bench.router.scale import scale
 from cluster.config.settings import AdmissionArgs, AdmissionClassArgs
 from cluster.errors import ConfigError
 from deploy.simulator import __main__ as simulate_main
@@ -271,6 +272,13 @@ def test_admission_refuses_what_cannot_be_served_and_leaves_nothing_behind() -> 
     assert {outcome.status for outcome in outcomes} == {"finished", "refused"}
     assert all(o.waited_s <= (4.0 if o.request.priority else 1.0) + 1e-6 for o in outcomes)
     assert simulation.doors[0].is_idle
+
+
+@pytest.mark.slow
+def test_a_large_cluster_serves_every_request() -> None:
+    found = scale(60, 300, "least_loaded", media=True)
+    assert found["num_ended"] == 300
+    assert found["layout"] == "12E+36P+12D"
 
 
 def test_slower_accelerators_serve_less() -> None:
