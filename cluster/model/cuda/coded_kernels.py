@@ -6,7 +6,7 @@ A code becomes a number by operations on bits, the same on every GPU:
 * An integer is put into the low bits of the float32 of 2**23, from which 2**23 and the zero are subtracted at
   once, exactly.
 * E4M3 has the bits of a float16 that is 256 times smaller, E2M1 of one that is 2**14 times smaller, subnormal
-  numbers as well. Their scales are multiplied by that.
+  numbers as well. Their scales, numbers or (uint8) exponents, are multiplied by that.
 
 Numbers are exact in bfloat16 and float16, their products are summed in float32, a group of columns is
 multiplied by its scale in float32, and the sum is rounded once where it is stored. In `coded_rows`, groups
@@ -79,16 +79,17 @@ def _groups(
     groups = (first + tl.arange(0, GROUPS) * GROUP) // group
     places = (outputs // scale_rows).to(tl.int64)[:, None] * num_groups + groups[None, :]
     mask = is_output[:, None] & (groups < num_groups)[None, :]
-    if KIND == E2M1:  # exponents
+    if scales.dtype.element_ty == tl.uint8:  # exponents
         power = tl.load(scales + places, mask=mask, other=0).to(tl.int32)
         power = tl.where(power == 0, LEAST_POWER, power << 23)
-        scale = power.to(tl.float32, bitcast=True) * E2M1_FACTOR
+        scale = power.to(tl.float32, bitcast=True)
     else:
         scale = tl.load(scales + places, mask=mask, other=0.0).to(tl.float32)
     if KIND == E4M3:
         scale *= E4M3_FACTOR
         zero = tl.zeros_like(scale)
     elif KIND == E2M1:
+        scale *= E2M1_FACTOR
         zero = tl.zeros_like(scale)
     elif zeros is None:
         zero = tl.zeros_like(scale) + (MAGIC + MIDDLE)
