@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from cluster.scheduling.keys import SchedulingPolicy
 from deploy.simulator.hardware import Model
@@ -22,21 +20,6 @@ MAX_LEAPS = 8
 REACH = 64  # times the guess: no rate is looked for further away
 
 
-@contextmanager
-def _one_collection() -> Iterator[None]:
-    """What a run has made is looked through for garbage once, when it has returned: nearly all of it lives as
-    long as the run, and looking again and again took a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.collect(0)
-        if was_enabled:
-            gc.enable()
-
-
-@_one_collection()
 def run_once(
     specs: Sequence[WorkerSpec],
     policy: MakePolicy,
@@ -52,7 +35,6 @@ def run_once(
     return summarise(simulation.run(workload.requests(rate, num_requests, seed)), slo)
 
 
-@_one_collection()
 def run_unless_missed(
     specs: Sequence[WorkerSpec], policy: MakePolicy, model: Model, workload: Workload, rate: float,
     num_requests: int, seed: int, slo: Slo,
