@@ -34,7 +34,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +46,7 @@ from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, a
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.states import StateSpan
 from cluster.model.step_model import OnLayer, StepModel
+from cluster.model.token_inputs import TokenInputs
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class CapturableModel(StepModel, Protocol):
     num_adapter_slots: int
     position_axes: int
     dtype: torch.dtype
+    inputs: TokenInputs
 
     def step(
         self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None,
@@ -81,10 +82,6 @@ class CapturableModel(StepModel, Protocol):
         ...
 
     def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None: ...
-
-    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray: ...
-
-    def known_on_device(self, token_ids: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,7 @@ class GraphedModel:
         self._check(kv)
         if self._marks is not None:
             self._marks.begin()
-        token_ids = self._model.known_ids([token for chunk in chunks for token in chunk.token_ids])
+        token_ids = self._model.inputs.known_ids([token for chunk in chunks for token in chunk.token_ids])
         inputs = self._buffers.fill_chunks(sizes, token_ids, chunks)
         self._model.place_embeds(inputs.token_ids, chunks, self._embeds[: sizes.num_tokens])
         logits = self._replays[sizes, any(chunk.adapter for chunk in chunks)]()
@@ -223,12 +220,12 @@ class GraphedModel:
         if sizes is None or not _have_places(context_lens):
             return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
         is_on_device = isinstance(token_ids, Tensor)
-        known = 0 if is_on_device else self._model.known_ids(token_ids)
+        known = 0 if is_on_device else self._model.inputs.known_ids(token_ids)
         inputs = self._buffers.fill_answers(
             sizes, known, context_lens, deltas, block_tables, adapters, states
         )
         if is_on_device:
-            inputs.token_ids[:count].copy_(self._model.known_on_device(token_ids))
+            inputs.token_ids[:count].copy_(self._model.inputs.known_on_device(token_ids))
         return self._replays[sizes, any(adapters)]()[:count]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -213,6 +215,7 @@ class EchoModel:
     vocab_size = position_axes = num_layers = 1
     recorded_tokens = state_blocks = num_adapter_slots = 0
     dtype = torch.float32
+    inputs: Any = SimpleNamespace(known_ids=np.array, known_on_device=lambda token_ids: token_ids)
 
     def step(
         self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None, on_layer=None
@@ -223,12 +226,6 @@ class EchoModel:
 
     def place_embeds(self, token_ids: Tensor, chunks, embeds: Tensor) -> None:
         embeds.copy_(token_ids[:, None])
-
-    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray:
-        return np.array(token_ids)
-
-    def known_on_device(self, token_ids: Tensor) -> Tensor:
-        return token_ids
 
     def forward(self, chunks, kv, on_layer=None) -> Tensor:
         return torch.tensor([[-1.0]])
