@@ -30,9 +30,9 @@ written (`LayerMarks`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,11 +42,10 @@ from cluster.model.collectives import Collectives
 from cluster.model.cuda.capture import Capture, Replay, capture_cuda
 from cluster.model.cuda.layer_marks import LayerMarks
 from cluster.model.cuda.paged_attention import MAX_SHARES, RECORDED_PLACES, num_places
-from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
+from cluster.model.cuda.step_inputs import StepBuffers, StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.states import StateSpan
 from cluster.model.step_model import OnLayer, StepModel
-from cluster.model.token_inputs import TokenInputs
 
 logger = logging.getLogger(__name__)
 
@@ -57,31 +56,6 @@ MAX_PROMPTS = 128  # in a step without answers
 # What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred
 # launches. An assumption; other workers on the device make it hard to measure.
 GRAPH_BYTES = 8 << 20
-
-
-class CapturableModel(StepModel, Protocol):
-    """The part of `LanguageModel` that graphs need."""
-
-    block_size: int
-    max_model_len: int
-    num_layers: int
-    hidden_size: int
-    feature_width: int
-    vocab_size: int
-    state_blocks: int
-    num_adapter_slots: int
-    position_axes: int
-    dtype: torch.dtype
-    inputs: TokenInputs
-
-    def step(
-        self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None,
-        on_layer: Callable[[int], None] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See `LanguageModel`. Enqueues work only: no synchronisation, no copies from the host."""
-        ...
-
-    def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -138,7 +112,7 @@ class GraphedModel:
     """
 
     def __init__(
-        self, model: CapturableModel, kv: BlockMemory, sizes: RecordedSizes, capture: Capture,
+        self, model: LanguageModel, kv: BlockMemory, sizes: RecordedSizes, capture: Capture,
         collectives: Collectives | None = None,
     ):  # fmt: skip
         """collectives: of a rank."""
@@ -343,12 +317,12 @@ def _have_places(context_lens: Sequence[int]) -> bool:
     return num_places([1] * count, [length + 1 for length in context_lens]) <= RECORDED_PLACES
 
 
-def num_forms(model: CapturableModel | LanguageModel) -> int:
+def num_forms(model: LanguageModel) -> int:
     """How often a size is recorded."""
     return 2 if model.num_adapter_slots else 1
 
 
-def num_scratch_blocks(model: CapturableModel | LanguageModel) -> int:
+def num_scratch_blocks(model: LanguageModel) -> int:
     """One for the K and V of padding tokens, after those of a state."""
     return 1 + model.state_blocks
 

@@ -215,7 +215,7 @@ class EchoModel:
     vocab_size = position_axes = num_layers = 1
     recorded_tokens = state_blocks = num_adapter_slots = 0
     dtype = torch.float32
-    inputs: Any = SimpleNamespace(known_ids=np.array, known_on_device=lambda token_ids: token_ids)
+    inputs = SimpleNamespace(known_ids=np.array, known_on_device=lambda token_ids: token_ids)
 
     def step(
         self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None, on_layer=None
@@ -236,6 +236,9 @@ class EchoModel:
         return torch.tensor([[-1.0]])
 
 
+echo_model: Any = EchoModel()
+
+
 def memory() -> BlockMemory:
     return BlockMemory(MemoryLayout((SegmentSpec(BLOCK_SIZE, (1,), torch.float32),)), num_blocks=10)
 
@@ -244,7 +247,7 @@ def test_a_graphed_model_replays_steps_and_keeps_requests_blocks_from_padding() 
     kv = memory()
     kv.buffer.fill_(1)
     before = kv.segments[0].clone()
-    model = GraphedModel(EchoModel(), kv, RecordedSizes.up_to(4, 20), FakeCapture())
+    model = GraphedModel(echo_model, kv, RecordedSizes.up_to(4, 20), FakeCapture())
     model.warm_up()
     assert torch.equal(kv.segments[0][:-1], before[:-1])
     out = model.decode([6, 7, 8], [1, 5, 9], [0, 0, 0], [[0], [1, 2], [3, 4, 5]], kv)
@@ -262,14 +265,14 @@ def test_a_graphed_model_replays_steps_and_keeps_requests_blocks_from_padding() 
 
 def test_more_choices_than_a_step_of_answers_has_sequences_run_unrecorded() -> None:
     kv = memory()
-    model = GraphedModel(EchoModel(), kv, RecordedSizes.up_to(2, 0), FakeCapture())
+    model = GraphedModel(echo_model, kv, RecordedSizes.up_to(2, 0), FakeCapture())
     model.warm_up()
     assert model.decode([6] * 3, [1] * 3, [0] * 3, [[0]] * 3, kv) == -1
 
 
 def test_warming_up_records_everything_that_a_step_can_ask_for_once() -> None:
     kv, capture = memory(), FakeCapture()
-    model = GraphedModel(EchoModel(), kv, RecordedSizes.up_to(40, 20), capture)
+    model = GraphedModel(echo_model, kv, RecordedSizes.up_to(40, 20), capture)
     model.warm_up()
     recorded = capture.num_recorded
     for count in range(1, 41):
