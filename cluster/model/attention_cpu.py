@@ -9,7 +9,7 @@ in `PagedBatch.memo`. Letters as in `attention`.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,7 +70,10 @@ class CpuAttention:
 
     def __init__(self, library: ctypes.CDLL, fallback: ModelAttention):
         self._fallback = fallback
+        # pointers, which ctypes takes of structs in half the time of an address
         self._attend, self._write = library.paged_attention, library.write_kv
+        self._attend.argtypes, self._attend.restype = (POINTER(_AttentionStep), POINTER(_AttentionCall)), None
+        self._write.argtypes, self._write.restype = (POINTER(_WriteCall), POINTER(_WriteCall)), None
 
     def can_capture(self, cache: LayerCache) -> bool:
         return False
@@ -85,8 +88,7 @@ class CpuAttention:
             self._fallback.write(batch, cache, key, value)
             return
         key, value = _with_dense_rows(key), _with_dense_rows(value)
-        calls = _write_call(batch, cache.key, key), _write_call(batch, cache.value, value)
-        self._write(*map(ctypes.byref, calls))
+        self._write(_write_call(batch, cache.key, key), _write_call(batch, cache.value, value))
 
     def attend(
         self, batch: PagedBatch, layer: LayerAttention, query: Tensor, new_key: Tensor, new_value: Tensor,
@@ -106,7 +108,7 @@ class CpuAttention:
             kv_heads, key_width, value_width, query.dtype == torch.bfloat16, layer.scaling,
             layer.softcap or 0.0,
         )  # fmt: skip
-        self._attend(step_view(batch, layer.sliding_window).address, ctypes.byref(call))
+        self._attend(step_view(batch, layer.sliding_window).step, call)
         return out
 
 
@@ -175,7 +177,9 @@ def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tenso
     new = np.array(batch.query_lens)
     last = np.array(batch.context_lens) - new.cumsum()  # of each sequence: index of a token - its place
     positions = np.repeat(last, new).astype(np.int32) + np.arange(new.sum(), dtype=np.int32)
-    starts = np.array([0, *batch.query_lens]).cumsum()
-    ends = visible_ends(positions, starts, batch.spans(window) if any(batch.bidirectional_spans) else ())
+    ends = positions + 1
+    if any(batch.bidirectional_spans):
+        starts = np.array([0, *batch.query_lens]).cumsum()
+        ends = visible_ends(positions, starts, batch.spans(window))
     begins = np.zeros_like(ends) if window is None else np.maximum(positions - (window - 1), 0)
     return torch.from_numpy(begins), torch.from_numpy(ends)

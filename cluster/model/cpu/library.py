@@ -7,6 +7,7 @@ while it runs.
 from __future__ import annotations
 
 import ctypes
+import sys
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,8 +21,8 @@ SOURCES = Path(__file__).parent
 
 
 def fields(kind: type, names: str) -> list[tuple[str, type]]:
-    """Successive fields of a struct that have one type."""
-    return [(name, kind) for name in names.split()]
+    """Successive fields of a struct that have one type. Interned, as ctypes sets them by their names."""
+    return [(sys.intern(name), kind) for name in names.split()]
 
 
 class Layer(ctypes.Structure):
@@ -58,8 +59,6 @@ _PROTOTYPES = {
     "rms_norm_f32": _NORM,
     "rms_norm_bf16": _NORM,
     # structs, by their addresses
-    "paged_attention": (c_void_p, c_void_p),
-    "write_kv": (c_void_p, c_void_p),
     "run_decoder": (c_void_p, c_void_p),
     "encoder_layer": (c_void_p, c_void_p, c_void_p, c_void_p),  # and x, y
     "run_mixer": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),  # and rows, out, threads
