@@ -1,32 +1,25 @@
-"""The arithmetic of bench/encoder: loads, ways to merge, steps of the baseline, what is read from a cluster,
-tables. No server."""
+"""The arithmetic of bench/encoder: what is read from a cluster, tables. No server."""
 
 from __future__ import annotations
 
-import asyncio
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.encoder import mixed, report, reuse, serving
+from bench import clusters, metrics
+from bench.client import TimedAnswer
+from bench.encoder import report, reuse
 from bench.encoder.__main__ import COMMANDS, make_parser
 from bench.encoder.clients import required, tally
-from bench.encoder.merge import Merge
+from bench.encoder.crowd import ENCODER_ITEMS
 from bench.encoder.models import CALL_ARGUMENTS, processor_config
 from bench.encoder.overlap import Texts, slow_down
-from bench.encoder.synchronous import SynchronousEngine, fill_step
-from bench.engine.client import TimedAnswer
 from bench.engine.prompts import Prompts
 from bench.records import append, read
 from cluster.config.settings import ClusterArgs
-from cluster.errors import RequestError
-from cluster.types.request import GenerateRequest, Prompt, SamplingParams, StopParams
-from router.telemetry.timeline import RequestTimeline
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo_model"
 METRICS = """\
@@ -38,69 +31,7 @@ epdg_encoder_items_total{pool="encode",replica="a",result="cached"} 9.0
 
 
 def a_record(text: str = "red", failure: str = "") -> TimedAnswer:
-    return TimedAnswer("image", 1.0, [1.5], 2.0, num_tokens=1, text=text, failure=failure)
-
-
-@pytest.mark.parametrize("way", ["prefill", "scattered", "loop", "copy"])
-def test_every_way_to_merge_gives_the_same_embeddings(way: str) -> None:
-    merge = Merge(83, 24, torch.float32)
-    merge.ways[way]()
-    assert torch.equal(merge.embeds[100:], merge.rows) and not merge.embeds[:100].any()
-
-
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 64))
-def test_a_step_of_the_baseline_is_full_or_takes_everybody_in_order(
-    missing: list[int], max_tokens: int
-) -> None:
-    counts = fill_step(missing, max_tokens)
-    assert sum(counts) == min(sum(missing), max_tokens)
-    assert counts[:-1] == missing[: len(counts) - 1] and 0 < counts[-1] <= missing[len(counts) - 1]
-
-
-def one_token(prompt: tuple[int, ...], max_tokens: int = 1) -> GenerateRequest:
-    return GenerateRequest("r", Prompt(prompt), (SamplingParams(),), StopParams(max_tokens))
-
-
-def test_the_baseline_answers_the_same_however_long_its_steps_are() -> None:
-    prompts = [tuple(range(10 + idx, 60 + 3 * idx)) for idx in range(3)]
-
-    async def answers(max_batch_tokens: int) -> list[tuple[int, ...]]:
-        args = ClusterArgs.model_validate(
-            {"model": str(DEMO), "prefill": {"max_batch_tokens": max_batch_tokens, "kv_blocks": 64}}
-        )
-        engine = SynchronousEngine(args, torch.float32)
-        streams = [
-            engine.generate(one_token(prompt), (), (), RequestTimeline(0.0), "")[0] for prompt in prompts
-        ]
-        async with asyncio.timeout(60):
-            return [event.token_ids for stream in streams async for event in stream]
-
-    whole, cut = asyncio.run(answers(2048)), asyncio.run(answers(32))
-    assert whole == cut and [len(token_ids) for token_ids in whole] == [1, 1, 1]
-
-
-def test_the_baseline_refuses_longer_answers() -> None:
-    with pytest.raises(RequestError):
-        SynchronousEngine.generate(
-            object.__new__(SynchronousEngine), one_token((1,), max_tokens=2), (), (), RequestTimeline(0.0), ""
-        )
-
-
-def test_the_video_stands_early_in_the_middle_and_late() -> None:
-    places = [mixed.place_of(repetition, 4, 31) for repetition in range(4)]
-    assert places == [4, 12, 20, 28]
-
-
-def test_no_system_and_no_burst_always_begins() -> None:
-    orders = [mixed.order_of(repetition, ["text", "video"], ["a", "b"]) for repetition in range(4)]
-    assert len({order[0] for order in orders}) == 4 and all(len(set(order)) == 4 for order in orders)
-
-
-def test_a_burst_with_the_video_has_the_same_texts_and_one_more() -> None:
-    load = mixed.BurstLoad(num_text=3, text_words=8, num_frames=4, side=32)
-    burst = load.with_video(Prompts(0), 2, "key")
-    assert [request.kind for request in burst] == ["text", "text", "video", "text"]
-    assert [request for request in burst if request.kind == "text"] == load.texts(Prompts(0), "key")
+    return TimedAnswer("image", 1.0, [1.5], 2.0, num_tokens=1, texts={0: text}, failure=failure)
 
 
 def test_only_the_prefix_turn_has_the_beginning_of_the_turn_before() -> None:
@@ -132,17 +63,17 @@ def test_times_of_failed_requests_are_not_used() -> None:
 
 
 def test_counters_are_summed_over_replicas_and_may_be_missing() -> None:
-    assert serving.counter(METRICS, serving.ENCODER_ITEMS, result="encoded") == 7.0
-    assert serving.counter(METRICS, serving.ENCODER_ITEMS) == 16.0
-    assert serving.counter(METRICS, "epdg_nothing_total") is None
-    assert serving.grown("", METRICS, serving.ENCODER_ITEMS, result="cached") == 9.0
-    assert serving.grown(METRICS, METRICS, serving.ENCODER_ITEMS, result="cached") == 0.0
-    assert serving.grown(METRICS, "", serving.ENCODER_ITEMS) is None
+    assert metrics.counter(METRICS, ENCODER_ITEMS, result="encoded") == 7.0
+    assert metrics.counter(METRICS, ENCODER_ITEMS) == 16.0
+    assert metrics.counter(METRICS, "epdg_nothing_total") is None
+    assert metrics.grown("", METRICS, ENCODER_ITEMS, result="cached") == 9.0
+    assert metrics.grown(METRICS, METRICS, ENCODER_ITEMS, result="cached") == 0.0
+    assert metrics.grown(METRICS, "", ENCODER_ITEMS) is None
 
 
 def test_a_cluster_differs_from_the_deployed_one_in_what_was_asked_for() -> None:
-    args = serving.settings(["prefill.kv_blocks=512", "prefill.step_target_s=0.1", "transport=collective"])
-    config = serving.cluster_config(1234, args, {"Door": 2})
+    args = clusters.settings(["prefill.kv_blocks=512", "prefill.step_target_s=0.1", "transport=collective"])
+    config = clusters.configuration(args, {"Door": 2}, port=1234)
     (application,) = config["applications"]
     replicas = {each["name"]: each["num_replicas"] for each in application["deployments"]}
     assert replicas == {"Encode": 1, "Prefill": 1, "Decode": 1, "Door": 2}
@@ -221,32 +152,6 @@ def test_a_batch_is_compared_with_single_items_of_the_same_repetition() -> None:
     )
 
 
-def test_merging_is_compared_with_a_copy() -> None:
-    shared = {"type": "merge", "rows": 5000, "hidden_size": 256, "dtype": "float32", "threads": 2, "repetition": 0,
-              "bytes": 5_120_000, "page_faults": 3}  # fmt: skip
-    records = [{**shared, "way": "copy", "seconds": 0.0005}, {**shared, "way": "prefill", "seconds": 0.002}]
-    assert report.merge_table(records)[-1] == "| 5000 | 256 | float32, 2 | 5.1 | prefill | 2.000 | 4.0 | 3 |"
-
-
-def burst(system: str, name: str, ttfts_s: list[float], answers: list[str]) -> report.Record:
-    return {
-        "type": "mixed", "system": system, "model": "m", "dtype": "float32", "load": "2 texts", "burst": name,
-        "repetition": 0, "place": 1, "kinds": ["text", "video", "text"] if name == "video" else ["text", "text"],
-        "answers": answers, "ttfts_s": ttfts_s, **ORIGIN,
-    }  # fmt: skip
-
-
-def test_means_of_bursts_are_compared_between_and_within_systems() -> None:
-    records = [
-        burst("cluster", "text", [1.0, 1.0], ["a", "b"]), burst("cluster", "video", [1.0, 4.0, 1.0], ["a", "v", "c"]),
-        burst("synchronous", "text", [1.0, 1.0], ["a", "b"]), burst("synchronous", "video", [1.0, 4.0, 5.0], ["a", "v", "d"]),
-    ]  # fmt: skip
-    ours, theirs, ratio = report.mixed_table(records)[-3:]
-    assert ours == "| m in float32, 2 texts | cluster | 4000 | 2000 | 1000 | 1000 | 1.00 | 1000 | |"
-    assert theirs.startswith("| m in float32, 2 texts | synchronous | 4000 | 3333 | 3000 | 1000 | 3.00 |")
-    assert ratio == "| m in float32, 2 texts | ratio | 1.00 | 0.60 | 0.33 | 1.00 | | | 4 of 5 |"
-
-
 def test_later_turns_are_compared_with_the_first_of_their_repetition() -> None:
     shared = {
         "type": "reuse",
@@ -314,15 +219,7 @@ def test_tables_name_every_kind_and_its_origin_and_nothing_that_is_not_there() -
     )
 
 
-def test_the_plot_has_a_bar_for_every_batch() -> None:
-    bars = ElementTree.fromstring(report.plot(CURVE)).findall("{http://www.w3.org/2000/svg}rect")
-    widths = [float(bar.get("width", "0")) for bar in bars[1:]]
-    assert len(widths) == 2 and widths[0] > widths[1] > 0
-
-
-@pytest.mark.parametrize(
-    "command", sorted(set(COMMANDS) - {"models", "synchronous", "serve", "accuracy", "table", "plot"})
-)
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"models", "serve", "accuracy", "table"}))
 def test_every_measurement_runs_without_further_arguments(command: str) -> None:
     args = make_parser().parse_args([command, "--out", "results.jsonl"])
     assert args.repeats > 1 and args.command in COMMANDS

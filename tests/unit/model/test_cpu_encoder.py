@@ -19,7 +19,6 @@ from cluster.model.cpu.encoder_patches import NativePatches, optimise_patches
 from cluster.model.cpu.encoder_search import optimise_encoder_layers
 from cluster.model.cpu.library import Kernels
 from cluster.model.encoder import EncoderModel
-from cluster.types.media import Modality
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 from tests.unit.model.native_kernels import best_kernels, each_dtype, each_variant, needs_kernels
 
@@ -218,10 +217,7 @@ def test_the_rows_of_a_family_stay_the_same(name: str):
     native = EncoderModel.from_model(model)
     assert optimise_encoder_layers(model.model, best_kernels) >= 2
     assert optimise_patches(model.model, best_kernels) >= (name != "qwen2_audio")
-    items: dict[Modality, list] = {}
-    for modality, item in [pair for request in case.requests for pair in request.items]:
-        items.setdefault(modality, []).append(item)
-    for modality, some in items.items():
+    for modality, some in case.items().items():
         for actual, expected in zip(
             native.encode(modality, some), modules.encode(modality, some), strict=True
         ):

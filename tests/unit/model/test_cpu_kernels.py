@@ -84,14 +84,6 @@ def test_a_rows_result_depends_on_no_other_row_and_not_on_threads(kernels: Kerne
     assert torch.equal(torch.cat([packed(rows) for rows in x.split(11)]), together)
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @each_variant
 def test_leading_dimensions_strides_and_empty_batches_are_kept(kernels: Kernels):
     linear = nn.Linear(24, 10)
