@@ -17,6 +17,7 @@ from bench.encoder.curve import Sizes, make_file, timed
 from bench.records import Record
 from bench.trusted_media import decode, media_processor, prepare
 from cluster.media.processor import MediaProcessor
+from cluster.model.cpu.library import load
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.encoder import EncoderModel
 from cluster.model.loading import Half, load_half
@@ -57,7 +58,8 @@ def encoders_of(path: Path, dtype: torch.dtype) -> dict[str, EncoderModel]:
     by_torch, by_modules = (
         EncoderModel(load_half(path, Half.ENCODER, dtype=dtype, device="cpu")) for _ in range(2)
     )
-    optimise_modules(by_modules._base)
+    if kernels := load():
+        optimise_modules(by_modules._base, kernels)
     return {"torch": by_torch, "modules": by_modules, "served": EncoderModel.load(path, dtype=dtype)}
 
 
