@@ -57,7 +57,7 @@ ROPE = {
 
 # kernels that read weights before the kernel before has ended
 BEFORE_ATTENTION = {"rope_write", "write_rows", "plan", "attend"}  # whose programs leave no room early
-READ_BEFORE = {"product_row", "product_rows", "coded_row", "shrink", "expand"}
+READ_BEFORE = {"product_row", "product_rows", "coded_row", "shrink", "expand", "merge"}
 EXPERT_SIZES = dict.fromkeys(
     ("expert_stride", "output_stride", "width_stride", "scale_rows", "group", "num_groups"), "i32"
 )
@@ -329,11 +329,12 @@ def test_attention_compiles(
         kinds |= {"key": "*i8", "value": "*i8", "key_scales": "*i32", "value_scales": "*i32"}
     else:
         constants |= {"key_scales": None, "value_scales": None}
-    warps = tiles.prompt_warps if is_prompt else tiles.row_warps
-    check_compiles(
-        attention_kernels, "attend", constants, kinds, capability, num_warps=warps,
-        num_stages=tiles.stages,
-    )  # fmt: skip
+    options = {"num_warps": tiles.prompt_warps, "num_stages": 2}
+    if not is_prompt:
+        options = {
+            "num_warps": tiles.row_warps, "num_stages": tiles.row_stages, "maxnreg": tiles.row_registers
+        }  # fmt: skip
+    check_compiles(attention_kernels, "attend", constants, kinds, capability, **options)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
