@@ -40,7 +40,8 @@ KEYS_PER_SHARE = 256  # as there
 RECORDED_PLACES = MAX_SHARES * 512  # partial results of a step whose sizes are on the device
 _ITEM_WIDTH = 8
 _ITEMS_PER_PROGRAM = 128
-_SEQS_PER_PASS = 64
+# Of `plan`: more sequences at once take a thread all its registers, and a row of barriers.
+_SEQS_PER_PASS, _PLAN_WARPS = 32, 8
 _SMALLEST_TILE = 16  # rows that matrix units take
 _MERGED_HEADS = 4  # that a program of `merge` joins, in steps whose tokens have one share as a rule
 _REGISTERS = 255  # of a thread, at most
@@ -73,7 +74,7 @@ class Tiles:
 
     @property
     def row_registers(self) -> int:
-        """Of a thread, with which `row_programs` fit."""
+        """The most that a thread may take if `row_programs` shall fit."""
         return min(_WARP_REGISTERS // (self.row_warps * self.row_programs), _REGISTERS)
 
     @property
@@ -189,7 +190,7 @@ def plan(step: StepTensors, tiles: Tiles, window: int | None, num_places: int | 
         step.starts, step.contexts, step.indices, step.ends, step.rows, items, counts, seq_shares, seq_places,
         num_seqs, made.window, capacity,
         ROW_TOKENS=tiles.row_tokens, TILE_TOKENS=tiles.prompt_tokens, ITEMS=_ITEMS_PER_PROGRAM,
-        SEQS=_SEQS_PER_PASS, num_warps=4, **early(step.seqs.device),
+        SEQS=_SEQS_PER_PASS, num_warps=_PLAN_WARPS, **early(step.seqs.device),
     )  # fmt: skip
     return made
 
