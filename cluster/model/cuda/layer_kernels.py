@@ -59,9 +59,10 @@ def total(
 @triton.jit
 def factors_of(weight, columns, mask):
     """A norm's weight in float32, loaded before the sum that the norm waits for; None without a weight."""
+    factors = weight
     if weight is not None:
-        weight = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    return weight
+        factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    return factors
 
 
 @triton.jit
@@ -228,8 +229,7 @@ def rope_write(
     shares += token * row_width
     cos += token * table_stride
     sin += token * table_stride
-    members = tl.arange(0, HEADS)
-    slot = tl.load(slots + token).to(tl.int64)
+    members, slot = tl.arange(0, HEADS), tl.load(slots + token).to(tl.int64)
     if tile < query_tiles:
         heads = tile * HEADS + members
         queries = _rotated(
