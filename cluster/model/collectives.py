@@ -32,6 +32,10 @@ class RanksDisagreeError(RuntimeError):
     """This rank, or another one, cannot do what all would have to do."""
 
 
+class OtherRankError(RanksDisagreeError):
+    """This rank could go on, but another one has failed."""
+
+
 class Collectives:
     def __init__(self, device: torch.device):
         """device: of the model. The group has been joined."""
@@ -94,8 +98,9 @@ class Collectives:
     def settle(self, error: Exception | None) -> None:
         """Raises RanksDisagreeError if this rank, or another one, has an error."""
         if not self.all_agree(error is None):
-            reason = "another rank has failed; its log says why" if error is None else repr(error)
-            raise RanksDisagreeError(reason) from error
+            if error is None:
+                raise OtherRankError("another rank has failed; its log says why")
+            raise RanksDisagreeError(repr(error)) from error
 
     def _largest(self, number: float) -> float:
         numbers = torch.tensor([number], dtype=torch.float32, device=self._device)

@@ -67,6 +67,8 @@ CASES = (  # family, format, what is fused
     ("qwen2", "AWQ", WHOLE),
     ("qwen2", "compressed fp8 in blocks", WHOLE),
     ("qwen3", "GPTQ of 8 bits", WHOLE),
+    ("qwen3", "NVFP4", WHOLE),
+    ("qwen3_moe", "compressed NVFP4", ATTENTION),
     ("phi3_window", "W4A16 with zeros", WHOLE),
     ("qwen2_5_vl", "compressed fp8 by rows", WHOLE),
     ("gemma2_softcap_window", "GPTQ", LAYERS),
