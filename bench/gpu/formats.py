@@ -31,11 +31,11 @@ from cluster.model.layers.codes import RUN, WORDS, CodedLinear, CodedProduct, Co
 from cluster.worker.language import Language
 
 PLAIN, FP8, NIBBLES = "bf16", "fp8 in blocks of 128", "4 bits in groups of 128, with zeros"
-MXFP4 = "MXFP4"
+MXFP4, NVFP4 = "MXFP4", "NVFP4"
 ANSWERS, CONTEXT, PROMPTS = (1, 16, 64), 2048, (512, 2048)
 _STD = 0.02  # of a weight
 _E4M3_END, _E4M3_STD = 0x70, 32.0  # of codes that are drawn: from 0 to below 128
-_NIBBLE_STD = 4.6
+_NIBBLE_STD, _E2M1_STD = 4.6, 2.9
 _EXPONENT = 120  # of MXFP4's scales, plus 127: its codes are about 3
 
 
@@ -45,6 +45,7 @@ class Form:
     group: int
     scale_rows: int = 1
     has_zeros: bool = False
+    scales: torch.dtype = torch.bfloat16
 
     def codes(self, num_rows: int, width: int, device: torch.device) -> Codes:
         grid = -(-num_rows // self.scale_rows), -(-width // self.group)
@@ -53,11 +54,10 @@ class Form:
             numbers = torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=device)
         else:
             numbers = torch.randint(_E4M3_END, (num_rows, width), dtype=torch.uint8, device=device)
-        if self.kind is CodeKind.E2M1:
-            scales = torch.full(grid, _EXPONENT, dtype=torch.uint8, device=device)
-            return Codes(self.kind, numbers, scales, None, width, self.group, self.scale_rows)
-        std = _STD / (_NIBBLE_STD if self.kind is CodeKind.NIBBLE else _E4M3_STD)
-        scales = torch.full(grid, std, dtype=torch.bfloat16, device=device)
+        std = _STD / {CodeKind.NIBBLE: _NIBBLE_STD, CodeKind.E2M1: _E2M1_STD}.get(self.kind, _E4M3_STD)
+        scales = torch.full(grid, std, dtype=self.scales, device=device)
+        if self.scales == torch.uint8:
+            scales.fill_(_EXPONENT)
         zeros = torch.full(grid, 8, dtype=torch.uint8, device=device) if self.has_zeros else None
         return Codes(self.kind, numbers, scales, zeros, width, self.group, self.scale_rows)
 
@@ -66,12 +66,13 @@ FORMS: dict[str, Form | None] = {
     PLAIN: None,
     FP8: Form(CodeKind.E4M3, 128, 128),
     NIBBLES: Form(CodeKind.NIBBLE, 128, has_zeros=True),
+    NVFP4: Form(CodeKind.E2M1, 16, scales=torch.float32),
 }
 
 EXPERT_FORMS: dict[str, Form] = {
     FP8: Form(CodeKind.E4M3, 128, 128),
     NIBBLES: Form(CodeKind.NIBBLE, 128, has_zeros=True),
-    MXFP4: Form(CodeKind.E2M1, 32),
+    MXFP4: Form(CodeKind.E2M1, 32, scales=torch.uint8),
 }
 
 

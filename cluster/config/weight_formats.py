@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 PLAIN = ("F64", "F32", "F16", "BF16")
-MXFP4_GROUP = 32  # weights of one scale, two in a byte
+MXFP4_GROUP, NVFP4_GROUP = 32, 16  # weights of one scale, two in a byte
 WORD_BITS = 32
 KV_SCALES = ("k_scale", "v_scale")
 
@@ -47,9 +47,12 @@ class WeightLayout:
     zeros: str = ""  # codes that stand for 0, one for each scale, packed along rows; empty: there are none
     groups: str = ""  # index of each column's scale
     shape: str = ""  # of the plain weight
+    factor: str = ""  # the scale of all scales of a matrix
     unused: tuple[str, ...] = ()  # scales of activations, which are never rounded
     fused: WeightLayout | None = None  # the same of experts in one tensor, which is a parameter by itself
-    dtype: str = "F8_E4M3"  # of codes; I32: several codes in a word
+    dtype: str = "F8_E4M3"  # of codes; I32: several codes in a word; U8: two floats of 4 bits in a byte
+    scale_dtypes: tuple[str, ...] = PLAIN
+    factor_divides: bool = False  # instead of multiplying
     is_packed_along_rows: bool = False
     is_transposed: bool = False  # codes, scales and zeros are stored with columns first
     zeros_are_symmetric_too: bool = False  # tensors of zeros exist in symmetric checkpoints, too
@@ -73,7 +76,7 @@ class WeightLayout:
 
     @property
     def _parts(self) -> tuple[str, ...]:
-        parts = (self.codes, self.scales, self.zeros, self.groups, self.shape, *self.unused)
+        parts = (self.codes, self.scales, self.zeros, self.groups, self.shape, self.factor, *self.unused)
         return tuple(filter(None, parts))
 
 
@@ -81,7 +84,21 @@ FP8 = WeightLayout(
     "fp8", scales=".weight_scale_inv", unused=(".activation_scale",),
     fused=WeightLayout("fp8", plain="", codes="", scales="_scale_inv", unused=("_activation_scale",)),
 )  # fmt: skip
-MXFP4 = WeightLayout("MXFP4", plain="", codes="_blocks", scales="_scales", dtype="U8")
+MXFP4 = WeightLayout(
+    "MXFP4", plain="", codes="_blocks", scales="_scales", dtype="U8", scale_dtypes=("U8",)
+)  # fmt: skip
+COMPRESSED_MXFP4 = WeightLayout(
+    "compressed-tensors MXFP4", codes=".weight_packed", unused=(".input_global_scale",), dtype="U8",
+    scale_dtypes=("U8",),
+)  # fmt: skip
+NVFP4 = WeightLayout(
+    "modelopt NVFP4", factor=".weight_scale_2", unused=(".input_scale",), dtype="U8",
+    scale_dtypes=("F8_E4M3",),
+)  # fmt: skip
+COMPRESSED_NVFP4 = WeightLayout(
+    "compressed-tensors NVFP4", codes=".weight_packed", factor=".weight_global_scale", factor_divides=True,
+    unused=(".input_global_scale",), dtype="U8", scale_dtypes=("F8_E4M3",),
+)  # fmt: skip
 COMPRESSED_FP8 = WeightLayout("compressed-tensors FP8", unused=(".input_scale", ".output_scale"))
 MODELOPT_FP8 = WeightLayout("modelopt FP8", unused=(".input_scale",))
 COMPRESSED_INTEGERS = WeightLayout(
@@ -110,6 +127,7 @@ class StoredWeight(NamedTuple):
     zeros: str = ""  # empty: there are none
     groups: str = ""
     declared_shape: str = ""  # a tensor that must hold `shape`
+    factor: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,7 +144,7 @@ class Quantisation:
 
     def __str__(self) -> str:
         rows, columns = self.block
-        if self.layout is MXFP4:
+        if self.layout.dtype == "U8":
             return self.layout.name
         name = f"{self.bits} bit {self.layout.name}" if self.layout.dtype == "I32" else self.layout.name
         if not columns:
@@ -135,8 +153,8 @@ class Quantisation:
 
     @property
     def words(self) -> int:
-        """Codes in one word."""
-        return WORD_BITS // self.bits if self.layout.dtype == "I32" else 1
+        """Codes in one number of the file."""
+        return {"I32": WORD_BITS // self.bits, "U8": 2}.get(self.layout.dtype, 1)
 
     @property
     def has_zeros(self) -> bool:
@@ -159,21 +177,22 @@ class Quantisation:
         zeros = stem + layout.zeros if self.has_zeros else ""
         groups = stem + layout.groups if layout.groups else ""
         declared_shape = stem + layout.shape if layout.shape else ""
+        factor = stem + layout.factor if layout.factor else ""
         plain = stem + layout.plain
         if layout is MXFP4 and not stem.endswith(_FUSED_EXPERTS):
             raise Unexplained("only blocks and scales of experts are known")
-        for part in filter(None, (codes, scales, zeros, groups, declared_shape)):
+        for part in filter(None, (codes, scales, zeros, groups, declared_shape, factor)):
             if part not in headers:
                 raise Unexplained(f"{part} is missing")
         if plain != codes and plain in headers:
             raise Unexplained(f"{plain} is there, too")
         _check_dtypes(headers, {
-            codes: (layout.dtype,), scales: ("U8",) if layout is MXFP4 else PLAIN, zeros: ("I32",),
-            groups: ("I32",), declared_shape: ("I64",),
+            codes: (layout.dtype,), scales: layout.scale_dtypes, zeros: ("I32",), groups: ("I32",),
+            declared_shape: ("I64",), factor: ("F32",),
         })  # fmt: skip
         shape = self._plain_shape(headers[codes].shape)
         block = self.block[0] or shape[-2], self.block[1] or shape[-1]
-        stored = StoredWeight(shape, block, codes, scales, zeros, groups, declared_shape)
+        stored = StoredWeight(shape, block, codes, scales, zeros, groups, declared_shape, factor)
         self._check_shapes(stored, headers)
         return plain, stored
 
@@ -209,6 +228,8 @@ class Quantisation:
             raise Unexplained(f"zero points {list(found)} do not fit a weight of {list(stored.shape)}")
         if stored.groups and (found := headers[stored.groups].shape) != stored.shape[1:]:
             raise Unexplained(f"{stored.groups} {list(found)} does not fit a weight of {list(stored.shape)}")
+        if stored.factor and (found := headers[stored.factor].shape) not in ((), (1,)):
+            raise Unexplained(f"{stored.factor} {list(found)} is not one number")
 
 
 def read_entry(method: str, content: Mapping[str, Any], model_type: object) -> Quantisation:
@@ -240,10 +261,14 @@ def _read_mxfp4(entry: Mapping[str, Any]) -> Quantisation:
 
 
 def _read_modelopt(entry: Mapping[str, Any]) -> Quantisation:
-    block = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}.get(str(entry.get("quant_algo")))
-    if block is None:
-        raise NotServed("")
-    return Quantisation(MODELOPT_FP8, entry, block)
+    match entry.get("quant_algo"):
+        case "FP8":
+            return Quantisation(MODELOPT_FP8, entry)
+        case "FP8_PER_CHANNEL_PER_TOKEN":
+            return Quantisation(MODELOPT_FP8, entry, (1, 0))
+        case "NVFP4" | "W4A16_NVFP4":
+            return Quantisation(NVFP4, entry, (1, NVFP4_GROUP), bits=4)
+    raise NotServed("")
 
 
 def _read_compressed_tensors(entry: Mapping[str, Any]) -> Quantisation:
@@ -281,7 +306,7 @@ def _read_group(
             block = (0, 0)
         case "channel":
             block = (1, 0)
-        case "group":
+        case "group" | "tensor_group":
             block = _group_block(weights)
         case "block":
             block = _sizes(weights.get("block_structure"))
@@ -291,7 +316,16 @@ def _read_group(
         return COMPRESSED_FP8, block, 8, True
     if form == "pack-quantized" and kind == "int" and bits in (4, 8):
         return COMPRESSED_INTEGERS, block, int(bits), is_symmetric
+    layout, group = _COMPRESSED_FLOATS.get(str(form), (None, 0))
+    if layout is not None and kind == "float" and bits == 4 and is_symmetric and block == (1, group):
+        return layout, block, 4, True
     raise NotServed(f"with weights of {bits} bits ({kind}{'' if is_symmetric else ', asymmetric'})")
+
+
+_COMPRESSED_FLOATS = {
+    "nvfp4-pack-quantized": (COMPRESSED_NVFP4, NVFP4_GROUP),
+    "mxfp4-pack-quantized": (COMPRESSED_MXFP4, MXFP4_GROUP),
+}
 
 
 def _read_awq(entry: Mapping[str, Any]) -> Quantisation:

@@ -30,14 +30,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from cluster.config.weight_formats import MXFP4, MXFP4_GROUP, WORD_BITS, Header, Quantisation, StoredWeight
 from cluster.errors import ConfigError
-from cluster.model.layers.codes import E2M1, CodeKind, Codes, have_kernels, in_words, runs_of
+from cluster.model.layers.codes import (
+    E2M1,
+    EXPONENT_NAN,
+    CodeKind,
+    Codes,
+    as_numbers,
+    have_kernels,
+    in_words,
+    runs_of,
+)
 
 # The median of a matrix is about 0.01. Scales that were meant to divide make it 10⁵. There is no lower bound:
 # experts that training never used decay to almost nothing.
 _LARGEST_MEDIAN = 1.0
 _NUM_ROWS = 8  # of each matrix that are looked at
 _CHUNK = 1 << 22  # weights that are float32 at once, in each of transformers' threads
-_MXFP4_BIAS, _MXFP4_NAN = 127, 255  # of exponents
 _PLAIN_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL",
@@ -90,11 +98,10 @@ class DequantisedSlice:
         (row_places, scale_rows), (places, group) = runs_of(rows, block_rows), runs_of(columns, group)
         covered = _covered(row_places), _covered(places)
         grid = row_places - covered[0].start, places - covered[1].start
-        scales, zeros = self._grid(self._weight.scales, *covered), None
-        if self._form.layout is MXFP4:
-            kind, are_finite = CodeKind.E2M1, bool((scales != _MXFP4_NAN).all())
-        else:
-            kind, are_finite = CodeKind.E4M3, bool(scales.isfinite().all())
+        scales, zeros = self._scales(*covered), None
+        is_exponent = scales.dtype == torch.uint8
+        are_finite = bool((scales != EXPONENT_NAN).all() if is_exponent else scales.isfinite().all())
+        kind = CodeKind.E2M1 if self._form.layout.dtype == "U8" else CodeKind.E4M3
         if self._form.layout.dtype == "I32":
             kind = CodeKind.NIBBLE if self._form.bits == 4 else CodeKind.BYTE
             if self._weight.zeros and not self._form.is_symmetric:
@@ -128,10 +135,8 @@ class DequantisedSlice:
         magnitudes = (codes.abs() * scales).flatten()  # negative if a scale is
         magnitudes = magnitudes[magnitudes != 0]
         if magnitudes.numel() and not 0 < (median := float(magnitudes.median())) <= _LARGEST_MEDIAN:
-            self._refuse(
-                f"{weight.codes} × {weight.scales} gives weights of about {median:.1e}: "
-                "the scales are wrong, or inverted"
-            )
+            product = " × ".join(filter(None, (weight.codes, weight.scales, weight.factor)))
+            self._refuse(f"{product} gives weights of about {median:.1e}: the scales are wrong, or inverted")
 
     def _check_zeros(self) -> None:
         """A stored 15 means 16 to some readers of GPTQ, 0 to others, and may have spoilt its neighbours."""
@@ -149,10 +154,8 @@ class DequantisedSlice:
         """Codes without their zeros [rows, groups, columns of a group] and scales [rows, groups, 1], float32.
         The last group is padded."""
         layout, (block_rows, block_columns) = self._form.layout, self._weight.block
-        codes, scales = self._stored(first, end), self._grid(self._weight.scales).float()
-        if layout is MXFP4:
-            codes, scales = E2M1[codes.long()], (scales - _MXFP4_BIAS).exp2()
-        codes = codes.float()
+        codes, scales = self._stored(first, end), as_numbers(self._scales())
+        codes = E2M1[codes.long()] if layout.dtype == "U8" else codes.float()
         codes = functional.pad(codes, (0, scales.shape[1] * block_columns - codes.shape[1]))
         codes = codes.unflatten(1, (-1, block_columns))
         blocks = torch.arange(first, end) // block_rows
@@ -165,9 +168,9 @@ class DequantisedSlice:
         layout, words, columns = self._form.layout, self._form.words, columns or range(self._width)
         if layout is MXFP4:
             groups = _covered(runs_of(columns, MXFP4_GROUP)[0])
-            packed = self._tensors[self._weight.codes][first:end, groups]
+            packed = self._tensors[self._weight.codes][first:end, groups].flatten(1)
             left = columns.start - groups.start * MXFP4_GROUP
-            return torch.stack((packed & 15, packed >> 4), -1).flatten(1)[:, left : left + len(columns)]
+            return _halves(packed)[:, left : left + len(columns)]
         row_step, step = (words, 1) if layout.is_packed_along_rows else (1, words)
         high = slice(first // row_step, -(-end // row_step))
         wide = slice(columns.start // step, -(-columns.stop // step))
@@ -175,6 +178,8 @@ class DequantisedSlice:
         codes = stored[wide, high].T if layout.is_transposed else stored[high, wide]
         if layout.dtype == "I32":
             codes = self._unpacked(codes, along_rows=layout.is_packed_along_rows)
+        elif layout.dtype == "U8":
+            codes = _halves(codes)
         low, left = first - high.start * row_step, columns.start - wide.start * step
         return codes[low : low + end - first, left : left + len(columns)]
 
@@ -203,9 +208,17 @@ class DequantisedSlice:
         rows, columns = (-(-n // b) for n, b in zip(self._weight.shape, self._weight.block, strict=True))
         return rows, columns
 
-    def _grid(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """Returns these scales, [rows of blocks, columns of blocks], in the file's dtype."""
-        stored, (num_rows, num_columns) = self._tensors[name], self._num_blocks
+    def _scales(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """Returns [rows of blocks, columns of blocks], in the file's dtype; with a factor in float32, times
+        that."""
+        scales = self._grid(rows, columns)
+        if not self._weight.factor:
+            return scales
+        factor = self._tensors[self._weight.factor][...]
+        return scales.float() / factor if self._form.layout.factor_divides else scales.float() * factor
+
+    def _grid(self, rows: slice, columns: slice) -> Tensor:
+        stored, (num_rows, num_columns) = self._tensors[self._weight.scales], self._num_blocks
         if num_columns > 1:
             return stored[columns, rows].T if self._form.layout.is_transposed else stored[rows, columns]
         if num_rows == 1 or self._form.layout.is_transposed:
@@ -284,6 +297,11 @@ class _OfExpert:
     def __getitem__(self, index: Any) -> Tensor:
         axes = () if index is ... else index if isinstance(index, tuple) else (index,)
         return self.stored[(slice(self.expert, self.expert + 1), *axes)][0]
+
+
+def _halves(packed: Tensor) -> Tensor:
+    """[rows, bytes] → [rows, 2 × bytes]: the lower four bits of a byte, then the upper ones."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
 
 def _covered(places: Tensor) -> slice:

@@ -149,8 +149,9 @@ MODELS = {
         VL_7B, VL_32B, VL_30B_A3B, VL_235B_A22B, OMNI_30B, VL_9B_HYBRID, VL_35B_A3B_HYBRID
     )
 }  # fmt: skip
-# Bytes of a coded parameter: E4M3 with a scale for 128 × 128; 4 bits with a scale of 16 bits for 128.
-WEIGHT_FORMATS = {"bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "w4a16": 0.5 + 2 / 128}
+# Bytes of a coded parameter: E4M3 with a scale for 128 × 128; 4 bits with a scale of 32 bits for 16, or of 16
+# bits for 128.
+WEIGHT_FORMATS = {"bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "nvfp4": 0.5 + 4 / 16, "w4a16": 0.5 + 2 / 128}
 ACCELERATORS = {each.name: each for each in (H200, H100, A100, H200_PAIR, H100_PAIR, H200_QUAD)}
 
 

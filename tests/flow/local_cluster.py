@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from bench.equality import MODEL
+from bench import DEMO_MODEL
 from bench.workload import Case
 from cluster.config.settings import ClusterArgs, DoorArgs, WeightCacheArgs
 from cluster.engine.engine import LanguageEngine
@@ -159,7 +159,7 @@ async def local_cluster(
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)
-    if args.model != str(MODEL) and "weight_cache" not in args.model_fields_set:
+    if args.model != str(DEMO_MODEL) and "weight_cache" not in args.model_fields_set:
         # a model of one test would be written to this user's cache, and loaded twice for that
         args = args.model_copy(update={"weight_cache": WeightCacheArgs(max_bytes=0)})
     transport: Transport = args.transport if "transport" in args.model_fields_set else "in_process"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.flow.quantised_folders import E4M3_MAX, Checkpoint
+from tests.flow.quantised_folders import E2M1, E4M3_MAX, Checkpoint
 
 GROUP = 16
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns that stand in a word's nibbles, the lowest first
@@ -161,7 +161,44 @@ def fp8(
     return Form(entry, matrix)
 
 
+def fp4(
+    entry: dict[str, Any], group: int, scale_of: Callable[[Tensor], tuple[Parts, Tensor]], codes: str
+) -> Form:
+    """Floats of 4 bits. scale_of: of the largest scale that each group may have [rows, groups], the tensors
+    of scales and the numbers that they stand for."""
+
+    def matrix(weight: Tensor) -> tuple[Parts, Tensor]:
+        parts, scales = scale_of(weight.unflatten(1, (-1, group)).abs().amax(-1) / E2M1[-1])
+        every_scale = repeated(scales, 1, group, weight.shape)
+        places = ((weight / every_scale).abs()[..., None] - E2M1).abs().argmin(-1)
+        numbers = (places + 8 * (weight < 0)).to(torch.uint8)
+        signs = torch.where(weight < 0, -1.0, 1.0)
+        return {**parts, codes: numbers[:, 0::2] + 16 * numbers[:, 1::2]}, E2M1[places] * signs * every_scale
+
+    return Form(entry, matrix)
+
+
+def e4m3_scales(factor: str, activations: str, *, divides: bool) -> Callable[[Tensor], tuple[Parts, Tensor]]:
+    """Of NVFP4: times a scale of the whole matrix, or divided by it."""
+
+    def scale_of(least: Tensor) -> tuple[Parts, Tensor]:
+        largest = least.max() / E4M3_MAX
+        stored = torch.tensor([1 / largest]) if divides else largest
+        codes = ((least * stored) if divides else (least / stored)).to(torch.float8_e4m3fn)
+        numbers = codes.float() / stored if divides else codes.float() * stored
+        return {".weight_scale": codes, factor: stored, activations: torch.tensor(0.01)}, numbers
+
+    return scale_of
+
+
+def exponents(least: Tensor) -> tuple[Parts, Tensor]:
+    """Of MXFP4."""
+    powers = least.log2().ceil()
+    return {".weight_scale": (powers + 127).to(torch.uint8)}, powers.exp2()
+
+
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+_FLOAT_4 = {**_FLOAT, "num_bits": 4}
 _MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"]}
 _STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
 _BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [24, 40]}
@@ -187,6 +224,18 @@ FORMS = {
     ),
     "modelopt fp8 by rows": fp8(
         {**_MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ".weight_scale", (1, 0)
+    ),
+    "NVFP4": fp4(
+        {**_MODELOPT, "quant_algo": "NVFP4"}, 16,
+        e4m3_scales(".weight_scale_2", ".input_scale", divides=False), ".weight",
+    ),
+    "compressed NVFP4": fp4(
+        compressed_entry("nvfp4-pack-quantized", {**_FLOAT_4, "strategy": "tensor_group", "group_size": 16}),
+        16, e4m3_scales(".weight_global_scale", ".input_global_scale", divides=True), ".weight_packed",
+    ),
+    "compressed MXFP4": fp4(
+        compressed_entry("mxfp4-pack-quantized", {**_FLOAT_4, "strategy": "group", "group_size": 32}),
+        32, exponents, ".weight_packed",
     ),
     "W4A16": compressed_integers(4, GROUP),
     "W4A16 by rows": compressed_integers(4, None),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.config.checkpoint import check_weights, weight_files
@@ -23,7 +23,7 @@ from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from cluster.model.loading import Half, fingerprint, load_half
 from tests.fakes.slow_params import often
-from tests.flow.quantised_folders import Checkpoint, is_linear, plain, whole_omni
+from tests.flow.quantised_folders import Checkpoint, fuzzed, is_linear, plain, whole_omni
 from tests.flow.quantised_formats import FORMS, in_form
 from tests.flow.test_families import Split, admit, decode, generate, memory, prefill
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
@@ -34,7 +34,7 @@ FAMILIES = ("llama", "qwen2", "qwen3_moe", "qwen2_5_omni", "qwen2_5_vl")
 # By layout of the codes, and by where zeros and scales lie.
 DIFFERENT = (
     "fp8 in blocks that are not filled", "compressed fp8 by rows", "modelopt fp8", "W4A16",
-    "W4A16 with zeros", "AWQ", "GPTQ with zeros",
+    "W4A16 with zeros", "AWQ", "GPTQ with zeros", "NVFP4",
 )  # fmt: skip
 each_form = pytest.mark.parametrize("form", FORMS)
 each_form_often = pytest.mark.parametrize("form", often(FORMS, DIFFERENT))
@@ -86,7 +86,7 @@ def test_greedy_tokens_equal_generate(form: str, originals, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "form", often(["compressed fp8 by rows", "W4A16 with zeros", "AWQ", "GPTQ"], ["AWQ"])
+    "form", often(["compressed fp8 by rows", "W4A16 with zeros", "AWQ", "GPTQ", "NVFP4"], ["AWQ", "NVFP4"])
 )
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_5_vl"])
 def test_experts_and_both_halves_of_a_media_model_equal_generate(
@@ -120,7 +120,9 @@ def test_the_part_of_a_whole_omni_is_dequantised(form: str, originals, tmp_path:
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-@pytest.mark.parametrize("form", ["W4A16", "AWQ", "GPTQ with zeros", "fp8 in blocks that are not filled"])
+@pytest.mark.parametrize(
+    "form", ["W4A16", "AWQ", "GPTQ with zeros", "fp8 in blocks that are not filled", "compressed NVFP4"]
+)
 def test_any_slice_of_a_weight_is_the_slice_of_the_whole(form: str, originals, tmp_path: Path) -> None:
     """A rank's share need not begin at a word, a group or a block."""
     stored, expected = in_form(originals["llama"], FORMS[form], is_linear)
@@ -209,12 +211,15 @@ def check_refused(checkpoint: Checkpoint, folder: Path, reason: str) -> None:
 @each_form_often
 def test_inverted_scales_are_refused_by_name(form: str, originals, tmp_path: Path) -> None:
     stored, _ = in_form(originals["llama"], FORMS[form], is_linear)
-    ending = (".weight_scale_inv", ".weight_scale", ".scales")
+    ending = (".weight_scale_inv", ".weight_scale", ".scales", ".weight_scale_2", ".weight_global_scale")
     name = next(name for name in reversed(stored.tensors) if name.endswith(ending))
-    stored.tensors[name] = 1 / stored.tensors[name]
+    scales = stored.tensors[name]
+    is_exponent = scales.dtype == torch.uint8
+    stored.tensors[name] = 254 - scales if is_exponent else 1 / scales
     check_refused(stored, tmp_path, f"{name} gives weights of about .* inverted")
-    stored.tensors[name] = -1 / stored.tensors[name]
-    check_refused(stored, tmp_path, f"{name} gives weights of about -")
+    if not is_exponent:
+        stored.tensors[name] = -scales
+        check_refused(stored, tmp_path, f"{name} gives weights of about -")
 
 
 def changed_tensor(form: str, ending: str, change: Callable, originals) -> Checkpoint:
@@ -244,6 +249,17 @@ def test_awq_whose_activations_are_scaled_too_is_refused(originals, tmp_path: Pa
     stored, _ = in_form(originals["llama"], FORMS["AWQ"], is_linear)
     stored.tensors["model.layers.0.mlp.act.scales"] = torch.ones(96, dtype=torch.float16)
     check_refused(stored, tmp_path, r"mlp\.act\.scales .* not 4 bit AWQ .*act\.qweight is missing")
+
+
+def test_nvfp4_whose_activations_are_scaled_too_is_refused(originals, tmp_path: Path) -> None:
+    """modelopt's NVFP4_AWQ, whatever its entry says."""
+    stored, _ = in_form(originals["llama"], FORMS["NVFP4"], is_linear)
+    name = "model.layers.0.mlp.down_proj.pre_quant_scale"
+    stored.tensors[name] = torch.ones(96)
+    check_refused(stored, tmp_path / "scale", rf"{name} .* not modelopt NVFP4")
+    del stored.tensors[name]
+    stored.config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}
+    check_refused(stored, tmp_path / "entry", "modelopt NVFP4_AWQ")
 
 
 # ---------------------------------------------------------------------------------------------------- any
@@ -304,24 +320,17 @@ def check_change(form: str, changes: list[tuple[str, int, int]], made: Callable,
     assert all(torch.equal(parameter, expected.tensors[name]) for name, parameter in found.items())
 
 
-def _fuzzed(num_examples: int) -> Callable:
-    return settings(
-        max_examples=num_examples,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-
-
 @example(form="AWQ", changes=[("move", 0, 0)])
 @example(form="W4A16", changes=[("move", 0, 1)])
 @example(form="compressed fp8, static", changes=[("rename", 1, 3)])
 @given(form=st.sampled_from(FUZZED), changes=CHANGES)
-@_fuzzed(30)
+@fuzzed(30)
 def test_a_changed_checkpoint_is_refused_or_exact(form: str, changes: list, made, tmp_path: Path) -> None:
     check_change(form, changes, made, tmp_path)
 
 
 @pytest.mark.slow
 @given(form=st.sampled_from(FUZZED), changes=CHANGES)
-@_fuzzed(600)
+@fuzzed(600)
 def test_many_changed_checkpoints_are_refused_or_exact(form: str, changes: list, made, tmp_path) -> None:
     check_change(form, changes, made, tmp_path)

@@ -6,12 +6,14 @@ A code becomes a number by operations on bits, the same on every GPU:
 * An integer is put into the low bits of the float32 of 2**23, from which 2**23 and the zero are subtracted at
   once, exactly.
 * E4M3 has the bits of a float16 that is 256 times smaller, E2M1 of one that is 2**14 times smaller, subnormal
-  numbers as well. Their scales are multiplied by that.
+  numbers as well. Their scales, numbers or (uint8) exponents, are multiplied by that.
 
 Numbers are exact in bfloat16 and float16, their products are summed in float32, a group of columns is
-multiplied by its scale in float32, and the sum is rounded once where it is stored. How a sum is cut follows
-from the matrix alone, so a row's result depends on that row alone; only `coded_row`, `coded_rows` of 16 rows
-and of more (on Hopper by another instruction) may sum in different orders.
+multiplied by its scale in float32, and the sum is rounded once where it is stored. In `coded_rows`, groups
+shorter than a step are scaled before the product, so that a step may have several: these weights are rounded
+to the dtype of x. How a sum is cut follows from the matrix alone, so a row's result depends on that row
+alone; only `coded_row`, `coded_rows` of 16 rows and of more (on Hopper by another instruction) may sum in
+different orders. No GPU has run short groups in this form.
 """
 
 from __future__ import annotations
@@ -77,16 +79,17 @@ def _groups(
     groups = (first + tl.arange(0, GROUPS) * GROUP) // group
     places = (outputs // scale_rows).to(tl.int64)[:, None] * num_groups + groups[None, :]
     mask = is_output[:, None] & (groups < num_groups)[None, :]
-    if KIND == E2M1:  # exponents
+    if scales.dtype.element_ty == tl.uint8:  # exponents
         power = tl.load(scales + places, mask=mask, other=0).to(tl.int32)
         power = tl.where(power == 0, LEAST_POWER, power << 23)
-        scale = power.to(tl.float32, bitcast=True) * E2M1_FACTOR
+        scale = power.to(tl.float32, bitcast=True)
     else:
         scale = tl.load(scales + places, mask=mask, other=0.0).to(tl.float32)
     if KIND == E4M3:
         scale *= E4M3_FACTOR
         zero = tl.zeros_like(scale)
     elif KIND == E2M1:
+        scale *= E2M1_FACTOR
         zero = tl.zeros_like(scale)
     elif zeros is None:
         zero = tl.zeros_like(scale) + (MAGIC + MIDDLE)
@@ -157,10 +160,10 @@ def coded_rows(
     x, numbers, scales, zeros, bias, out,
     num_tokens, num_outputs, width, share_width, scale_rows, group, num_groups,
     KIND: tl.constexpr, MIDDLE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    GROUP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (cdiv(num_outputs, TILE), shares, cdiv(num_tokens, ROWS)). x [num_tokens, width]. The columns of a
-    step have one scale, by which the product of the step is multiplied."""
+    """Grid (cdiv(num_outputs, TILE), shares, cdiv(num_tokens, ROWS)). x [num_tokens, width]. GROUP columns of
+    a step have one scale: if they are all, it multiplies the product of the step."""
     begin(EARLY)
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.program_id(1)
@@ -169,18 +172,26 @@ def coded_rows(
     end = tl.minimum((share + 1) * share_width, width)
     sums = tl.zeros([ROWS, TILE], tl.float32)
     for first in range(share * share_width, end, STEP):
-        codes = _codes(numbers, outputs, is_output, first, width, KIND, STEP)
-        scale, zero = _groups(
-            scales, zeros, outputs, is_output, first, scale_rows, group, num_groups, KIND, MIDDLE, STEP, 1
-        )
-        factors = (codes - zero).to(x.dtype.element_ty)
         columns = first + tl.arange(0, STEP)
         own = tl.load(
             x + tokens.to(tl.int64)[:, None] * width + columns[None, :],
             mask=is_token[:, None] & (columns < end)[None, :],
             other=0.0,
         )
-        sums += tl.dot(own, tl.trans(factors), input_precision="ieee") * tl.trans(scale)
+        if GROUP == STEP:
+            codes = _codes(numbers, outputs, is_output, first, width, KIND, STEP)
+            scale, zero = _groups(
+                scales, zeros, outputs, is_output, first, scale_rows, group, num_groups, KIND, MIDDLE, STEP, 1
+            )
+            factors = (codes - zero).to(x.dtype.element_ty)
+            sums += tl.dot(own, tl.trans(factors), input_precision="ieee") * tl.trans(scale)
+        else:
+            codes, scale = decoded(
+                numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
+                KIND, MIDDLE, TILE, STEP, GROUP,
+            )  # fmt: skip
+            factors = tl.reshape(codes * scale, [TILE, STEP]).to(x.dtype.element_ty)
+            sums = tl.dot(own, tl.trans(factors), sums, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)[None, :]
     places = (share * num_tokens + tokens).to(tl.int64)[:, None] * num_outputs + outputs[None, :]

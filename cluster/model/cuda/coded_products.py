@@ -6,8 +6,10 @@
     more                  the plain weight is made in the model's dtype, and a library multiplies: the product
                           takes most of the time then, and libraries compute it faster than our tiles
 
-In float32 all of them compute with the same numbers. In 16 bits the last one alone rounds the weight to the
-model's dtype, as a checkpoint is that was dequantised while it was read; the others scale in float32.
+In float32 all of them compute with the same numbers. In 16 bits the last one rounds the weight to the
+model's dtype, as a checkpoint is that was dequantised while it was read, and so does the second one where
+fewer than `_STEP` columns have one scale (small groups, blocks that ranks have cut). The others scale in
+float32.
 
 Everything is enqueued on the current stream, reads nothing on the host and may be recorded. The plain weight
 exists during its product only (`scratch_bytes`). Needs triton, which the first call imports.
@@ -44,22 +46,23 @@ def coded_product(x: Tensor, codes: Codes, bias: Tensor | None, *, is_whole: boo
     (num_tokens, width), num_outputs = x.shape, len(codes.numbers)
     is_one = num_tokens == 1
     tile = _ROW_TILE if is_one else _FLOAT_TILE if x.dtype == torch.float32 else _TILE
-    step = _ROW_STEP if is_one else same_scale(codes, _STEP)
+    step = _ROW_STEP if is_one else _STEP
     share_width = width if is_whole else _share_width(is_one, num_outputs, width)
-    cut = _ROW_STEP if is_one else _STEP
-    share_width = -(-share_width // cut) * cut
+    share_width = -(-share_width // step) * step
     shares = -(-width // share_width)
     tiles = -(-num_outputs // tile)
     dtype = torch.float32 if shares > 1 else x.dtype
     out = torch.empty(shares, num_tokens, num_outputs, dtype=dtype, device=x.device)
     arguments = (x, codes.numbers, codes.scales, codes.zeros, bias, out)
     sizes = (num_outputs, width, share_width, *scale_sizes(codes))
-    kind = {"KIND": int(codes.kind), "MIDDLE": codes.middle, "TILE": tile, "STEP": step}
+    kind = {
+        "KIND": int(codes.kind), "MIDDLE": codes.middle, "TILE": tile, "STEP": step,
+        "GROUP": same_scale(codes, step),
+    }  # fmt: skip
     if is_one:
         coded_kernels.coded_row[(tiles, shares)](
-            *arguments, *sizes, **kind, GROUP=same_scale(codes, step), num_warps=4, num_stages=3,
-            **early(x.device),
-        )  # fmt: skip
+            *arguments, *sizes, **kind, num_warps=4, num_stages=3, **early(x.device)
+        )
     else:
         rows = _ROWS if num_tokens <= _ROWS else _MORE_ROWS
         coded_kernels.coded_rows[(tiles, shares, -(-num_tokens // rows))](

@@ -163,6 +163,10 @@ class FusedLayer(nn.Module):
         """Or a mixer in its place."""
         return isinstance(self._attention, FusedAttention | FusedMixer)
 
+    @property
+    def has_fused_mlp(self) -> bool:
+        return isinstance(self._mlp, FusedMlp)
+
     def forward(
         self, hidden_states: Tensor, *, paged: tuple[PagedBatch, AttentionBackend],
         position_embeddings: Rotary = None, **keywords: object,

@@ -20,7 +20,7 @@ RUN = 128  # columns whose 4 bit codes lie in 16 words
 WORDS = 16
 _CHUNK = 1 << 22  # weights that are float32 at once
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])  # by their codes
-_EXPONENT_BIAS = 127
+_EXPONENT_BIAS, EXPONENT_NAN = 127, 255
 
 
 class CodeKind(IntEnum):
@@ -29,7 +29,7 @@ class CodeKind(IntEnum):
     E4M3 = 0
     BYTE = 1  # an integer of 8 bits
     NIBBLE = 2  # an integer of 4 bits
-    E2M1 = 3  # a float of 4 bits, whose scales are exponents of 2 plus 127: MXFP4
+    E2M1 = 3  # a float of 4 bits
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Codes:
 
     numbers     of 8 bits: [N, K] uint8. Of 4 bits: [N, ceil(K / 128), 16] int32, where four bits of a word,
                 from bit 4 * j on, are column 16 * j + i of the run, for word i; columns from K on are zero
-    scales      [ceil(N / scale_rows), G], in the checkpoint's dtype; of E2M1 uint8, exponents of 2 plus 127
+    scales      [ceil(N / scale_rows), G]: numbers, or uint8, exponents of 2 plus 127 (of E2M1: MXFP4)
     zeros       uint8 of the same shape; None: all are the middle of the integers, and floats have none
     width       K
     group       columns that have one scale: a multiple of 16, or all
@@ -81,9 +81,7 @@ class Codes:
         for first, part in zip(range(0, num_rows, step), out.split(step), strict=True):
             blocks = torch.arange(first, first + len(part), device=device) // self.scale_rows
             zeros = self.middle if self.zeros is None else self.zeros[blocks].float()[:, groups]
-            scales = self.scales[blocks].float()
-            if self.kind is CodeKind.E2M1:
-                scales = (scales - _EXPONENT_BIAS).exp2()
+            scales = as_numbers(self.scales[blocks])
             part.copy_((self._floats(first, len(part)) - zeros) * scales[:, groups])
         return out
 
@@ -116,6 +114,12 @@ class Codes:
         blocks = torch.arange(0, num_rows, scale_rows, device=self.scales.device) // self.scale_rows
         zeros = None if self.zeros is None else self.zeros[blocks]
         return replace(self, scales=self.scales[blocks], zeros=zeros, scale_rows=scale_rows)
+
+
+def as_numbers(scales: Tensor) -> Tensor:
+    """Scales of `Codes` in float32."""
+    numbers = scales.float()
+    return (numbers - _EXPONENT_BIAS).exp2() if scales.dtype == torch.uint8 else numbers
 
 
 def runs_of(own: range, size: int) -> tuple[Tensor, int]:

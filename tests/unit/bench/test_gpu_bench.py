@@ -83,7 +83,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
         ("wire", 5),
         ("encoder", 4),
         ("experts", 8),
-        ("formats", 11),
+        ("formats", 15),
         ("hybrids", 26),
         ("loading", 2),
     ],

@@ -67,6 +67,8 @@ CASES = (  # family, format, what is fused
     ("qwen2", "AWQ", WHOLE),
     ("qwen2", "compressed fp8 in blocks", WHOLE),
     ("qwen3", "GPTQ of 8 bits", WHOLE),
+    ("qwen3", "NVFP4", WHOLE),
+    ("qwen3_moe", "compressed NVFP4", ATTENTION),
     ("phi3_window", "W4A16 with zeros", WHOLE),
     ("qwen2_5_vl", "compressed fp8 by rows", WHOLE),
     ("gemma2_softcap_window", "GPTQ", LAYERS),
@@ -351,7 +353,7 @@ def test_experts_whose_products_are_wrong_become_plain_and_are_named(
 ) -> None:
     stored, _ = folders(family, form, tmp_path)
     model = load(stored, replace(OF_PLAIN, experts=wrong_experts))
-    assert not coded_experts(model) and "their products of 1 tokens are wrong by 10.0%" in caplog.text
+    assert not coded_experts(model) and "its product of 1 rows is wrong by 10.0%" in caplog.text
     whole = load_half(tmp_path / "plain", Half.LANGUAGE, dtype=torch.float32, device="cpu")
     for name, parameter in whole.named_parameters():
         if ".experts." in name:

@@ -14,7 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.config.weight_formats import Header, read_entry
-from cluster.model.cuda.coded_products import CODED_ROWS, coded_product, plain_weight, whole_product
+from cluster.model.cuda.coded_products import (
+    CODED_ROWS,
+    coded_product,
+    plain_weight,
+    same_scale,
+    whole_product,
+)
 from cluster.model.dequantising import DequantisedSlice
 from cluster.model.layers.codes import CodedLinear, CodeKind, Codes, alike
 from tests.fakes.slow_params import often
@@ -48,11 +54,11 @@ CODED: dict[str, Form] = {
 }  # fmt: skip
 # By kind of the codes, and by how groups and steps lie in each other.
 DIFFERENT = (
-    "compressed fp8 by rows", "fp8 in blocks of 128", "W4A16", "W4A16 by rows with zeros",
+    "compressed fp8 by rows", "fp8 in blocks of 128", "W4A16", "W4A16 by rows with zeros", "NVFP4",
     "AWQ in groups of 128", "GPTQ in groups of 64", "GPTQ of 8 bits in groups of 384",
 )  # fmt: skip
 DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-          "I32": torch.int32, "I64": torch.int64}  # fmt: skip
+          "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8}  # fmt: skip
 each_form = pytest.mark.parametrize("form", often(CODED, DIFFERENT))
 SMALL, WIDE = (40, 384), (24, 2304)
 
@@ -92,7 +98,7 @@ def test_codes_are_what_the_reader_dequantises(form: str) -> None:
         assert torch.equal(codes.plain(torch.float32), made.read[...])
         assert torch.equal(codes.plain(torch.float32), made.plain)
         assert torch.equal(codes.plain(torch.bfloat16), made.plain.bfloat16())
-        bits = 4 if codes.kind is CodeKind.NIBBLE else 8
+        bits = 4 if codes.kind in (CodeKind.NIBBLE, CodeKind.E2M1) else 8
         assert codes.numbers.nbytes == shape[0] * shape[1] * bits // 8
         tensors = (codes.numbers, codes.scales, codes.zeros)
         assert all(each is None or each.is_contiguous() for each in tensors)
@@ -130,11 +136,14 @@ def test_every_e4m3_code_is_its_number() -> None:
 @pytest.mark.parametrize("shape", [SMALL, WIDE])
 @pytest.mark.parametrize("num_tokens", [1, 3, 17])
 def test_a_product_is_that_of_the_plain_weight(form: str, shape: tuple[int, int], num_tokens: int) -> None:
+    """Of short groups in 16 bits, and several rows: of the plain weight in 16 bits."""
     made = case(form, shape)
     x, bias = torch.randn(num_tokens, shape[1]), torch.randn(shape[0])
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.float16, 5e-4)):
         own, own_bias = x.to(dtype), bias.to(dtype)
-        expected = F.linear(own.float(), made.plain, own_bias.float())
+        is_rounded = num_tokens > 1 and same_scale(made.codes, 128) < 128
+        plain = made.plain.to(dtype).float() if is_rounded else made.plain
+        expected = F.linear(own.float(), plain, own_bias.float())
         shares = coded_product(own, made.codes, own_bias)
         by_library = dtype == torch.float32 and num_tokens == 17
         is_cut = not by_library and (num_tokens > 1 or shape == WIDE)
@@ -143,7 +152,7 @@ def test_a_product_is_that_of_the_plain_weight(form: str, shape: tuple[int, int]
         assert relative(shares.sum(0, dtype=torch.float32), expected) < (1e-6 if is_cut else tolerance)
         whole = coded_product(own, made.codes, None, is_whole=True)
         assert whole.shape == (1, num_tokens, shape[0]) and whole.dtype == dtype
-        assert relative(whole[0], F.linear(own.float(), made.plain)) < tolerance
+        assert relative(whole[0], F.linear(own.float(), plain)) < tolerance
 
 
 @interpreted

@@ -144,16 +144,17 @@ def test_a_kernel_of_a_layer_compiles(name: str, constants, kinds, capability: i
     ("kind", "group", "zeros", "ones"),
     [
         (0, 128, None, ()), (0, 128, None, ("scale_rows", "num_groups")), (1, 128, "*u8", ("scale_rows",)),
-        (2, 128, "*u8", ("scale_rows",)), (2, 32, None, ("scale_rows",)),
+        (2, 128, "*u8", ("scale_rows",)), (2, 32, None, ("scale_rows",)), (3, 16, None, ("scale_rows",)),
     ],
-    ids=["E4M3 in blocks", "E4M3 by rows", "bytes", "nibbles", "nibbles in small groups"],
+    ids=["E4M3 in blocks", "E4M3 by rows", "bytes", "nibbles", "nibbles in small groups", "NVFP4"],
 )  # fmt: skip
 def test_the_products_with_codes_compile(
     kind: int, group: int, zeros: str | None, ones: tuple[str, ...], capability: int
 ) -> None:
     """ones: sizes of 1, of which the compiler makes constants."""
     kinds = {
-        "numbers": "*i32" if kind == 2 else "*u8", "scales": "*bf16", "zeros": zeros or "", "out": "*fp32",
+        "numbers": "*i32" if kind > 1 else "*u8", "scales": "*fp32" if kind == 3 else "*bf16",
+        "zeros": zeros or "", "out": "*fp32",
         **dict.fromkeys(("scale_rows", "group", "num_groups"), "i32"),
     }  # fmt: skip
     constants: dict[str, Any] = {"KIND": kind, "MIDDLE": 8, **dict.fromkeys(ones, 1)}
@@ -166,11 +167,11 @@ def test_the_products_with_codes_compile(
         {**kinds, "out": "*bf16"}, capability,
     )  # fmt: skip
     for rows in (16, 64):
-        sizes = {"ROWS": rows, "TILE": 64, "STEP": group}
+        sizes = {"ROWS": rows, "TILE": 64, "STEP": 128, "GROUP": group}
         check_compiles(
             coded_kernels, "coded_rows", {**constants, **sizes}, kinds, capability, num_warps=4, num_stages=3
         )
-    sizes = {"ROWS": 16, "TILE": 32, "STEP": group}
+    sizes = {"ROWS": 16, "TILE": 32, "STEP": 128, "GROUP": group}
     floats = {**kinds, "x": "*fp32", "bias": "*fp32"}
     check_compiles(
         coded_kernels, "coded_rows", {**constants, **sizes}, floats, capability, num_warps=4, num_stages=3
@@ -261,12 +262,15 @@ def test_products_of_experts_compile(dtype, has_bias: bool, gathers: bool, capab
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize(("kind", "group", "zeros"), [(0, 128, None), (2, 128, "*u8"), (3, 32, None)])
+@pytest.mark.parametrize(
+    ("kind", "group", "zeros", "scales"),
+    [(0, 128, None, "*bf16"), (2, 128, "*u8", "*bf16"), (3, 32, None, "*u8"), (3, 16, None, "*fp32")],
+)
 @pytest.mark.parametrize(
     ("dtype", "has_many"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, False)]
 )
 def test_products_of_coded_experts_compile(
-    dtype, has_many: bool, kind: int, group: int, zeros: str | None, capability: int
+    dtype, has_many: bool, kind: int, group: int, zeros: str | None, scales: str, capability: int
 ) -> None:
     """In 16 bits on Hopper by its own matrix instruction, in both forms of tiles."""
     tiles = expert_products.tiles_for(dtype, is_coded=True, has_many=has_many)
@@ -278,7 +282,7 @@ def test_products_of_coded_experts_compile(
     number = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds: dict[str, str] = {
         "x": number, "out": number, "order": "*i64", "zeros": zeros or "",
-        "weight": "*i32" if kind > 1 else "*u8", "scales": "*u8" if kind == 3 else "*bf16", **EXPERT_SIZES,
+        "weight": "*i32" if kind > 1 else "*u8", "scales": scales, **EXPERT_SIZES,
     }  # fmt: skip
     made = check_compiles(
         expert_kernels, "multiply_rows", constants, kinds, capability, num_warps=tiles.warps,
