@@ -150,8 +150,8 @@ async def local_cluster(
     """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. The transport
     is in process unless `args` names one. `overcommits`: doors expect empty answers, so that decode is given
     more than it has memory for (with `let_all_in`: as many requests as there are), and it starts when so many
-    requests are asked; prompts are handed over, since those that decode computed would begin their answers one
-    by one. `measures`: workers measure at their start how fast they are; otherwise they know it
+    requests are asked; prompts are handed over, since those that decode computed would begin their answers
+    one by one. `measures`: workers measure at their start how fast they are; otherwise they know it
     (`known_speeds`). A cluster that has ended is a web of references with all its memory: it goes before the
     next one comes, for by itself the collector visits so large a process only now and then. What is left then
     (imported modules, models of fixtures) is not looked at again, or each of some hundred clusters would pay
