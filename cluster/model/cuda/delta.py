@@ -23,7 +23,7 @@ NORM_HEADS = 8  # of a program
 NUM_FACTORS = 5  # that `delta_kernels` keeps of a token
 # Of programs of `delta_kernels`: heads and warps of `chunk_systems`, warps of `solve_systems`, programs side
 # by side for sequences, warps and stages of `many_tokens`
-_SYSTEM_HEADS, _SYSTEM_WARPS = 4, 4
+_SYSTEM_HEADS, _SYSTEM_WARPS = 2, 4
 SOLVE_WARPS, SEQUENCES, CHUNK_WARPS, STAGES = 2, 8, 8, 1
 
 
