@@ -26,8 +26,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from bench.arguments import parser_of
 from bench.gpu.models import SHAPES, write_checkpoint
-from bench.step import BLOCK_SIZE, ModelStep, in_turns, random_kv, tables_of
+from bench.rounds import in_turns
+from bench.step import BLOCK_SIZE, ModelStep, random_kv, tables_of
 from cluster.config.adapters import Adapter, AdapterRoom, read_adapters
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.language import LanguageModel, SequenceChunk
@@ -129,9 +131,7 @@ def print_loading(model: LanguageModel, adapters: list[Adapter]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b")
     parser.add_argument("--layers", type=int, default=0, help="so many of its layers; 0: all")
     parser.add_argument("--adapters", type=int, default=8)

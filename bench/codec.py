@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.arguments import parser_of
+from bench.rounds import in_turns
 from cluster.kvcache.memory import BlockMemory, MemoryLayout
 from cluster.model.kv_format import kv_segments
 from cluster.native.library import load
@@ -42,18 +43,6 @@ BLOCK_SIZE = 16
 OUTLIER = 20.0
 TOKENS = 1024
 DRAWS = 4
-
-
-def medians(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Seconds of each function. All are called alternately; the first round warms up and is not timed."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if repeat > 0:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def encode_groups(
@@ -83,8 +72,9 @@ def speeds(dtype: torch.dtype, heads: int, width: int, raw_bytes: int, repeats: 
         functions[f"{name} encode"] = partial(encode_groups, codec, kv, blocks, wire, wire_blocks)
         functions[f"{name} decode"] = partial(decode_groups, codec, wire, wire_blocks, arrived, blocks)
     functions["checksum"] = partial(checksum, kv.descriptors(range(kv.num_blocks)))
-    seconds = medians(functions, repeats)
-    return {name: kv.buffer.numel() / 1e9 / taken for name, taken in seconds.items()}
+    times = in_turns(list(functions.values()), rounds=repeats)
+    medians = dict(zip(functions, map(statistics.median, times), strict=True))
+    return {name: kv.buffer.numel() / 1e9 / seconds for name, seconds in medians.items()}
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -151,7 +141,7 @@ def print_errors() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Wire codecs: speed against memcpy, and error.")
+    parser = parser_of(__doc__)
     parser.add_argument("--dtypes", default="bf16,f16,f32")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--megabytes", type=int, default=96)

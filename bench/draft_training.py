@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from bench import DEMO_MODEL
+from bench.arguments import parser_of
 from cluster.config.checkpoint import read_config, text_config
 from cluster.config.draft_heads import EAGLE3_CLASSES, Eagle3Head
 from cluster.model.eagle3 import Eagle3Module
@@ -29,7 +31,6 @@ from cluster.model.loading import Half, load_half
 from cluster.model.support import text_of
 from deploy.demo_model.training import data
 
-MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 NUM_UNROLLED, IGNORED = 3, -100
 _SHARED = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -72,8 +73,8 @@ def loss_of(module: Eagle3Module, embeds: Tensor, rows: Tensor, wanted: Tensor) 
 
 
 def train(args: argparse.Namespace) -> Eagle3Module:
-    target = load_half(MODEL, Half.LANGUAGE, dtype=torch.float32, device="cpu")
-    tokenizer, rng = AutoTokenizer.from_pretrained(MODEL), random.Random(args.seed)
+    target = load_half(DEMO_MODEL, Half.LANGUAGE, dtype=torch.float32, device="cpu")
+    tokenizer, rng = AutoTokenizer.from_pretrained(DEMO_MODEL), random.Random(args.seed)
     torch.manual_seed(args.seed)
     config = head_config()
     llama = hf.LlamaConfig(**{name: value for name, value in config.items() if name != "architectures"})
@@ -102,7 +103,7 @@ def train(args: argparse.Namespace) -> Eagle3Module:
 
 
 def head_config() -> dict[str, Any]:
-    text = text_config(read_config(MODEL))
+    text = text_config(read_config(DEMO_MODEL))
     return {
         **{name: text[name] for name in _SHARED},
         "architectures": [EAGLE3_CLASSES[0]],
@@ -113,9 +114,7 @@ def head_config() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to be written")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=4)

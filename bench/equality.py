@@ -9,49 +9,47 @@ caches. Compares text, number of tokens and finish reason of every answer. Exit 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
-from pathlib import Path
 
-import httpx
+import aiohttp
 
+from bench.arguments import DEFAULT_URL, add_model, parser_of
+from bench.client import TimedAnswer, open_session, post
+from bench.metrics import model_id
 from bench.workload import Answer, Case, Reference, make_cases
 
-MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 MAX_TOKENS = 32
+TIMEOUT_S = 120.0
 
 
-async def check(client: httpx.AsyncClient, model_id: str, case: Case, answer: Answer) -> str | None:
+async def check(
+    session: aiohttp.ClientSession, url: str, model: str, case: Case, answer: Answer
+) -> str | None:
     """A sentence that says how the cluster's answer differs; None if it does not."""
-    body = {"model": model_id, "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0}
-    response = await client.post("/v1/chat/completions", json=body)
-    if response.status_code != 200:
-        return f"{case.kind}: HTTP {response.status_code}: {response.text[:200]}"
-    got = response.json()
-    choice, usage = got["choices"][0], got["usage"]
-    expected_reason = "length" if len(answer.token_ids) == MAX_TOKENS else "stop"
-    seen = (choice["message"]["content"], usage["completion_tokens"], usage["prompt_tokens"])
+    body = {"model": model, "messages": case.messages, "max_tokens": MAX_TOKENS, "temperature": 0}
+    got = TimedAnswer(case.kind)
+    await post(session, url, json.dumps(body).encode(), got)
+    if got.failure:
+        return f"{case.kind}: {got.failure}"
+    seen = (got.text, got.num_tokens, got.num_prompt_tokens)
     wanted = (answer.text, len(answer.token_ids), answer.num_prompt_tokens)
     if seen != wanted:
         return f"{case.kind}: {seen} instead of {wanted}"
-    if choice["finish_reason"] != expected_reason and len(answer.token_ids) < MAX_TOKENS:
-        return f"{case.kind}: finished by {choice['finish_reason']}"
+    if got.reasons[0] != "stop" and len(answer.token_ids) < MAX_TOKENS:
+        return f"{case.kind}: finished by {got.reasons[0]}"
     return None
 
 
 async def run(url: str, expected: list[tuple[Case, Answer]], concurrency: int) -> tuple[list[str], float]:
     """(differences, seconds)."""
-    slots = asyncio.Semaphore(concurrency)
-    async with httpx.AsyncClient(
-        base_url=url, timeout=120, limits=httpx.Limits(max_connections=64)
-    ) as client:
-        model_id = (await client.get("/v1/models")).json()["data"][0]["id"]
+    slots, model = asyncio.Semaphore(concurrency), await asyncio.to_thread(model_id, url)
+    async with open_session(TIMEOUT_S, keeps_connections=True) as session:
 
         async def one(case: Case, answer: Answer) -> str | None:
             async with slots:
-                return await check(client, model_id, case, answer)
+                return await check(session, url, model, case, answer)
 
         started_at = time.monotonic()
         faults = await asyncio.gather(*(one(case, answer) for case, answer in expected))
@@ -59,11 +57,9 @@ async def run(url: str, expected: list[tuple[Case, Answer]], concurrency: int) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--model", default=str(MODEL), help="the folder that the cluster serves")
+    parser = parser_of(__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL)
+    add_model(parser, "the folder that the cluster serves")
     parser.add_argument("--num-requests", type=int, default=204)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--seed", type=int, default=2026)

@@ -23,19 +23,18 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from bench import hostile_media, media_files
+from bench import DEMO_MODEL, REPOSITORY, hostile_media, media_files
+from bench.arguments import parser_of
+from bench.processes import status_bytes
 from bench.trusted_media import decode, prepare, probe
 from cluster.errors import RequestError
 from cluster.media.settings import MediaLimits
 from cluster.types.media import FrameStrategy, MediaOptions, Modality
 
-ROOT = Path(__file__).parents[1]
-MODEL = ROOT / "deploy" / "demo_model"
 ITEM_S = 20.0  # wall time after which an item counts as hung
 START_S = 120.0  # wall time for imports and the model's processor
 LIMITS = MediaLimits(max_pixels=4 * 10**6, max_video_pixels=32 * 10**6, max_decode_s=5.0)
@@ -207,18 +206,6 @@ def check(item: MediaCase, processor: Any) -> bool:
     return True
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _virtual_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _num_open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def run_child(seed: int, first: int, end: int) -> None:
     """Runs items [first, end). Prints a line before each item, a line for each failure and one at the end."""
     import torch
@@ -226,13 +213,13 @@ def run_child(seed: int, first: int, end: int) -> None:
     from cluster.media.processor import MediaProcessor
 
     torch.set_num_threads(1)
-    processor = MediaProcessor.load(MODEL, LIMITS)
+    processor = MediaProcessor.load(DEMO_MODEL, LIMITS)
     for _, modality, data in good_files():
         # Loads and reserves what every item shares.
         check(MediaCase("", modality, data, MediaOptions()), processor)
-    limit = _virtual_bytes() + MEMORY_BYTES
+    limit = status_bytes(os.getpid(), "VmSize") + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    num_answers = growth = leaked = 0
+    num_answers, before = 0, None
     warm_at = max(first, len(hand_made())) + NUM_WARM
     for idx in range(first, end):
         print(f"AT {idx}", flush=True)
@@ -243,10 +230,14 @@ def run_child(seed: int, first: int, end: int) -> None:
             text = f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
             print(f"FAIL {idx} ({item.name} as {item.modality}): {text}", flush=True)
         if idx == warm_at:
-            growth, leaked = -_resident_bytes(), -_num_open_files()
-    if growth:
-        growth, leaked = growth + _resident_bytes(), leaked + _num_open_files()
+            before = _held()
+    growth, leaked = (now - then for now, then in zip(_held(), before, strict=True)) if before else (0, 0)
     print(f"END {num_answers} {growth} {leaked}", flush=True)
+
+
+def _held() -> tuple[int, int]:
+    """Resident bytes and open files of this process."""
+    return status_bytes(os.getpid(), "VmRSS"), len(os.listdir("/proc/self/fd"))
 
 
 def fuzz(num_items: int, seed: int) -> FuzzReport:
@@ -258,7 +249,9 @@ def fuzz(num_items: int, seed: int) -> FuzzReport:
         command += ["--items", str(num_items), "--seed", str(seed)]
         with (
             tempfile.TemporaryFile() as errors,
-            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, bufsize=0) as child,
+            subprocess.Popen(
+                command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+            ) as child,
         ):
             try:
                 at, ending = follow(child, seed, report, ITEM_S)
@@ -311,9 +304,7 @@ def _line(stream: IO[bytes], timeout_s: float) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Hostile and broken media against probe, decode and prepare."
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--items", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)

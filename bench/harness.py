@@ -9,7 +9,6 @@ be another one than the cluster's. Exit status 1 if the scores differ.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -17,6 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from bench.arguments import parser_of
 
 NUM_ITEMS = 200
 TOLERANCE = 1e-4  # of one token
@@ -91,7 +92,7 @@ def scores(lm: Any, folder: Path, **how: Any) -> tuple[dict[str, Any], dict[str,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="deploy/demo_model", help="folder of the model that is served")
     parser.add_argument("--model-id", help="its name at the cluster; default: the folder's name")

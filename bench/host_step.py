@@ -1,22 +1,20 @@
 """What the host does in a step of answers, besides the model: for each step, and for each answer in it.
 
-    python -m bench.host_step [--answers 1,16,64,256] [--steps 200] [--rounds 5] [--sampled] [--profile]
+    python -m bench.host_step [--answers 1,16,64,256] [--steps 200] [--rounds 5] [--sampled]
 
 The real engine and runner over a model that computes nothing: every step gives the same logits, of a small
 vocabulary. Counted: planning, blocks, the draw, events, the load report, and the encoding of the message to
 the door. On a GPU all of this runs beside the device, or between its steps.
 
 Figures are medians over the rounds: microseconds of a step, and of each further answer (the slope between the
-smallest and the largest number). `--profile` prints where the time of the largest goes, function by function.
+smallest and the largest number).
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
 import gc
-import pstats
 import time
+from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.arguments import numbers, parser_of
+from bench.rounds import in_turns
 from bench.tables import table
 from cluster.clock import SystemClock
 from cluster.engine.engine import LanguageEngine
@@ -97,44 +97,33 @@ def engine_of(num_answers: int, sampling: SamplingParams) -> LanguageEngine:
     return engine
 
 
-def step_us(engine: LanguageEngine, num_steps: int) -> float:
-    start = time.thread_time()
+def steps(engine: LanguageEngine, num_steps: int) -> None:
     for _ in range(num_steps):
         engine.step()
-    return 1e6 * (time.thread_time() - start) / num_steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--answers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16, 64, 256]
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("--answers", type=numbers, default=[1, 16, 64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--sampled", action="store_true", help="temperature 0.8 and top_p 0.9; otherwise greedy"
     )
-    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=1) if args.sampled else SamplingParams()
     engines = {num: engine_of(num, sampling) for num in args.answers}
     gc.freeze()
-    times = {num: [] for num in args.answers}
-    for _ in range(args.rounds):
-        for num, engine in engines.items():
-            times[num].append(step_us(engine, args.steps))
-    medians = {num: median(each) for num, each in times.items()}
+    works = [partial(steps, engine, args.steps) for engine in engines.values()]
+    times = in_turns(works, clock=time.thread_time, rounds=args.rounds)
+    medians = {num: 1e6 * median(each) / args.steps for num, each in zip(engines, times, strict=True)}
     print(
         "\n".join(table(["answers", "us a step"], [[str(num), f"{us:.0f}"] for num, us in medians.items()]))
     )
     few, many = min(medians), max(medians)
     if few < many:
         print(f"us a further answer: {(medians[many] - medians[few]) / (many - few):.1f}")
-    if args.profile:
-        profile = cProfile.Profile()
-        profile.runcall(step_us, engines[many], args.steps)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(45)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ alternate. Drafts of prompt lookup cost nothing beside the step. Figures: docs/m
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 from dataclasses import dataclass, field
@@ -20,7 +19,9 @@ from statistics import median
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.hybrids import CONTEXT, Steps, make, seconds
+from bench.arguments import parser_of
+from bench.hybrids import CONTEXT, Steps, make
+from bench.rounds import in_turns
 from bench.tables import table
 from cluster.engine.head_drafts import HeadProposer
 from cluster.engine.speculation import KnownTokens
@@ -98,12 +99,11 @@ def medians(steps: Steps, heads: Heads, num_right: int, num_drafts: int, rounds:
         partial(steps.drafted, num_right, num_drafts),
         partial(heads.draft, num_right, num_drafts),
     )
-    times = [[seconds(work)[0] for work in works] for _ in range(rounds + 1)]
-    return [median(each) for each in zip(*times[1:], strict=True)]
+    return [median(each) for each in in_turns(works, rounds=rounds)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)

@@ -9,7 +9,6 @@ how many blocks of KV a state takes. Figures: docs/measured.md.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 import time
@@ -24,6 +23,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3_5TextConfig
 
+from bench.arguments import parser_of
+from bench.rounds import in_turns
 from bench.tables import table
 from cluster.kvcache.memory import BlockMemory
 from cluster.model.cuda.graphs import Recording
@@ -132,7 +133,7 @@ def seconds(work: Callable[[], Given]) -> tuple[float, Given]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
@@ -146,14 +147,9 @@ def main() -> None:
     both = [works_of(model), works_of(LanguageModel.from_model(own))]
     rows = []
     for name in both[0]:
-        timings: tuple[list[float], list[float]] = ([], [])
-        difference = 0.0
-        for _ in range(arguments.rounds + 1):
-            (our_s, logits), (own_s, expected) = (seconds(works[name]) for works in both)
-            timings[0].append(our_s)
-            timings[1].append(own_s)
-            difference = max(difference, float((logits - expected).norm() / expected.norm()))
-        our_s, own_s = (median(each[1:]) for each in timings)
+        our_s, own_s = map(median, in_turns([works[name] for works in both], rounds=arguments.rounds))
+        logits, expected = (works[name]() for works in both)
+        difference = float((logits - expected).norm() / expected.norm())
         times = (f"{1e3 * our_s:.1f}", f"{1e3 * own_s:.1f}", f"{own_s / our_s:.2f}")
         rows.append((name, *times, f"{difference:.1e}"))
     print(f"a state takes {model.state_blocks} blocks of {model.kv_layout.block_bytes:,} bytes")

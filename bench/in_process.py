@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
 
 from cluster.config.settings import ClusterArgs
 from cluster.engine.worker import LanguageWorker
 from cluster.types.members import Role
 from cluster.worker.setup import WorkerSetup, set_up
+from deploy.serving.ports import free_port
 from encoder_service.service import EncoderService
+from router.api.app import build_api
+from router.api.chat.schema import ChatRequest
+from router.api.chat.translate import chat_call
+from router.api.protocol import CallContext
+from router.calls import ServedModels
 from router.door import Door
 
 START_TIMEOUT_S = 10.0
@@ -38,3 +47,28 @@ async def started(door: Door, services: Sequence[Service]) -> AsyncIterator[None
         await door.aclose()
         for service in services:
             await service.stop()
+
+
+async def choice_of(door: Door, body: Mapping[str, Any]) -> Any:
+    """The only choice of a chat request, as the door's API would make it of this body: its deltas, its usage,
+    and `aclose`. Raises RequestError."""
+    context = CallContext(ServedModels(str(body["model"])), door.defaults)
+    (choice,) = await door.chat(chat_call(ChatRequest.model_validate(body), context))
+    return choice
+
+
+@asynccontextmanager
+async def api(door: Door) -> AsyncIterator[str]:
+    """HTTP before the door. Yields the URL."""
+    port = free_port()
+    config = uvicorn.Config(build_api(door), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not server.started:
+                await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.arguments import numbers, parser_of, words
+from bench.rounds import Work, in_turns
 from cluster.kvcache.memory import BlockMemory, MemoryLayout, on_huge_pages
 from cluster.model.attention import LayerAttention, PagedBatch
 from cluster.model.attention_cpu import CpuAttention
@@ -131,18 +134,13 @@ def limits_of(kernels: Kernels, threads: int) -> Limits:
     return Limits(peaks, max(read(data.data_ptr(), READ_BYTES, threads) for _ in range(LIMIT_CALLS)))
 
 
-def alternate(first: Sequence[Callable[[], object]], second: Sequence[Callable[[], object]], seconds: float):
+def alternate(first: Sequence[Work], second: Sequence[Work], seconds: float) -> list[CallTiming]:
     """Calls the members of both in turn, at least three times each. Returns the two timings."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    times: tuple[list[float], list[float]] = ([], [])
-    end, call = time.perf_counter() + seconds, 0
-    while call < 3 or time.perf_counter() < end:
-        for functions, taken in zip((first, second), times, strict=True):
-            start = clock()
-            functions[call % len(functions)]()
-            taken.append(1e6 * (clock() - start))
-        call += 1
-    return tuple(CallTiming(min(taken), statistics.median(taken)) for taken in times)
+    members = (itertools.cycle(first), itertools.cycle(second))
+    works = [lambda each=each: next(each)() for each in members]
+    times = in_turns(works, seconds, clock, rounds=3)
+    return [CallTiming(1e6 * min(taken), 1e6 * statistics.median(taken)) for taken in times]
 
 
 def torch_function(shape: LinearShape, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
@@ -265,15 +263,14 @@ def print_tables(arguments: argparse.Namespace, kernels: Kernels, threads: int) 
         f"\nvariant {kernels.variant}, threads: {threads}; at most {peaks} GFLOP/s and "
         f"{1e-9 * limits.read_bytes_per_s:.1f} GB/s; microseconds"
     )
-    dtypes, tables = arguments.dtypes.split(","), arguments.tables.split(",")
+    dtypes, tables = arguments.dtypes, arguments.tables
     times = "torch best     median  ours best     median"
     if "linears" in tables:
         print(f"dtype shape                     thr  rows {times}    GB/s     %  GFLOP/s     %  ratio")
-        row_counts = [int(rows) for rows in arguments.rows.split(",")]
         for dtype in dtypes:
             for shape in SHAPES:
-                if shape.name in arguments.shapes.split(","):
-                    measure(shape, dtype, row_counts, kernels, limits, arguments.seconds)
+                if shape.name in arguments.shapes:
+                    measure(shape, dtype, arguments.rows, kernels, limits, arguments.seconds)
     if "attention" in tables:
         print(f"dtype   heads width  context   new  thr {times}  GFLOP/s     %  ratio")
         for dtype in dtypes:
@@ -286,20 +283,20 @@ def print_tables(arguments: argparse.Namespace, kernels: Kernels, threads: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Native CPU kernels against torch's.")
+    parser = parser_of(__doc__)
     parser.add_argument("--variant", default="auto", help="auto: the best that this processor runs")
-    parser.add_argument("--tables", default="linears,attention,sampling")
-    parser.add_argument("--dtypes", default="f32,bf16,i8")
-    parser.add_argument("--rows", default="1,4,16,64,256,1024")
-    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--tables", type=words, default="linears,attention,sampling")
+    parser.add_argument("--dtypes", type=words, default="f32,bf16,i8")
+    parser.add_argument("--rows", type=numbers, default="1,4,16,64,256,1024")
+    parser.add_argument("--threads", type=numbers, default="1,2")
     parser.add_argument("--seconds", type=float, default=0.4, help="per line of the table")
-    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES))
+    parser.add_argument("--shapes", type=words, default=",".join(shape.name for shape in SHAPES))
     arguments = parser.parse_args()
     select(arguments.variant)
     kernels = load()
     if kernels is None:
         raise SystemExit("no native kernels on this machine")
-    for threads in map(int, arguments.threads.split(",")):
+    for threads in arguments.threads:
         print_tables(arguments, kernels, threads)
 
 

@@ -18,7 +18,6 @@ of the row is small against these channels). Per format:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import DEMO_MODEL
+from bench.arguments import parser_of
 from bench.workload import Reference, make_cases
 from cluster.kvcache.memory import MemoryLayout
 from cluster.model.kv_format import dequantise, kv_segments, quantise
 
-MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 OUTLIER = 20.0
 
 
@@ -175,10 +175,8 @@ def report(name: str, model: Any, inputs: list[dict[str, Any]], max_tokens: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default=str(MODEL))
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--num-requests", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()

@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
 
-from bench.engine.client import ChatRequest, Endpoint, ask, open_session
+from bench.arguments import DEFAULT_URL, parser_of
+from bench.client import ChatRequest, Endpoint, ask, open_session
 from bench.engine.prompts import Message, Prompts, user
+from bench.metrics import samples
 
 IMAGE_TURNS = (1, 4)
 IMAGE_SIDE = 224  # pixels
@@ -66,10 +67,8 @@ async def read_bytes(session: aiohttp.ClientSession, url: str) -> dict[str, floa
         async with session.get(f"{url}/metrics") as response:
             text = await response.text()
         sent: dict[str, float] = defaultdict(float)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name in COUNTERS:
-                    sent[sample.labels["pool"]] += sample.value
+        for each in samples(text, *COUNTERS):
+            sent[each.labels["pool"]] += each.value
         now = time.monotonic()
         if sent != last:
             last, settled_at = sent, now
@@ -174,9 +173,7 @@ async def measure(args: argparse.Namespace) -> Found:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--url", action="append", help="[NAME=]URL of a cluster; may be repeated")
     parser.add_argument("--model", default="demo_model")
     parser.add_argument("--dialogues", type=int, default=3, help="for each cluster")
@@ -188,7 +185,7 @@ def main() -> int:
         "--seed", type=int, default=0, help="of the prompts; a cluster must not know them yet"
     )
     args = parser.parse_args()
-    args.url = args.url or ["http://127.0.0.1:8000"]
+    args.url = args.url or [DEFAULT_URL]
     try:
         found = without_changed_answers(asyncio.run(measure(args)))
     except (aiohttp.ClientError, RuntimeError, TimeoutError) as error:

@@ -5,13 +5,12 @@ page cache, and with all.
 
 A round reads and loads by turns, in one process; a first load is not counted. Reading is four threads that
 copy 8 MiB at a time into memory of their own. A load ends when every weight is in the device's memory and
-known to be finite; what kernels do with the weights then, e.g. pack them, is `python -m bench.loading`.
+known to be finite; what kernels do with the weights then, e.g. pack them, is not part of it.
 Linux only: the files' pages are dropped by `posix_fadvise`, which leaves those that other processes map.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from bench.arguments import parser_of
 from bench.tables import head
 from cluster.model.loading import Half, load_half
 
@@ -85,9 +85,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--device", default="cpu")

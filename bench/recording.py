@@ -10,7 +10,6 @@ the picture, in which each is shown for a while.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import json
@@ -18,8 +17,9 @@ from pathlib import Path
 
 from PIL import Image
 
+from bench import EXAMPLES, REPOSITORY
+from bench.arguments import parser_of
 from bench.chromium import Tab, answer, ask, page
-from bench.records import REPOSITORY
 
 WIDTH, HEIGHT = 1180, 760
 FRAME_S = 0.25
@@ -41,7 +41,6 @@ TOOL = {
         },
     },
 }
-EXAMPLES = REPOSITORY / "deploy" / "demo_model" / "examples"
 
 
 class Recording:
@@ -109,9 +108,7 @@ async def record(url: str, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "images")
     arguments = parser.parse_args()

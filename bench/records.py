@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import REPOSITORY
+
 Record = dict[str, Any]
-REPOSITORY = Path(__file__).parents[1]
 
 
 def origin() -> Record:

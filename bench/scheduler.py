@@ -9,13 +9,13 @@ prompt from the queue for each finished prompt, new arrivals, and embeddings tha
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bench.arguments import parser_of
 from cluster.scheduling.chunks import ChunkScheduler, Span
 from cluster.scheduling.keys import SchedulingPolicy, Ticket
 from cluster.scheduling.queue import WaitingQueue
@@ -129,9 +129,7 @@ def measure(name: str, call: Callable[[], object], num_calls: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=3000)
     args = parser.parse_args()
     print(f"{'microseconds':58} {'median':>8} {'p99':>8}")

@@ -2,42 +2,30 @@
 
     python -m bench.served --tokens 400 --streams 5 --concurrency 1 [--url URL --url URL]
 
-A stream is one greedy chat answer, read from a plain socket, so the client costs little. The processes are
-all of the cluster that listens at the URL. CPU time is the kernel's, in nanoseconds; a wake-up is a voluntary
-context switch. With several URLs the clusters take turns, stream by stream, so that two versions can be
-compared on one machine. Figures are medians over the streams. `--streams 0 --seconds 10`: the same of idle
-clusters.
+A stream is one greedy chat answer. The processes are all of the cluster that listens at the URL. CPU time is
+the kernel's, in nanoseconds; a wake-up is a voluntary context switch. With several URLs the clusters take
+turns, stream by stream, so that two versions can be compared on one machine. Figures are medians over the
+streams. `--streams 0 --seconds 20`: the same of idle clusters (10 ms of CPU a second are 1 % of a core), and
+the memory of their replicas.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import itertools
-import json
-import re
-import socket
 import statistics
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from urllib.parse import urlsplit
 
-PROC = Path("/proc")
-MODELS = ("Encode", "Prefill", "Decode")  # replicas that run a model
-PROGRAMS = (
-    "raylet/raylet",  # first: its command line has those of the agents that it starts
-    "serve.scripts",
-    "log_monitor",
-    "runtime_env",
-    "dashboard.py",
-    "gcs_server",
-    "haproxy",
-)
-_TEXT = re.compile(rb'"delta":\{"content":')
+from bench.arguments import DEFAULT_URL, parser_of
+from bench.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
+from bench.processes import PROC, REPLICAS, kind_of, memory_mib, name_of, processes_at
+
+PERIOD_S = 0.005
 
 
 @dataclass
@@ -56,29 +44,6 @@ class Run:
         return 1e3 * cpu_s / unit, num_wakes / unit
 
 
-def pids_of(url: str) -> list[int]:
-    """All processes of the cluster that listens at `url`. Raises LookupError."""
-    port, folder = urlsplit(url).port or 80, None
-    wanted = {f"socket:[{inode}]" for inode in _listeners(port)}
-    for process in _processes():
-        with contextlib.suppress(OSError):
-            if any(str(link.readlink()) in wanted for link in (process / "fd").iterdir()):
-                folder = _cluster_of(process)
-    if folder is None:
-        raise LookupError(f"no local cluster of this user listens at {url}")
-    parents = {int(process.name): _parent(process) for process in _processes()}
-    # Processes that the variable marks, and their descendants: a long title overwrites the environment.
-    marked = {int(process.name) for process in _processes() if _cluster_of(process) == folder}
-    return sorted(pid for pid in parents if marked.intersection(_lineage(pid, parents)))
-
-
-def name_of(pid: int) -> str:
-    words = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    if replica := re.match(r"ray::ServeReplica:[^:]*:(\w+)", words):
-        return replica[1]
-    return next((program for program in PROGRAMS if program in words), words.split()[0] if words else "?")
-
-
 def reading(pids: list[int]) -> dict[str, tuple[str, float, int]]:
     """Thread id → (process, CPU seconds, wake-ups) so far."""
     found = {}
@@ -94,11 +59,11 @@ def reading(pids: list[int]) -> dict[str, tuple[str, float, int]]:
     return found
 
 
-def spend(run: Run, pids: list[int], is_over: Callable[[], bool]) -> None:
+async def spend(run: Run, pids: list[int], is_over: Callable[[], bool]) -> None:
     """Adds what the processes spend until it is over."""
     before, started_at = reading(pids), time.perf_counter()
     while not is_over():
-        time.sleep(0.005)
+        await asyncio.sleep(PERIOD_S)
     run.seconds = time.perf_counter() - started_at
     for task, (name, cpu_s, num_wakes) in reading(pids).items():
         _, old_cpu_s, old_wakes = before.get(task, (name, 0.0, 0))
@@ -106,40 +71,27 @@ def spend(run: Run, pids: list[int], is_over: Callable[[], bool]) -> None:
         run.spent[name][1] += num_wakes - old_wakes
 
 
-def read_stream(url: str, body: bytes, arrivals: list[float]) -> None:
-    """Appends the instant at which each event with text came. Raises RuntimeError for a refusal."""
-    address = urlsplit(url)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((address.hostname, address.port)) as client:
-        client.sendall(head.encode() + body)
-        tail = b""
-        while data := client.recv(1 << 16):
-            arrivals += [time.perf_counter()] * len(_TEXT.findall(data))
-            tail = (tail + data)[-512:]
-    if b"[DONE]" not in tail:
-        raise RuntimeError(f"the stream ended early: {tail.decode(errors='replace')}")
-
-
-def measure(url: str, pids: list[int], args: argparse.Namespace) -> Run:
+async def measure(url: str, pids: list[int], args: argparse.Namespace) -> Run:
     """Measures from the first tokens of all streams until one of them is almost over."""
-    messages = [{"role": "user", "content": "Tell a long story."}]
-    fields = {"max_tokens": args.tokens, "temperature": 0, "stream": True, "ignore_eos": True}
-    body = json.dumps({"model": args.model, "messages": messages, **fields}).encode()
-    arrivals: list[list[float]] = [[] for _ in range(args.concurrency)]
-    threads = [threading.Thread(target=read_stream, args=(url, body, own)) for own in arrivals]
-    for thread in threads:
-        thread.start()
-    while not all(arrivals) and all(thread.is_alive() for thread in threads):
-        time.sleep(0.005)
-    run, num_before = Run(), sum(map(len, arrivals))
-    almost = args.tokens - 8
-    spend(run, pids, lambda: max(map(len, arrivals)) >= almost or not all(t.is_alive() for t in threads))
-    run.num_tokens = sum(map(len, arrivals)) - num_before
-    for thread in threads:
-        thread.join()
-    for own in arrivals:
-        run.gaps_s += [later - earlier for earlier, later in itertools.pairwise(own[1:])]
+    request = ChatRequest([{"role": "user", "content": "Tell a long story."}], args.tokens, "")
+    answers = [TimedAnswer("") for _ in range(args.concurrency)]
+    server, run = Endpoint(url, args.model, {}), Run()
+    async with open_session() as session:
+        tasks = [asyncio.create_task(ask(session, server, request, each)) for each in answers]
+
+        def num_tokens() -> list[int]:
+            return [len(each.chunks_at) for each in answers]
+
+        while not all(num_tokens()) and not any(task.done() for task in tasks):
+            await asyncio.sleep(PERIOD_S)
+        num_before, almost = sum(num_tokens()), args.tokens - 8
+        await spend(run, pids, lambda: max(num_tokens()) >= almost or any(task.done() for task in tasks))
+        run.num_tokens = sum(num_tokens()) - num_before
+        await asyncio.gather(*tasks)
+    for answer in answers:
+        if answer.failure:
+            raise RuntimeError(f"a stream failed: {answer.failure}")
+        run.gaps_s += answer.gaps_s[1:]
     return run
 
 
@@ -155,45 +107,23 @@ def show(runs: list[Run]) -> None:
     rows = {name: [statistics.median(column) for column in columns] for name, columns in costs.items()}
     for name, row in sorted(rows.items(), key=lambda item: -item[1][0]):
         print(f"{name:36} {row[0]:14.3f} {row[1]:16.2f}")
-    others = [name for name in names if name not in (*MODELS, "Door")]
+    others = [name for name in names if name not in REPLICAS]
     total = statistics.median(sum(run.per_unit(name)[0] for name in others) for run in runs)
-    print(f"{'all but Door and model replicas':36} {total:14.3f}")
+    print(f"{'all but replicas':36} {total:14.3f}")
 
 
-def _processes() -> list[Path]:
-    return [entry for entry in PROC.iterdir() if entry.name.isdigit()]
-
-
-def _listeners(port: int) -> list[str]:
-    """Inodes of the sockets that listen on this TCP port."""
-    rows = [line.split() for line in (PROC / "net/tcp").read_text().splitlines()[1:]]
-    return [row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port]
-
-
-def _cluster_of(process: Path) -> bytes | None:
-    with contextlib.suppress(OSError):
-        variables = (process / "environ").read_bytes().split(b"\0")
-        return next((variable for variable in variables if variable.startswith(b"RAY_TMPDIR=")), None)
-    return None
-
-
-def _parent(process: Path) -> int:
-    with contextlib.suppress(OSError):
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    return 0
-
-
-def _lineage(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
-    """The process, its parent and so on."""
-    while pid:
-        yield pid
-        pid = parents.get(pid, 0)
+def show_memory(pids: list[int]) -> None:
+    """Prints the memory of replicas: a page that n processes map counts
+    as an n-th in the proportional size of each."""
+    print(f"{'replica':36} {'PSS MiB':>14} {'USS MiB':>16}")
+    for name, pid in sorted((kind_of(pid), pid) for pid in pids):
+        if name in REPLICAS:
+            pss, uss = memory_mib(pid)
+            print(f"{name:36} {pss:14.0f} {uss:16.0f}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--url", action="append", help="of a cluster; may be repeated")
     parser.add_argument("--model", default="demo_model")
     parser.add_argument("--tokens", type=int, default=400)
@@ -201,14 +131,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="idle time")
     parser.add_argument("--concurrency", type=int, default=1)
     args = parser.parse_args()
-    urls = args.url or ["http://127.0.0.1:8000"]
-    pids = {url: pids_of(url) for url in urls}
+    urls = args.url or [DEFAULT_URL]
+    pids = {url: processes_at(url).pids() for url in urls}
     runs: dict[str, list[Run]] = {url: [Run()] if not args.streams else [] for url in urls}
     for url in urls if not args.streams else ():
         end = time.perf_counter() + args.seconds
-        spend(runs[url][0], pids[url], lambda end=end: time.perf_counter() >= end)
+        asyncio.run(spend(runs[url][0], pids[url], lambda end=end: time.perf_counter() >= end))
     for _, url in itertools.product(range(args.streams), urls):
-        runs[url].append(measure(url, pids[url], args))
+        runs[url].append(asyncio.run(measure(url, pids[url], args)))
     for url in urls:
         print(
             f"\n{url}, {args.concurrency} at once, {args.tokens} tokens each"
@@ -216,6 +146,8 @@ def main() -> int:
             else f"\n{url}, idle"
         )
         show(runs[url])
+        if not args.streams:
+            show_memory(pids[url])
     return 0
 
 

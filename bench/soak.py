@@ -24,55 +24,35 @@ import contextlib
 import itertools
 import json
 import random
-import ssl
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
-import httpx
-import yaml
-from prometheus_client.parser import text_string_to_metric_families
+import aiohttp
 
-from bench.chaos.processes import Processes
+from bench import clusters, metrics
+from bench.arguments import DEFAULT_URL, parser_of
+from bench.client import TimedAnswer, open_session, post
+from bench.processes import Processes
 from bench.soak_series import Sampler, table
 from bench.workload import KINDS, Case, make_case, make_cases
 from deploy.serving.command import DEFAULT_CONFIG
-from deploy.serving.launch import LocalCluster
-from deploy.serving.ports import free_port
 
-HELD = (
-    "epdg_door_flights",
-    "epdg_worker_running",
-    "epdg_worker_waiting",
-    "epdg_worker_queued_units",
-    "epdg_worker_used_blocks",
-    "epdg_worker_open_leases",
-    "epdg_worker_media_bytes",
-    "epdg_worker_sending_bytes",
-)
 NUM_SAMPLES = 120
-READY_TIMEOUT_S = 300.0
-
-OnToken = Callable[[], None]
+TIMEOUT_S = 120.0
 
 
 async def stream(
-    client: httpx.AsyncClient, model_id: str, case: Case, on_line: OnToken = lambda: None
+    session: aiohttp.ClientSession, url: str, model: str, case: Case, answer: TimedAnswer | None = None
 ) -> str:
-    """Read one streamed answer to its end; returns its outcome. `on_line` is called for each event."""
-    body = {"model": model_id, "messages": case.messages, "max_tokens": 64, "temperature": 0, "stream": True}
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            return f"http {response.status_code}"
-        last = ""
-        async for line in response.aiter_lines():
-            last = line or last
-            if line:
-                on_line()
-        return "answered" if last == "data: [DONE]" else "broken off"
+    """Reads one streamed answer to its end; returns its outcome."""
+    answer = TimedAnswer(case.kind) if answer is None else answer
+    body = {"model": model, "messages": case.messages, "max_tokens": 64, "temperature": 0, "stream": True}
+    await post(session, url, json.dumps(body).encode(), answer)
+    if answer.failure:
+        return answer.failure
+    return "answered" if answer.is_over else "broken off"
 
 
 async def run(
@@ -81,58 +61,29 @@ async def run(
     concurrency: int,
     cancelled_ratio: float,
     seed: int,
-    on_answer: Callable[[list[float]], None] = lambda times: None,
+    on_answer: Callable[[TimedAnswer], None] = lambda answer: None,
 ) -> Counter[str]:
-    """`on_answer` is given the instants of each complete answer: its start, then its events."""
+    """`on_answer` is given each complete answer."""
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
-    left = enumerate(cases)
-    new_client = partial(httpx.AsyncClient, base_url=url, timeout=120, verify=ssl.create_default_context())
-    async with new_client() as client:
-        model_id = (await client.get("/v1/models")).json()["data"][0]["id"]
+    left, model = enumerate(cases), await asyncio.to_thread(metrics.model_id, url)
 
-    def note(times: list[float]) -> None:
-        times.append(time.monotonic())
-
-    async def one_after_another() -> None:
-        client = new_client()
+    async def one_after_another(session: aiohttp.ClientSession) -> None:
         for number, case in left:
             leaves = int((number + 1) * cancelled_ratio) > int(number * cancelled_ratio)
-            leaves_after_s = rng.uniform(0, 0.4) if leaves else None
-            times = [time.monotonic()]
+            leaves_after_s, answer = rng.uniform(0, 0.4) if leaves else None, TimedAnswer(case.kind)
             try:
                 async with asyncio.timeout(leaves_after_s):
-                    outcome = await stream(client, model_id, case, partial(note, times))
+                    outcome = await stream(session, url, model, case, answer)
             except TimeoutError:
                 outcome = "left"
-                await client.aclose()  # httpcore counts some connections of cancelled requests for ever
-                client = new_client()
             outcomes[outcome] += 1
             if outcome == "answered":
-                on_answer(times)
-        await client.aclose()
+                on_answer(answer)
 
-    await asyncio.gather(*(one_after_another() for _ in range(concurrency)))
+    async with open_session(TIMEOUT_S) as session:
+        await asyncio.gather(*(one_after_another(session) for _ in range(concurrency)))
     return outcomes
-
-
-def read_held(url: str) -> dict[str, float]:
-    """Every metric that must be zero in an idle cluster and is not, with its value."""
-    text = httpx.get(f"{url}/metrics", timeout=10).text
-    return {
-        f"{sample.name}{sample.labels}": sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name in HELD and sample.value != 0
-    }
-
-
-def wait_idle(url: str, timeout_s: float) -> dict[str, float]:
-    """Waits until nothing is held. Returns what is still held after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while (held := read_held(url)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return held
 
 
 def endless(seed: int, until: float) -> Iterator[Case]:
@@ -158,25 +109,12 @@ async def load_and_sample(url: str, sampler: Sampler, args: argparse.Namespace) 
             await sampling
 
 
-def at_free_port(config: Path, folder: Path) -> Path:
-    """A copy of the configuration: another cluster may answer at its port."""
-    settings = yaml.safe_load(config.read_text())
-    settings["http_options"] = {**settings.get("http_options", {}), "port": free_port()}
-    copy = folder / "cluster.yaml"
-    copy.write_text(yaml.safe_dump(settings))
-    return copy
-
-
 def soak(args: argparse.Namespace) -> int:
     """Runs for so many minutes, on a cluster of its own."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        LocalCluster(at_free_port(args.config, Path(folder))) as cluster,
-    ):
-        cluster.wait_ready(READY_TIMEOUT_S)
+    with clusters.running(clusters.configuration(base=args.config)) as cluster:
         sampler = Sampler(Processes(cluster.folder).by_kind)
         outcomes = asyncio.run(load_and_sample(cluster.url, sampler, args))
-        held = wait_idle(cluster.url, timeout_s=30)
+        held = metrics.wait_idle(cluster.url, timeout_s=30)
     number = sum(outcomes.values())
     print(f"{number} requests in {args.minutes:g} min: {dict(outcomes)}")
     print(f"as many as in {number / 3600:.2f} h at one request per second")
@@ -188,10 +126,8 @@ def soak(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser = parser_of(__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL)
     parser.add_argument("--num-requests", type=int, default=1000)
     parser.add_argument("--minutes", type=float, help="start a cluster and load it for so long")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="of that cluster")
@@ -205,7 +141,7 @@ def main() -> int:
     started_at = time.monotonic()
     outcomes = asyncio.run(run(args.url, cases, args.concurrency, args.cancelled_ratio, args.seed))
     elapsed_s = time.monotonic() - started_at
-    held = wait_idle(args.url, timeout_s=30)
+    held = metrics.wait_idle(args.url, timeout_s=30)
     print(json.dumps({"outcomes": outcomes, "seconds": round(elapsed_s, 1), "still_held": held}))
     return 0 if not held and set(outcomes) <= {"answered", "left"} else 1
 

@@ -6,7 +6,7 @@
     /dev/shm      bytes used on the machine
     TTFT, ITL     medians of the answers that ended between two samples
 
-Kinds of processes: `bench.chaos.processes`; those that come and go with their work (media openers, Ray's idle
+Kinds of processes: `bench.processes`; those that come and go with their work (media openers, Ray's idle
 workers) are "other", and a kind without a process at some sample has no verdict.
 """
 
@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from bench.client import TimedAnswer
 from bench.flat import Trend, trend
-from bench.tables import head
+from bench.processes import MIB
+from bench.tables import head, row
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-MIB = 1 << 20
 # What a series may rise within a run: a share of its median, and at least so much
 TOLERATED = {
     "MiB": (0.02, 8.0),
@@ -59,11 +60,11 @@ class Latency:
         self._ttfts: list[float] = []
         self._gaps: list[float] = []
 
-    def add_answer(self, times: Sequence[float]) -> None:
-        """Its start, then the instants of its events; the last one is the end mark."""
-        if len(times) > 2:
-            self._ttfts.append(times[1] - times[0])
-            self._gaps.append((times[-2] - times[1]) / max(1, len(times) - 3))
+    def add_answer(self, answer: TimedAnswer) -> None:
+        """A complete one; without text it has no times."""
+        if answer.chunks_at:
+            self._ttfts.append(answer.ttft_s)
+            self._gaps.append(sum(answer.gaps_s) / max(1, len(answer.gaps_s)))
 
     def take(self) -> dict[str, float]:
         """Medians in ms. Empty: no answer has ended."""
@@ -131,6 +132,6 @@ def table(verdicts: Sequence[Verdict], unit_s: float) -> str:
             each.trend.slope * unit_s,
             each.tolerated,
         )
-        cells = " | ".join(f"{number:.2f}" for number in numbers)
-        rows.append(f"| {each.name} | {each.unit} | {cells} | {'GROWS' if each.rises else 'flat'} |")
+        cells = (f"{number:.2f}" for number in numbers)
+        rows.append(row([each.name, each.unit, *cells, "GROWS" if each.rises else "flat"]))
     return "\n".join(rows)

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from bench import DEMO_MODEL
+from bench.arguments import parser_of
 from cluster.config.checkpoint import read_config
 from cluster.config.draft_heads import read_eagle3
 from cluster.engine.head_drafts import HeadProposer
@@ -49,7 +51,6 @@ from cluster.model.support import family_of
 from cluster.types.request import SamplingParams
 from deploy.demo_model.training import data
 
-MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 BLOCK_SIZE = 16
 KEPT_ROWS = 4096  # of a step
 TASKS = ("answers", "copies")
@@ -115,7 +116,7 @@ def _count(first: int) -> data.Turn:
 
 def first_layers(num_layers: int) -> LanguageModel:
     """The demo model without its last layers."""
-    model = load_half(MODEL, Half.LANGUAGE, dtype=torch.float32, device="cpu")
+    model = load_half(DEMO_MODEL, Half.LANGUAGE, dtype=torch.float32, device="cpu")
     text = getattr(model.model, family_of(model.config).text_module)
     text.layers = text.layers[:num_layers]
     text.config.num_hidden_layers = num_layers
@@ -131,8 +132,8 @@ class Way:
 
 
 def eagle3_way(folder: Path) -> Way:
-    model = LanguageModel.load(MODEL, dtype=torch.float32, block_size=BLOCK_SIZE)
-    read = read_eagle3(folder, read_config(MODEL))
+    model = LanguageModel.load(DEMO_MODEL, dtype=torch.float32, block_size=BLOCK_SIZE)
+    read = read_eagle3(folder, read_config(DEMO_MODEL))
     rows = HiddenRows(KEPT_ROWS, model.hidden_size, model.dtype, model.device, read.layers)
     model.keep_rows(rows)
     head = load_eagle3(read, model)
@@ -279,9 +280,7 @@ def report(results: dict[str, list[ProposerResult]], labels: dict[str, object]) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--num-tokens", type=int, default=96, help="generated at most, per request")
@@ -291,9 +290,9 @@ def main() -> int:
     parser.add_argument("--eagle3", type=Path, help="folder of an EAGLE-3 head for the demo model")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    model = LanguageModel.load(MODEL, dtype=torch.float32, block_size=BLOCK_SIZE)
+    model = LanguageModel.load(DEMO_MODEL, dtype=torch.float32, block_size=BLOCK_SIZE)
     draft = first_layers(args.draft_layers)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     ways = {
         "none": Way(model, None),
         "n-gram": Way(model, NgramProposer),

@@ -10,7 +10,6 @@ on what else the machine does than seconds do.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -21,7 +20,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.footprint import cpu_s, replicas
+from bench.arguments import parser_of
+from bench.processes import REPLICAS, Processes, cpu_s, name_of
 from bench.tables import head
 from deploy.serving.command import DEFAULT_CONFIG
 from deploy.serving.launch import LocalCluster, processes_of
@@ -66,20 +66,11 @@ class Watcher(threading.Thread):
 
     def _sample(self, pid: int, now: float) -> None:
         process = self.processes.setdefault(pid, Watched(now))
-        process.cpu_s = cpu_s(pid)
-        process.name = _name(pid) or process.name
+        process.cpu_s = cpu_s(pid) or process.cpu_s
+        process.name = name_of(pid)
         missing = LIBRARIES.keys() - process.mapped_at.keys()
         maps = Path(f"/proc/{pid}/maps").read_text() if missing else ""
         process.mapped_at |= {name: now for name in missing if LIBRARIES[name] in maps}
-
-
-def _name(pid: int) -> str:
-    """`ray::ServeReplica:epdg:Decode`, or the script or program that runs."""
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").split()
-    if words and words[0].startswith("ray"):
-        return words[0].partition(".")[0]
-    modules = [word for word in words if word.endswith(".py") or word.startswith("cluster.")]
-    return Path(modules[0] if modules else words[0] if words else "").name
 
 
 def print_table(processes: dict[int, Watched]) -> None:
@@ -103,12 +94,12 @@ def wait_for_health(url: str) -> None:
 def kill_one_of_each(cluster: LocalCluster) -> None:
     """Kills one replica after the other and prints how long its pool was without it."""
     print(*head("killed", "process of the next after s", "ready after s"), sep="\n")
-    for pid, name in sorted(replicas().items(), key=lambda item: item[1]):
-        if pid not in processes_of(cluster.folder) or name == "Door":
-            continue
+    processes = Processes(cluster.folder)
+    pools = {kind: processes.of(kind) for kind in REPLICAS if kind != "door"}
+    for name, pid in ((kind, pid) for kind, pids in sorted(pools.items()) for pid in pids):
         killed_at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        while not (found := [new for new, other in replicas().items() if other == name and new != pid]):
+        while not (found := [new for new in processes.of(name) if new != pid]):
             if time.monotonic() > killed_at + REPLACEMENT_TIMEOUT_S:
                 raise TimeoutError(f"{name} was not replaced")
             time.sleep(PERIOD_S)
@@ -121,9 +112,7 @@ def kill_one_of_each(cluster: LocalCluster) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument("--kill", action="store_true", help="kill one worker of each pool afterwards")
     args = parser.parse_args()

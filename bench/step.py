@@ -1,7 +1,8 @@
 """Where the time of one model step goes on this CPU.
 
     python -m bench.step MODEL [--batch 1,4,16] [--context 200,1000] [--prefill 64,128,512] [--threads N]
-                               [--variant avx2] [--best] [--out FILE]
+                               [--variant avx2] [--best]
+    python -m bench.step MODEL --chunk 64 --batch 16 --context 200
 
 A decode step (one token for each of `batch` sequences of `context` tokens) and a prefill step (a prompt's
 first chunk) of the language half, loaded as a worker loads it, over caches of random KV. Every round runs
@@ -20,6 +21,14 @@ use):
 If a worker's model runs several of these parts in one call, that saves time, and the rest is smaller or
 negative.
 
+With `--chunk` the table is of what the host adds, by the kind of call and by what the step holds: the time
+of a call that its threads were not in kernels, including the making of the chunks; medians and minima.
+
+    decode      the decode step, by `LanguageModel.decode`
+    one-token   the same as chunks of one token, by `LanguageModel.forward`
+    mixed       all but one of these rows, and a prompt's chunk of so many tokens in place of the last
+    chunk       that chunk alone
+
 Bandwidth: torch sums float32 numbers from BANDWIDTH_BYTES of memory on huge pages, with as many threads as
 the step has. Every round times this, too. Linears are `nn.Linear` modules. The experts of a mixture are not,
 so they count as rest.
@@ -27,13 +36,9 @@ so they count as rest.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -42,6 +47,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.arguments import add_dtype, numbers, parser_of
+from bench.rounds import Work, in_turns
 from cluster.kvcache.memory import BlockMemory, on_huge_pages
 from cluster.model.attention import LayerAttention, PagedBatch
 from cluster.model.cpu.library import Kernels, load
@@ -56,11 +63,8 @@ from cluster.native.variants import select
 
 BLOCK_SIZE = 16
 BANDWIDTH_BYTES = 512 << 20  # many times the largest cache
-MIN_ROUNDS = 5
 GATED = {"gate_proj", "up_proj", "down_proj"}
 COLUMNS = ("MB", "floor", "linears", "attention", "whole", "rest", "outside", "GFLOP/s")
-
-Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -267,25 +271,6 @@ def bandwidth_work(num_bytes: int) -> Work:
     return on_huge_pages(num_bytes).view(torch.float32).fill_(1).sum
 
 
-def in_turns(
-    works: Sequence[Work], seconds: float, clock: Callable[[], float] = time.perf_counter
-) -> list[list[float]]:
-    """Seconds of every call of each work, by `clock`.
-
-    Every round runs all works once. There are at least MIN_ROUNDS rounds, after one that is not timed.
-    """
-    for work in works:
-        work()
-    times: list[list[float]] = [[] for _ in works]
-    end = time.perf_counter() + seconds
-    while len(times[0]) < MIN_ROUNDS or time.perf_counter() < end:
-        for work, taken in zip(works, times, strict=True):
-            start = clock()
-            work()
-            taken.append(clock() - start)
-    return times
-
-
 @torch.inference_mode()
 def measure(
     path: Path,
@@ -318,6 +303,40 @@ def measure(
     return StepReport(bandwidth, bandwidth_bytes / min(reads_s), tuple(timings))
 
 
+def mixed_works(model: LanguageModel, kv: BlockMemory, step: ModelStep, num_tokens: int) -> dict[str, Work]:
+    """The answers of a decode step in other calls, and with a prompt's chunk in place of the last answer."""
+    tables, context = tables_of(replace(step, new=num_tokens)), step.context
+
+    def rows(count: int) -> list[SequenceChunk]:
+        return [SequenceChunk([1], context, context, table) for table in tables[:count]]
+
+    def chunk() -> SequenceChunk:
+        return SequenceChunk([1] * num_tokens, context, context, tables[-1])
+
+    contexts, zeros = [context] * step.batch, [0] * step.batch
+    return {
+        "decode": lambda: model.decode([1] * step.batch, contexts, zeros, tables, kv),
+        "one-token": lambda: model.forward(rows(step.batch), kv),
+        "mixed": lambda: model.forward([*rows(step.batch - 1), chunk()], kv),
+        "chunk": lambda: model.forward([chunk()], kv),
+    }
+
+
+def host_table(model: LanguageModel, works: Mapping[str, Work], seconds: float) -> str:
+    """What the host adds to each step, in milliseconds. Raises ValueError for a model that does not run in
+    one native call, because only that call times its kernels."""
+    noted = [noting_kernels(model, work) for work in works.values()]
+    times = in_turns([run for run, _ in noted], seconds)
+    lines = [f"{'step (ms)':12}{'host':>10}{'least':>10}{'whole':>10}"]
+    for name, (_, kernels_s), whole_s in zip(works, noted, times, strict=True):
+        if not kernels_s:
+            raise ValueError("this model does not run in one native call: its kernels are not timed")
+        host_s = [whole - kernels for whole, kernels in zip(whole_s, kernels_s[1:], strict=True)]
+        cells = (statistics.median(host_s), min(host_s), statistics.median(whole_s))
+        lines.append(f"{name:12}" + "".join(f"{1e3 * cell:10.3f}" for cell in cells))
+    return "\n".join(lines)
+
+
 def table(timings: Sequence[StepTiming]) -> str:
     """Times in milliseconds."""
     lines = [f"{'step (ms)':20}" + "".join(f"{name:>11}" for name in COLUMNS)]
@@ -334,46 +353,40 @@ def table(timings: Sequence[StepTiming]) -> str:
     return "\n".join(lines)
 
 
-def record(report: StepReport, **facts: object) -> str:
-    """The report as JSON; `facts` are fields about the run."""
-    rows = [
-        {**dataclasses.asdict(timing), "rest_s": timing.rest_s, "outside_ratio": timing.outside_ratio}
-        for timing in report.timings
-    ]
-    return json.dumps({**facts, **dataclasses.asdict(report), "timings": rows}, indent=1) + "\n"
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.step", description="Where a model step's time goes."
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path, help="folder of a checkpoint")
-    parser.add_argument("--batch", type=_numbers, default=[1, 4, 16], help="sequences of a decode step")
-    parser.add_argument("--context", type=_numbers, default=[200, 1000], help="tokens of each of them")
-    parser.add_argument("--prefill", type=_numbers, default=[64, 128, 512], help="tokens of a chunk")
+    parser.add_argument("--batch", type=numbers, default=[1, 4, 16], help="sequences of a decode step")
+    parser.add_argument("--context", type=numbers, default=[200, 1000], help="tokens of each of them")
+    parser.add_argument("--prefill", type=numbers, default=[64, 128, 512], help="tokens of a chunk")
+    parser.add_argument("--chunk", type=int, help="of a prompt: what the host adds to steps with it, only")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    add_dtype(parser, "bfloat16")
     parser.add_argument("--variant", default="auto", help="of the CPU kernels; auto: the best")
     parser.add_argument("--seconds", type=float, default=3.0, help="per step")
     parser.add_argument("--best", action="store_true", help="the fastest round of each, not the median")
-    parser.add_argument("--out", type=Path, help="JSON")
     arguments = parser.parse_args()
     select(arguments.variant)
     torch.set_num_threads(arguments.threads)
+    dtype = getattr(torch, arguments.dtype)
     steps = [ModelStep(batch, context, 1) for batch in arguments.batch for context in arguments.context]
+    if arguments.chunk:
+        model = LanguageModel.load(arguments.model, dtype=dtype, block_size=BLOCK_SIZE)
+        kv = random_kv(model, [replace(step, new=arguments.chunk) for step in steps])
+        for step in steps:
+            works = mixed_works(model, kv, step, arguments.chunk)
+            print(
+                f"{step.name}, a chunk of {arguments.chunk}",
+                host_table(model, works, arguments.seconds),
+                sep="\n",
+            )
+        return
     steps += [ModelStep(1, 0, num_tokens) for num_tokens in arguments.prefill]
     pick = min if arguments.best else statistics.median
-    report = measure(arguments.model, steps, getattr(torch, arguments.dtype), arguments.seconds, pick)
+    report = measure(arguments.model, steps, dtype, arguments.seconds, pick)
     speed = f"{report.bandwidth / 1e9:.1f} GB/s (best {report.best_bandwidth / 1e9:.1f})"
     print(f"{arguments.threads} threads, {arguments.dtype}, memory is read at {speed}")
     print(table(report.timings))
-    if arguments.out is not None:
-        facts = {name: getattr(arguments, name) for name in ("dtype", "threads", "best", "variant")}
-        arguments.out.write_text(record(report, model=arguments.model.name, **facts))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,16 @@ GPU makes the copy by itself; here the thread does.
 
 from __future__ import annotations
 
-import argparse
 import time
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.arguments import numbers, parser_of
+from bench.rounds import in_turns
 from bench.tables import table
 from cluster.model.cuda.step_inputs import StepBuffers, answers_of
 
@@ -60,19 +62,10 @@ class Answers:
             self.step += 1
 
 
-def measure(answers: Answers, num_steps: int) -> float:
-    """Returns microseconds of a step."""
-    start = time.thread_time()
-    answers.run(num_steps)
-    return 1e6 * (time.thread_time() - start) / num_steps
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--answers", type=int, default=256)
-    parser.add_argument(
-        "--contexts", type=lambda text: [int(n) for n in text.split(",")], default=[1000, 8000, 100_000]
-    )
+    parser.add_argument("--contexts", type=numbers, default=[1000, 8000, 100_000])
     parser.add_argument("--limit", type=int, default=131_072, help="tokens of the longest context")
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=5)
@@ -82,8 +75,10 @@ def main() -> None:
     with torch.inference_mode():
         for context in args.contexts:
             answers = Answers(args.answers, context, args.limit)
-            answers.run(1)
-            microseconds = median(measure(answers, args.steps) for _ in range(args.rounds))
+            (times,) = in_turns(
+                [partial(answers.run, args.steps)], clock=time.thread_time, rounds=args.rounds
+            )
+            microseconds = 1e6 * median(times) / args.steps
             with CountedCopies() as copies:
                 answers.run(BLOCK_SIZE)
             rows.append([f"{context:,}", f"{microseconds:.0f}", f"{copies.num_bytes // BLOCK_SIZE:,}"])

@@ -36,24 +36,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
+import aiohttp
 import jsonschema
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.in_process import setup_here, started
+from bench import DEMO_MODEL
+from bench.arguments import parser_of
+from bench.client import TimedAnswer, open_session, post
+from bench.in_process import choice_of, setup_here, started
+from bench.metrics import model_id
 from bench.schemas import Schema, schemas
 from cluster.config.settings import ClusterArgs
 from cluster.errors import RequestError
 from decode_service.service import language_worker
-from router.api.chat.schema import ChatRequest
-from router.api.chat.translate import chat_call
-from router.api.protocol import CallContext
-from router.calls import ServedModels
 from router.door import Door
 
-MODEL = Path(__file__).parents[1] / "deploy" / "demo_model"
 PROMPT = "Describe a thing as JSON."
 LOOP = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
 
@@ -100,7 +99,7 @@ async def serving(model: Path) -> AsyncIterator[Door]:
 
 def random_model(folder: Path) -> Path:
     """The demo model with random weights."""
-    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("training", "examples"))
+    shutil.copytree(DEMO_MODEL, folder, ignore=shutil.ignore_patterns("training", "examples"))
     torch.manual_seed(0)
     weights = load_file(folder / "model.safetensors")
     for name, weight in weights.items():
@@ -125,9 +124,7 @@ def request_body(model: str, seed: int, max_tokens: int, fields: dict[str, Any])
 
 async def ask_door(door: Door, seed: int, max_tokens: int, **fields: Any) -> Answered:
     body = request_body("demo", seed, max_tokens, fields)
-    (choice,) = await door.chat(
-        chat_call(ChatRequest.model_validate(body), CallContext(ServedModels("demo"), door.defaults))
-    )
+    choice = await choice_of(door, body)
     texts, gaps, reason, last_at = [], [], None, time.perf_counter()
     try:
         async for delta in choice:
@@ -141,26 +138,14 @@ async def ask_door(door: Door, seed: int, max_tokens: int, **fields: Any) -> Ans
 
 
 async def ask_url(
-    client: httpx.AsyncClient, model: str, seed: int, max_tokens: int, **fields: Any
+    session: aiohttp.ClientSession, url: str, model: str, seed: int, max_tokens: int, **fields: Any
 ) -> Answered:
     more = {"stream": True, "stream_options": {"include_usage": True}}
-    body = request_body(model, seed, max_tokens, {**fields, **more})
-    texts, gaps, reason, num_tokens, last_at = [], [], None, 0, time.perf_counter()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise RequestError(json.loads(await response.aread())["error"]["message"])
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            now, event = time.perf_counter(), json.loads(line[6:])
-            if event["usage"] is not None:
-                num_tokens = event["usage"]["completion_tokens"]
-            for choice in event["choices"]:
-                texts.append(choice["delta"].get("content", ""))
-                reason = choice["finish_reason"]
-                gaps.append(now - last_at)
-                last_at = now
-    return Answered("".join(texts), num_tokens, reason, tuple(gaps[2:]))
+    body, answer = request_body(model, seed, max_tokens, {**fields, **more}), TimedAnswer("")
+    await post(session, url, json.dumps(body).encode(), answer)
+    if answer.failure:
+        raise RequestError(answer.failure)
+    return Answered(answer.text, answer.num_tokens, answer.reasons.get(0), tuple(answer.gaps_s))
 
 
 def wanted(schema: Schema, with_blanks: bool = False) -> dict[str, Any]:
@@ -305,19 +290,17 @@ async def outcome_of(ask: Asking, body: dict[str, Any]) -> tuple[str, float]:
 async def run(args: argparse.Namespace) -> int:
     work = {"check": check, "speed": speed, "hostile": hostile}[args.what]
     if args.url:
-        async with httpx.AsyncClient(base_url=args.url, timeout=120) as client:
-            model_id = (await client.get("/v1/models")).json()["data"][0]["id"]
-            return await work(partial(ask_url, client, model_id), args)
+        async with open_session(120.0) as session:
+            model = await asyncio.to_thread(model_id, args.url)
+            return await work(partial(ask_url, session, args.url, model), args)
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(Path(folder) / "model") if args.random else MODEL
+        model = random_model(Path(folder) / "model") if args.random else DEMO_MODEL
         async with serving(model) as door:
             return await work(partial(ask_door, door), args)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("check", "speed", "hostile"))
     parser.add_argument("--schemas", type=int, help="2000 for check, 64 for speed")
     parser.add_argument("--streams", type=int, default=16, help="answers at once")

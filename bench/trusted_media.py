@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from cluster.errors import ConfigError
 from cluster.media.container import DecodeBudget
 from cluster.media.decode import decoded_parts, survey
 from cluster.media.processor import MediaProcessor
 from cluster.media.settings import DEFAULT_OPTIONS, MediaSettings, naming
 from cluster.media.survey import probe_of
 from cluster.types.media import MediaOptions, MediaProbe, Modality
+
+
+def media_processor(folder: Path) -> MediaProcessor:
+    """The processor of a model. Raises ConfigError for one without media."""
+    processor = MediaProcessor.load(folder)
+    if processor is None:
+        raise ConfigError(f"{folder} has no media encoder")
+    return processor
 
 
 def decode(

@@ -11,9 +11,9 @@ one. Needs the programs prometheus and chromium.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
+import json
 import random
 import signal
 import tempfile
@@ -27,14 +27,16 @@ import httpx
 import yaml
 from PIL import Image
 
-from bench import soak
+from bench import REPOSITORY, clusters
+from bench.arguments import parser_of
 from bench.boards import ray_dashboard
 from bench.boards.chart import Span
 from bench.boards.page import WIDTH, html, queries
 from bench.boards.prometheus import over, prometheus
-from bench.chaos.processes import Processes, send_signal
 from bench.chromium import Chromium
-from bench.records import REPOSITORY
+from bench.client import TimedAnswer, open_session, post
+from bench.metrics import model_id
+from bench.processes import Processes, send_signal
 from bench.workload import make_cases
 from cluster.config.settings import ClusterArgs
 from deploy.boards import boards
@@ -48,6 +50,7 @@ KILL_AFTER_S = 110.0
 LOOK_AFTER_S = 75.0  # at Ray's dashboard
 NUM_CASES = 1000  # that dialogues begin with; some come again
 MAX_TOKENS = (32, 192)
+TIMEOUT_S = 120.0
 FOLLOW_UP = "Are you sure?"
 REFUSED_S = 2.0  # a client's pause after a refusal
 NOTE = "drawn by python -m bench.boards from Prometheus' answers"
@@ -57,16 +60,16 @@ async def load(url: str) -> Counter[str]:
     """How many requests had which outcome."""
     outcomes: Counter[str] = Counter()
     cases, rng = make_cases(1, NUM_CASES), random.Random(1)
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+    model = await asyncio.to_thread(model_id, url)
+    async with open_session(TIMEOUT_S, keeps_connections=True) as session:
 
         async def ask(messages: list[dict[str, Any]]) -> str | None:
-            body = {"model": model, "messages": messages, "max_tokens": rng.randint(*MAX_TOKENS)}
-            answer = await client.post("/v1/chat/completions", json={**body, "ignore_eos": True})
-            outcomes[f"status {answer.status_code}"] += 1
-            if answer.status_code == 200:
-                return answer.json()["choices"][0]["message"]["content"]
+            tokens, answer = rng.randint(*MAX_TOKENS), TimedAnswer("")
+            body = {"model": model, "messages": messages, "max_tokens": tokens, "ignore_eos": True}
+            await post(session, url, json.dumps(body).encode(), answer)
+            outcomes[f"status {answer.status}"] += 1
+            if not answer.failure:
+                return answer.text
             await asyncio.sleep(REFUSED_S)
             return None
 
@@ -127,9 +130,7 @@ async def photograph(pages: Mapping[str, str], folder: Path) -> dict[str, bytes]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("config", nargs="?", type=Path, default=CONFIG, metavar="CONFIG")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "docs" / "images")
     arguments = parser.parse_args()
@@ -138,12 +139,13 @@ def main() -> None:
     shown = {name: board for name, board in boards().items() if name in ("overview", *roles)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with LocalCluster(soak.at_free_port(arguments.config, folder)) as cluster:
-            cluster.wait_ready()
-            with prometheus(cluster, folder, SCRAPE_S) as client:
-                start = time.time()
-                pictures = asyncio.run(run(cluster))
-                drawn = pages(client, shown, Span(start, time.time(), SCRAPE_S))
+        with (
+            clusters.running(clusters.configuration(base=arguments.config)) as cluster,
+            prometheus(cluster, folder, SCRAPE_S) as client,
+        ):
+            start = time.time()
+            pictures = asyncio.run(run(cluster))
+            drawn = pages(client, shown, Span(start, time.time(), SCRAPE_S))
         for each, png in asyncio.run(photograph(drawn, folder)).items():
             pictures[f"board-{each}"] = png
     for each, png in pictures.items():

@@ -16,13 +16,13 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 from bench import records
+from bench.arguments import parser_of
 from bench.chaos import report
-from bench.chaos.processes import CONTROL, REPLICAS, SIGNALS
-from bench.chaos.run import Plan, measure, running
+from bench.chaos.run import SIGNALS, Plan, measure, running
+from bench.processes import CONTROL, REPLICAS
 from bench.records import Record
 
 CLUSTERS = ("2+2+2+2", "1+1+1+1")
@@ -60,7 +60,7 @@ def _run(plan: Plan, path: Path) -> list[Record]:
 
     next_fault = 0
     while next_fault < len(plan.faults):
-        with tempfile.TemporaryDirectory() as folder, running(plan, Path(folder)) as cluster:
+        with running(plan) as cluster:
             next_fault = asyncio.run(measure(cluster, plan, next_fault, keep))
     return found
 
@@ -96,9 +96,7 @@ def _plan(options: argparse.Namespace, counts: str) -> Plan:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("chaos"), help="folder of records and tables")
     parser.add_argument("--table", type=Path, nargs="+", help="print the tables of these records only")
     parser.add_argument("--clusters", nargs="+", default=list(CLUSTERS), metavar="E+P+D+DOORS")

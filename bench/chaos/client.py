@@ -1,118 +1,53 @@
-"""One request and what came of it; a load of many; the front's own availability. Instants are seconds of
+"""A load of many calls and what came of each; the front's own availability. Instants are seconds of
 `time.monotonic`, which all processes of this machine share."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import aiohttp
 
 from bench.chaos.calls import ChaosCall
+from bench.client import TimedAnswer, post
 
 PAUSE_AFTER_LOSS_S = 0.5  # of a client: a front that is away is not asked thousands of times
 PROBE_PERIOD_S, PROBE_TIMEOUT_S = 0.1, 1.0
 
-Choices = tuple[tuple[str, str | None], ...]  # (text, finish reason) of each choice
+Choices = tuple[tuple[str, str], ...]  # (text, finish reason) of each choice
 
 
-@dataclass
-class Sending:
-    """One sending of a call. `loss`: why there is no complete answer; empty if there is one."""
+@dataclass(kw_only=True)
+class Sending(TimedAnswer):
+    """One sending of a call. `failure`: why there is no complete answer; empty if there is one."""
 
     call: ChaosCall
-    started_at: float
-    ended_at: float = 0.0
-    chunks_at: list[float] = field(default_factory=list)  # arrivals of text, of a stream
-    choices: Choices = ()
-    num_tokens: int = 0  # of all choices, as the server counts
-    loss: str = ""
 
     @property
     def longest_pause_s(self) -> float:
         """The longest time between two arrivals of text."""
-        return max((b - a for a, b in zip(self.chunks_at, self.chunks_at[1:], strict=False)), default=0.0)
-
-    @property
-    def is_complete(self) -> bool:
-        return not self.loss
+        return max(self.gaps_s, default=0.0)
 
 
-def open_session(timeout_s: float) -> aiohttp.ClientSession:
-    """Connections are kept, as clients' libraries do."""
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=timeout_s),
-        connector=aiohttp.TCPConnector(limit=0),
-        read_bufsize=1 << 20,
-    )
+def sending_of(call: ChaosCall) -> Sending:
+    return Sending(call.kind, time.monotonic(), call=call)
 
 
 async def send(
     session: aiohttp.ClientSession, url: str, model_id: str, salt: str, sending: Sending
 ) -> Sending:
     """Fills in the record. Raises nothing for what a server does, only when cancelled."""
-    body = sending.call.body(model_id, salt)
-    try:
-        async with session.post(
-            f"{url}/v1/chat/completions", data=body, headers={"Content-Type": "application/json"}
-        ) as response:
-            if response.status != 200:
-                sending.loss = f"HTTP {response.status}: {_message(await response.text())}"
-            elif sending.call.is_streamed:
-                await read_stream(response.content, sending)
-            else:
-                _take_whole(await response.json(), sending)
-    except (TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError) as error:
-        sending.loss = f"{type(error).__name__}: {error}"[:160]
-    sending.ended_at = time.monotonic()
+    await post(session, url, sending.call.body(model_id, salt), sending)
+    judge(sending)
     return sending
 
 
-async def read_stream(lines: AsyncIterable[bytes], sending: Sending) -> None:
-    """Raises ValueError for data that is not JSON, KeyError for an event of another form."""
-    texts: dict[int, list[str]] = {}
-    reasons: dict[int, str | None] = {}
-    is_over = False
-    async for line in lines:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            is_over = True
-            continue
-        event = json.loads(data)
-        if error := event.get("error"):
-            sending.loss = f"error event: {_message(json.dumps({'error': error}))}"
-            return
-        if usage := event.get("usage"):
-            sending.num_tokens = usage["completion_tokens"]
-        for choice in event["choices"]:
-            if text := choice["delta"].get("content"):
-                sending.chunks_at.append(time.monotonic())
-                texts.setdefault(choice["index"], []).append(text)
-            if choice["finish_reason"] is not None:
-                reasons[choice["index"]] = choice["finish_reason"]
-    if not is_over:
-        sending.loss = "the stream ended early"
-    sending.choices = tuple(("".join(texts.get(i, ())), reasons[i]) for i in sorted(reasons))
-
-
-def _take_whole(answer: Mapping[str, Any], sending: Sending) -> None:
-    ordered = sorted(answer["choices"], key=lambda choice: choice["index"])
-    sending.choices = tuple((each["message"]["content"], each["finish_reason"]) for each in ordered)
-    sending.num_tokens = answer["usage"]["completion_tokens"]
-
-
-def _message(text: str) -> str:
-    """The message of an error in OpenAI's form; else the beginning of the text."""
-    try:
-        return str(json.loads(text)["error"]["message"])[:160]
-    except (ValueError, KeyError, TypeError):
-        return f"not in OpenAI's form: {text[:80]!r}"
+def judge(sending: Sending) -> None:
+    """Sets `failure` of a stream without its last line."""
+    if not sending.failure and sending.call.is_streamed and not sending.is_over:
+        sending.failure = "the stream ended early"
 
 
 class Load:
@@ -150,11 +85,11 @@ class Load:
         for call in calls:
             if self._is_stopping:
                 return
-            sending = Sending(call, time.monotonic())
+            sending = sending_of(call)
             self.sendings.append(sending)
             salt = f"{self._name} {len(self.sendings)}"
             await send(self._session, self._url, self._model_id, salt, sending)
-            if not sending.is_complete:
+            if sending.failure:
                 await asyncio.sleep(PAUSE_AFTER_LOSS_S)
 
 

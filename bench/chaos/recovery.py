@@ -24,14 +24,13 @@ from pathlib import Path
 
 import aiohttp
 
-from bench.chaos.processes import REPLICAS, Processes, is_zombie, listening_ports, started_at
-from bench.soak import HELD
+from bench import metrics
+from bench.processes import REPLICAS, Processes, is_zombie, listening_ports, started_at
 
 PERIOD_S = 0.2
 ASK_TIMEOUT_S = 2.0
 WORKERS = re.compile(r'^epdg_worker_running\{pool="(\w+)"', re.MULTILINE)
 SILENT = re.compile(r"^epdg_door_silent_workers\{.*\} ([0-9.e+-]+)$", re.MULTILINE)
-HELD_LINES = re.compile(rf"^({'|'.join(HELD)})(\{{.*\}})? (?!0\.0$)(.+)$", re.MULTILINE)
 DETECTED = re.compile(
     r"^WARNING (\S+ \S+) .*(?:marking it unhealthy|failed health check, stopping|unhealthy\. Shutting down)",
     re.MULTILINE,
@@ -83,12 +82,12 @@ class Doors:
         pids = self._processes.of("door")
         return dict(zip(pids, await asyncio.gather(*(self._page(pid) for pid in pids)), strict=True))
 
-    async def held(self) -> dict[str, str]:
+    async def held(self) -> dict[str, float]:
         """What the doors and, as each of them sees it, the workers hold."""
         return {
-            f"{name}{labels} at door {pid}": value
+            f"{name} at door {pid}": value
             for pid, page in (await self.pages()).items()
-            for name, labels, value in HELD_LINES.findall(page)
+            for name, value in metrics.held(page).items()
         }
 
     async def _page(self, pid: int) -> str:

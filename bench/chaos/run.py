@@ -11,27 +11,25 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
-from signal import SIGCONT
+from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
 import aiohttp
-import yaml
 
+from bench import clusters
 from bench.chaos.calls import endless, make_calls
-from bench.chaos.client import Choices, FrontProbe, Load, Sending, open_session
-from bench.chaos.processes import REPLICAS, SIGNALS, Processes, send_signal
+from bench.chaos.client import Choices, FrontProbe, Load, Sending
 from bench.chaos.recovery import Doors, Fault, Recovery, Watch
+from bench.client import open_session
+from bench.processes import REPLICAS, Processes, send_signal
 from bench.records import Record
-from deploy.serving.command import DEFAULT_CONFIG
 from deploy.serving.launch import LocalCluster
-from deploy.serving.ports import free_port
 
 IDLE_TIMEOUT_S = 60.0
-READY_TIMEOUT_S = 300.0
+SIGNALS = {"kill": SIGKILL, "stop": SIGSTOP}
 # A request waits as long as it must: only its deadline ends it.
 PATIENT = {"admission": {"classes": [{"name": "all", "max_wait_s": 600}]}, "first_token_timeout_s": 600}
 
@@ -68,27 +66,16 @@ class Round:
     sendings: list[Sending]
     recovery: Recovery
     front_away_s: float
-    held: Mapping[str, str]
+    held: Mapping[str, float]
     processes: Mapping[str, int]  # by kind, how many more or fewer than before
     notes: list[str] = field(default_factory=list)
 
 
-@contextmanager
-def running(plan: Plan, folder: Path) -> Iterator[LocalCluster]:
+def running(plan: Plan) -> AbstractContextManager[LocalCluster]:
     """A cluster that the product's own command runs, with the shipped file and these numbers of replicas."""
-    config = yaml.safe_load(DEFAULT_CONFIG.read_text())
-    config["http_options"]["port"] = free_port()
-    (application,) = config["applications"]
     workers = {kind: {"threads": plan.threads} for kind in REPLICAS[:3]}
-    application["args"] = {**workers, "door": PATIENT}
-    application["deployments"] = [
-        {"name": kind.capitalize(), "num_replicas": number} for kind, number in plan.expected.items()
-    ]
-    path = folder / "cluster.yaml"
-    path.write_text(yaml.safe_dump(config))
-    with LocalCluster(path) as cluster:
-        cluster.wait_ready(READY_TIMEOUT_S)
-        yield cluster
+    replicas = {kind.capitalize(): number for kind, number in plan.expected.items()}
+    return clusters.running(clusters.configuration({**workers, "door": PATIENT}, replicas))
 
 
 class Experiment:
@@ -115,8 +102,8 @@ class Experiment:
             await load.until(lambda: False, self._plan.deadline_s * self._plan.num_calls)
             await load.stop()
         for sending in load.sendings:
-            if not sending.is_complete:
-                raise RuntimeError(f"undisturbed, a {sending.call.kind} request was lost: {sending.loss}")
+            if sending.failure:
+                raise RuntimeError(f"undisturbed, a {sending.kind} request was lost: {sending.failure}")
             expected = sending.call.num_tokens * sending.call.fields.get("n", 1)
             if sending.num_tokens != expected:
                 raise RuntimeError(f"{sending.num_tokens} tokens instead of {expected}")
@@ -168,7 +155,7 @@ class Experiment:
             await asyncio.sleep(fault.resumed_at - time.monotonic())
             send_signal([fault.pid], SIGCONT)
 
-    async def _until_idle(self) -> Mapping[str, str]:
+    async def _until_idle(self) -> Mapping[str, float]:
         """What is still held at the end of the time."""
         deadline = time.monotonic() + IDLE_TIMEOUT_S
         while (held := await self._doors.held()) and time.monotonic() < deadline:
@@ -179,8 +166,8 @@ class Experiment:
         return Load(self._session, self._cluster.url, self._model_id, name)
 
     def _record(self, done: Round) -> Record:
-        complete = [each for each in done.sendings if each.is_complete]
-        lost = [each for each in done.sendings if not each.is_complete]
+        complete = [each for each in done.sendings if not each.failure]
+        lost = [each for each in done.sendings if each.failure]
         wrong = [
             each for each in complete if (each.choices, each.num_tokens) != self._right[each.call.number]
         ]
@@ -189,8 +176,8 @@ class Experiment:
         losses = [
             {
                 "when": when_lost(each, gone_at),
-                "why": each.loss,
-                "kind": each.call.kind,
+                "why": each.failure,
+                "kind": each.kind,
                 "streamed": each.call.is_streamed,
                 "after_s": round(each.ended_at - at, 2),
             }
@@ -224,7 +211,7 @@ class Experiment:
         choices, num_tokens = self._right[sending.call.number]
         pairs = list(zip(sending.choices, choices, strict=False))
         index = next((i for i, (got, wanted) in enumerate(pairs) if got != wanted), None)
-        found: dict[str, Any] = {"call": sending.call.number, "kind": sending.call.kind, "choice": index}
+        found: dict[str, Any] = {"call": sending.call.number, "kind": sending.kind, "choice": index}
         if index is not None:
             (got, reason), (wanted, wanted_reason) = pairs[index]
             same = next(
@@ -245,13 +232,13 @@ def when_lost(sending: Sending, gone_at: float) -> str:
     """`open`: it was sent before the killed process was gone. `refused`: the front took no connection."""
     if sending.started_at <= gone_at:
         return "open"
-    return "refused" if sending.loss.startswith("ClientConnectorError") else "later"
+    return "refused" if sending.failure.startswith("ClientConnectorError") else "later"
 
 
 async def measure(cluster: LocalCluster, plan: Plan, first_fault: int, keep: Any) -> int:
     """Runs the faults from this one on; `keep` takes each record. Returns the next fault: fewer than all if
     the cluster has ended."""
-    async with open_session(plan.deadline_s) as session:
+    async with open_session(plan.deadline_s, keeps_connections=True) as session:
         experiment = Experiment(cluster, session, plan)
         keep(await experiment.undisturbed())
         for i in range(first_fault, len(plan.faults)):

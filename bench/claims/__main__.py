@@ -11,9 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from bench import REPOSITORY
 from bench.claims import async_ttft, media_prefix, mixes, served, sizes, steps
 from bench.claims.claim import Claim, plot
-from bench.records import REPOSITORY
 from bench.tables import table
 
 MODULES = (async_ttft, mixes, steps, media_prefix, served, sizes)

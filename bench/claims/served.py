@@ -9,22 +9,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from bench import DEMO_MODEL
 from bench.claims.claim import COUNTED, Claim, Found
-from bench.in_process import setup_here, started
-from bench.records import REPOSITORY
+from bench.in_process import choice_of, setup_here, started
 from cluster.config.settings import ClusterArgs
 from cluster.engine.state import PromptWork
 from decode_service.service import decode_worker
 from encoder_service.service import EncoderService
 from prefill_service.service import prefill_worker
-from router.api.chat.schema import ChatRequest
-from router.api.chat.translate import chat_call
-from router.api.protocol import CallContext
-from router.calls import ServedModels
 from router.door import Door
 
-MODEL = REPOSITORY / "deploy" / "demo_model"
-SETTINGS = {"model": str(MODEL), "model_id": "demo", "dtype": "float32"}
+SETTINGS = {"model": str(DEMO_MODEL), "model_id": "demo", "dtype": "float32"}
 WORKERS = {"encode": {"cache_bytes": 8 << 20}, "prefill": {"kv_blocks": 256}, "decode": {"kv_blocks": 256}}
 MEDIA = ("red_circle.png", "moving_right.mp4", "seven.wav")
 CALLS: dict[
@@ -53,7 +48,7 @@ NUM_TOKENS = 12
 def messages(words: str, files: tuple[str, ...]) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = [{"type": "text", "text": words}]
     for file in files:
-        mime, data = str(mimetypes.guess_type(file)[0]), (MODEL / "examples" / file).read_bytes()
+        mime, data = str(mimetypes.guess_type(file)[0]), (DEMO_MODEL / "examples" / file).read_bytes()
         kind, coded = f"{mime.partition('/')[0]}_url", base64.b64encode(data).decode()
         parts.append({"type": kind, kind: {"url": f"data:{mime};base64,{coded}"}})
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "Describe it."}]}]
@@ -84,9 +79,7 @@ async def count() -> dict[str, Counter[str]]:
         for name, (words, files, fields) in CALLS.items():
             before, body = totals.copy(), {"model": "demo", "messages": messages(words, files), **fields}
             body |= {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
-            (choice,) = await door.chat(
-                chat_call(ChatRequest.model_validate(body), CallContext(ServedModels("demo"), door.defaults))
-            )
+            choice = await choice_of(door, body)
             async for _ in choice:
                 pass
             await choice.aclose()

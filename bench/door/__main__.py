@@ -5,7 +5,6 @@ python -m bench.door [--doors 1] [--seconds 5] [--streams 64,256] [--rates 3000,
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -22,9 +21,10 @@ import msgspec
 import numpy as np
 import uvloop
 
+from bench import DEMO_MODEL
+from bench.arguments import parser_of
 from bench.door.clients import Lags, ask, body, leave, open_unread, read_stream
 from bench.door.stub import StubWorker
-from bench.equality import MODEL
 from bench.records import origin
 from cluster.text.tokenizer import TextProcessor
 
@@ -165,7 +165,7 @@ async def _leave_one_by_one(bench: Bench) -> None:
 
 def step_words() -> dict[str, int]:
     """Text → token id: words that stay what they are next to each other."""
-    text = TextProcessor.load(MODEL, None)
+    text = TextProcessor.load(DEMO_MODEL, None)
     named = {text.text([token_id]): token_id for token_id in range(text.vocab_size)}
     return {name[1:]: token_id for name, token_id in named.items() if re.fullmatch(" [a-z]{2,}", name)}
 
@@ -200,7 +200,7 @@ async def _door(member: str) -> AsyncIterator[tuple[int, int]]:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--doors", type=int, default=1, help="processes, asked in turn")
     parser.add_argument("--seconds", type=float, default=5.0, help="of each row")
     parser.add_argument("--streams", default="64,256")

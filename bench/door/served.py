@@ -13,7 +13,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from bench.equality import MODEL
+from bench import DEMO_MODEL
 from cluster.config.settings import ClusterArgs
 from cluster.types.members import Member
 from router.api.app import build_api
@@ -26,7 +26,7 @@ async def _call_decode(replica_id: str, request_id: str) -> None:
 
 async def main(member: Member) -> None:
     fields = {
-        "model": str(MODEL), "model_id": "demo", "dtype": "float32",
+        "model": str(DEMO_MODEL), "model_id": "demo", "dtype": "float32",
         "door": {"admission": {"max_outstanding_s": 1e6, "max_queued": 10_000}},
     }  # fmt: skip
     door = Door(ClusterArgs.model_validate(fields), _call_decode)

@@ -28,13 +28,12 @@ from bench.encoder.clients import text_part
 from bench.engine.prompts import Part
 from bench.media_files import video_of
 from bench.records import Record
-from bench.trusted_media import trusted_decoders
+from bench.trusted_media import media_processor, trusted_decoders
 from bench.workload import png_bytes
 from cluster.config.settings import MediaArgs
 from cluster.kvcache.memory import BlockMemory
 from cluster.media.fetch import FetchedMedia
 from cluster.media.opener import SurveyOrder, look
-from cluster.media.processor import MediaProcessor
 from cluster.media.sources import MediaSource, read_data_uri
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, SequenceChunk
@@ -145,10 +144,7 @@ class EvaluatedModel:
     """Both halves of a model folder, with the door's prompt builder."""
 
     def __init__(self, folder: Path):
-        media = MediaProcessor.load(folder)
-        if media is None:
-            raise RuntimeError(f"{folder} has no media encoder")
-        self._media = media
+        self._media = media = media_processor(folder)
         self._runner = EncoderRunner(
             EncoderModel.load(folder, dtype=torch.float32), media, trusted_decoders()
         )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
+from bench.client import ChatRequest, Endpoint, TimedAnswer, answers_in_time, ask, open_session
 from bench.engine.prompts import Part
 
 TIMEOUT_S = 600.0
@@ -33,16 +33,11 @@ def at_once(endpoint: Endpoint, requests: Sequence[ChatRequest]) -> list[TimedAn
 
 async def _at_once(endpoint: Endpoint, requests: Sequence[ChatRequest]) -> list[TimedAnswer]:
     async with open_session() as session:
-        tasks = [asyncio.create_task(ask(session, endpoint, request)) for request in requests]
-        _, late = await asyncio.wait(tasks, timeout=TIMEOUT_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        asked = (ask(session, endpoint, request) for request in requests)
+        answers = await answers_in_time(asked, TIMEOUT_S)
     return [
-        TimedAnswer(request.kind, failure=f"no answer in {TIMEOUT_S:.0f} s")
-        if task in late
-        else task.result()
-        for request, task in zip(requests, tasks, strict=True)
+        answer or TimedAnswer(request.kind, failure=f"no answer in {TIMEOUT_S:.0f} s")
+        for request, answer in zip(requests, answers, strict=True)
     ]
 
 

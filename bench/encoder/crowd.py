@@ -14,19 +14,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
 import torch
 
+from bench.client import ChatRequest, Endpoint, endpoint
 from bench.encoder.clients import at_once, request, required, tally, text_part
-from bench.encoder.serving import ENCODER_ITEMS, endpoint, grown, read_metrics, replicas
-from bench.engine.client import ChatRequest, Endpoint
 from bench.engine.prompts import Prompts
+from bench.metrics import grown, page, wait_idle
+from bench.processes import cpu_s, processes_at, status_bytes
 from bench.records import Record
-from bench.soak import wait_idle
 from cluster.worker.memory_plan import encoder_step_bytes
 from deploy.simulator.results import percentile
 from encoder_service.service import MAX_BATCH_ROWS
 
+ENCODER_ITEMS = "epdg_encoder_items_total"
 NUM_TOKENS = 8  # of an answer
 TEXT_WORDS = 64
 IDLE_TIMEOUT_S = 10.0  # a door knows a worker's counters from its last report
@@ -37,21 +37,21 @@ def single(
     url: str, num_requests: int, num_frames: int, side: int, repeats: int, seed: int
 ) -> Iterator[Record]:
     """Blocks. The cluster's processes must run on this machine."""
-    prompts, server, doors = Prompts(seed), endpoint(url), replicas(url)["door"]
+    prompts, server, doors = Prompts(seed), endpoint(url), processes_at(url).of("door")
     _warm_up(server, prompts)
     for repetition in range(repeats):
         clip = prompts.video(num_frames, side, 2, "single", repetition)
         requests = [request("video", NUM_TOKENS, clip, text_part(QUESTION))] * num_requests
-        before, cpu_before_s = read_metrics(url), cpu_s(doors)
+        before, cpu_before_s = page(url), list(map(cpu_s, doors))
         outcome = _timed(server, requests)
         if held := wait_idle(url, IDLE_TIMEOUT_S):
             raise RuntimeError(f"the cluster still holds {held}")
-        after = read_metrics(url)
+        after, cpu_after_s = page(url), list(map(cpu_s, doors))
         yield {
             "type": "single",
             "model": server.model_id,
             "repetition": repetition,
-            "door_cpu_s": [end - start for start, end in zip(cpu_before_s, cpu_s(doors), strict=True)],
+            "door_cpu_s": [end - start for start, end in zip(cpu_before_s, cpu_after_s, strict=True)],
             "items_encoded": grown(before, after, ENCODER_ITEMS, result="encoded"),
             "items_cached": grown(before, after, ENCODER_ITEMS, result="cached"),
             **outcome,
@@ -65,14 +65,14 @@ def flood(
     encoder.
     """
     prompts, server = Prompts(seed), endpoint(url)
-    encoder, *others = replicas(url)["encode"]
+    encoder, *others = processes_at(url).of("encode")
     if others:
         raise RuntimeError("one encoder is measured; this cluster has several")
     _warm_up(server, prompts)
     for repetition in range(repeats):
         images = (prompts.image(side, "flood", repetition, idx) for idx in range(num_requests))
         requests = [request("image", NUM_TOKENS, image, text_part(QUESTION)) for image in images]
-        resident_bytes = psutil.Process(encoder).memory_info().rss
+        resident_bytes = status_bytes(encoder, "VmRSS")
         forget_peak(encoder)
         outcome = _timed(server, requests)
         yield {
@@ -80,7 +80,7 @@ def flood(
             "model": server.model_id,
             "repetition": repetition,
             "resident_bytes": resident_bytes,
-            "peak_bytes": peak_bytes(encoder),
+            "peak_bytes": status_bytes(encoder, "VmHWM"),
             "budget_bytes": step_budget(model, dtype),
             **outcome,
         }
@@ -130,17 +130,6 @@ def step_budget(model: str, dtype: torch.dtype) -> int:
 def forget_peak(pid: int) -> None:
     """Resets the kernel's peak of resident memory."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def peak_bytes(pid: int) -> int:
-    """The peak of resident memory since `forget_peak`."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) * 1024
-
-
-def cpu_s(pids: Sequence[int]) -> list[float]:
-    times = (psutil.Process(pid).cpu_times() for pid in pids)
-    return [each.user + each.system for each in times]
 
 
 def _warm_up(server: Endpoint, prompts: Prompts) -> None:

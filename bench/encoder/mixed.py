@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench import REPOSITORY
+from bench.client import ChatRequest, endpoint
 from bench.encoder.clients import at_once, request, required, text_part
-from bench.encoder.serving import endpoint
-from bench.engine.client import ChatRequest
 from bench.engine.prompts import Prompts
 from bench.engine.servers import is_healthy
-from bench.records import REPOSITORY, Record
+from bench.records import Record
 from deploy.serving.ports import free_port
 
 OURS, BASELINE = "cluster", "synchronous"

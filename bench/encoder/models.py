@@ -12,11 +12,12 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench import DEMO_MODEL
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "omni-encoders"
-DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 SEED = 0
 HIDDEN, PATCH, MELS, AUDIO_S, SAMPLING_RATE, HOP = 896, 14, 128, 30, 16_000, 160
 PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 1280 * 28 * 28}
@@ -58,8 +59,8 @@ def write_model(folder: Path) -> Path:
     path.mkdir(parents=True)
     make_model(VISION, AUDIO).save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(DEMO / name, path / name)
-    processor = processor_config(json.loads((DEMO / "processor_config.json").read_text()))
+        shutil.copyfile(DEMO_MODEL / name, path / name)
+    processor = processor_config(json.loads((DEMO_MODEL / "processor_config.json").read_text()))
     (path / "processor_config.json").write_text(json.dumps(processor, indent=1))
     (path / "mm_processor_kwargs.json").write_text(json.dumps(CALL_ARGUMENTS))
     return path
@@ -73,7 +74,7 @@ def make_model(vision: dict[str, Any], audio: dict[str, Any]) -> PreTrainedModel
     import torch
     from transformers import Qwen2_5OmniThinkerConfig, Qwen2_5OmniThinkerForConditionalGeneration
 
-    config = json.loads((DEMO / "config.json").read_text())
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
     config["vision_config"] |= vision | {"out_hidden_size": HIDDEN}
     config["audio_config"] |= audio | {"output_dim": HIDDEN}
     config["text_config"] |= TEXT | {"max_window_layers": TEXT["num_hidden_layers"]}

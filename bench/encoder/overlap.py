@@ -15,7 +15,6 @@ the first.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
 import secrets
@@ -25,13 +24,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
-import uvicorn
 
+from bench.client import NO_END, ChatRequest, Endpoint, ask, open_session
 from bench.encoder.clients import request, required, text_part
-from bench.encoder.serving import NO_END
-from bench.engine.client import ChatRequest, Endpoint, ask, open_session
 from bench.engine.prompts import WORDS, Part, Prompts
-from bench.in_process import START_TIMEOUT_S, setup_here, started
+from bench.in_process import api, setup_here, started
 from bench.records import Record
 from cluster.clock import SystemClock
 from cluster.config.environment import read_environment
@@ -41,11 +38,9 @@ from cluster.text.tokenizer import TextProcessor
 from cluster.types.media import Modality
 from cluster.worker.cpu_slots import no_cpu_slots
 from decode_service.service import decode_worker
-from deploy.serving.ports import free_port
 from encoder_service.runner import EncoderRunner, Piece
 from encoder_service.service import EncoderService
 from prefill_service.service import prefill_worker
-from router.api.app import build_api
 from router.door import Door
 
 ENCODE_S = 0.2
@@ -135,19 +130,3 @@ async def cluster(args: ClusterArgs) -> AsyncIterator[str]:
     door = Door(args, lambda replica_id, request_id: decode.run(request_id))
     async with started(door, (encoder, prefill, decode)), api(door) as url:
         yield url
-
-
-@asynccontextmanager
-async def api(door: Door) -> AsyncIterator[str]:
-    port = free_port()
-    config = uvicorn.Config(build_api(door), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not server.started:
-                await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        await task

@@ -9,6 +9,7 @@ thread does.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import threading
 import time
@@ -19,10 +20,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
-from bench.encoder.decoding import clip, photo
+from bench.media_files import video_of
 from bench.records import Record
-from cluster.errors import ConfigError
+from bench.trusted_media import media_processor
 from cluster.media.decoders import Decoders
 from cluster.media.preprocessors import Preprocessors, preprocessor_server
 from cluster.media.processor import MediaProcessor
@@ -34,15 +36,15 @@ from encoder_service.service import NUM_PREPARE_THREADS
 NUM_ITEMS = 64
 NUM_CLIPS = 4
 SLEEP_S = 1e-3
+CLIP_FPS = 25
+CLIP_SIZE = (360, 640)
 
 
 def measure(path: Path, numbers: Sequence[int], repeats: int) -> Iterator[Record]:
     """`numbers` of processes; 0: threads of this process. The encoder has one thread. Changes torch's number
     of threads."""
     torch.set_num_threads(1)
-    processor = MediaProcessor.load(path)
-    if processor is None:
-        raise ConfigError(f"{path} has no media encoder")
+    processor = media_processor(path)
     model = EncoderModel.load(path, dtype=torch.float32)
     with contextlib.ExitStack() as stack:
         runners = {number: stack.enter_context(_runner(path, model, processor, number)) for number in numbers}
@@ -123,3 +125,23 @@ def all_items() -> dict[str, list[MediaItem]]:
         kind: [MediaItem(modality, file(idx), f"{kind} {idx}", MediaGeometry(1)) for idx in range(number)]
         for kind, (modality, file, number) in make.items()
     }
+
+
+def photo(side: int, idx: int) -> bytes:
+    """A JPEG with about as many bytes as a photograph of its size."""
+    out = io.BytesIO()
+    Image.fromarray(_picture(side, side, idx)).save(out, "JPEG", quality=85)
+    return out.getvalue()
+
+
+def clip(idx: int) -> bytes:
+    frames = [np.roll(_picture(*CLIP_SIZE, idx), shift, axis=1) for shift in range(5 * CLIP_FPS)]
+    return video_of(frames, CLIP_FPS, codec="libx264")
+
+
+def _picture(height: int, width: int, idx: int) -> np.ndarray:
+    """[height, width, 3] uint8: large soft patches and some noise."""
+    random = np.random.default_rng(idx)
+    patches = Image.fromarray(random.integers(0, 255, (8, 8, 3), dtype=np.uint8))
+    soft = np.asarray(patches.resize((width, height), Image.Resampling.BICUBIC), np.int16)
+    return (soft + random.integers(-8, 8, soft.shape)).clip(0, 255).astype(np.uint8)

@@ -1,20 +1,16 @@
-"""Tables and a plot from the records of all commands. Pure. Ratios are taken within a repetition; figures are
-medians.
-"""
+"""Tables from the records of all commands. Pure. Ratios are within a repetition; figures are medians."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
+from typing import cast
 
 from bench.records import Record
-from bench.tables import grouped, head, median
-from deploy.simulator.charts import BAR, WIDTH, bar, label, svg
+from bench.tables import grouped, head, median, paired_ratio
 from deploy.simulator.results import percentile
 
-COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#eeb878")
-LEFT, VALUES = 210, 130
 SYSTEMS = ("cluster", "synchronous")
 TIMES = ("video", "all", "text", "alone")  # means of a pair of bursts
 MIB = 1 << 20
@@ -64,25 +60,6 @@ def tower_table(records: Iterable[Record]) -> list[str]:
     return lines
 
 
-def decoding_table(records: Iterable[Record]) -> list[str]:
-    """Decoding in processes against decoding in threads: the ratios are of items per second."""
-    cells = grouped(records, "model", "dtype", "threads", "kind", "way")
-    lines = head(
-        "model", "dtype, threads", "item", "way", "ms alone", "together: items/s", "÷ thread",
-        "encoded: items/s", "÷ thread",
-    )  # fmt: skip
-    for (*rest, way), cell in cells.items():
-        model, dtype, threads, kind = rest
-        by_thread, num_items = cells[(*rest, "thread")], cell[0]["items"]
-        rates = [
-            f"{num_items / median(cell, name):.1f} | {_ratio(by_thread, cell, itemgetter(name)):.3f}"
-            for name in ("together_s", "encoded_s")
-        ]
-        ms = 1e3 * median(cell, "alone_s") / num_items
-        lines.append(f"| {model} | {dtype}, {threads} | {kind} | {way} | {ms:.2f} | {' | '.join(rates)} |")
-    return lines
-
-
 def preparing_table(records: Iterable[Record]) -> list[str]:
     """Items at once by processes: the ratios are of items per second, to the threads of one process."""
     cells = grouped(records, "model", "kind", "processes")
@@ -100,19 +77,6 @@ def preparing_table(records: Iterable[Record]) -> list[str]:
         p50, p99 = (1e3 * median(cell, name) for name in ("lag_p50_s", "lag_p99_s"))
         way = number or "0 (threads)"
         lines.append(f"| {model} | {kind} | {way} | {' | '.join(rates)} | {p50:.2f}, {p99:.2f} |")
-    return lines
-
-
-def merge_table(records: Iterable[Record]) -> list[str]:
-    cells = grouped(records, "rows", "hidden_size", "dtype", "threads", "way")
-    lines = head("rows", "hidden size", "dtype, threads", "MB", "way", "ms", "÷ copy", "page faults")
-    for (*rest, way), cell in cells.items():
-        rows, hidden_size, dtype, threads = rest
-        ratio = _ratio(cell, cells[(*rest, "copy")], lambda record: record["seconds"])
-        lines.append(
-            f"| {rows} | {hidden_size} | {dtype}, {threads} | {cell[0]['bytes'] / 1e6:.1f} | {way} | "
-            f"{1e3 * median(cell, 'seconds'):.3f} | {ratio:.1f} | {median(cell, 'page_faults'):.0f} |"
-        )
     return lines
 
 
@@ -226,6 +190,19 @@ def flood_table(records: Iterable[Record]) -> list[str]:
     return lines
 
 
+def merge_table(records: Iterable[Record]) -> list[str]:
+    cells = grouped(records, "rows", "hidden_size", "dtype", "threads", "way")
+    lines = head("rows", "hidden size", "dtype, threads", "MB", "way", "ms", "÷ copy", "page faults")
+    for (*rest, way), cell in cells.items():
+        rows, hidden_size, dtype, threads = rest
+        ratio = _ratio(cell, cells[(*rest, "copy")], lambda record: record["seconds"])
+        lines.append(
+            f"| {rows} | {hidden_size} | {dtype}, {threads} | {cell[0]['bytes'] / 1e6:.1f} | {way} | "
+            f"{1e3 * median(cell, 'seconds'):.3f} | {ratio:.1f} | {median(cell, 'page_faults'):.0f} |"
+        )
+    return lines
+
+
 def burst_table(records: Iterable[Record]) -> list[str]:
     """The ratios are to the first cluster in the same repetition."""
     cells = grouped(records, "model", "side", "images", "texts", "cluster")
@@ -315,29 +292,6 @@ def hidden_bounds(case: str, text_s: float, image_s: float) -> tuple[float, floa
     return max(first + text_s / 2, 2 * image_s), text_s + 2 * image_s
 
 
-def plot(records: Iterable[Record]) -> str:
-    """Milliseconds per item by the number of items in a call; a group for each model and modality, each with
-    its own scale.
-    """
-    cells = grouped(
-        (r for r in records if r["type"] == "curve"), "model", "dtype", "threads", "modality", "batch"
-    )
-    per_item = {key: 1e3 * median(cell, "seconds") / key[-1] for key, cell in cells.items()}
-    y, body = 26.0, [label(8, 16, "ms an item, by items in an encoder call")]
-    for number, group in enumerate(dict.fromkeys(key[:-1] for key in per_item)):
-        model, dtype, threads, modality = group
-        values = {key[-1]: value for key, value in per_item.items() if key[:-1] == group}
-        body.append(label(8, y + BAR, f"{model}, {modality}"))
-        body.append(label(8, y + 2 * BAR, f"{dtype}, {threads} threads"))
-        for batch, value in values.items():
-            width = (WIDTH - LEFT - VALUES) * value / max(values.values())
-            colour = COLOURS[number % len(COLOURS)]
-            body.append(bar(LEFT, y, width, colour, f"{value:.1f} · {batch} items"))
-            y += BAR
-        y += BAR
-    return svg(y, body)
-
-
 def _origins(records: Sequence[Record]) -> str:
     return "; ".join(dict.fromkeys(f"{r['machine']}, commit {r['commit']}, {r['date']}" for r in records))
 
@@ -353,23 +307,20 @@ def _count(cell: Sequence[Record], name: str) -> str:
 
 
 def _ratio(cell: Sequence[Record], other: Sequence[Record], value: Callable[[Record], float]) -> float:
-    """Median of cell / other over the repetitions that both have, so that drift over minutes cancels out."""
-    others = {record["repetition"]: value(record) for record in other}
-    pairs = [(value(r), others[r["repetition"]]) for r in cell if r["repetition"] in others]
-    return statistics.median(mine / its for mine, its in pairs)
+    """The median of the repetitions that both have: one at least."""
+    return cast(float, paired_ratio(cell, other, value))
 
 
 TABLES: dict[str, Callable[[Iterable[Record]], list[str]]] = {
     "curve": curve_table,
     "tower": tower_table,
-    "decoding": decoding_table,
     "preparing": preparing_table,
-    "merge": merge_table,
     "mixed": mixed_table,
     "reuse": reuse_table,
     "single": single_table,
     "flood": flood_table,
     "burst": burst_table,
+    "merge": merge_table,
     "overlap": overlap_table,
     "accuracy": accuracy_table,
 }

@@ -11,12 +11,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from bench.client import ChatRequest, endpoint
 from bench.encoder.clients import at_once, request, required, text_part
-from bench.encoder.serving import CACHED_TOKENS, ENCODER_ITEMS, endpoint, grown, read_metrics
-from bench.engine.client import ChatRequest
 from bench.engine.prompts import Part, Prompts
+from bench.metrics import grown, page
 from bench.records import Record
 
+CACHED_TOKENS, ENCODER_ITEMS = "epdg_prompt_tokens_cached_total", "epdg_encoder_items_total"
 # the beginning of each turn's prompt
 TURNS = {"cold": "first", "encoder cache": "second", "prefix cache": "second"}
 WORDS = 16  # before the media, and of a question
@@ -53,9 +54,9 @@ def measure(url: str, media: Media, repeats: int, seed: int) -> Iterator[Record]
     for repetition, kind in itertools.product(range(repeats), media.parts(prompts, "names")):
         parts = media.parts(prompts, repetition)[kind]
         for name in TURNS:
-            before = read_metrics(url)
+            before = page(url)
             (record,) = required(at_once(server, [turn(prompts, name, parts, repetition, kind)]))
-            after = read_metrics(url)
+            after = page(url)
             yield {
                 "type": "reuse",
                 "model": server.model_id,

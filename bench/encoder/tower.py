@@ -7,18 +7,17 @@ The encoder runs in three ways, alternating within a repetition: *served* is wha
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench.encoder.curve import Sizes, make_file
+from bench.encoder.curve import Sizes, make_file, timed
 from bench.records import Record
-from bench.trusted_media import decode, prepare
-from cluster.errors import ConfigError
+from bench.trusted_media import decode, media_processor, prepare
 from cluster.media.processor import MediaProcessor
+from cluster.model.cpu.library import load
 from cluster.model.cpu.modules import optimise_modules
 from cluster.model.encoder import EncoderModel
 from cluster.model.loading import Half, load_half
@@ -35,9 +34,7 @@ def measure(
 ) -> Iterator[Record]:
     """Skips modalities that the model does not have. Changes torch's number of threads."""
     torch.set_num_threads(num_threads)
-    processor = MediaProcessor.load(path)
-    if processor is None:
-        raise ConfigError(f"{path} has no media encoder")
+    processor = media_processor(path)
     encoders = encoders_of(path, dtype)
     for modality in (modality for modality in modalities if modality in processor.modalities):
         parts = parts_of(processor, encoders, modality, make_file(modality, sizes, 0))
@@ -61,7 +58,8 @@ def encoders_of(path: Path, dtype: torch.dtype) -> dict[str, EncoderModel]:
     by_torch, by_modules = (
         EncoderModel(load_half(path, Half.ENCODER, dtype=dtype, device="cpu")) for _ in range(2)
     )
-    optimise_modules(by_modules._base)
+    if kernels := load():
+        optimise_modules(by_modules._base, kernels)
     return {"torch": by_torch, "modules": by_modules, "served": EncoderModel.load(path, dtype=dtype)}
 
 
@@ -79,9 +77,3 @@ def parts_of(
         "preprocess": lambda: prepare(processor, modality, array),
         **{f"encode, {name}": call(encoder) for name, encoder in encoders.items()},
     }
-
-
-def timed(part: Callable[[], object]) -> Record:
-    started_at, cpu_before_s = time.perf_counter(), time.process_time()
-    part()
-    return {"seconds": time.perf_counter() - started_at, "cpu_s": time.process_time() - cpu_before_s}

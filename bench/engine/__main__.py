@@ -1,16 +1,16 @@
-"""The commands: models, run, table, cpu, plot, agree. See README.md."""
+"""The commands: models, run, table, cpu, agree. See README.md."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import yaml
 
+from bench.arguments import DTYPES, end_on_signals, numbers, parser_of, words
 from bench.engine import report
 from bench.engine.isa import ISAS, NATIVE
 from bench.engine.models import CONFIGS, USUAL_MODELS, VISION_MODEL, write_models
@@ -24,8 +24,7 @@ NAMES = [*(row.name for row in ROWS), *SPECIALS]
 
 def main() -> int:
     args = make_parser().parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it otherwise
+    end_on_signals()
     try:
         return args.do(args)
     except KeyboardInterrupt:
@@ -33,30 +32,26 @@ def main() -> int:
         return 130
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     models = commands.add_parser("models", help="write the random-weight models")
     models.add_argument("folder", type=Path)
-    models.add_argument("--names", type=_list, default=[*USUAL_MODELS], help=f"of {','.join(CONFIGS)}")
+    models.add_argument("--names", type=words, default=[*USUAL_MODELS], help=f"of {','.join(CONFIGS)}")
     models.set_defaults(do=_models)
     runner = commands.add_parser("run", help="measure")
     _add_setup(runner)
     runner.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
     usual = [*(row.name for row in USUAL_ROWS), *SPECIALS]
-    runner.add_argument("--rows", type=_list, default=usual, help=f"of {','.join(NAMES)}")
-    runner.add_argument("--concurrency", type=_numbers, default=[1, 4, 16])
+    runner.add_argument("--rows", type=words, default=usual, help=f"of {','.join(NAMES)}")
+    runner.add_argument("--concurrency", type=numbers, default=[1, 4, 16])
     runner.add_argument("--repeat", type=int, default=3)
     runner.add_argument("--without-ours", action="store_true", help="peers only")
     runner.set_defaults(do=_run)
     agree = commands.add_parser("agree", help="do the servers answer like transformers in float32?")
     _add_setup(agree)
     agree.add_argument("--model", choices=[*CONFIGS], default=VISION_MODEL)
-    agree.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the servers")
+    agree.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the servers")
     agree.set_defaults(do=_agree)
     table = commands.add_parser("table", help="results as Markdown")
     table.add_argument("results", type=Path, nargs="+")
@@ -64,10 +59,6 @@ def make_parser() -> argparse.ArgumentParser:
     cpu = commands.add_parser("cpu", help="CPU seconds per 1,000 generated tokens, by role, as Markdown")
     cpu.add_argument("results", type=Path, nargs="+")
     cpu.set_defaults(do=_cpu)
-    plot = commands.add_parser("plot", help="results as one SVG")
-    plot.add_argument("results", type=Path, nargs="+")
-    plot.add_argument("--out", type=Path, required=True)
-    plot.set_defaults(do=_plot)
     return parser
 
 
@@ -76,11 +67,11 @@ def _add_setup(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", type=_peers, default={}, help=",".join(f"{name}=PATH" for name in PEERS))
     parser.add_argument("--isa", choices=ISAS, default=NATIVE, help="what all servers may use of the CPU")
     parser.add_argument("--work", type=Path, help="logs and configuration files; default: a new folder")
-    parser.add_argument("--cores", type=_numbers, default=sorted(os.sched_getaffinity(0)))
+    parser.add_argument("--cores", type=numbers, default=sorted(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--threads", type=_numbers, help="our encode, prefill and decode; default, or 0: the pool's own"
+        "--threads", type=numbers, help="our encode, prefill and decode; default, or 0: the pool's own"
     )
-    parser.add_argument("--roles", type=_list, default=list(ROLES), help="of our workers, one of each")
+    parser.add_argument("--roles", type=words, default=list(ROLES), help="of our workers, one of each")
     parser.add_argument(
         "--settings",
         type=yaml.safe_load,
@@ -149,19 +140,6 @@ def _table(args: argparse.Namespace) -> int:
 def _cpu(args: argparse.Namespace) -> int:
     print(report.cpu_table(report.read(args.results)))
     return 0
-
-
-def _plot(args: argparse.Namespace) -> int:
-    args.out.write_text(report.plot(report.read(args.results)))
-    return 0
-
-
-def _list(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def _peers(text: str) -> dict[str, Path]:

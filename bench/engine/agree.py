@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
+from bench.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
 from bench.engine.models import VISION_MODEL
 from bench.engine.prompts import Message, Prompts, user
 from bench.engine.rows import IMAGE_SIDE

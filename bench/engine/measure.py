@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
-from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
+from bench.client import ChatRequest, Endpoint, TimedAnswer, ask, open_session
 from bench.engine.processes import CpuCost, CpuUsage
 from bench.engine.prompts import Prompts
 from bench.engine.rows import Dialogue, LoadRow

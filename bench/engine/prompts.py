@@ -10,9 +10,9 @@ import itertools
 import random
 from typing import Any
 
+from bench.client import Message
 from bench.engine.vocabulary import words
 
-Message = dict[str, Any]
 Part = dict[str, Any]
 
 # All words of up to three letters; each is one token after a space.

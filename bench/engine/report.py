@@ -1,10 +1,11 @@
-"""Results to a Markdown table and to one SVG. Pure; reads the JSON lines that `run` wrote."""
+"""Results to Markdown tables. Pure; reads the JSON lines that `run` wrote."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 
 from bench.engine.isa import NATIVE
@@ -12,14 +13,11 @@ from bench.engine.processes import ROLES
 from bench.engine.servers import OURS
 from bench.records import Record
 from bench.records import read as read_records
-from bench.tables import head, median, row
-from deploy.simulator.charts import BAR, WIDTH, bar, box, label, svg
+from bench.tables import head, median, paired_ratio, row
 
 METRICS = ("tokens_per_s", "ttft_p50_s", "itl_p50_s")
 TOTALS = ("all", "client")  # columns of the table of CPU time, behind the roles
 SHARED_CORES = 0.15  # used by other programs: above it a figure is marked
-COLOURS = ("#2f6fb0", "#e08a2c", "#6a9f58", "#8a6bb0")
-LABEL_WIDTH, VALUE_WIDTH, GROUP_GAP = 150, 60, 9
 
 
 @dataclass
@@ -58,19 +56,9 @@ def _row_name(record: Record) -> str:
     return record["row"] if isa == NATIVE else f"{record['row']} {isa}"
 
 
-def ratio(ours: Sequence[Record], peer: Sequence[Record], metric: str) -> float | None:
-    """Median of ours / peer over the repetitions that both have, so that drift over minutes cancels out."""
-    theirs = {record["repetition"]: record[metric] for record in peer}
-    pairs = [
-        (record[metric], theirs[record["repetition"]]) for record in ours if record["repetition"] in theirs
-    ]
-    ratios = [mine / other for mine, other in pairs if other > 0]
-    return statistics.median(ratios) if ratios else None
-
-
 def better_ratio(ours: Sequence[Record], peers: Iterable[Sequence[Record]], metric: str) -> float | None:
     """The ratio to the peer that does better in this metric."""
-    ratios = [each for peer in peers if (each := ratio(ours, peer, metric)) is not None]
+    ratios = [each for peer in peers if (each := paired_ratio(ours, peer, itemgetter(metric))) is not None]
     return (min if metric == METRICS[0] else max)(ratios, default=None)
 
 
@@ -87,7 +75,9 @@ def table(results: Results) -> str:
         cells = [title, str(concurrency), *(_figures(cell.get(name, [])) for name in results.servers)]
         if compares:
             ours, others = cell.get(OURS, []), [cell.get(name, []) for name in peers]
-            cells += [_joined(ratio(ours, peer, metric) for metric in METRICS) for peer in others]
+            cells += [
+                _joined(paired_ratio(ours, peer, itemgetter(metric)) for metric in METRICS) for peer in others
+            ]
             cells.append(_joined(better_ratio(ours, others, metric) for metric in METRICS))
         lines.append(row(cells))
     starts = (f"{name} {statistics.median(results.starts_s[name]):.1f}" for name in results.servers)
@@ -150,34 +140,3 @@ def _figures(records: Sequence[Record]) -> str:
 
 def _joined(ratios: Iterable[float | None]) -> str:
     return " · ".join("–" if value is None else f"{value:.2f}" for value in ratios)
-
-
-def plot(results: Results) -> str:
-    """Tokens per second as bars, a group per row, each group scaled to its fastest server."""
-    step = BAR * len(results.servers) + GROUP_GAP
-    height = 40 + step * len(results.cells)
-    body = list(_legend(results.servers))
-    for number, ((title, concurrency), cell) in enumerate(results.cells.items()):
-        rates = {name: median(cell[name], "tokens_per_s") for name in results.servers if name in cell}
-        body += _group(f"{title} @{concurrency}", rates, results.servers, 34 + step * number)
-    return svg(height, body)
-
-
-def _legend(servers: Sequence[str]) -> Iterable[str]:
-    yield label(8, 18, "generated tokens per second")
-    for number, name in enumerate(servers):
-        x = LABEL_WIDTH + 60 + 110 * number
-        yield box(x, 9, 10, 10, COLOURS[number % len(COLOURS)])
-        yield label(x + 15, 18, name)
-
-
-def _group(title: str, rates: dict[str, float], servers: Sequence[str], top: int) -> list[str]:
-    full = WIDTH - LABEL_WIDTH - VALUE_WIDTH
-    most = max(rates.values(), default=0.0) or 1.0
-    lines = [label(8, top + BAR, title)]
-    for number, name in enumerate(servers):
-        if name in rates:
-            y, width = top + BAR * number, full * rates[name] / most
-            colour = COLOURS[number % len(COLOURS)]
-            lines.append(bar(LABEL_WIDTH, y, width, colour, f"{rates[name]:.1f}"))
-    return lines

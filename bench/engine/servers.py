@@ -22,11 +22,11 @@ from typing import Any
 
 import yaml
 
+from bench import REPOSITORY, clusters
+from bench.client import Endpoint
 from bench.engine import isa
-from bench.engine.client import Endpoint
 from bench.engine.models import VISION_MODEL
 from bench.engine.processes import VARIABLE, ProcessMark, end_all
-from bench.records import REPOSITORY
 
 MODEL_ID = "m"
 OURS, VLLM, VLLM_FP32, LLAMA = "ours", "vllm", "vllm-fp32", "llama"
@@ -124,20 +124,9 @@ def cluster_config(setup: Setup, model: str, overrides: Mapping[str, Any]) -> di
         for role in (*setup.roles, "door")
         if role != "encode" or model == VISION_MODEL
     ]
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": setup.port},
-        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
-        "applications": [
-            {
-                "name": "epdg",
-                "route_prefix": "/",
-                "import_path": "deploy.app:build",
-                "args": args,
-                "deployments": [{"name": pool, "num_replicas": 1} for pool in pools],
-            }
-        ],
-    }
+    config = clusters.configuration(args, port=setup.port)
+    config["applications"][0]["deployments"] = [{"name": pool, "num_replicas": 1} for pool in pools]
+    return config
 
 
 def vllm_command(setup: Setup, name: str, model: str) -> list[str]:

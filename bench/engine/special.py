@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.engine.client import ChatRequest, TimedAnswer, ask, open_session
+from bench.client import ChatRequest, TimedAnswer, ask, open_session
 from bench.engine.measure import closed_loop, warm_up
 from bench.engine.models import VISION_MODEL
 from bench.engine.prompts import Message, Part, Prompts
@@ -70,7 +70,7 @@ async def _watch_streams(
         streams, tasks = _start_streams(session, server, prompts, key)
         try:
             await _until_settled(streams, tasks)
-            quiet_from = time.perf_counter()
+            quiet_from = time.monotonic()
             await asyncio.sleep(QUIET_S)
             video = await ask(session, server.endpoint, _video_request(prompts, clip, *key, "measure"))
             still_running = sum(not task.done() for task in tasks)
@@ -122,8 +122,8 @@ async def _until_each_went_on(streams: Sequence[TimedAnswer], ended_at: float) -
     """Waits for the next chunk of each stream: the gap of a stream that was blocked by the video ends only
     then.
     """
-    deadline = time.perf_counter() + QUIET_S
-    while any(stream.chunks_at[-1] <= ended_at for stream in streams) and time.perf_counter() < deadline:
+    deadline = time.monotonic() + QUIET_S
+    while any(stream.chunks_at[-1] <= ended_at for stream in streams) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
 
 
@@ -167,9 +167,9 @@ def with_images(prompts: Prompts, key: tuple[object, ...]) -> list[Dialogue]:
 
 
 def _timed(server: RunningServer, dialogues: Sequence[Dialogue]) -> tuple[list[TimedAnswer], float]:
-    started_at = time.perf_counter()
+    started_at = time.monotonic()
     records = asyncio.run(closed_loop(server.endpoint, dialogues, TAX_CONCURRENCY))
-    return records, time.perf_counter() - started_at
+    return records, time.monotonic() - started_at
 
 
 def tax_values(

@@ -4,12 +4,12 @@ as promised.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
 
+from bench.arguments import parser_of
 from bench.first_steps import kinds, wheel, wrong
 from bench.tables import head
 
@@ -47,7 +47,7 @@ STEPS = {"wrong": print_wrong, "kinds": print_kinds, "wheel": print_wheel}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("step", choices=STEPS)
     step = STEPS[parser.parse_args().step]
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -9,11 +9,10 @@ from typing import Any
 
 import httpx
 
+from bench import EXAMPLES
 from bench.first_steps.folders import KINDS
 from bench.first_steps.launcher import SERVE, ReadyServer, running, write_config
-from cluster.config.settings import REPOSITORY
 
-EXAMPLES = REPOSITORY / "deploy" / "demo_model" / "examples"
 ANSWER_TIMEOUT_S = 120.0
 
 

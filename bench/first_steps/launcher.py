@@ -16,13 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from cluster.config.settings import REPOSITORY
-from deploy.serving.ports import free_port
+from bench import REPOSITORY, clusters
 
 SERVE = (sys.executable, "-m", "deploy.serving.command", "serve")
-CLUSTER = REPOSITORY / "deploy" / "cluster.yaml"
 READY = re.compile(r"^ready in ([\d.]+) s: (\S+)")
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
@@ -54,13 +50,7 @@ def write_config(
     folder: Path, args: Mapping[str, Any] | None = None, port: int | None = None, **sections: Any
 ) -> Path:
     """deploy/cluster.yaml with a free port."""
-    content = yaml.safe_load(CLUSTER.read_text())
-    content["http_options"]["port"] = free_port() if port is None else port
-    content["applications"][0]["args"] = dict(args or {})
-    content.update(sections)
-    path = folder / "cluster.yaml"
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    return path
+    return clusters.write(clusters.configuration(args or {}, port=port, **sections), folder)
 
 
 def run_until_end(config: Path, model: str | None, environment: Mapping[str, str], cwd: Path) -> FailedStart:

@@ -10,9 +10,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from bench import REPOSITORY
 from bench.first_steps.kinds import ask
 from bench.first_steps.launcher import ReadyServer, running, write_config
-from cluster.config.settings import REPOSITORY
 
 WHERE = "import cluster, deploy, pathlib; print(pathlib.Path(cluster.__file__).parents[1])"
 NOT_IN_WHEEL = ("bench", "tests")

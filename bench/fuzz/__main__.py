@@ -14,7 +14,6 @@ another way than before. `--repeat NUMBER` sends one case and prints it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import math
@@ -23,13 +22,13 @@ from collections import Counter
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
+from bench.arguments import DEFAULT_URL, parser_of
 from bench.fuzz.beside import Beside
 from bench.fuzz.corpus import CHAT, seeds
 from bench.fuzz.mutator import KINDS, HttpCase, Mutator
 from bench.fuzz.wire import Reply, send
-from bench.soak import wait_idle
+from bench.metrics import model_id, page, samples, wait_idle
 from deploy.simulator.results import percentile
 
 QUIET_S = 8.0
@@ -99,12 +98,10 @@ class Fuzz:
         """Ticks of the door's event loop that were late by more than a bound ("late"), and those in which the
         door's process itself computed for longer than the bound ("busy").
         """
-        async with httpx.AsyncClient(timeout=30) as client:
-            families = text_string_to_metric_families((await client.get(f"{self._url}/metrics")).text)
-        samples = [sample for family in families for sample in family.samples]
+        text = await asyncio.to_thread(page, self._url)
         counts: Counter[str] = Counter()
         for name, metric in LAGS.items():
-            below = {sample.labels["le"]: int(sample.value) for sample in samples if sample.name == metric}
+            below = {each.labels["le"]: int(each.value) for each in samples(text, metric)}
             total = counts["ticks"] = below.get("+Inf", 0)
             for bound in ("0.1", "0.25"):
                 counts[f"{name} over {bound} s"] = total - below.get(bound, 0)
@@ -113,14 +110,12 @@ class Fuzz:
 
 def workers(url: str) -> list[str]:
     """Every worker that the door is connected to."""
-    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30).text)
-    samples = (sample for family in families for sample in family.samples)
-    return sorted(sample.labels["replica"] for sample in samples if sample.name == "epdg_worker_running")
+    return sorted(each.labels["replica"] for each in samples(page(url), "epdg_worker_running"))
 
 
-def control(url: str, model_id: str) -> str:
+def control(url: str, model: str) -> str:
     messages = [{"role": "user", "content": "hello"}]
-    body = {"model": model_id, "messages": messages, "max_tokens": 16, "temperature": 0}
+    body = {"model": model, "messages": messages, "max_tokens": 16, "temperature": 0}
     answer = httpx.post(url + CHAT, json=body, timeout=120).raise_for_status().json()
     return answer["choices"][0]["message"]["content"]
 
@@ -143,26 +138,24 @@ def latencies(beside: Beside) -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser = parser_of(__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL)
     parser.add_argument("--num", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--repeat", type=int)
     args = parser.parse_args()
-    model_id = httpx.get(f"{args.url}/v1/models", timeout=30).json()["data"][0]["id"]
-    fuzz = Fuzz(args.url, model_id, args.seed, args.concurrency)
+    model = model_id(args.url)
+    fuzz = Fuzz(args.url, model, args.seed, args.concurrency)
     if args.repeat is not None:
         print(*asyncio.run(fuzz.one(args.repeat)), sep="\n")
         return 0
-    before, said = workers(args.url), control(args.url, model_id)
+    before, said = workers(args.url), control(args.url, model)
     started_at = time.monotonic()
     asyncio.run(fuzz.run(args.num))
     elapsed_s = time.monotonic() - started_at
     held = wait_idle(args.url, timeout_s=60)
-    is_as_before = workers(args.url) == before and control(args.url, model_id) == said
+    is_as_before = workers(args.url) == before and control(args.url, model) == said
     itl = latencies(fuzz.beside)
     report = {
         "cases": args.num,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).parents[2] / "deploy" / "demo_model" / "examples"
+from bench import EXAMPLES
+
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MAX_TOKENS = 4
 

@@ -77,8 +77,8 @@ def ask_all(url: str, model_id: str) -> list[ClientReport]:
 
 async def ask(url: str, model_id: str, requests: Sequence[tuple[int, OfflineRequest]]) -> ClientReport:
     """requests: each with its number, which is the seed of its draws."""
-    from bench.engine.client import ChatRequest, Endpoint, open_session
-    from bench.engine.client import ask as ask_one
+    from bench.client import ChatRequest, Endpoint, open_session
+    from bench.client import ask as ask_one
     from bench.engine.prompts import Prompts, user
 
     prompts = Prompts(SEED)

@@ -224,10 +224,10 @@ def experts_of_a_layer(rehearse: bool) -> Measurements:
 def preparing(rehearse: bool) -> Measurements:
     """Images and clips that threads of one process, or so many processes, prepare at once; on the CPUs of the
     machine."""
+    from bench import DEMO_MODEL
     from bench.encoder.preparing import measure  # needs PyAV
-    from bench.equality import MODEL
 
-    for record in measure(MODEL, (0,) if rehearse else (0, 1, 2, 4, 8), 1):
+    for record in measure(DEMO_MODEL, (0,) if rehearse else (0, 1, 2, 4, 8), 1):
         way = f"{record['processes']} processes" if record["processes"] else "threads"
         rates = {f"{how}_per_s": record["items"] / record[f"{how}_s"] for how in ("alone", "encoded")}
         lags = {name: 1e6 * record[f"lag_{name}_s"] for name in ("p50", "p99")}

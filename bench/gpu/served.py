@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,10 +23,9 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
+from bench import REPOSITORY
 from bench.gpu.offline import OFFLINE_RUN, ClientReport, ask_all
-from cluster.config.settings import REPOSITORY
+from bench.metrics import model_id, page, samples
 
 READY_TIMEOUT_S = 150.0
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -45,7 +42,7 @@ OFFLINE_KV_BLOCKS = {"prefill": {"kv_blocks": 2000}, "decode": {"kv_blocks": 12_
 # Row, clients, requests.
 LOADS = (("text-128/64", 1, 8), ("text-128/64", 16, 64), ("text-1024/32", 16, 48))
 MODELS = Path(tempfile.gettempdir()) / "epdg-bench-gpu"  # written once, by the first part that needs it
-LINK = re.compile(r"^epdg_transfer_link_bytes_per_second\{.*\} (\S+)$", re.MULTILINE)
+LINK = "epdg_transfer_link_bytes_per_second"
 OFFLINE_MODEL = "0.6b"
 Measurements = Iterator[Mapping[str, object]]
 _turn = threading.Lock()  # one cluster is measured at a time
@@ -118,8 +115,7 @@ def load(topology: str, codec: str, rehearse: bool, kv: Mapping[str, Any] = NO_F
             _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
             for name, concurrency, num_requests in LOADS:
                 yield {"what": f"{name} at {concurrency}", **_asked(url, name, concurrency, num_requests)}
-        with urllib.request.urlopen(f"{url}/metrics") as answer:
-            links = [float(found) for found in LINK.findall(answer.read().decode())]
+        links = [each.value for each in samples(page(url), LINK)]
     if links:
         yield {"what": "fastest measured link", "gb_per_s": max(links) / 1e9}
 
@@ -136,7 +132,7 @@ def throughput(rehearse: bool, kv: Mapping[str, Any] = NO_FIELDS) -> Measurement
         yield {"what": "ready", "s": time.monotonic() - began}
         with _turn:
             _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
-            yield {"what": OFFLINE_RUN, **_joined(ask_all(url, _model_id(url)))}
+            yield {"what": OFFLINE_RUN, **_joined(ask_all(url, model_id(url)))}
 
 
 def _joined(reports: Sequence[ClientReport]) -> Mapping[str, object]:
@@ -156,11 +152,10 @@ def _joined(reports: Sequence[ClientReport]) -> Mapping[str, object]:
 
 def configuration(topology: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """A Serve configuration for one GPU, on a free port."""
-    from deploy.serving.ports import free_port
+    from bench import clusters
 
     roles, shares = TOPOLOGIES[topology]
-    content = yaml.safe_load(CONFIG.read_text())
-    content["http_options"]["port"] = free_port()
+    content = clusters.configuration(base=CONFIG)
     application = content["applications"][0]
     application["args"] |= {"roles": list(roles), **KV_BLOCKS[topology], **args}
     application["deployments"] = [
@@ -173,14 +168,10 @@ def configuration(topology: str, args: Mapping[str, Any]) -> dict[str, Any]:
 @contextmanager
 def running(content: Mapping[str, Any], **environment: str) -> Iterator[str]:
     """The URL of a cluster that is ready. Its lines of progress go to stderr."""
-    from deploy.serving.launch import LocalCluster
+    from bench import clusters
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cluster.yaml"
-        path.write_text(yaml.safe_dump(dict(content)))
-        with LocalCluster(path, say=_say, **environment) as cluster:
-            cluster.wait_ready(READY_TIMEOUT_S)
-            yield cluster.url
+    with clusters.running(content, say=_say, ready_s=READY_TIMEOUT_S, **environment) as cluster:
+        yield cluster.url
 
 
 def text_model() -> Path:
@@ -202,22 +193,16 @@ def offline_model() -> Path:
     return write_served(SHAPES[OFFLINE_MODEL], folder, torch.device("cpu"), torch.bfloat16)
 
 
-def _model_id(url: str) -> str:
-    with urllib.request.urlopen(f"{url}/v1/models") as answer:
-        return json.load(answer)["data"][0]["id"]
-
-
 def _asked(url: str, row_name: str, concurrency: int, num_requests: int) -> Mapping[str, object]:
-    from bench.engine.client import Endpoint
+    from bench.client import Endpoint
     from bench.engine.measure import closed_loop
     from bench.engine.prompts import Prompts
     from bench.engine.rows import ROWS
 
-    model_id = _model_id(url)
     row = next(row for row in ROWS if row.name == row_name)
     dialogues = row.dialogues(Prompts(seed=0), concurrency, num_requests, num_requests)
     began = time.perf_counter()
-    answers = asyncio.run(closed_loop(Endpoint(url, model_id, {}), dialogues, concurrency))
+    answers = asyncio.run(closed_loop(Endpoint(url, model_id(url), {}), dialogues, concurrency))
     wall_s = time.perf_counter() - began
     complete = [answer for answer in answers if not answer.failure]
     return {

@@ -2,7 +2,7 @@
 live run. See README.md.
 
 python -m bench.router simulate --out R.jsonl [--only policies,splits,groups,overload] [--seeds 5]
-python -m bench.router report   R.jsonl [--svg R.svg]
+python -m bench.router report   R.jsonl
 python -m bench.router decide   [--workers 16,64,256]
 python -m bench.router scale    --replicas 1000 --requests 1000000
 python -m bench.router scaling  --out R.jsonl [--seeds 5] [--devices 5,7,8]
@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench import records
+from bench.arguments import numbers, parser_of, words
 from bench.router import decisions, report, scaling
 from bench.router.cases import NUM_SEEDS, all_cases, names
 from bench.router.overheads import measure
@@ -36,25 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.router",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     simulate = commands.add_parser("simulate", help="run all cases; a line of JSON each")
     simulate.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
-    simulate.add_argument("--only", type=lambda text: text.split(","), default=list(KINDS))
+    simulate.add_argument("--only", type=words, default=list(KINDS))
     simulate.add_argument("--seeds", type=int, default=NUM_SEEDS)
     simulate.add_argument("--first-seed", type=int, default=0)
     simulate.add_argument("--processes", type=int, default=2)
     decide = commands.add_parser("decide", help="what a decision costs")
-    decide.add_argument(
-        "--workers", type=lambda text: [int(each) for each in text.split(",")], default=[16, 64, 256]
-    )
-    tables = commands.add_parser("report", help="tables in Markdown, and a plot")
+    decide.add_argument("--workers", type=numbers, default=[16, 64, 256])
+    tables = commands.add_parser("report", help="tables in Markdown")
     tables.add_argument("files", nargs="+", type=Path)
-    tables.add_argument("--svg", type=Path)
     big = commands.add_parser("scale", help="how long a large cluster takes to simulate")
     big.add_argument("--replicas", type=int, default=1000)
     big.add_argument("--requests", type=int, default=1_000_000)
@@ -64,9 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     pools = commands.add_parser("scaling", help="a day with pools that are scaled, and with fixed ones")
     pools.add_argument("--out", type=Path, required=True, help="JSON lines; appended to")
     pools.add_argument("--seeds", type=int, default=NUM_SEEDS)
-    pools.add_argument(
-        "--devices", type=lambda text: [int(each) for each in text.split(",")], default=[5, 7, 8]
-    )
+    pools.add_argument("--devices", type=numbers, default=[5, 7, 8])
     again = commands.add_parser(
         "replay", help="a recorded live run (bench.router.live --record-for-simulator)"
     )
@@ -93,8 +85,6 @@ def _decide(args: argparse.Namespace) -> int:
 def _report(args: argparse.Namespace) -> int:
     found = records.read(args.files)
     print("\n".join(report.tables(found)))
-    if args.svg:
-        args.svg.write_text(report.plot(found))
     return 0
 
 

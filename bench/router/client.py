@@ -7,13 +7,12 @@ which the door sends with the first token, whether that has text yet or not.
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
+
+from bench.client import TimedAnswer, post
 
 LEDGER_HEADER = "x-epdg-ledger"
 BEFORE_PLACING = ("fetch", "probe", "admission", "route")  # stages of a ledger before its prediction begins
@@ -30,24 +29,15 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class Answer:
-    """What came back. Instants are seconds of one clock. Exactly one of answered, refused and failed."""
+@dataclass(kw_only=True)
+class Answer(TimedAnswer):
+    """What came back. Exactly one of answered, refused and failed."""
 
     call: Call
-    started_at: float = 0.0
-    first_at: float | None = None
-    ended_at: float = 0.0
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    ledger: dict[str, Any] = field(default_factory=dict)  # of the prompt; empty if the answer has none
-    retry_after_s: float | None = None
-    was_refused: bool = False  # 429
-    failure: str = ""  # also of a refusal
 
     @property
-    def is_answered(self) -> bool:
-        return not self.failure
+    def was_refused(self) -> bool:
+        return self.status == 429
 
     @property
     def ttft_s(self) -> float:
@@ -81,43 +71,8 @@ class Answer:
 
 async def ask(session: aiohttp.ClientSession, url: str, call: Call) -> Answer:
     """Never raises for what a server does, only when cancelled."""
-    answer = Answer(call, time.perf_counter())
-    headers = {"Content-Type": "application/json", LEDGER_HEADER: "1", **call.headers}
-    try:
-        async with session.post(f"{url}/v1/chat/completions", data=call.body, headers=headers) as response:
-            if response.status != 200:
-                answer.was_refused = response.status == 429
-                answer.retry_after_s = _seconds(response.headers.get("retry-after"))
-                answer.failure = f"HTTP {response.status}: {(await response.text())[:200]}"
-            else:
-                async for line in response.content:
-                    take_line(answer, line, time.perf_counter())
-    except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-        answer.failure = f"{type(error).__name__}: {error}"[:200]
-    answer.ended_at = time.perf_counter()
+    answer = Answer(call.kind, call=call)
+    await post(session, url, call.body, answer, **{LEDGER_HEADER: "1"}, **call.headers)
     if not answer.failure and answer.num_tokens != call.num_tokens:
         answer.failure = f"{answer.num_tokens} tokens instead of {call.num_tokens}"
     return answer
-
-
-def take_line(answer: Answer, line: bytes, now: float) -> None:
-    """A line of server-sent events. Raises ValueError for data that is not JSON."""
-    data = line[5:].strip()
-    if not line.startswith(b"data:") or data == b"[DONE]":
-        return
-    event = json.loads(data)
-    if event.get("error"):
-        answer.failure = str(event["error"])[:200]
-    if event.get("choices") and answer.first_at is None:
-        answer.first_at = now
-    if ledgers := event.get("ledger"):
-        answer.ledger = ledgers[0]
-    if usage := event.get("usage"):
-        answer.num_tokens, answer.num_prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
-
-
-def _seconds(header: str | None) -> float | None:
-    try:
-        return None if header is None else float(header)
-    except ValueError:
-        return None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import aiohttp
 
-from bench.engine.client import open_session
+from bench.client import answers_in_time, open_session
 from bench.router.client import Answer, Call, ask
 
 TIMEOUT_S = 120.0  # of a load, beyond its last call
@@ -17,22 +17,19 @@ TIMEOUT_S = 120.0  # of a load, beyond its last call
 
 async def open_loop(url: str, calls: Sequence[Call]) -> list[Answer]:
     """Answers in the order of the calls. What has no answer TIMEOUT_S after the last call is a failure."""
-    started_at = time.perf_counter()
+    started_at = time.monotonic()
 
     async with open_session() as session:
 
         async def send(call: Call) -> Answer:
-            await asyncio.sleep(started_at + call.at_s - time.perf_counter())
+            await asyncio.sleep(started_at + call.at_s - time.monotonic())
             return await ask(session, url, call)
 
-        tasks = [asyncio.create_task(send(call)) for call in calls]
-        _, late = await asyncio.wait(tasks, timeout=max(call.at_s for call in calls) + TIMEOUT_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*late, return_exceptions=True)
+        last_s = max(call.at_s for call in calls)
+        answers = await answers_in_time(map(send, calls), last_s + TIMEOUT_S)
     return [
-        Answer(call, failure="no answer in time") if task in late else task.result()
-        for call, task in zip(calls, tasks, strict=True)
+        answer or Answer(call.kind, call=call, failure="no answer in time")
+        for call, answer in zip(calls, answers, strict=True)
     ]
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from bench import records
+from bench.arguments import end_on_signals, parser_of
 from bench.records import Record
 from bench.router import live_report
 from bench.router.client import Answer
@@ -33,7 +34,7 @@ from bench.router.driver import capacity, open_loop
 from bench.router.loads import PHASES, SLOWDOWN, Composer, Phase, arrivals, first_shapes
 from bench.router.policies import setting_of
 from bench.router.trace import Trace
-from bench.router.workers import Cluster, cluster, end_on_signals, specs
+from bench.router.workers import Cluster, cluster, specs
 from cluster.config.environment import read_environment
 from cluster.config.resolution import resolve
 from cluster.config.settings import ClusterArgs
@@ -195,9 +196,7 @@ async def measure(options: argparse.Namespace) -> list[Record]:
 
 def make_parser() -> argparse.ArgumentParser:
     by_name = {phase.name: phase for phase in PHASES}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--out", type=Path, help="records are appended to it")
     where.add_argument("--table", type=Path, nargs="+", help="of records that are there")

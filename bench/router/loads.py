@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from bench.client import NO_END, ChatRequest, Endpoint
 from bench.encoder.overlap import Texts
-from bench.encoder.serving import NO_END
-from bench.engine.client import ChatRequest, Endpoint
 from bench.engine.prompts import Part, Prompts, user
 from bench.router.client import Call
 

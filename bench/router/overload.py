@@ -23,16 +23,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from bench import records
+from bench.arguments import end_on_signals, parser_of
+from bench.metrics import samples
 from bench.records import Record
 from bench.router.client import Answer, Call
 from bench.router.devices import EMULATED
 from bench.router.driver import capacity, open_loop
 from bench.router.live import CONCURRENCY, COUNTS, NUM_TO_MEASURE, cluster_args
 from bench.router.loads import PHASES, Composer, arrivals, first_shapes
-from bench.router.workers import Cluster, cluster, end_on_signals, specs
+from bench.router.workers import Cluster, cluster, specs
 from bench.tables import head, row
 from cluster.errors import ClusterError
 from deploy.simulator.results import percentile
@@ -111,9 +111,9 @@ def summary(sent: Sequence[tuple[Sender, Answer]], window_s: float) -> Record:
 
 def group_fields(sent: Sequence[tuple[Sender, Answer]], window_s: float, started_at: float) -> Record:
     """A request is in exactly one of answered, refused and failed."""
-    answered = [(sender, answer) for sender, answer in sent if answer.is_answered]
+    answered = [(sender, answer) for sender, answer in sent if not answer.failure]
     refused = [answer for _, answer in sent if answer.was_refused]
-    failures = Counter(a.failure for _, a in sent if not a.is_answered and not a.was_refused)
+    failures = Counter(a.failure for _, a in sent if a.failure and not a.was_refused)
     good = [
         answer
         for sender, answer in answered
@@ -161,14 +161,7 @@ def faults(record: Record) -> list[str]:
 
 def finished(metrics: str) -> Counter[str]:
     """Choices that ended at a door, by reason."""
-    return Counter(
-        {
-            sample.labels["finished_reason"]: int(sample.value)
-            for family in text_string_to_metric_families(metrics)
-            for sample in family.samples
-            if sample.name == FINISHED
-        }
-    )
+    return Counter({each.labels["finished_reason"]: int(each.value) for each in samples(metrics, FINISHED)})
 
 
 async def measure(options: argparse.Namespace) -> AsyncIterator[Record]:
@@ -275,9 +268,7 @@ async def run(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True, help="records are appended to it")
     parser.add_argument("--factors", type=float, nargs="+", default=[1.0, 3.0], help="of the capacity")
     parser.add_argument("--requests", type=int, default=1000, help="of a load above the capacity")

@@ -1,4 +1,4 @@
-"""Tables and a plot from the records of `simulate`. Pure. Values are means over seeds with their 95 %
+"""Tables from the records of `simulate`. Pure. Values are means over seeds with their 95 %
 confidence intervals; ratios and regrets are taken within a seed."""
 
 from __future__ import annotations
@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bench.records import Record
-from bench.router.cases import POLICY_NAMES, SLOS, SPLITS, Family, OverloadCase
+from bench.router.cases import POLICY_NAMES, SPLITS, Family, OverloadCase
 from bench.router.policies import ORACLE
 from bench.tables import head
-from deploy.simulator.charts import BAR, WIDTH, bar, label, svg
 from deploy.simulator.results import interval
 
-COLOURS = ("#2f6fb0", "#7fb2de", "#6a9f58", "#b5d3a8", "#e08a2c", "#888888")
-LEFT, VALUES = 210, 130
 Cells = dict[tuple[Any, ...], dict[int, Record]]  # by seed
 
 
@@ -140,44 +137,6 @@ def overload_table(records: Iterable[Record]) -> list[str]:
                 f"{_milliseconds(cell, 'ttft_p99_s')} | {', '.join(waits)} |"
             )
     return lines
-
-
-def plot(records: Sequence[Record]) -> str:
-    """Mean time to first token by scenario and policy, each scenario to its own scale; then the highest rates
-    by split."""
-    y, body = 26.0, [label(8, 16, "mean time to first token, ms")]
-    cells = _cells([r for r in records if r["type"] == "policies"], "scenario", "policy")
-    for scenario in dict.fromkeys(key[0] for key in cells):
-        of_it = {
-            policy: 1e3 * _mean(cell, "ttft_mean_s")
-            for (its, policy), cell in cells.items()
-            if its == scenario
-        }
-        shown = [(policy, of_it[policy]) for policy in POLICY_NAMES if policy in of_it]
-        y = _bars(body, y, scenario, shown, "{:.1f}")
-    for slo in SLOS:
-        cells = _cells([r for r in records if r["type"] == "splits" and r["slo"] == slo], "workload", "split")
-        if not cells:
-            continue
-        body.append(label(8, y + BAR, f"requests/s on 4 GPUs, 90 % of them within {slo}"))
-        y += 2 * BAR
-        for workload in dict.fromkeys(key[0] for key in cells):
-            shown = [
-                (name, _mean(cells[workload, name], "rate")) for name in SPLITS if (workload, name) in cells
-            ]
-            y = _bars(body, y, workload, shown, "{:.2f}")
-    return svg(y, body)
-
-
-def _bars(body: list[str], y: float, name: str, values: Sequence[tuple[str, float]], form: str) -> float:
-    """A group of bars below `y`, to the scale of its largest; where it ends."""
-    body.append(label(8, y + BAR, name))
-    most = max((value for _, value in values), default=0.0) or 1.0
-    for i, (series, value) in enumerate(values):
-        width = (WIDTH - LEFT - VALUES) * value / most
-        body.append(bar(LEFT, y, width, COLOURS[i % len(COLOURS)], f"{form.format(value)} · {series}"))
-        y += BAR
-    return y + BAR
 
 
 def _cells(records: Iterable[Record], *names: str) -> Cells:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bench.encoder.overlap import api
+from bench.in_process import api
 from cluster import rpc
 from cluster.config.settings import ClusterArgs
 from cluster.errors import UnavailableError
@@ -189,13 +189,6 @@ class Cluster:
         """Slows workers down by replica id; a worker that is not named is as fast as it was made."""
         for replica_id, worker in self.workers.items():
             worker.slow_down(factors.get(replica_id, 1.0))
-
-
-def end_on_signals() -> None:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt after `asyncio.run`, after its cleaning up; also in a
-    shell's background job, which starts deaf to the first."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def specs(counts: Mapping[Role, int], emulated: Mapping[Role, ServiceCurves] | None) -> list[WorkerSpec]:

@@ -8,7 +8,6 @@
                                     [--codecs raw,int8,int4] [--prompts short,long] [--tasks TASK …]
     python -m bench.transfer cost [--against CHECKOUT]
     python -m bench.transfer table results.jsonl
-    python -m bench.transfer plot  results.jsonl --out results.svg
 
 `lanes` measures what `bench/transfer/lanes.py` describes, `hidden` what `hidden.py` does, with a model such
 as text-0.5b of `python -m bench.engine models`, `accuracy` what `accuracy.py` does. These append to the file.
@@ -25,28 +24,26 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from bench import records
+from bench import DEMO_MODEL, records
+from bench.arguments import numbers, parser_of, words
 from cluster.config.environment import read_environment
 from cluster.config.resolution import resolve
 from cluster.config.settings import ClusterArgs
 
-DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo_model"
 WORD_CACHE = Path(tempfile.gettempdir()) / "demo_model_cache"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     lanes = commands.add_parser("lanes")
-    lanes.add_argument("--agents", default="nixl,collective")
-    lanes.add_argument("--codecs", default="raw,int8,int4")
-    lanes.add_argument("--blocks", default="16,64,256,1024")
+    lanes.add_argument("--agents", type=words, default="nixl,collective")
+    lanes.add_argument("--codecs", type=words, default="raw,int8,int4")
+    lanes.add_argument("--blocks", type=numbers, default="16,64,256,1024")
     lanes.add_argument("--repeats", type=int, default=15)
     hidden = commands.add_parser("hidden")
     hidden.add_argument("--model", required=True)
-    hidden.add_argument("--prompts", default="256,1024,4096,8192")
+    hidden.add_argument("--prompts", type=numbers, default="256,1024,4096,8192")
     hidden.add_argument("--links", default="1,10,50", help="GB/s")
     hidden.add_argument("--repeats", type=int, default=3)
     hidden.add_argument("--codec", default="raw")
@@ -54,8 +51,8 @@ def main() -> None:
     accuracy.add_argument("--model", type=Path, default=DEMO_MODEL)
     accuracy.add_argument("--samples", type=int, default=100, help="of each task")
     accuracy.add_argument("--seed", type=int, default=20261122, help="of the evaluation set")
-    accuracy.add_argument("--codecs", default="raw,int8,int4")
-    accuracy.add_argument("--prompts", default="short,long")
+    accuracy.add_argument("--codecs", type=words, default="raw,int8,int4")
+    accuracy.add_argument("--prompts", type=words, default="short,long")
     accuracy.add_argument("--tasks", nargs="+", help="default: all")
     accuracy.add_argument("--cache", type=Path, default=WORD_CACHE, help="spoken words")
     for command in (lanes, hidden, accuracy):
@@ -63,10 +60,7 @@ def main() -> None:
     cost = commands.add_parser("cost")
     cost.add_argument("--against", type=Path, help="a checkout of another version")
     table = commands.add_parser("table")
-    plot = commands.add_parser("plot")
-    plot.add_argument("--out", type=Path, required=True)
-    for command in (table, plot):
-        command.add_argument("files", nargs="+", type=Path)
+    table.add_argument("files", nargs="+", type=Path)
     arguments = parser.parse_args()
     COMMANDS[arguments.command](arguments)
 
@@ -74,8 +68,8 @@ def main() -> None:
 def _lanes(arguments: argparse.Namespace) -> None:
     from bench.transfer.lanes import lanes, measure
 
-    with lanes(arguments.agents.split(","), arguments.codecs.split(",")) as every:
-        records.append(arguments.out, measure(every, _numbers(arguments.blocks), arguments.repeats))
+    with lanes(arguments.agents, arguments.codecs) as every:
+        records.append(arguments.out, measure(every, arguments.blocks, arguments.repeats))
 
 
 def _cost(arguments: argparse.Namespace) -> None:
@@ -87,7 +81,7 @@ def _cost(arguments: argparse.Namespace) -> None:
 def _hidden(arguments: argparse.Namespace) -> None:
     from bench.transfer.hidden import measure
 
-    lengths = _numbers(arguments.prompts)
+    lengths = arguments.prompts
     num_blocks = 2 * max(lengths) // 16 + 16
     args = ClusterArgs.model_validate(
         {
@@ -116,8 +110,8 @@ def _accuracy(arguments: argparse.Namespace) -> None:
         test_words(arguments.seed, arguments.cache),
         arguments.seed,
         arguments.samples,
-        _checked(arguments.codecs.split(","), ("raw", *CODECS)),
-        _checked(arguments.prompts.split(","), ("short", "long")),
+        _checked(arguments.codecs, ("raw", *CODECS)),
+        _checked(arguments.prompts, ("short", "long")),
         _checked(arguments.tasks or list(TASKS), TASKS),
     )
     records.append(arguments.out, measured)
@@ -132,20 +126,10 @@ def _table(arguments: argparse.Namespace) -> None:
     print("\n\n".join("\n".join(tables[kind](some)) for kind, some in by_kind.items() if some))
 
 
-def _plot(arguments: argparse.Namespace) -> None:
-    from bench.transfer.report import plot
-
-    arguments.out.write_text(plot(r for r in records.read(arguments.files) if r["type"] == "lane"))
-
-
 def _checked(names: list[Any], known: Collection[str]) -> list[Any]:
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"{unknown[0]!r} is none of {', '.join(known)}")
     return names
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 COMMANDS = {
@@ -154,7 +138,6 @@ COMMANDS = {
     "accuracy": _accuracy,
     "cost": _cost,
     "table": _table,
-    "plot": _plot,
 }
 
 if __name__ == "__main__":

@@ -37,10 +37,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from bench.records import Record
-from bench.trusted_media import prepare
+from bench.trusted_media import media_processor, prepare
 from cluster.clock import SystemClock
 from cluster.kvcache.memory import BlockMemory
-from cluster.media.processor import MediaProcessor
 from cluster.model.encoder import EncoderModel
 from cluster.model.language import FeatureSlice, LanguageModel, PromptPositions, SequenceChunk
 from cluster.text.chat import ChatMedia, ChatMessage, ChatText, LaidOutMedia
@@ -140,10 +139,7 @@ class ModelHalves:
     """The two halves of a model folder, and the text and media processing before them."""
 
     def __init__(self, folder: Path):
-        media = MediaProcessor.load(folder)
-        if media is None:
-            raise ValueError(f"{folder} has no media encoder")
-        self.media = media
+        self.media = media = media_processor(folder)
         self.text = TextProcessor.load(folder, media.transformers_processor)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.encoder = EncoderModel.load(folder, dtype=torch.float32)

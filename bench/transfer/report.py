@@ -1,18 +1,16 @@
-"""Tables and a plot from the records of `lanes`, `hidden` and `accuracy`. Pure."""
+"""Tables from the records of `lanes`, `hidden` and `accuracy`. Pure."""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 
 from bench.records import Record
-from bench.tables import grouped, head, median
-from deploy.simulator.charts import BAR, WIDTH, bar, label, svg
+from bench.tables import grouped, head, median, paired_ratio
 
-COLOURS = ("#999999", "#cccccc", "#2f6fb0", "#7fb2de", "#b9d4ec", "#e08a2c", "#eeb878", "#f5d9b5")
 HIDDEN_MODES = ("pipelined", "after prefill", "recomputed")
-LEFT = 130
 
 
 def lane_table(records: Iterable[Record]) -> list[str]:
@@ -20,8 +18,7 @@ def lane_table(records: Iterable[Record]) -> list[str]:
     lines = head("blocks of 16 KiB", "agent", "codec", "MB", "ms", "GB/s of raw KV", "÷ memcpy")
     for (count, agent, codec), cell in cells.items():
         took_s = median(cell, "seconds")
-        yard = {record["repetition"]: record["seconds"] for record in cells[count, "memcpy", "raw"]}
-        ratio = statistics.median(record["seconds"] / yard[record["repetition"]] for record in cell)
+        ratio = paired_ratio(cell, cells[count, "memcpy", "raw"], itemgetter("seconds"))
         lines.append(
             f"| {count} | {agent} | {codec} | {cell[0]['bytes'] / 1e6:.2f} | {1e3 * took_s:.2f} | "
             f"{cell[0]['raw_bytes'] / took_s / 1e9:.2f} | {ratio:.2f} |"
@@ -100,21 +97,3 @@ def _sums(records: Iterable[Record]) -> Counter[str]:
     for record in records:
         total.update({name: value for name, value in record.items() if isinstance(value, int)})
     return total
-
-
-def plot(records: Iterable[Record]) -> str:
-    """GB/s of raw KV as bars, a group for each number of blocks."""
-    cells = grouped(records, "num_blocks", "agent", "codec")
-    rates = {key: cell[0]["raw_bytes"] / median(cell, "seconds") / 1e9 for key, cell in cells.items()}
-    names = list(dict.fromkeys(f"{agent} {codec}" for _, agent, codec in rates))
-    most, y, body = max(rates.values(), default=1.0), 10.0, []
-    for count in dict.fromkeys(key[0] for key in rates):
-        body.append(label(8, y + BAR, f"{count} × 16 KiB"))
-        for (blocks, agent, codec), rate in rates.items():
-            if blocks == count:
-                width = (WIDTH - LEFT - 220) * rate / most
-                colour = COLOURS[names.index(f"{agent} {codec}") % len(COLOURS)]
-                body.append(bar(LEFT, y, width, colour, f"{rate:.2f} {agent} {codec}"))
-                y += BAR
-        y += BAR
-    return svg(y, body)

@@ -316,9 +316,9 @@ def _read_group(
         return COMPRESSED_FP8, block, 8, True
     if form == "pack-quantized" and kind == "int" and bits in (4, 8):
         return COMPRESSED_INTEGERS, block, int(bits), is_symmetric
-    layout, group = _COMPRESSED_FLOATS.get(str(form), (None, 0))
-    if layout is not None and kind == "float" and bits == 4 and is_symmetric and block == (1, group):
-        return layout, block, 4, True
+    floats = _COMPRESSED_FLOATS.get(str(form))
+    if floats is not None and kind == "float" and bits == 4 and is_symmetric and block == (1, floats[1]):
+        return floats[0], block, 4, True
     raise NotServed(f"with weights of {bits} bits ({kind}{'' if is_symmetric else ', asymmetric'})")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from cluster.clock import Clock
@@ -30,28 +31,17 @@ from cluster.worker.outbox import Outbox
 _id_of = attrgetter("request_id")
 
 
+@dataclass(eq=False)
 class Answers:
-    def __init__(
-        self,
-        state: EngineState,
-        lifecycle: Lifecycle,
-        blame: Blame,
-        probe: Callable[[], None],
-        outbox: Outbox,
-        clock: Clock,
-        window: int | None,
-    ):
-        """`probe`: see `Blame.together`. `window`: no layer of the model sees more tokens than that, the
-        newest included."""
-        self.running: deque[LanguageRequest] = deque()
-        self.num_waiting = 0  # of them, which no step can continue now
-        self._state = state
-        self._lifecycle = lifecycle
-        self._blame = blame
-        self._probe = probe
-        self._outbox = outbox
-        self._clock = clock
-        self._window = window
+    _state: EngineState
+    _lifecycle: Lifecycle
+    _blame: Blame
+    _probe: Callable[[], None]  # see `Blame.together`
+    _outbox: Outbox
+    _clock: Clock
+    _window: int | None  # no layer of the model sees more tokens than that, the newest included
+    running: deque[LanguageRequest] = field(default_factory=deque, init=False)
+    num_waiting: int = field(default=0, init=False)  # of them, which no step can continue now
 
     def next(self, max_sequences: int) -> list[LanguageRequest]:
         """Those that the next step continues. Not one whose structure takes its time."""

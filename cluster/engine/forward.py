@@ -9,6 +9,7 @@ learns what the answers do not explain. Used on the engine's thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cluster.engine.ahead import ForwardAhead
 from cluster.engine.kv_output import Ready, StepPush
@@ -23,25 +24,15 @@ from cluster.worker.blame import Blame, ends_engine
 from cluster.worker.cpu_slots import CpuSlots
 
 
+@dataclass(eq=False)
 class StepForward:
-    def __init__(
-        self,
-        model: LanguageModel,
-        state: EngineState,
-        planner: PromptPlanner,
-        fit: StepFit,
-        blame: Blame,
-        cpu_slots: CpuSlots,
-        ahead: ForwardAhead,
-    ):
-        """`fit`: of steps that only generate answers, by their sequences and the tokens that these see."""
-        self._ahead = ahead
-        self._model = model
-        self._state = state
-        self._planner = planner
-        self._fit = fit
-        self._blame = blame
-        self._cpu_slots = cpu_slots
+    _model: LanguageModel
+    _state: EngineState
+    _planner: PromptPlanner
+    _fit: StepFit  # of steps that only generate answers, by their sequences and the tokens that these see
+    _blame: Blame
+    _cpu_slots: CpuSlots
+    _ahead: ForwardAhead
 
     def run(
         self, answers: Sequence[AnswerWork], prompts: Sequence[PromptWork], *, is_all: bool

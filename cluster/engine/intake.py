@@ -14,6 +14,8 @@ Used on the engine's thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cluster.clock import Clock
 from cluster.engine.lifecycle import EngineState, Lifecycle
 from cluster.engine.limits import StepLimits
@@ -32,26 +34,16 @@ from cluster.worker.blame import Blame
 from cluster.worker.outbox import DoorId, Outbox
 
 
+@dataclass(eq=False)
 class Intake:
-    def __init__(
-        self,
-        model: LanguageModel,
-        state: EngineState,
-        limits: StepLimits,
-        planner: PromptPlanner,
-        lifecycle: Lifecycle,
-        blame: Blame,
-        outbox: Outbox,
-        clock: Clock,
-    ):
-        self._model = model
-        self._state = state
-        self._limits = limits
-        self._planner = planner
-        self._lifecycle = lifecycle
-        self._blame = blame
-        self._outbox = outbox
-        self._clock = clock
+    _model: LanguageModel
+    _state: EngineState
+    _limits: StepLimits
+    _planner: PromptPlanner
+    _lifecycle: Lifecycle
+    _blame: Blame
+    _outbox: Outbox
+    _clock: Clock
 
     def start(self, door: DoorId, message: StartPrefill | StartDecode, came_at: float) -> None:
         sends = isinstance(message, StartPrefill)

@@ -6,31 +6,28 @@ Owns the open leases. Used on the engine's thread only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 from cluster.engine.state import LanguageRequest
 from cluster.ids import new_lease_id
 from cluster.kvcache.blocks import BlockPool
-from cluster.types.transfer import Grant, ReceivedTotals
+from cluster.types.transfer import Grant
 from kv_transfer.lease.transfer import BlockTransfer
 
 
+@dataclass(eq=False)
 class KvInput:
-    def __init__(self, transfer_engine: BlockTransfer, blocks: BlockPool, allows_recompute: bool):
-        """`allows_recompute`: the sender may leave the end of a prompt to this worker, and is told what a
-        token costs here."""
-        self._transfer_engine = transfer_engine
-        self._blocks = blocks
-        self._allows_recompute = allows_recompute
-        self._by_lease: dict[str, LanguageRequest] = {}
+    _transfer_engine: BlockTransfer
+    _blocks: BlockPool
+    # the sender may leave the end of a prompt to this worker, and is told what a token costs here
+    _allows_recompute: bool
+    _by_lease: dict[str, LanguageRequest] = field(default_factory=dict)
 
     @property
     def num_open_leases(self) -> int:
         return len(self._by_lease)
-
-    @property
-    def received(self) -> ReceivedTotals:
-        return self._transfer_engine.received
 
     def grant(self, request: LanguageRequest, token_s: float | None) -> Grant:
         """Lets the sender write to the blocks of the request's prompts that are not cached here, and behind

@@ -57,23 +57,18 @@ class EngineState:
     adapters: HeldAdapters | None  # None: no request may have an adapter
 
 
+@dataclass(eq=False)
 class Lifecycle:
-    def __init__(
-        self,
-        state: EngineState,
-        outbox: Outbox,
-        unschedule: Callable[[LanguageRequest], None],
-        on_ended: Callable[[str], None],
-    ):
-        """`unschedule(request)`: no further step computes tokens of the request.
-        `on_ended(request_id)` is called once for each request whose answer was to be generated here."""
-        self._state = state
-        self._outbox = outbox
-        self._unschedule = unschedule
-        self._on_ended = on_ended
-        self.num_preempted = 0  # requests, since the start
-        self.num_prompts = 0  # requests with prompt tokens that are still to be computed here …
-        self.num_missing_tokens = 0  # … and how many tokens these are
+    """unschedule(request): no further step computes tokens of the request. on_ended(request_id) is called
+    once for each request whose answer was to be generated here."""
+
+    _state: EngineState
+    _outbox: Outbox
+    _unschedule: Callable[[LanguageRequest], None]
+    _on_ended: Callable[[str], None]
+    num_preempted: int = 0  # requests, since the start
+    num_prompts: int = 0  # requests with prompt tokens that are still to be computed here …
+    num_missing_tokens: int = 0  # … and how many tokens these are
 
     def count_missing(self, request: LanguageRequest) -> None:
         """Brings the two counts up to date after the request has changed."""

@@ -115,7 +115,9 @@ class LanguageWorker(PhaseService):
             on_ended=functools.partial(_on_ended, process, calls),
         )
         self._calls = calls
-        _warm_up(role, self.engine, runner, blocks, limits, process.seat.cpu_slots, model.max_model_len)
+        _warm_up(
+            ranks, role, self.engine, runner, blocks, limits, process.seat.cpu_slots, model.max_model_len
+        )
         self._inbox = Inbox(role, process, self.engine, self.features, encoder, calls, self._adapters)
         super().__init__(process, _member(role, process, language, encoder))
 
@@ -192,13 +194,16 @@ def _member(role: Role, process: WorkerProcess, language: Language, encoder: Enc
 
 
 def _warm_up(
-    role: Role, engine: LanguageEngine, runner: LanguageRunner, blocks: BlockPool, limits: StepLimits,
-    cpu_slots: CpuSlots, max_model_len: int,
+    ranks: Ranks | None, role: Role, engine: LanguageEngine, runner: LanguageRunner, blocks: BlockPool,
+    limits: StepLimits, cpu_slots: CpuSlots, max_model_len: int,
 ) -> None:  # fmt: skip
-    if role.decodes:
-        warm_up_answers(runner, blocks, engine.fit, cpu_slots, limits.max_sequences, max_model_len)
-    max_tokens = min(MAX_PROMPT_TOKENS if role.prefills else MIN_PROMPT_TOKENS, max_model_len)
-    warm_up_prompts(runner, blocks, engine.planner.budget, cpu_slots, max_tokens)
+    def run_steps() -> None:
+        if role.decodes:
+            warm_up_answers(runner, blocks, engine.fit, cpu_slots, limits.max_sequences, max_model_len)
+        max_tokens = min(MAX_PROMPT_TOKENS if role.prefills else MIN_PROMPT_TOKENS, max_model_len)
+        warm_up_prompts(runner, blocks, engine.planner.budget, cpu_slots, max_tokens)
+
+    run_steps() if ranks is None else ranks.run(run_steps)
 
 
 def _on_ended(process: WorkerProcess, calls: ServeCalls | None, request_id: str) -> None:

@@ -9,6 +9,7 @@ in `PagedBatch.memo`. Letters as in `attention`.
 from __future__ import annotations
 
 import ctypes
+from ctypes import POINTER, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,44 +17,42 @@ import torch
 from torch import Tensor
 
 from cluster.model.attention import LayerAttention, ModelAttention, PagedBatch
+from cluster.model.batches import visible_ends
+from cluster.model.cpu.library import fields
 from cluster.model.kv_format import LayerCache, PlainRows, QuantisedRows, RowStore
 
 MAX_WIDTH = 256  # kMaxWidth
 MAX_GROUP = 128  # kTile
-_pointer, _int64 = ctypes.c_void_p, ctypes.c_int64
 
 
 class _AttentionStep(ctypes.Structure):
     """AttentionStep."""
 
     _fields_ = (
-        ("tables", _pointer), ("query_starts", _pointer), ("begins", _pointer), ("ends", _pointer),
-        ("sequences", _int64), ("table_width", _int64), ("block_size", _int64), ("threads", _int64),
-    )  # fmt: skip
+        *fields(c_void_p, "tables query_starts begins ends"),
+        *fields(c_int64, "sequences table_width block_size threads"),
+    )
 
 
 class _AttentionCall(ctypes.Structure):
     """AttentionCall."""
 
     _fields_ = (
-        ("query", _pointer), ("key", _pointer), ("key_scales", _pointer), ("value", _pointer),
-        ("value_scales", _pointer), ("sinks", _pointer), ("out", _pointer), ("query_token_stride", _int64),
-        ("query_head_stride", _int64), ("query_heads", _int64), ("kv_heads", _int64), ("key_width", _int64),
-        ("value_width", _int64), ("is_bf16", _int64), ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-    )  # fmt: skip
+        *fields(c_void_p, "query key key_scales value value_scales sinks out"),
+        *fields(
+            c_int64, "query_token_stride query_head_stride query_heads kv_heads key_width value_width is_bf16"
+        ),
+        *fields(c_double, "scale softcap"),
+    )
 
 
 class _WriteCall(ctypes.Structure):
     """WriteCall."""
 
     _fields_ = (
-        ("rows", _pointer), ("slots", _pointer), ("target", _pointer), ("scales", _pointer),
-        ("tokens", _int64),
-        ("heads", _int64), ("width", _int64), ("token_stride", _int64), ("head_stride", _int64),
-        ("is_bf16", _int64),
-        ("threads", _int64),
-    )  # fmt: skip
+        *fields(c_void_p, "rows slots target scales"),
+        *fields(c_int64, "tokens heads width token_stride head_stride is_bf16 threads"),
+    )
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,10 @@ class CpuAttention:
 
     def __init__(self, library: ctypes.CDLL, fallback: ModelAttention):
         self._fallback = fallback
-        self._attend = library.paged_attention
-        self._attend.argtypes, self._attend.restype = (
-            (ctypes.POINTER(_AttentionStep), ctypes.POINTER(_AttentionCall)),
-            None,
-        )
-        self._write = library.write_kv
-        self._write.argtypes, self._write.restype = (
-            (ctypes.POINTER(_WriteCall), ctypes.POINTER(_WriteCall)),
-            None,
-        )
+        # pointers, which ctypes takes of structs in half the time of an address
+        self._attend, self._write = library.paged_attention, library.write_kv
+        self._attend.argtypes, self._attend.restype = (POINTER(_AttentionStep), POINTER(_AttentionCall)), None
+        self._write.argtypes, self._write.restype = (POINTER(_WriteCall), POINTER(_WriteCall)), None
 
     def can_capture(self, cache: LayerCache) -> bool:
         return False
@@ -183,15 +176,10 @@ def visible_ranges(batch: PagedBatch, window: int | None) -> tuple[Tensor, Tenso
     span moves the end, but never behind the chunk."""
     new = np.array(batch.query_lens)
     last = np.array(batch.context_lens) - new.cumsum()  # of each sequence: index of a token - its place
-    ends = np.repeat(last, new).astype(np.int32) + np.arange(1, new.sum() + 1, dtype=np.int32)
-    positions = ends - 1
+    positions = np.repeat(last, new).astype(np.int32) + np.arange(new.sum(), dtype=np.int32)
+    ends = positions + 1
     if any(batch.bidirectional_spans):
-        start = 0
-        for query_len, spans in zip(batch.query_lens, batch.spans(window), strict=True):
-            own = slice(start, start + query_len)
-            for span_start, span_end in spans:
-                inside = (positions[own] >= span_start) & (positions[own] < span_end)
-                ends[own][inside] = span_end
-            start += query_len
+        starts = np.array([0, *batch.query_lens]).cumsum()
+        ends = visible_ends(positions, starts, batch.spans(window))
     begins = np.zeros_like(ends) if window is None else np.maximum(positions - (window - 1), 0)
     return torch.from_numpy(begins), torch.from_numpy(ends)

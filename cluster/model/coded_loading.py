@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightTransform
 from cluster.errors import ConfigError
 from cluster.model.coded_experts import ExpertLoading
 from cluster.model.coded_linears import LinearLoading
-from cluster.model.collectives import Collectives
+from cluster.model.collectives import Collectives, OtherRankError
 from cluster.model.layers.codes import CodedProduct
 
 Loaded = tuple[PreTrainedModel, dict[str, Any]]
@@ -43,7 +43,8 @@ class CodedLoading:
         self._experts.take_places(model, conversions)
 
     def load(self, read: Callable[[], Loaded]) -> Loaded:
-        """read: loads a model from the tensors. All ranks call it together. Raises ConfigError."""
+        """read: loads a model from the tensors. All ranks call it together. Raises ConfigError, or
+        OtherRankError on a rank whose own share could be read."""
         while True:
             error = None
             for each in (self._linears, self._experts):
@@ -68,7 +69,7 @@ class CodedLoading:
         """Numbers may have been the reason; if they were not, the error is raised again."""
         having = [each for each in (self._experts, self._linears) if each.has_places]
         if not having:
-            raise error or ConfigError("another rank cannot read its share; its log says why", param="model")
+            raise error or OtherRankError("another rank cannot read its share; its log says why")
         having[0].give_up()
 
     def _all_agree(self, agrees: bool) -> bool:

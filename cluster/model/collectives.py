@@ -32,6 +32,10 @@ class RanksDisagreeError(RuntimeError):
     """This rank, or another one, cannot do what all would have to do."""
 
 
+class OtherRankError(RanksDisagreeError):
+    """This rank could go on, but another one has failed."""
+
+
 class Collectives:
     def __init__(self, device: torch.device):
         """device: of the model. The group has been joined."""
@@ -58,7 +62,7 @@ class Collectives:
 
     def all_agree(self, agrees: bool) -> bool:
         """Whether all ranks pass True."""
-        return self._largest(float(not agrees)) == 0.0
+        return self.largest(float(not agrees)) == 0.0
 
     def all_agree_on(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether all ranks pass True. All pass equally many."""
@@ -76,7 +80,9 @@ class Collectives:
 
     def largest(self, number: float) -> float:
         """Returns the largest of the numbers that the ranks pass."""
-        return self._largest(number)
+        numbers = torch.tensor([number], dtype=torch.float32, device=self._device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return float(numbers)
 
     def rehearse(self, work: Callable[[], object]) -> None:
         """Runs `work` without these collectives. Raises RanksDisagreeError on all ranks if it raises on
@@ -94,10 +100,6 @@ class Collectives:
     def settle(self, error: Exception | None) -> None:
         """Raises RanksDisagreeError if this rank, or another one, has an error."""
         if not self.all_agree(error is None):
-            reason = "another rank has failed; its log says why" if error is None else repr(error)
-            raise RanksDisagreeError(reason) from error
-
-    def _largest(self, number: float) -> float:
-        numbers = torch.tensor([number], dtype=torch.float32, device=self._device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
-        return float(numbers)
+            if error is None:
+                raise OtherRankError("another rank has failed; its log says why")
+            raise RanksDisagreeError(repr(error)) from error

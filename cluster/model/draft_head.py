@@ -91,8 +91,8 @@ class DraftHead:
         """hidden [T, hidden_size]: of the token before each of the chunks' T tokens. Writes the tokens' KV.
         Returns [n, vocab_size] float32 logits and [n, hidden_size] for the n tokens that want logits: what
         follows each of them, and its row for the next guess. On a GPU everything is enqueued."""
-        step = packed_step(chunks, kv, self.block_size, self.device, self._target.known_ids)
-        embeds, paged = self._target.embed(step.token_ids), (step.batch, self._attention)
+        step = packed_step(chunks, kv, self.block_size, self.device, self._target.inputs.known_ids)
+        embeds, paged = self._target.inputs.rows(step.token_ids), (step.batch, self._attention)
         rows = self._module(embeds[None], hidden[None], step.position_ids[None], paged)[0]
         if len(step.wanted) == 0:
             return rows.new_empty(0, self._target.vocab_size), rows[:0]

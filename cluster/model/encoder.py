@@ -77,18 +77,18 @@ class EncoderModel:
             encoder = cls(half)
             encoder.evictable_bytes = making.evictable_bytes
             if encoder.device.type == "cpu":
-                kernels = making.kernels_for(half)
-                optimise_encoder_layers(encoder._base, kernels)
-                optimise_patches(encoder._base, kernels)
-                optimise_modules(encoder._base, kernels)
+                if (kernels := making.kernels_for(half)) is not None:
+                    optimise_encoder_layers(encoder._base, kernels)
+                    optimise_patches(encoder._base, kernels)
+                    optimise_modules(encoder._base, kernels)
             else:
                 optimise_tower_blocks(encoder._base)
                 optimise_packed_attention(encoder._base)
                 encoder.record(capture_cuda(is_alone=False))
             return encoder
 
-        kernels = load_kernels() if torch.device(device).type == "cpu" else None
-        return load_through(weight_cache, WeightKey(Path(path), Half.ENCODER, dtype, "auto"), kernels, make)
+        native = load_kernels() if torch.device(device).type == "cpu" else None
+        return load_through(weight_cache, WeightKey(Path(path), Half.ENCODER, dtype, "auto"), native, make)
 
     @classmethod
     def from_model(cls, model: PreTrainedModel) -> EncoderModel:

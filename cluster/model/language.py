@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -65,6 +64,7 @@ class LanguageModel:
     num_adapter_slots: adapters that it has room for at once.
     adapter_slots: slots of the adapters that it has, by digest. `set_adapter` changes them.
     hidden_rows: of the last step's tokens, if they are kept (`keep_rows`).
+    inputs: what the text model is given for token ids.
     chunk_cut_spans: a chunk must not end inside a media span, because the span's tokens see each other.
     """
 
@@ -74,7 +74,7 @@ class LanguageModel:
         self._model, self._text, self._backend = model, parts.text, parts.attention
         self._base = backbone_of(model)
         weight = parts.embed.weight
-        self._inputs = parts.inputs
+        self.inputs = parts.inputs
         self._head, self._post_head, self._decoder = parts.head, parts.post_head, parts.decoder
         self._slots = parts.adapters
         self._adapters = StepAdapters() if parts.adapters is None else parts.adapters.step
@@ -169,10 +169,10 @@ class LanguageModel:
         drafts among them are wrong, the next call starts behind the accepted tokens and overwrites the KV
         of the others. `on_layer(i)` is called when layer i's KV of this forward is written (on CUDA:
         enqueued). Fills in the `scores` of chunks that have some."""
-        step = packed_step(chunks, kv, self.block_size, self.device, self._inputs.known_ids)
+        step = packed_step(chunks, kv, self.block_size, self.device, self.inputs.known_ids)
         step.batch.windowed_spans, step.batch.kv_owners = self._windowed_spans, self._kv_owners
         step.batch.on_layer = on_layer
-        embeds, extra = self._inputs.rows(step.token_ids), self._inputs.of_layers(step.token_ids)
+        embeds, extra = self.inputs.rows(step.token_ids), self.inputs.of_layers(step.token_ids)
         places, deep = self._place_features(embeds, chunks)
         if deep is not None:
             mask = torch.zeros(1, len(embeds), dtype=torch.bool, device=self.device)
@@ -200,12 +200,12 @@ class LanguageModel:
         has one. states: of a hybrid model; empty: of new sequences, and nothing is kept. Returns
         [B, vocab_size] float32 logits."""
         is_on_device = isinstance(token_ids, Tensor)
-        known = self.known_on_device(token_ids) if is_on_device else self.known_ids(token_ids)
+        known = self.inputs.known_on_device(token_ids) if is_on_device else self.inputs.known_ids(token_ids)
         step = decode_step(
             known, context_lens, deltas, block_tables, adapters, kv, self.block_size, self.device
         )
         step.batch.kv_owners = self._kv_owners
-        embeds, extra = self._inputs.rows(step.token_ids), self._inputs.of_layers(step.token_ids)
+        embeds, extra = self.inputs.rows(step.token_ids), self.inputs.of_layers(step.token_ids)
         spans = [(span,) for span in states] or [(StateSpan(1),)] * len(context_lens)
         with self._adapters.of_step(step.adapters), in_step(self.states, kv, spans):
             return self._run(embeds, step.position_ids, step.batch, step.wanted, extra).float()
@@ -218,7 +218,7 @@ class LanguageModel:
         may be overwritten; None: the tokens are looked up. `on_layer(i)` is called when layer i's KV is
         enqueued. Returns [W, vocab_size] logits in any dtype. Reads nothing from the host."""
         if embeds is None:
-            embeds = self._inputs.rows(inputs.token_ids)
+            embeds = self.inputs.rows(inputs.token_ids)
         unknown: Any = UnknownSizes()
         batch = PagedBatch(
             kv,
@@ -234,7 +234,7 @@ class LanguageModel:
             device=inputs.step,
             on_layer=on_layer,
         )
-        extra = self._inputs.of_layers(inputs.token_ids)
+        extra = self.inputs.of_layers(inputs.token_ids)
         adapters = None if inputs.adapters is None else inputs.adapters.long()
         with self._adapters.of_step(adapters), in_step(self.states, kv, recorded=inputs.states):
             return self._run(embeds, inputs.position_ids.long(), batch, inputs.wanted, extra)
@@ -242,24 +242,13 @@ class LanguageModel:
     def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None:
         """Writes the embeddings of token_ids [T], and in their places the feature rows of the chunks, into
         embeds [T, hidden_size]. The features have no rows for deep-stack layers."""
-        embeds.copy_(self._inputs.rows(token_ids))
+        embeds.copy_(self.inputs.rows(token_ids))
         self._place_features(embeds, chunks)
-
-    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray:
-        """See `TokenInputs`."""
-        return self._inputs.known_ids(token_ids)
-
-    def known_on_device(self, token_ids: Tensor) -> Tensor:
-        """See `TokenInputs`."""
-        return self._inputs.known_on_device(token_ids)
-
-    def embed(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, hidden_size]: the rows that text tokens begin with."""
-        return self._inputs.rows(self._inputs.on_device(token_ids))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size], as the text model returns it → [n, vocab_size]."""
-        return self._logits(hidden)
+        logits = self._head(hidden)
+        return logits if self._post_head is None else self._post_head(logits)
 
     def keep_rows(self, rows: HiddenRows) -> None:
         """Every later step keeps rows of its tokens there. Steps then run layer by layer. Call it once,
@@ -311,7 +300,7 @@ class LanguageModel:
         if len(rows) == 0:
             return hidden.new_empty(0, self.vocab_size)
         is_all = batch.is_decode and len(rows) == len(hidden)
-        return self._logits(hidden if is_all else hidden[rows])
+        return self.logits_of(hidden if is_all else hidden[rows])
 
     def read_adapter(self, adapter: Adapter) -> Updates:
         """Blocks. Any thread. Raises ConfigError for an adapter that does not fit the model."""
@@ -347,7 +336,7 @@ class LanguageModel:
             if (scores := chunk.scores) is not None:
                 rows = to_device(scores.rows, self.device) + first
                 for some in rows.split(MAX_SCORED_ROWS):
-                    scores.take(self._logits(hidden(some)).float())
+                    scores.take(self.logits_of(hidden(some)).float())
             first += len(chunk.token_ids)
 
     def _hidden(
@@ -362,10 +351,6 @@ class LanguageModel:
             **extra,
         )
         return output.last_hidden_state[0]
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = self._head(hidden)
-        return logits if self._post_head is None else self._post_head(logits)
 
     def _place_features(
         self, embeds: Tensor, chunks: Sequence[SequenceChunk]

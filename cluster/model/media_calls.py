@@ -72,23 +72,14 @@ def _along_grid(pixels_key: str, grid_key: str) -> Splitter:
     return Splitter(num_units, piece)
 
 
-def _packed_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    output = base.get_image_features(
-        _joined(items, "pixel_values"), _joined(items, "image_grid_thw"), return_dict=True
-    )
-    return _with_deep_columns(output)
+def _packed(method: str, pixels_key: str, grid_key: str) -> EncodeCall:
+    """Patches of all items in one sequence. Qwen cuts the rows apart by the items' grids."""
 
+    def run(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+        output = getattr(base, method)(_joined(items, pixels_key), _joined(items, grid_key), return_dict=True)
+        return [torch.cat(columns, dim=-1) for columns in zip(*_columns(output), strict=True)]
 
-def _packed_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    output = base.get_video_features(
-        _joined(items, "pixel_values_videos"), _joined(items, "video_grid_thw"), return_dict=True
-    )
-    return _with_deep_columns(output)
-
-
-def _with_deep_columns(output: Any) -> list[Tensor]:
-    """Qwen cuts the packed rows apart by the items' grids."""
-    return [torch.cat(columns, dim=-1) for columns in zip(*_columns(output), strict=True)]
+    return EncodeCall(run, _along_grid(pixels_key, grid_key))
 
 
 def _columns(output: Any) -> list[Any]:
@@ -121,39 +112,19 @@ def _of_tiles(items: Sequence[Item], encode: Callable[[Tensor], Sequence[Tensor]
     return _by_shape(items, ("pixel_values",), encode_group)
 
 
-def _sized_images(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Mistral3, LLaVA-NeXT and -OneVision: pixels padded to a common size plus the true `image_sizes`. An
-    image cannot be split, because LLaVA interleaves the rows of its tiles into lines of the whole image."""
+def _alike(method: str, *keys: str) -> Callable[[nn.Module, Sequence[Item]], list[Tensor]]:
+    """Items of one shape in one call. `method` takes the first of these tensors, then by their names the
+    others that an item has."""
+    first, *others = keys
 
-    def encode(group: Sequence[Item]) -> list[Tensor]:
-        output = base.get_image_features(
-            _joined(group, "pixel_values"), image_sizes=_joined(group, "image_sizes"), return_dict=True
-        )
-        return list(output.pooler_output)
+    def run(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
+        def encode(group: Sequence[Item]) -> list[Tensor]:
+            named = {key: _joined(group, key) for key in others if key in group[0]}
+            return list(getattr(base, method)(_joined(group, first), **named, return_dict=True).pooler_output)
 
-    return _by_shape(items, ("pixel_values",), encode)
+        return _by_shape(items, keys, encode)
 
-
-def _stacked_videos(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """LLaVA-OneVision: [1, frames, 3, h, w] per item; the newline embedding ends each clip."""
-
-    def encode(group: Sequence[Item]) -> list[Tensor]:
-        output = base.get_video_features(_joined(group, "pixel_values_videos"), return_dict=True)
-        return list(output.pooler_output)
-
-    return _by_shape(items, ("pixel_values_videos",), encode)
-
-
-def _masked_tiles(base: nn.Module, items: Sequence[Item]) -> list[Tensor]:
-    """Idefics3, SmolVLM: [1, tiles, 3, h, w] and optionally `pixel_attention_mask` [1, tiles, h, w]."""
-
-    def encode(group: Sequence[Item]) -> list[Tensor]:
-        output = base.get_image_features(
-            _joined(group, "pixel_values"), _joined_or_none(group, "pixel_attention_mask"), return_dict=True
-        )
-        return list(output.pooler_output)
-
-    return _by_shape(items, ("pixel_values", "pixel_attention_mask"), encode)
+    return run
 
 
 def _by_name(method: str) -> Callable[[nn.Module, Sequence[Item]], list[Tensor]]:
@@ -251,10 +222,6 @@ def _joined(items: Sequence[Item], key: str) -> Tensor:
     return torch.cat([item[key] for item in items])
 
 
-def _joined_or_none(items: Sequence[Item], key: str) -> Tensor | None:
-    return _joined(items, key) if key in items[0] else None
-
-
 def _padded(tensors: Sequence[Tensor]) -> Tensor:
     """[items, ..., longest]: zeros appended to the last axis."""
     longest = max(t.shape[-1] for t in tensors)
@@ -282,15 +249,21 @@ def _by_shape(
 
 
 CALLS: Mapping[EncoderForm, EncodeCall] = {
-    EncoderForm.PACKED_IMAGES: EncodeCall(_packed_images, _along_grid("pixel_values", "image_grid_thw")),
-    EncoderForm.PACKED_VIDEOS: EncodeCall(
-        _packed_videos, _along_grid("pixel_values_videos", "video_grid_thw")
-    ),
+    EncoderForm.PACKED_IMAGES: _packed("get_image_features", "pixel_values", "image_grid_thw"),
+    EncoderForm.PACKED_VIDEOS: _packed("get_video_features", "pixel_values_videos", "video_grid_thw"),
     EncoderForm.TILED_IMAGES: EncodeCall(_tiled_images, _along(0, "pixel_values")),
     EncoderForm.UNPROJECTED_TILES: EncodeCall(_unprojected_tiles, _along(0, "pixel_values")),
-    EncoderForm.SIZED_IMAGES: EncodeCall(_sized_images),
-    EncoderForm.STACKED_VIDEOS: EncodeCall(_stacked_videos, _along(1, "pixel_values_videos", num_end_rows=1)),
-    EncoderForm.MASKED_TILES: EncodeCall(_masked_tiles, _along(1, "pixel_values", "pixel_attention_mask")),
+    # Mistral3, LLaVA-NeXT and -OneVision. Not split: LLaVA mixes the rows of tiles into lines of the whole
+    EncoderForm.SIZED_IMAGES: EncodeCall(_alike("get_image_features", "pixel_values", "image_sizes")),
+    # LLaVA-OneVision: [1, frames, 3, h, w] per item; the newline embedding ends each clip
+    EncoderForm.STACKED_VIDEOS: EncodeCall(
+        _alike("get_video_features", "pixel_values_videos"), _along(1, "pixel_values_videos", num_end_rows=1)
+    ),
+    # Idefics3, SmolVLM: [1, tiles, 3, h, w] per item
+    EncoderForm.MASKED_TILES: EncodeCall(
+        _alike("get_image_features", "pixel_values", "pixel_attention_mask"),
+        _along(1, "pixel_values", "pixel_attention_mask"),
+    ),
     EncoderForm.FRAMES: EncodeCall(_by_name("get_video_features"), _along(1, "pixel_values_videos")),
     EncoderForm.COUNTED_FRAMES: EncodeCall(_by_name("get_video_features"), _counted_frames()),
     EncoderForm.STACKED_TILES: EncodeCall(_stacked_tiles, _along(1, "pixel_values", "pixel_values_videos")),

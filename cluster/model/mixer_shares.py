@@ -80,11 +80,22 @@ class Cut:
 
 @dataclass(frozen=True)
 class RankPiece:
-    """A rank's rows or columns of a linear."""
+    """A rank's rows or columns of a tensor."""
 
     cut: Cut
     rank: int
     num_ranks: int
+
+    def shape_of(self, whole: Sequence[int]) -> list[int]:
+        """whole: the shape of all ranks' tensor."""
+        shape, ranges = list(whole), self.cut.ranges(self.rank, self.num_ranks)
+        shape[self.cut.axis_of(whole)] = sum(own.stop - own.start for own in ranges)
+        return shape
+
+    def of(self, whole: Any, shape: Sequence[int]) -> Tensor:
+        """whole: a tensor, or what reads one where it is sliced."""
+        axis, ranges = self.cut.axis_of(shape), self.cut.ranges(self.rank, self.num_ranks)
+        return torch.cat([whole[(*(slice(None),) * axis, own)] for own in ranges], axis)
 
     def columns_of(self, whole: Tensor) -> Tensor:
         """whole [..., inputs of all ranks] → [..., of this one]."""
@@ -132,22 +143,17 @@ class MixerForm:
 class PieceSlice:
     """A rank's piece of a stored tensor, read where it is sliced."""
 
-    def __init__(self, stored: Any, cut: Cut, rank: int, num_ranks: int):
-        self._stored, self._axis = stored, cut.axis_of(stored.get_shape())
-        self._ranges = cut.ranges(rank, num_ranks)
+    def __init__(self, stored: Any, piece: RankPiece):
+        self._stored, self._piece = stored, piece
 
     def get_shape(self) -> list[int]:
-        shape = list(self._stored.get_shape())
-        shape[self._axis] = sum(own.stop - own.start for own in self._ranges)
-        return shape
+        return self._piece.shape_of(self._stored.get_shape())
 
     def __getitem__(self, index: Any) -> Tensor:
         """index: an ellipsis."""
         if index is not ...:
             raise TypeError("a rank's piece of a mixer is read as a whole")
-        whole = (slice(None),) * self._axis
-        pieces = [self._stored[(*whole, own)] for own in self._ranges]
-        return torch.cat(pieces, self._axis)
+        return self._piece.of(self._stored, self._stored.get_shape())
 
 
 class MixerShares:
@@ -184,8 +190,7 @@ class MixerShares:
         for stored_name, name in names.items():
             if (cut := self._cuts.get(name)) is not None:
                 stored = tensors[stored_name]
-                own = cut.of_stored(stored.get_shape())
-                found[stored_name] = PieceSlice(stored, own, self._rank, self._num_ranks)
+                found[stored_name] = PieceSlice(stored, self._piece(cut.of_stored(stored.get_shape())))
         return found
 
     @torch.no_grad()
@@ -195,9 +200,8 @@ class MixerShares:
         for mixer, form in self._mixers:
             for name, buffer in list(mixer.named_buffers()):
                 if name in form.rows:
-                    cut = Cut(tuple(form.rows[name]))
-                    pieces = PieceSlice(_Whole(buffer), cut, self._rank, self._num_ranks)
-                    mixer.register_buffer(name, pieces[...], persistent=False)
+                    own = self._piece(Cut(tuple(form.rows[name]))).of(buffer, buffer.shape)
+                    mixer.register_buffer(name, own, persistent=False)
             bias = mixer.get_submodule(form.output).bias
             if isinstance(bias, Tensor) and self._rank:
                 bias.zero_()
@@ -240,16 +244,19 @@ class MixerShares:
         self._insides.append(f"{name}.")
 
     def _shrink(self, module: nn.Module, leaf: str, parameter: nn.Parameter, cut: Cut) -> None:
-        shape = list(parameter.shape)
-        axis = cut.axis_of(shape)
-        size = shape[axis] = sum(own.stop - own.start for own in cut.ranges(self._rank, self._num_ranks))
+        piece = self._piece(cut)
+        shape = piece.shape_of(parameter.shape)
+        size = shape[cut.axis_of(parameter.shape)]
         setattr(module, leaf, nn.Parameter(parameter.new_empty(shape), requires_grad=False))
         if isinstance(module, nn.Linear):
             setattr(module, "in_features" if cut.is_last else "out_features", size)
             if leaf == "weight":
-                setattr(module, _PIECE, RankPiece(cut, self._rank, self._num_ranks))
+                setattr(module, _PIECE, piece)
         elif isinstance(module, nn.Conv1d):
             module.in_channels = module.out_channels = module.groups = size
+
+    def _piece(self, cut: Cut) -> RankPiece:
+        return RankPiece(cut, self._rank, self._num_ranks)
 
 
 class SpanningNorm(nn.Module):
@@ -272,19 +279,6 @@ class SpanningNorm(nn.Module):
         if self._gate_is_last:
             return (self.weight * rows * gate).to(dtype)
         return self.weight * rows.to(dtype)
-
-
-class _Whole:
-    """A tensor as a slice of a file."""
-
-    def __init__(self, tensor: Tensor):
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self._tensor[index]
 
 
 def _summed(_mixer: nn.Module, _args: object, output: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -124,25 +124,17 @@ class ForwardProgress:
         return ready is None or ready()
 
 
+@dataclass(eq=False)
 class LeadingModel:
     """Rank 0's model: it sends every call to the other ranks, then makes the call itself. One thread. If a
     call raises here, the other ranks are still inside it, so every error becomes a DeviceLostError."""
 
-    def __init__(
-        self,
-        model: StepModel,
-        others: Sequence[Connection],
-        progress: ForwardProgress,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        """dtype, device: of the model; embeddings travel in this dtype between these devices."""
-        self._model = model
-        self._others = others
-        self._dtype = dtype
-        self._device = device
-        self._progress = progress
-        self._tables = TableSender()
+    _model: StepModel
+    _others: Sequence[Connection]
+    _progress: ForwardProgress
+    _dtype: torch.dtype  # embeddings travel in it …
+    _device: torch.device  # … between the ranks' devices
+    _tables: TableSender = field(default_factory=TableSender)
 
     @property
     def recorded_tokens(self) -> int:

@@ -19,7 +19,7 @@ the whole. Runs on the thread that loads the model.
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -35,14 +35,18 @@ from cluster.model.sharding import name_in_plan
 from cluster.model.support import head_of
 
 
-class SummedLinear(nn.Linear):
-    """weight [outputs, this rank's inputs]. bias: rank 0's alone, as the sum has it once."""
+class MeetingLinear(nn.Linear):
+    """One whose call has a collective."""
 
     collectives: Collectives
 
     def multiply(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum."""
+        """This rank's part of the sum, or of the outputs."""
         return F.linear(x, self.weight, self.bias)
+
+
+class SummedLinear(MeetingLinear):
+    """weight [outputs, this rank's inputs]. bias: rank 0's alone, as the sum has it once."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., this rank's inputs] → [..., outputs]."""
@@ -53,51 +57,39 @@ class SummedCodedLinear(CodedLinear, SummedLinear):
     """Both: the codes are those of this rank's inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.collectives.sum(self.multiply(x))
+        return SummedLinear.forward(self, x)
 
 
-class GatheredLinear(nn.Linear):
+class GatheredLinear(MeetingLinear):
     """weight [this rank's outputs, inputs], of as many ranks as `torch.chunk` gives some."""
-
-    collectives: Collectives
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] → [..., outputs]."""
-        return self.collectives.gather(F.linear(x, self.weight, self.bias), self.out_features)
+        return self.collectives.gather(self.multiply(x), self.out_features)
 
 
 class GatheredCodedLinear(CodedLinear, GatheredLinear):
     """Both: the codes are those of this rank's outputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.collectives.gather(self.multiply(x), self.out_features)
+        return GatheredLinear.forward(self, x)
 
 
-class SplitLinear(nn.Linear):
+class SplitLinear(MeetingLinear):
     """weight [outputs, this rank's inputs], bias rank 0's alone. Kernels do not take its place."""
-
-    collectives: Collectives
-
-    def multiply(self, x: Tensor) -> Tensor:
-        """This rank's part of the sum."""
-        return F.linear(x, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] → [..., outputs]."""
-        return self.collectives.sum(self.multiply(self.own_inputs(x)))
-
-    def own_inputs(self, x: Tensor) -> Tensor:
-        """[..., inputs] → [..., this rank's inputs]."""
         width = -(-self.in_features // self.collectives.num_ranks)
         first = self.collectives.rank * width
-        return x[..., first : first + width]
+        return self.collectives.sum(self.multiply(x[..., first : first + width]))
 
 
 class SplitCodedLinear(CodedLinear, SplitLinear):
     """Both: the codes are those of this rank's inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.collectives.sum(self.multiply(self.own_inputs(x)))
+        return SplitLinear.forward(self, x)
 
 
 class SummedEmbedding(nn.Module):
@@ -127,7 +119,6 @@ class SummedEmbedding(nn.Module):
         return self._collectives.sum(rows.masked_fill(~is_here[..., None], 0.0))
 
 
-_Kind = TypeVar("_Kind", nn.Linear, SummedLinear, GatheredLinear)
 # transformers' way, and the dimension of the weight that it divides
 _KINDS: dict[str, tuple[type[nn.Linear], int]] = {
     "colwise": (nn.Linear, 0),
@@ -140,7 +131,7 @@ _CODED_KINDS: dict[str, type[CodedLinear]] = {
     **dict.fromkeys(("colwise_gather_output", "colwise_rep"), GatheredCodedLinear),
     **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), SplitCodedLinear),
 }
-_MEETING = (SummedLinear, GatheredLinear, SplitLinear)  # their calls have a collective
+_PLAIN_KINDS = (SummedLinear, GatheredLinear, SplitLinear, nn.Linear)
 _WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj")  # all ranks have the same
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 
@@ -158,30 +149,21 @@ def coded_linear(
     collectives: Collectives | None,
 ) -> CodedLinear:  # fmt: skip
     """What takes the place of a linear that was read but for its weight. codes: of this rank."""
-    bias = cast("Tensor | None", linear.bias)
     made = kind(codes, None, product, (linear.in_features, linear.out_features))
-    if isinstance(made, SummedLinear | GatheredLinear | SplitLinear):
+    if isinstance(made, MeetingLinear):
         made.collectives = cast(Collectives, collectives)
-    if isinstance(made, SummedLinear | SplitLinear) and made.collectives.rank:
-        bias = None
-    if bias is not None:
-        made.bias = _parameter(bias)
+    made.bias = _own_bias(linear, kind, collectives)
     keep_piece(linear, made)
     return made
 
 
 def without_codes(linear: CodedLinear, dtype: torch.dtype) -> nn.Linear:
     """The same linear with its plain weight."""
-    kind = next((each for each in _MEETING if isinstance(linear, each)), nn.Linear)
-    made = kind.__new__(kind)
-    nn.Module.__init__(made)
-    made.in_features, made.out_features = linear.in_features, linear.out_features
-    made.weight = _parameter(linear.codes.plain(dtype))
-    made.register_parameter("bias", linear.bias)
-    if isinstance(linear, _MEETING):
-        cast(SummedLinear, made).collectives = linear.collectives
+    kind = next(each for each in _PLAIN_KINDS if isinstance(linear, each))
+    collectives = linear.collectives if isinstance(linear, MeetingLinear) else None
+    made = _linear(linear, kind, linear.codes.plain(dtype), linear.bias, collectives)
     keep_piece(linear, made)
-    return made.eval()
+    return made
 
 
 @torch.no_grad()
@@ -210,7 +192,7 @@ def _settled(module: nn.Module, way: str, is_head: bool, collectives: Collective
     kind, dim = (GatheredLinear, 0) if is_head and way in _GATHERED else _KINDS.get(way, (None, 0))
     if kind is None or not _is_divided(module.weight, dim):
         return None
-    return _linear(module, kind, collectives)
+    return _linear(module, kind, module.weight, _own_bias(module, kind, collectives), collectives)
 
 
 def _is_divided(weight: Tensor, dim: int) -> bool:
@@ -220,17 +202,27 @@ def _is_divided(weight: Tensor, dim: int) -> bool:
     return type(placement) is Shard and placement.dim % 2 == dim
 
 
-def _linear(linear: nn.Linear, kind: type[_Kind], collectives: Collectives) -> _Kind:
+def _linear(
+    linear: nn.Linear, kind: type[nn.Linear], weight: Tensor, bias: nn.Parameter | None,
+    collectives: Collectives | None,
+) -> nn.Linear:  # fmt: skip
+    """linear: of its features."""
     made = kind.__new__(kind)
     nn.Module.__init__(made)
     made.in_features, made.out_features = linear.in_features, linear.out_features
-    made.weight = _parameter(linear.weight)
-    bias = cast("Tensor | None", linear.bias)
-    if isinstance(made, SummedLinear | GatheredLinear):
-        made.collectives = collectives
-    has_bias = bias is not None and (collectives.rank == 0 or not isinstance(made, SummedLinear))
-    made.register_parameter("bias", _parameter(cast(Tensor, bias)) if has_bias else None)
+    made.weight = _parameter(weight)
+    made.register_parameter("bias", bias)
+    if isinstance(made, MeetingLinear):
+        made.collectives = cast(Collectives, collectives)
     return made.eval()
+
+
+def _own_bias(
+    linear: nn.Linear, kind: type[nn.Linear], collectives: Collectives | None
+) -> nn.Parameter | None:
+    bias = cast("Tensor | None", linear.bias)
+    is_summed = collectives is not None and issubclass(kind, SummedLinear | SplitLinear)
+    return None if bias is None or (is_summed and collectives.rank) else _parameter(bias)
 
 
 def _parameter(weight: Tensor) -> nn.Parameter:

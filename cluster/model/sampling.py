@@ -23,7 +23,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_float, c_int64
 from functools import cache
 
 import numpy as np
@@ -185,14 +185,7 @@ def draw_native(
 
 def native_library() -> ctypes.CDLL | None:
     kernels = library.load()
-    return declared(kernels.cdll) if kernels else None
-
-
-@cache
-def declared(cdll: ctypes.CDLL) -> ctypes.CDLL:
-    cdll.draw_tokens.argtypes = (c_void_p, c_int64, c_int64, *(c_void_p,) * 4, c_int64, c_int)
-    cdll.draw_tokens.restype = None
-    return cdll
+    return kernels.cdll if kernels else None
 
 
 def keep_likely(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:

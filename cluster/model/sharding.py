@@ -25,7 +25,7 @@ from transformers.distributed import DistributedConfig
 
 from cluster.config.ranks import check_heads, check_plan
 from cluster.errors import ConfigError
-from cluster.model.failures import LOADING_ERRORS
+from cluster.model.failures import LOADING_ERRORS, is_out_of_memory
 
 # transformers' names of ways to divide a linear; None: every rank has all of it.
 _IN_PIECES = (
@@ -90,7 +90,7 @@ def distributing(model_type: str, num_ranks: int) -> Iterator[None]:
     try:
         yield
     except LOADING_ERRORS as error:
-        if num_ranks == 1:
+        if num_ranks == 1 or is_out_of_memory(error):
             raise
         raise ConfigError(
             f"transformers cannot distribute model type '{model_type}' to {num_ranks} ranks: {error}",

@@ -42,12 +42,6 @@ class TokenInputs:
         """`known_ids`, [T] int64 on the device."""
         return token_ids.masked_fill(token_ids >= self._embed.num_embeddings, 0)
 
-    def on_device(self, token_ids: Sequence[int] | Tensor) -> Tensor:
-        """The known ids of numbers, or of a tensor on the device."""
-        if isinstance(token_ids, Tensor):
-            return self.known_on_device(token_ids)
-        return torch.from_numpy(self.known_ids(token_ids)).to(self._embed.weight.device)
-
     def rows(self, known: Tensor) -> Tensor:
         """[T] → [T, hidden_size]."""
         return self._embed(self._as_read(known))

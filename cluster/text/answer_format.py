@@ -18,7 +18,7 @@ from cluster.text.formats import ORDER
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
-CALLS, CONTENT = "tool_calls", "content"
+CALLS = "tool_calls"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # as templates of chats and of responses call it
 GENERIC = "hermes"  # for calls that a model has to write in a form that it does not know
 

@@ -20,7 +20,7 @@ from cluster.clock import SystemClock
 from cluster.model.parallel import ForwardProgress, follow, join_group
 from cluster.worker.adapter_loading import AdapterLoader, follow_loads
 from cluster.worker.language import load_language
-from cluster.worker.ranks import RankSpec
+from cluster.worker.ranks import RankSpec, failure_of
 from cluster.worker.setup import set_up
 from kv_transfer.agents.factory import make_agent
 from kv_transfer.lease.rank_follower import RankFollower, RankReady
@@ -35,6 +35,20 @@ def main(*pipes: int) -> None:
     progress = ForwardProgress()
     rank_follower = RankFollower(transfers, progress.has)
     threading.Thread(target=_follow_transfers, args=(rank_follower,), name="transfers", daemon=True).start()
+    try:
+        _run(spec, rank_follower, progress, calls, adapters)
+    except BaseException as error:  # the process's edge: rank 0 raises it, if it is the first one
+        failure = failure_of(spec.rank, error)
+        logger.exception("rank %d fails", spec.rank)
+        rank_follower.report(failure)
+        os._exit(1)
+    os._exit(0)  # an orderly end would wait in NCCL for the graphs that contain its collectives
+
+
+def _run(
+    spec: RankSpec, rank_follower: RankFollower, progress: ForwardProgress, calls: Connection,
+    adapters: Connection,
+) -> None:  # fmt: skip
     torch.set_num_threads(spec.num_threads)
     args = spec.args
     setup = set_up(args, f"{spec.replica_id}-{spec.rank}", host=spec.host)
@@ -61,7 +75,6 @@ def main(*pipes: int) -> None:
     threading.Thread(target=follow_loads, args=(adapters, load), name="adapters", daemon=True).start()
     follow(language.steps, language.kv, group, calls, progress, model.dtype, model.feature_width)
     transfer_engine.close()
-    os._exit(0)  # an orderly end would wait in NCCL for the graphs that contain its collectives
 
 
 def _follow_transfers(rank_follower: RankFollower) -> None:

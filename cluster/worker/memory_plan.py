@@ -69,28 +69,23 @@ class MemoryPlan:
         return num_blocks
 
     def describe(self, available: int) -> str:
-        kv = self.kv_per_token * self.num_kv_tokens
-        lines = [f"  weights            {_mib(self.weights)}  ({'loaded' if self.is_loaded else 'at least'})"]
-        if self.num_kv_tokens:
-            lines.append(
-                f"  KV cache           {_mib(kv)}  = {self.num_kv_tokens:,} tokens × {self.kv_per_token:,} bytes"
-            )
-        lines += [
-            f"  embeddings         {_mib(self.features)}",
-            *([f"  coded KV           {_mib(self.wire)}"] if self.wire else []),
-            *([f"  KV, second tier    {_mib(self.tier)}"] if self.tier else []),
-            *([f"  media, prepared    {_mib(self.inputs)}"] if self.inputs else []),
-            f"  one step           {_mib(self.step)}  (estimate; on a GPU what one took, if more)",
-            *(
-                [f"  recorded steps     {_mib(self.graphs)}  (measured; of encoders, at most)"]
-                if self.graphs
-                else []
-            ),
-            *([f"  calls of encoders  {_mib(self.encoder)}"] if self.encoder else []),
-            *([f"  libraries          {_mib(self.libraries)}  (assumption)"] if self.libraries else []),
-            f"  wanted             {_mib(self.wanted)}{'  beside the weights' if self.is_loaded else ''}",
-            f"  available          {_mib(available)}",
-        ]
+        kv = f"  = {self.num_kv_tokens:,} tokens × {self.kv_per_token:,} bytes"
+        # what, bytes, and a remark; parts that a worker does not have are left out
+        parts = (
+            ("weights", self.weights, "  (loaded)" if self.is_loaded else "  (at least)"),
+            ("KV cache", self.kv_per_token * self.num_kv_tokens if self.num_kv_tokens else None, kv),
+            ("embeddings", self.features, ""),
+            ("coded KV", self.wire or None, ""),
+            ("KV, second tier", self.tier or None, ""),
+            ("media, prepared", self.inputs or None, ""),
+            ("one step", self.step, "  (estimate; on a GPU what one took, if more)"),
+            ("recorded steps", self.graphs or None, "  (measured; of encoders, at most)"),
+            ("calls of encoders", self.encoder or None, ""),
+            ("libraries", self.libraries or None, "  (assumption)"),
+            ("wanted", self.wanted, "  beside the weights" if self.is_loaded else ""),
+            ("available", available, ""),
+        )
+        lines = [f"  {what:<18} {_mib(size)}{remark}" for what, size, remark in parts if size is not None]
         for what, num_tokens in EXAMPLES.items() if self.num_kv_tokens else ():
             lines.append(f"  fits in the cache  {self.num_kv_tokens // num_tokens:,} × {what}")
         return "\n".join(lines)

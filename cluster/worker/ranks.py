@@ -6,7 +6,10 @@ they load theirs (cluster/worker/follower.py). Each has three pipes: for model c
 adapters that are loaded later. If a rank ends, the worker ends: `on_lost` is called at the end of the pipe. A
 rank ends when its pipes end, so also when rank 0 is killed.
 
-Order: `load_with_ranks` → `attach` → `stop`, after the last model call.
+In a start, no rank waits for another one that has failed: what may meet the others runs on a thread beside
+the one that waits (`Ranks.run`), which ends all of them with the first one's error.
+
+Order: `load_with_ranks` → `run`, for the rest of the start → `attach` → `stop`, after the last model call.
 """
 
 from __future__ import annotations
@@ -15,22 +18,27 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from cluster.config.environment import child_environment
 from cluster.config.settings import ClusterArgs
-from cluster.errors import ConfigError
+from cluster.errors import ClusterError, ConfigError
+from cluster.model.collectives import OtherRankError
 from cluster.model.parallel import ForwardProgress, LeadingModel, join_group, leave_group
 from cluster.rpc.address import make_private
 from cluster.types.members import Role
@@ -39,11 +47,16 @@ from cluster.worker.setup import WorkerSetup
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.events import TransferEvent
 from kv_transfer.lease.group import RankLink
+from kv_transfer.lease.rank_follower import RankFailed
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0  # until a rank has read its share of the weights
 STOP_TIMEOUT_S = 10.0
+ABANDON_TIMEOUT_S = 1.0  # a failed start leaves the group, unless a collective keeps it
+FOLLOWER = "cluster.worker.follower"
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +82,19 @@ def load_with_ranks(
     if args.tensor_parallel_size == 1:
         return load_language(args, setup, role, sizes), None
     ranks = Ranks(args, setup, role, sizes, lease_margin_s)
-    try:
-        language = ranks.load(args, setup, role, sizes)
-    except BaseException:
-        ranks.stop()
-        raise
-    return language, ranks
+    return ranks.load(args, setup, role, sizes), ranks
 
 
 class Ranks:
     def __init__(
-        self, args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes, lease_margin_s: float
-    ):
-        """Starts the other ranks."""
+        self, args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes, lease_margin_s: float,
+        follower: str = FOLLOWER,
+    ):  # fmt: skip
+        """Starts the other ranks. follower: the module that they run."""
         self._lock = threading.Lock()
         self._is_stopping = False
-        self._lost: int | None = None  # the first rank that ended unexpectedly
-        self._on_lost: Callable[[int], None] | None = None
+        self._lost: Future[int] = Future()  # the first rank that ended unexpectedly
+        self._listeners: list[threading.Thread] = []
         self.progress = ForwardProgress()  # of rank 0
         self._leading: LeadingModel | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -99,7 +108,7 @@ class Ranks:
         num_threads = max(1, torch.get_num_threads() // self.size)
         torch.set_num_threads(num_threads)
         for rank in range(1, self.size):
-            calls, transfers, adapters = self._spawn()
+            calls, transfers, adapters = self._spawn(follower)
             self._calls.append(calls)
             self.adapters.append(adapters)
             self.links.append(RankLink(transfers))
@@ -116,22 +125,59 @@ class Ranks:
                     lease_margin_s=lease_margin_s,
                 )
             )
-            threading.Thread(target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True).start()
+            listener = threading.Thread(
+                target=self._listen, args=(rank,), name=f"rank-{rank}", daemon=True
+            )  # fmt: skip
+            listener.start()
+            self._listeners.append(listener)
 
     def load(self, args: ClusterArgs, setup: WorkerSetup, role: Role, sizes: LanguageSizes) -> Language:
         """Loads rank 0's share. Blocks until the other ranks have loaded theirs. Raises ConfigError if one of
         them cannot."""
-        group = join_group(0, self.size, self._meeting, setup.device.type)
-        language = load_language(args, setup, role, sizes, group)
-        try:
-            for link in self.links:
-                link.wait_ready(START_TIMEOUT_S)
-        except TransferError as error:
-            raise ConfigError(str(error), param="tensor_parallel_size") from error
-        dtype = language.model.dtype
-        leading = LeadingModel(language.steps, self._calls, self.progress, dtype, group.device)
-        self._leading = leading
-        return dataclasses.replace(language, steps=leading)
+
+        def load_all() -> Language:
+            group = join_group(0, self.size, self._meeting, setup.device.type)
+            language = load_language(args, setup, role, sizes, group)
+            try:
+                for link in self.links:
+                    link.wait_ready(START_TIMEOUT_S)
+            except TransferError as error:
+                raise ConfigError(str(error), param="tensor_parallel_size") from error
+            dtype = language.model.dtype
+            leading = LeadingModel(language.steps, self._calls, self.progress, dtype, group.device)
+            return dataclasses.replace(language, steps=leading)
+
+        language = self.run(load_all)
+        assert isinstance(language.steps, LeadingModel)
+        self._leading = language.steps
+        return language
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Runs a part of the start in which rank 0 may wait for the others. If a rank fails, this one
+        included, ends the others and raises the error of the first that failed: its own as it is, another
+        one's as a ConfigError that names the rank. Blocks. The thread of the work may go on then, inside of
+        a collective: this process has to end."""
+        own: Future[Result] = Future()
+        failures: list[RankFailed] = []
+
+        def settle() -> None:
+            try:
+                own.set_result(work())
+            except BaseException as error:  # raised below, unless another rank's came first
+                failures.append(failure_of(0, error))
+                own.set_exception(error)
+
+        threading.Thread(target=settle, name="start", daemon=True).start()
+        either: Any = (own, self._lost)
+        wait(either, return_when=FIRST_COMPLETED)
+        if own.done() and own.exception() is None:
+            return own.result()
+        # what ranks have reported is read to its end before the first is chosen
+        failures += self._end_others()
+        first = first_failure(failures)
+        if first.rank == 0:
+            own.result()
+        raise ConfigError(f"rank {first.rank}: {first.message}", param=first.param)
 
     @property
     def pids(self) -> list[int]:
@@ -142,17 +188,37 @@ class Ranks:
         """Called once, before the first transfer. `on_event(rank, event)`: an event of that rank's transfers.
         `on_lost(rank)`: the rank has ended unexpectedly, now or earlier; called once, for the first one. Both
         are called from any thread."""
-        with self._lock:
-            self._on_event, self._on_lost = on_event, on_lost
-            lost = self._lost
-        if lost is not None:
-            on_lost(lost)
+        self._on_event = on_event
+        self._lost.add_done_callback(lambda lost: on_lost(lost.result()))
 
     def stop(self) -> None:
         """Lets the other ranks finish their transfers, then ends them. Blocks up to twice `STOP_TIMEOUT_S`.
         May be repeated."""
         with self._lock:
             self._is_stopping = True
+        self._end(STOP_TIMEOUT_S)
+
+    def _end_others(self) -> list[RankFailed]:
+        """Ends a start. Returns why those other ranks have ended that did so by themselves."""
+        with self._lock:
+            self._is_stopping = True
+        for process in self._processes:
+            process.terminate()  # nothing, if it has ended
+        codes = list(map(_code_of_its_own, self._processes))
+        for listener in self._listeners:
+            listener.join(STOP_TIMEOUT_S)
+        self._end(ABANDON_TIMEOUT_S)
+        failures = []
+        for rank, (link, code) in enumerate(zip(self.links, codes, strict=True), 1):
+            is_lost = self._lost.done() and self._lost.result() == rank
+            if link.failure is not None:
+                failures.append(link.failure)
+            elif code is not None or is_lost:  # without a word: no error of another rank did that
+                failures.append(RankFailed(rank, f"its process has ended{_by(code)}", None, at=0.0))
+        return failures
+
+    def _end(self, timeout_s: float) -> None:
+        """timeout_s: to leave the group."""
         for calls in self._calls:
             calls.close()
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -171,7 +237,7 @@ class Ranks:
         # NCCL's own end has no deadline: a recorded collective may wait for a rank that is lost
         leaving = threading.Thread(target=leave_group, name="leave-group", daemon=True)
         leaving.start()
-        leaving.join(STOP_TIMEOUT_S)
+        leaving.join(timeout_s)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _listen(self, rank: int) -> None:
@@ -182,20 +248,19 @@ class Ranks:
 
     def _lose(self, rank: int) -> None:
         with self._lock:
-            if self._is_stopping or self._lost is not None:
+            if self._is_stopping:
                 return
-            self._lost, on_lost = rank, self._on_lost
-        logger.error("rank %d of this worker has ended", rank)
-        if on_lost is not None:
-            on_lost(rank)
+        with suppress(InvalidStateError):  # it is not the first
+            self._lost.set_result(rank)
+            logger.error("rank %d of this worker has ended", rank)
 
-    def _spawn(self) -> list[Connection]:
+    def _spawn(self, follower: str) -> list[Connection]:
         """Rank 0's ends of the three pipes."""
         pairs = [socket.socketpair() for _ in range(3)]
         theirs = [pair[1].fileno() for pair in pairs]
         self._processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", "cluster.worker.follower", *map(str, theirs)],
+                [sys.executable, "-m", follower, *map(str, theirs)],
                 env=child_environment(PYTHONPATH=os.pathsep.join(filter(None, sys.path))),
                 stdin=subprocess.DEVNULL,
                 pass_fds=theirs,
@@ -204,3 +269,30 @@ class Ranks:
         for _, their_end in pairs:
             their_end.close()
         return [Connection(pair[0].detach()) for pair in pairs]
+
+
+def first_failure(failures: Sequence[RankFailed]) -> RankFailed:
+    """Returns the one that the others follow from."""
+    return min(failures, key=lambda failure: (not failure.is_own, failure.at))
+
+
+def failure_of(rank: int, error: BaseException) -> RankFailed:
+    """What a rank reports of the error that ends it. Call it when the error is caught."""
+    message = error.message if isinstance(error, ClusterError) else f"{type(error).__name__}: {error}"
+    param = error.param if isinstance(error, ClusterError) else None
+    return RankFailed(rank, message, param, time.monotonic(), not isinstance(error, OtherRankError))
+
+
+def _code_of_its_own(process: subprocess.Popen[bytes]) -> int | None:
+    """Waits for a process that was terminated. Returns its exit code if it had ended by itself."""
+    try:
+        code = process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:  # `_end` kills it
+        return None
+    return None if code == -signal.SIGTERM else code
+
+
+def _by(code: int | None) -> str:
+    if code is None:
+        return ""
+    return f" with exit code {code}" if code >= 0 else f" by {signal.Signals(-code).name}"

@@ -3,7 +3,11 @@
 All ways to divide the devices are ranked by the rate of their narrowest phase (`demand.capacity`). That
 arithmetic knows no limits of time, so it cannot say which roles are worth having: the best division of each
 small set of roles is simulated. From the best of these one device at a time is given to another role, as long
-as that raises the rate that keeps the promise.
+as that makes a better division.
+
+Of divisions with nearly the same rate the one with the fewest roles is the best. So a division is asked first
+whether it keeps the rate with which it would be better than the best so far: one that is close, if it has
+fewer roles, else a higher one. If it does not, its own rate is not looked for.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from deploy.simulator.demand import capacity, demand
 from deploy.simulator.hardware import ACCELERATORS, Model
 from deploy.simulator.layouts import Layout, workers
 from deploy.simulator.results import Slo, Summary, keeps
-from deploy.simulator.search import highest_rate, leapt, run_unless_missed
+from deploy.simulator.search import highest_rate, leapt, rate_above, run_unless_missed
 from deploy.simulator.spec import WorkerSpec
 from deploy.simulator.workload import Workload
 from router.policy import make_policy
@@ -66,39 +70,53 @@ def plan(
         raise ValueError("too few devices: every phase needs one that has room for the model")
     estimates = {division: estimate for estimate, division in ranked}
     found: dict[Division, Plan] = {}
+    starts = _starts(estimates)
     number = num_requests or min(max(int(LASTS_S * ranked[0][0]), LEAST_REQUESTS), MOST_REQUESTS)
 
+    @cache
+    def run(division: Division, rate: float) -> Summary | None:
+        specs, policy = specs_of(division, model), make_policy("joint")
+        return run_unless_missed(specs, lambda _: policy, model, workload, rate, number, seed, slo)
+
     def simulate(division: Division) -> None:
-        if division in found:
+        known, (close, needed) = found.get(division), _needed(division, found)
+        # of less than was needed before nothing is known
+        if known is not None and not (known.is_limit and known.rate > needed):
             return
-        specs, estimate = specs_of(division, model), estimates[division]
+        estimate, needed_or_more = estimates[division], needed * (1 + 1e-9)
 
-        @cache
-        def run(rate: float) -> Summary | None:
-            policy = make_policy("joint")
-            return run_unless_missed(specs, lambda _: policy, model, workload, rate, number, seed, slo)
+        def at(rate: float) -> Summary | None:
+            """A division that keeps what was needed keeps less, too."""
+            return run(division, rate if rate > needed_or_more else needed)
 
-        close = (1 - TIE) * _best(found).rate if found else 0.0
-        if close and not keeps(run(close), slo):
-            found[division] = Plan(division, close, estimate, None, is_limit=True)
+        if needed and not keeps(at(needed), slo):
+            found[division] = Plan(division, needed, estimate, None, is_limit=True)
         else:
-            rate, summary = highest_rate(run, slo, close or leapt(run, slo, 0.8 * estimate))
+            rate, summary = highest_rate(at, slo, close or leapt(at, slo, 0.8 * estimate))
             found[division] = Plan(division, rate, estimate, summary)
 
-    for division in _starts(estimates):
+    for division in starts:
         simulate(division)
     while True:
-        best = _best(found)
+        best = _fastest(found)
         least = HOPE * estimates[best.division]
-        for division in neighbours(best.division):
-            if estimates.get(division, 0.0) >= least:
-                simulate(division)
-        if _best(found) is best:
-            return _ranked(list(found.values()), best.rate * (1 - TIE))
+        near = [each for each in neighbours(best.division) if estimates.get(each, 0.0) >= least]
+        for division in starts + near:
+            simulate(division)
+        if _fastest(found) is best:
+            return _ranked(found)
 
 
-def _best(found: Mapping[Division, Plan]) -> Plan:
-    return max(found.values(), key=lambda each: (not each.is_limit, each.rate))
+def _needed(division: Division, found: Mapping[Division, Plan]) -> tuple[float, float]:
+    """The least rate that is close to the best, and the one with which this division would be better than the
+    best; zeros if none was found."""
+    close = _close(found)
+    if not close:
+        return 0.0, 0.0
+    best = _ranked(found)[0]
+    num_more = len(_roles(division)) - len(_roles(best.division))
+    least = 0.0 if num_more < 0 else _fastest(found).rate if num_more else best.rate
+    return close, rate_above(close, least)
 
 
 def _starts(ranked: Iterable[Division]) -> list[Division]:
@@ -113,14 +131,24 @@ def _roles(division: Division) -> frozenset[str]:
     return frozenset(kind for _, layout in division for kind, count in layout.counts.items() if count)
 
 
-def _ranked(plans: list[Plan], close: float) -> list[Plan]:
+def _fastest(found: Mapping[Division, Plan]) -> Plan:
+    return max(found.values(), key=lambda each: (not each.is_limit, each.rate))
+
+
+def _close(found: Mapping[Division, Plan]) -> float:
+    """The least rate that is close to the highest one; 0 if none was found."""
+    return (1 - TIE) * _fastest(found).rate if found else 0.0
+
+
+def _ranked(found: Mapping[Division, Plan]) -> list[Plan]:
     """The plans by rate; the simplest of those that are close to the best goes first."""
+    close = _close(found)
 
     def place(each: Plan) -> tuple[bool, int, float]:
         is_close = each.rate >= close and not each.is_limit
         return (not is_close, len(_roles(each.division)) * is_close, -each.rate)
 
-    return sorted(plans, key=place)
+    return sorted(found.values(), key=place)
 
 
 def specs_of(division: Division, model: Model) -> list[WorkerSpec]:

@@ -72,6 +72,18 @@ def leapt(run: Callable[[float], Summary | None], slo: Slo, guess: float) -> flo
     return guess * FACTOR if keeps(run(guess * FACTOR), slo) else guess
 
 
+def rate_above(guess: float, least: float) -> float:
+    """The lowest rate above `least`, and no lower than the guess, that `highest_rate` may return with this
+    guess. If it is not kept, `highest_rate` would return less."""
+    grain = FACTOR
+    while grain > 1 + PRECISION:
+        grain **= 0.5
+    rate = guess
+    while rate <= least:
+        rate *= grain
+    return rate
+
+
 def highest_rate(
     run: Callable[[float], Summary | None], slo: Slo, guess: float, precision: float = PRECISION
 ) -> tuple[float, Summary | None]:

@@ -45,6 +45,7 @@ from kv_transfer.lease.rank_follower import (
     OpenOrder,
     Order,
     RankEvent,
+    RankFailed,
     RankReady,
     Report,
     next_message,
@@ -64,6 +65,7 @@ class RankLink:
         self._lock = threading.Lock()  # several threads send
         # None: the pipe has ended
         self._answers: queue.SimpleQueue[RankReady | Granted | None] = queue.SimpleQueue()
+        self.failure: RankFailed | None = None  # why the rank ends, if it could report it
         self.sent = SentTotals()  # of that rank, when its last event came
         self.received = ReceivedTotals()  # likewise
 
@@ -87,9 +89,9 @@ class RankLink:
                 return answer.grant
 
     def listen(self, on_event: Callable[[TransferEvent], None]) -> None:
-        """Blocks until the pipe ends; for a thread of its own."""
+        """Blocks until the pipe ends, or the rank reports that it does; for a thread of its own."""
         try:
-            while (report := next_message(self._connection)) is not None:
+            while self.failure is None and (report := next_message(self._connection)) is not None:
                 self.on_report(report, on_event)
         finally:
             self._answers.put(None)
@@ -99,6 +101,8 @@ class RankLink:
         if isinstance(report, RankEvent):
             self.sent, self.received = report.sent, report.received
             on_event(report.event)
+        elif isinstance(report, RankFailed):
+            self.failure = report
         else:
             self._answers.put(report)
 

@@ -58,6 +58,17 @@ class RankReady:
 
 
 @dataclass(frozen=True)
+class RankFailed:
+    """The last report: the rank ends, because of this error."""
+
+    rank: int
+    message: str
+    param: str | None  # of a ConfigError
+    at: float  # `time.monotonic`, which the processes of a host share
+    is_own: bool = True  # False: it says that another rank has failed
+
+
+@dataclass(frozen=True)
 class Granted:
     grant: Grant
 
@@ -69,7 +80,7 @@ class RankEvent:
     received: ReceivedTotals
 
 
-Report = RankReady | Granted | RankEvent
+Report = RankReady | RankFailed | Granted | RankEvent
 
 
 def next_message(connection: Connection) -> Any:

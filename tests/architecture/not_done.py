@@ -16,7 +16,7 @@ OLD_WORDS: dict[str, int] = {}
 # lines over 110 columns
 LONG_LINES: dict[str, int] = {
     "bench": 5,
-    "bench/encoder": 10,
+    "bench/encoder": 9,
     "bench/engine": 2,
     "bench/first_steps": 16,
     "bench/fuzz": 3,
@@ -24,13 +24,12 @@ LONG_LINES: dict[str, int] = {
     "bench/transfer": 6,
     "cluster/worker": 1,
     "deploy/demo_model": 16,
-    "deploy/simulator": 1,
     "kv_transfer/agents": 2,
     "kv_transfer/codecs": 3,
-    "kv_transfer/lease": 2,
-    "tests/contract": 32,
+    "kv_transfer/lease": 1,
+    "tests/contract": 31,
     "tests/flow": 7,
-    "tests/unit": 79,
+    "tests/unit": 78,
 }
 
 # lines that their comment has broken

@@ -7,7 +7,7 @@ import asyncio
 from cluster.media.fetch import Fetcher, FetchPolicy
 from cluster.media.sources import MediaSource
 from cluster.types.media import Modality
-from tests.contract.fetch_host import MediaHost, Request
+from tests.contract.fetch_host import Handler, MediaHost, Request
 from tests.fakes.clock import ManualClock
 
 MEBIBYTE = 2**20
@@ -22,10 +22,17 @@ async def read(fetcher: Fetcher, url: str, max_bytes: int = MEBIBYTE, item_idx: 
     return await fetcher.read(source, max_bytes, item_idx=item_idx, tenant=tenant)
 
 
-async def drip_body(request: Request, writer: asyncio.StreamWriter) -> None:
-    """A handler whose answer never ends."""
-    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-    while not writer.is_closing():
-        writer.write(b"x")
-        await asyncio.sleep(0.01)
-    raise ConnectionResetError
+def dripping(head: bytes, drop: bytes) -> Handler:
+    """Returns a handler whose answer never ends."""
+
+    async def drip(_: Request, writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
+        while not writer.is_closing():
+            writer.write(drop)
+            await asyncio.sleep(0.01)
+        raise ConnectionResetError
+
+    return drip
+
+
+drip_body = dripping(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"x")

@@ -15,7 +15,7 @@ from cluster import overload
 from cluster.errors import MediaError, OverloadedError
 from cluster.media.fetch import Fetcher, FetchPolicy
 from tests.contract.fetch_host import Request, answer, redirect
-from tests.contract.fetching import MEBIBYTE, drip_body, fetcher_of, read
+from tests.contract.fetching import MEBIBYTE, drip_body, dripping, fetcher_of, read
 from tests.fakes.clock import ManualClock
 
 
@@ -169,19 +169,8 @@ async def test_an_empty_body_is_refused(host, fetcher):
         await read(fetcher, host.url("/a"))
 
 
-async def drip_head(request: Request, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\n")
-    while not writer.is_closing():
-        writer.write(b"X-Y: z\r\n")
-        await asyncio.sleep(0.01)
-    raise ConnectionResetError
-
-
-async def continue_for_ever(request: Request, writer: asyncio.StreamWriter) -> None:
-    while not writer.is_closing():
-        writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")
-        await asyncio.sleep(0.01)
-    raise ConnectionResetError
+drip_head = dripping(b"HTTP/1.1 200 OK\r\n", b"X-Y: z\r\n")
+continue_for_ever = dripping(b"", b"HTTP/1.1 103 Early Hints\r\n\r\n")
 
 
 @pytest.mark.parametrize("handler", [drip_body, drip_head, continue_for_ever])

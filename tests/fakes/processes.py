@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.context import ForkServerContext
@@ -47,7 +48,7 @@ def results_of_ranks(
     Each rank is `run_rank(rank, num_ranks, meeting, *given, calls, results)`. calls: by name, the ends of
     rank 0's pipes to the others, or that of the rank's own pipe; it closes them when the case of that name
     is over. results: takes what it sends. Fails if a rank sends nothing for `deadline_s`, or does not end
-    well."""
+    well, which is known at once."""
     context = fork_server()
     pipes = {name: [Pipe() for _ in range(1, num_ranks)] for name in names}
     ours, theirs = zip(*(Pipe() for _ in range(num_ranks)), strict=True)
@@ -61,16 +62,18 @@ def results_of_ranks(
             args = (rank, num_ranks, meeting, *given, calls, theirs[rank])
             processes.append(context.Process(target=run_rank, args=args, daemon=True))
             processes[-1].start()
-        for end in chain.from_iterable(chain.from_iterable(pipes.values())):
-            end.close()  # or a rank would not see that the other has closed its own
+        for end in chain(theirs, *chain.from_iterable(pipes.values())):
+            end.close()  # or the other side would not see that a rank has closed its own, or is lost
         sent: list[list[Any]] = []
         for results in ours:
             sent.append([])
-            while results.poll(deadline_s) and (result := results.recv()) is not None:
-                sent[-1].append(result)
+            with suppress(EOFError):
+                while results.poll(deadline_s) and (result := results.recv()) is not None:
+                    sent[-1].append(result)
         for process in processes:
             process.join(deadline_s)
-        assert [process.exitcode for process in processes] == [0] * num_ranks
+        exits = [process.exitcode for process in processes]
+        assert exits == [0] * num_ranks, f"ranks ended with {exits} after {list(map(len, sent))} results"
         return sent
     finally:
         for process in processes:

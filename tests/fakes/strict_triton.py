@@ -41,7 +41,7 @@ KERNELS = (
     "kv_transfer.codecs.triton_checksum",
 )
 # of the compiler, beside the arguments
-OPTIONS = frozenset(("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"))
+OPTIONS = frozenset(("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl"))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from bench.equality import MODEL
+from bench import DEMO_MODEL
 from bench.workload import Case
 from cluster.config.settings import ClusterArgs, DoorArgs, WeightCacheArgs
 from cluster.engine.engine import LanguageEngine
@@ -150,7 +150,8 @@ async def local_cluster(
     """`num_replicas`: of each role, in the order of `Role`; no more of those that are left out. The transport
     is in process unless `args` names one. `overcommits`: doors expect empty answers, so that decode is given
     more than it has memory for (with `let_all_in`: as many requests as there are), and it starts when so many
-    requests are asked. `measures`: workers measure at their start how fast they are; otherwise they know it
+    requests are asked; prompts are handed over, since those that decode computed would begin their answers
+    one by one. `measures`: workers measure at their start how fast they are; otherwise they know it
     (`known_speeds`). A cluster that has ended is a web of references with all its memory: it goes before the
     next one comes, for by itself the collector visits so large a process only now and then. What is left then
     (imported modules, models of fixtures) is not looked at again, or each of some hundred clusters would pay
@@ -158,7 +159,7 @@ async def local_cluster(
     gc.collect()
     gc.freeze()
     unique = secrets.token_hex(4)
-    if args.model != str(MODEL) and "weight_cache" not in args.model_fields_set:
+    if args.model != str(DEMO_MODEL) and "weight_cache" not in args.model_fields_set:
         # a model of one test would be written to this user's cache, and loaded twice for that
         args = args.model_copy(update={"weight_cache": WeightCacheArgs(max_bytes=0)})
     transport: Transport = args.transport if "transport" in args.model_fields_set else "in_process"
@@ -181,7 +182,7 @@ async def local_cluster(
     async def call_decode(replica_id: str, request_id: str) -> None:
         await by_id[replica_id].run(request_id)
 
-    policies = [LocalPrefillPolicy(None) for _ in range(num_doors)]
+    policies = [LocalPrefillPolicy((lambda _: False) if overcommits else None) for _ in range(num_doors)]
     has_own = args.door.policy != DoorArgs().policy
     with patch.object(placer, "ANSWER_TOKENS", 0.0 if overcommits else placer.ANSWER_TOKENS):
         doors = [Door(args, call_decode, None if has_own else policy) for policy in policies]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from hypothesis import HealthCheck, settings
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -226,3 +227,11 @@ def fused_fp8(original: Checkpoint, block: int, *, is_hub: bool = False) -> tupl
             stored.tensors[f"{name}_activation_scale"] = torch.full((len(original.tensors[name]),), 0.01)
     entry = {**FP8_ENTRY, "weight_block_size": [block, block]} if block else STATIC_ENTRY
     return declared(stored, entry), expected
+
+
+def fuzzed(num_examples: int) -> Callable:
+    """Settings of a test that changes a checkpoint in each of its examples."""
+    return settings(
+        max_examples=num_examples,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )

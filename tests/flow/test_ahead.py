@@ -181,7 +181,6 @@ async def test_hybrid_answers_that_gave_way_go_on(tmp_path, num_ahead):
     size = LanguageModel.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE).state_blocks
     args = let_all_in(window_args(folder, kv_blocks=4 * (2 * size + 3)))
     async with local_cluster(args, (0, 1, 1), overcommits=len(prompts)) as cluster:
-        cluster.let_prefill_locally(lambda _: False)
         got = await ask_all(cluster, prompts, 0)
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0
     assert got == wanted_of(folder, prompts, 0)

@@ -3,13 +3,12 @@ for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
@@ -20,6 +19,7 @@ from tests.flow.quantised_folders import (
     declared,
     dequantised,
     fp8,
+    fuzzed,
     part_of,
     plain,
     whole_omni,
@@ -104,13 +104,6 @@ def check_change(base: Checkpoint, changes: list[Change], folder: Path, halves: 
             assert torch.equal(parameter, wanted), name
 
 
-def _fuzzed(num_examples: int) -> Callable:
-    return settings(
-        max_examples=num_examples,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return declared(fp8(plain("llama", tmp_path_factory.mktemp("llama"))), FP8_ENTRY)
@@ -126,7 +119,7 @@ def omni(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @example(changes=[("move", 0, 0)])
 @example(changes=[("move", 0, 1), ("dtype", 1, 1)])
 @given(changes=CHANGES)
-@_fuzzed(30)
+@fuzzed(30)
 def test_a_changed_checkpoint_is_refused_or_exact(changes: list[Change], llama, tmp_path: Path) -> None:
     check_change(llama, changes, tmp_path, (Half.LANGUAGE,))
 
@@ -134,20 +127,20 @@ def test_a_changed_checkpoint_is_refused_or_exact(changes: list[Change], llama, 
 @example(changes=[("move", 0, 4)])
 @example(changes=[("move", 0, 5)])
 @given(changes=CHANGES)
-@_fuzzed(8)
+@fuzzed(8)
 def test_a_changed_omni_is_refused_or_exact(changes: list[Change], omni, tmp_path: Path) -> None:
     check_change(omni, changes, tmp_path, tuple(Half))
 
 
 @pytest.mark.slow
 @given(changes=CHANGES)
-@_fuzzed(500)
+@fuzzed(500)
 def test_many_changed_checkpoints_are_refused_or_exact(changes: list[Change], llama, tmp_path: Path) -> None:
     check_change(llama, changes, tmp_path, (Half.LANGUAGE,))
 
 
 @pytest.mark.slow
 @given(changes=CHANGES)
-@_fuzzed(100)
+@fuzzed(100)
 def test_many_changed_omnis_are_refused_or_exact(changes: list[Change], omni, tmp_path: Path) -> None:
     check_change(omni, changes, tmp_path, tuple(Half))

@@ -10,18 +10,19 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file
 
-from bench.equality import MODEL, check
+from bench import DEMO_MODEL
+from bench.client import open_session
+from bench.equality import check
+from bench.in_process import api
 from bench.workload import Reference, make_cases
 from cluster.config.settings import ClusterArgs
 from cluster.config.weight_formats import Header, read_entry
 from cluster.model.dequantising import DequantisedSlice
-from router.api.app import build_api
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import PATIENT_DOOR, local_cluster
 from tests.flow.quantised_folders import Checkpoint, is_linear
@@ -48,8 +49,8 @@ DTYPES = {
 
 
 def demo_model() -> Checkpoint:
-    config = json.loads((MODEL / "config.json").read_text())
-    tensors = load_file(MODEL / "model.safetensors")
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    tensors = load_file(DEMO_MODEL / "model.safetensors")
     return Checkpoint(config, tensors, hf.Qwen2_5OmniThinkerForConditionalGeneration)
 
 
@@ -59,7 +60,9 @@ def is_of_text(name: str) -> bool:
 
 def saved(checkpoint: Checkpoint, folder: Path) -> Path:
     """With the demo model's tokenizer, processor and template beside it."""
-    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors", "training", "examples"))
+    shutil.copytree(
+        DEMO_MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors", "training", "examples")
+    )
     return checkpoint.save(folder)
 
 
@@ -76,10 +79,8 @@ async def test_answers_over_http_equal_generate(form: str, tmp_path: Path) -> No
             "door": PATIENT_DOOR,
         }
     )
-    async with local_cluster(args) as cluster:
-        transport = httpx.ASGITransport(build_api(cluster.door))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=120) as client:
-            faults = await asyncio.gather(*(check(client, "demo", *request) for request in requests))
+    async with local_cluster(args) as cluster, api(cluster.door) as url, open_session(120) as session:
+        faults = await asyncio.gather(*(check(session, url, "demo", *request) for request in requests))
     assert faults == [None] * NUM_REQUESTS
 
 

@@ -113,7 +113,6 @@ async def test_answers_that_gave_way_are_computed_anew(folder, prompts, expected
     state_blocks = LanguageModel.load(folder, dtype=torch.float32, block_size=BLOCK_SIZE).state_blocks
     args = let_all_in(window_args(folder, kv_blocks=4 * (2 * state_blocks + 2)))
     async with local_cluster(args, (0, 1, 1), overcommits=8) as cluster:
-        cluster.let_prefill_locally(lambda _: False)
         got = await asyncio.gather(*(answers(cluster, prompt, NUM_TOKENS) for prompt in prompts[:2] * 4))
         assert got == [[answer] for answer in expected[:2]] * 4
         assert cluster.decodes[0].engine.load().totals.num_preempted > 0

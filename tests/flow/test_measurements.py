@@ -25,6 +25,7 @@ from cluster.types.messages import (
 )  # fmt: skip
 from cluster.types.timings import EncodeTiming, PrefillTiming
 from router.api.app import build_api
+from tests.fakes.waiting import until
 from tests.flow.local_cluster import LocalCluster, local_cluster
 from tests.flow.test_law import ask, cluster_args
 
@@ -93,12 +94,6 @@ def check_sums(timings: list[tuple[Any, float]]) -> None:
     for timing, wall_s in timings:
         parts = msgspec.structs.astuple(timing)
         assert min(parts) >= 0 and 0 < sum(parts) <= wall_s
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(HEARD_TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_door_knows_how_fast_everybody_is_what_prefill_has_and_where_the_time_went():

@@ -21,6 +21,7 @@ from deploy.demo_model.training import data
 from deploy.demo_model.training.media import decode_mp4, mp4_bytes
 from router.api.app import build_api
 from tests.contract.fetch_host import MediaHost, Request, answer, redirect
+from tests.contract.fetching import drip_body
 from tests.fakes.slow_params import often
 from tests.flow.local_cluster import HANG_S, LocalCluster
 from tests.flow.media_client import (
@@ -98,21 +99,13 @@ async def test_media_by_url_is_answered_as_by_data_uri(reference):
         assert cluster.encoders[0].encoder.engine.load().encoded.num_encoded == 3, "the same item, both ways"
 
 
-async def drip(_: Request, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
-    while True:
-        writer.write(b".")
-        await writer.drain()
-        await asyncio.sleep(0.02)
-
-
 async def test_what_cannot_be_fetched_is_refused_by_name_and_leaves_nothing_open():
     async with MediaHost() as host, MediaHost() as private:
         private.handlers["/"] = answer(image())
         host.handlers |= {
             "/inward": redirect(private.url("/")),
             "/metadata": redirect("http://169.254.169.254/latest"),
-            "/drip": drip,
+            "/drip": drip_body,
         }
         fetch = {"internal_hosts": [host.at], "allowed_hosts": ["cdn.example"], "total_timeout_s": 0.5}
         reasons = {
@@ -172,7 +165,7 @@ async def test_a_client_that_leaves_during_a_fetch_leaves_nothing_behind(stream)
 
     async def endless(request: Request, writer: asyncio.StreamWriter) -> None:
         reached.set()
-        await drip(request, writer)
+        await drip_body(request, writer)
 
     async with (
         MediaHost({"/": endless}) as host,

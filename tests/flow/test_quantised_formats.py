@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.config.checkpoint import check_weights, weight_files
@@ -23,7 +23,7 @@ from cluster.model.encoder import EncoderModel
 from cluster.model.language import LanguageModel
 from cluster.model.loading import Half, fingerprint, load_half
 from tests.fakes.slow_params import often
-from tests.flow.quantised_folders import Checkpoint, is_linear, plain, whole_omni
+from tests.flow.quantised_folders import Checkpoint, fuzzed, is_linear, plain, whole_omni
 from tests.flow.quantised_formats import FORMS, in_form
 from tests.flow.test_families import Split, admit, decode, generate, memory, prefill
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
@@ -322,24 +322,17 @@ def check_change(form: str, changes: list[tuple[str, int, int]], made: Callable,
     assert all(torch.equal(parameter, expected.tensors[name]) for name, parameter in found.items())
 
 
-def _fuzzed(num_examples: int) -> Callable:
-    return settings(
-        max_examples=num_examples,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )
-
-
 @example(form="AWQ", changes=[("move", 0, 0)])
 @example(form="W4A16", changes=[("move", 0, 1)])
 @example(form="compressed fp8, static", changes=[("rename", 1, 3)])
 @given(form=st.sampled_from(FUZZED), changes=CHANGES)
-@_fuzzed(30)
+@fuzzed(30)
 def test_a_changed_checkpoint_is_refused_or_exact(form: str, changes: list, made, tmp_path: Path) -> None:
     check_change(form, changes, made, tmp_path)
 
 
 @pytest.mark.slow
 @given(form=st.sampled_from(FUZZED), changes=CHANGES)
-@_fuzzed(600)
+@fuzzed(600)
 def test_many_changed_checkpoints_are_refused_or_exact(form: str, changes: list, made, tmp_path) -> None:
     check_change(form, changes, made, tmp_path)

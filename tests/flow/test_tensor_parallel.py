@@ -4,12 +4,15 @@ different ways."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+import pickle
 import re
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +29,7 @@ from cluster.model.logprobs import PromptScores
 from cluster.model.parallel import (
     ForwardProgress,
     LeadingModel,
+    ParallelGroup,
     follow,
     join_group,
     leave_group,
@@ -198,43 +202,46 @@ def run_rank(
     rank: int, num_ranks: int, meeting: Path, paths: dict[str, Path], calls: dict[str, list[Connection]],
     results: Connection,
 ) -> None:  # fmt: skip
-    """One after another, on the pipes `calls` of each; sends what rank 0 found out."""
+    """One after another, on the pipes `calls` of each; sends what rank 0 found out. In a group each: the
+    threads and sockets that transformers makes for a model end with the group."""
     torch.set_num_threads(1)
-    group = join_group(rank, num_ranks, meeting, "cpu")
-    assert smallest_of(group, 5 - rank) == 6 - num_ranks
-    for name, path in paths.items():
+    gc.freeze()
+    for number, (name, path) in enumerate(paths.items()):
+        group = join_group(rank, num_ranks, meeting.with_name(f"{meeting.name}-{number}"), "cpu")
+        assert smallest_of(group, 5 - rank) == 6 - num_ranks
         try:
-            sharding = Sharding(num_ranks, expert_parallel=name.endswith(WHOLE))
-            adapters = adapters_in(path)
-            room = AdapterRoom(2, 16, adapters[:1], is_open=True) if adapters else NO_ADAPTERS
-            model = LanguageModel.load(
-                path, dtype=torch.float32, block_size=BLOCK_SIZE, sharding=sharding, adapters=room
-            )
+            found = run_model(group, path, Sharding(num_ranks, name.endswith(WHOLE)), calls[name])
         except ConfigError as error:
-            results.send((name, str(error)))
-            continue
-        for slot, adapter in enumerate(adapters[1:], 2):
-            model.write_adapter(slot, model.read_adapter(adapter))
-        kv, progress = memory(model), ForwardProgress()
-        if rank > 0:
-            follow(
-                model,
-                kv,
-                group,
-                calls[name][0],
-                progress,
-                torch.float32,
-                model.feature_width,
-            )
-            assert progress.has((num_forwards(model), model.num_layers))
-            continue
-        leading = LeadingModel(model, calls[name], progress, torch.float32, group.device)
-        found = answers(leading, model, kv, SLOTS if adapters else (0, 0))
-        for call in calls[name]:
-            call.close()
-        results.send((name, (*found, progress.now, model.weight_bytes, model.kv_layout.block_bytes)))
+            found = str(error)
+        leave_group()
+        gc.collect()
+        if found is not None:
+            # by value: the memory of a tensor that a pipe passes on ends with this process
+            results.send_bytes(pickle.dumps((name, found)))
     results.send(None)
-    leave_group()
+
+
+def run_model(
+    group: ParallelGroup, path: Path, sharding: Sharding, calls: list[Connection]
+) -> tuple[Any, ...] | None:
+    """What rank 0 found out. None: it is another rank."""
+    adapters = adapters_in(path)
+    room = AdapterRoom(2, 16, adapters[:1], is_open=True) if adapters else NO_ADAPTERS
+    model = LanguageModel.load(
+        path, dtype=torch.float32, block_size=BLOCK_SIZE, sharding=sharding, adapters=room
+    )
+    for slot, adapter in enumerate(adapters[1:], 2):
+        model.write_adapter(slot, model.read_adapter(adapter))
+    kv, progress = memory(model), ForwardProgress()
+    if group.rank > 0:
+        follow(model, kv, group, calls[0], progress, torch.float32, model.feature_width)
+        assert progress.has((num_forwards(model), model.num_layers))
+        return None
+    leading = LeadingModel(model, calls, progress, torch.float32, group.device)
+    found = answers(leading, model, kv, SLOTS if adapters else (0, 0))
+    for call in calls:
+        call.close()
+    return *found, progress.now, model.weight_bytes, model.kv_layout.block_bytes
 
 
 @pytest.fixture(scope="module", params=[OFTEN], ids=["often"])

@@ -76,6 +76,13 @@ class TinyCase:
     model: hf.PreTrainedModel
     requests: list[TinyRequest]
 
+    def items(self) -> dict[Modality, list]:
+        """Of all requests."""
+        items: dict[Modality, list] = {}
+        for modality, item in [pair for request in self.requests for pair in request.items]:
+            items.setdefault(modality, []).append(item)
+        return items
+
 
 def collect(request: TinyRequest) -> TinyRequest:
     """The processor's joint tensors of a whole prompt, from its single items."""

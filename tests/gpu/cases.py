@@ -17,6 +17,7 @@ from cluster.model.kv_format import KvCacheDtype, LayerCache, kv_segments, layer
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.states import StateSpan
 from cluster.model.step_model import StepModel
+from tests.unit.model.attention_cases import dense_sequence
 
 
 @dataclass(frozen=True)
@@ -35,27 +36,6 @@ class PagedCase:
     new_key: Tensor  # [T, Hk, D]
     new_value: Tensor
     expected: Tensor  # [T, Hq, Dv] float32
-
-
-def dense(layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """query [n, Hq, D]: the last n of the S positions in key [S, Hk, D] and value [S, Hk, Dv]. float32,
-    causal."""
-    count, total = len(query), len(key)
-    query_at = torch.arange(total - count, total, device=query.device)[:, None]
-    key_at = torch.arange(total, device=query.device)[None]
-    visible = key_at <= query_at
-    if layer.sliding_window is not None:
-        visible = visible & (key_at > query_at - layer.sliding_window)
-    group = query.shape[1] // key.shape[1]
-    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float().repeat_interleave(group, 1))
-    scores = scores * layer.scaling
-    if layer.softcap is not None:
-        scores = torch.tanh(scores / layer.softcap) * layer.softcap
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if layer.sinks is not None:
-        scores = torch.cat([scores, layer.sinks.float().view(-1, 1, 1).expand(-1, count, 1)], -1)
-    probs = scores.softmax(-1)[..., :total]
-    return torch.einsum("hqk,khd->qhd", probs, value.float().repeat_interleave(group, 1))
 
 
 def paged_case(
@@ -97,7 +77,9 @@ def paged_case(
         query = noise(new, heads.query, heads.key_width)
         cache.write(where, key, value)
         expected.append(
-            dense(layer, query, cache.key.rows(where, torch.float32), cache.value.rows(where, torch.float32))
+            dense_sequence(
+                layer, query, cache.key.rows(where, torch.float32), cache.value.rows(where, torch.float32)
+            )
         )
         tables.append(table)
         slots.append(where[old:])

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from cluster.config.machine import has_triton
-from cluster.types.media import Modality
-from tests.flow.tiny_models import TinyCase
 
 
 def triton_device() -> torch.device:
@@ -17,11 +15,3 @@ def triton_device() -> torch.device:
     if not has_triton():
         pytest.skip("triton or its C compiler is not installed", allow_module_level=True)
     return torch.device("cuda")
-
-
-def items_of(case: TinyCase) -> dict[Modality, list]:
-    """Of all requests of a family."""
-    items: dict[Modality, list] = {}
-    for modality, item in [pair for request in case.requests for pair in request.items]:
-        items.setdefault(modality, []).append(item)
-    return items

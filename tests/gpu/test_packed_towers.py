@@ -12,7 +12,7 @@ from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.encoder import EncoderModel
 from cluster.model.layers.trial import agree
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
-from tests.gpu.device import items_of, triton_device
+from tests.gpu.device import triton_device
 from tests.unit.model.test_cuda_packed_attention import LENGTHS, PACKED, WIDTHS, by_torch, random_rows
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -26,7 +26,7 @@ def test_a_packed_tower_gives_its_own_rows(name: str, dtype: torch.dtype) -> Non
     case = MEDIA_FAMILIES[name]()
     nn.Module.to(case.model, DEVICE, dtype)
     encoder = EncoderModel.from_model(case.model)
-    items = items_of(case)
+    items = case.items()
     expected = {modality: encoder.encode(modality, some) for modality, some in items.items()}
     assert optimise_packed_attention(case.model) == PACKED[name]
     for modality, some in items.items():

@@ -12,7 +12,7 @@ from cluster.model.cuda.tower_blocks import optimise_tower_blocks
 from cluster.model.encoder import EncoderModel
 from cluster.model.layers.trial import agree
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
-from tests.gpu.device import items_of, triton_device
+from tests.gpu.device import triton_device
 from tests.unit.model.test_cuda_tower_blocks import FUSED
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -26,7 +26,7 @@ def test_a_tower_of_fused_blocks_gives_its_own_rows(name: str, dtype: torch.dtyp
     case = MEDIA_FAMILIES[name]()
     nn.Module.to(case.model, DEVICE, dtype)
     encoder = EncoderModel.from_model(case.model)
-    items = items_of(case)
+    items = case.items()
     expected = {modality: encoder.encode(modality, some) for modality, some in items.items()}
     merge_inputs(case.model, DEVICE)
     assert optimise_tower_blocks(case.model) == FUSED[name]

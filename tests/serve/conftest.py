@@ -110,6 +110,6 @@ def cluster_url(cluster: LocalCluster) -> str:
 def audit(cluster: LocalCluster) -> None:
     """What must hold when the last test is over: every request has ended and nothing is held for it."""
     assert not cluster.has_ended(), cluster.log_end()
-    from bench import soak
+    from bench.metrics import wait_idle
 
-    assert soak.wait_idle(cluster.url, timeout_s=120) == {}
+    assert wait_idle(cluster.url, timeout_s=120) == {}

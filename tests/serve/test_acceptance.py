@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from bench import equality, soak
+from bench import DEMO_MODEL, equality, soak
+from bench.metrics import wait_idle
 from bench.workload import make_cases
 from tests.fakes.cases import Answered, Pair, part_of
 from tests.fakes.slow_params import often
@@ -16,7 +17,7 @@ NUM_REQUESTS, NUM_ALL_REQUESTS = 60, 204  # in every run; in the slow test
 
 @pytest.fixture(scope="module")
 def answered() -> Answered:
-    return Answered(equality.MODEL, 77, equality.MAX_TOKENS)
+    return Answered(DEMO_MODEL, 77, equality.MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,6 @@ def test_all_greedy_answers_over_http_equal_generate(cluster_url, answered, conc
 def test_many_requests_with_a_fifth_cancelled_leave_nothing_behind(cluster_url, num_requests):
     cases = make_cases(78, num_requests)
     outcomes = asyncio.run(soak.run(cluster_url, cases, concurrency=16, cancelled_ratio=0.2, seed=3))
-    assert soak.wait_idle(cluster_url, timeout_s=120) == {}
+    assert wait_idle(cluster_url, timeout_s=120) == {}
     assert set(outcomes) <= {"answered", "left"} and outcomes["answered"] >= 0.8 * num_requests
     assert outcomes["left"] > 0

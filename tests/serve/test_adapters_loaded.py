@@ -14,7 +14,7 @@ import openai
 import pytest
 from peft import PeftModel
 
-from bench import equality
+from bench import DEMO_MODEL, equality
 from bench.workload import Reference, make_cases
 from deploy.serving.launch import LocalCluster
 from tests.flow.adapter_folders import save_adapter
@@ -32,7 +32,7 @@ async def change(client: httpx.AsyncClient, what: str, **body: str) -> None:
 async def test_a_loaded_adapter_outlives_the_workers_that_loaded_it(
     parallel: LocalCluster, adapters_folder: Path
 ) -> None:
-    reference: Any = Reference(equality.MODEL)
+    reference: Any = Reference(DEMO_MODEL)
     targets = ("q_proj", "v_proj", "down_proj")
     folder = save_adapter(
         reference.model, adapters_folder / "v1", "language_model", targets=targets, r=4, lora_alpha=4

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.chaos.processes import REPLICAS, Processes
+from bench.processes import REPLICAS, Processes
 from bench.ray_access import ray_headers
 from deploy.serving.launch import LocalCluster, processes_of
 from tests.fakes.slow_params import often

@@ -23,7 +23,7 @@ import httpx
 import pytest
 import yaml
 
-from bench import soak
+from bench.metrics import wait_idle
 from bench.ray_access import ray_headers
 from bench.workload import make_cases
 from deploy.serving.launch import processes_of
@@ -183,4 +183,4 @@ async def test_pools_keep_to_their_hosts_and_a_lost_host_loses_no_request(nodes:
     nodes.kill(max(nodes.labels))
     assert await asked == expected
     assert metric(nodes, "epdg_door_replays") > 0
-    assert await asyncio.to_thread(soak.wait_idle, nodes.url, ANSWER_S) == {}
+    assert await asyncio.to_thread(wait_idle, nodes.url, ANSWER_S) == {}

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench import soak
 from bench.chromium import ANSWER, BINARY, answer, ask, page
+from bench.metrics import wait_idle
 from tests.serve.test_replicas import pid_of
 
 pytestmark = [
@@ -55,7 +55,7 @@ async def test_a_stopped_answer_keeps_its_text_and_nothing_is_held(cluster_url):
         assert "stopped" in await tab.value(f"{ANSWER}.textContent")
         assert await tab.value("document.getElementById('send').textContent") == "Send"
         await tab.until("document.getElementById('pools').textContent.includes('0 requests in flight')")
-    assert soak.wait_idle(cluster_url, timeout_s=60) == {}
+    assert wait_idle(cluster_url, timeout_s=60) == {}
 
 
 async def test_a_schema_is_held_and_the_answer_is_shown_as_json(cluster_url):

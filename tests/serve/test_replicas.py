@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.chaos.processes import Processes
+from bench.processes import Processes
 from deploy.serving.launch import processes_of
 from tests.fakes.slow_params import often
 

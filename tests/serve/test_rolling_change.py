@@ -13,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+from bench.client import open_session
 from bench.ray_access import ray_headers
 from bench.soak import stream
 from bench.workload import make_cases
@@ -57,12 +58,9 @@ async def until_replaced(cluster: LocalCluster, client: httpx.AsyncClient, old: 
 
 
 async def ask_all_the_time(url: str, outcomes: Counter[str], seed: int) -> None:
-    async with httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client:
+    async with open_session(DEADLINE_S, keeps_connections=True) as session:
         for case in itertools.cycle(make_cases(seed, 50)):
-            try:
-                outcomes[await stream(client, "demo_model", case)] += 1
-            except httpx.HTTPError as error:
-                outcomes[repr(error)] += 1
+            outcomes[await stream(session, url, "demo_model", case)] += 1
 
 
 @pytest.mark.parametrize("number", [1, 2])

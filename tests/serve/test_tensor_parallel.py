@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench import equality
+from bench import DEMO_MODEL, equality
 from bench.workload import Reference, make_cases
 from deploy.serving.launch import LocalCluster, processes_of
 from tests.serve.test_replicas import (
@@ -38,7 +38,7 @@ def parent_of(pid: int) -> int:
 
 
 def test_greedy_answers_equal_generate(parallel):
-    reference = Reference(equality.MODEL)
+    reference = Reference(DEMO_MODEL)
     expected = [(case, reference.answer(case, equality.MAX_TOKENS)) for case in make_cases(79, 24)]
     faults, _ = asyncio.run(equality.run(parallel.url, expected, 8))
     assert faults == []

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cluster.errors import InternalError
-from cluster.model.cpu.library import Kernels
+from cluster.model.cpu.library import Kernels, fields
 from cluster.model.cpu.modules import PackedWeights, pointer
 from cluster.model.layers.blocks import BlockParts
 from cluster.model.layers.parts import epsilon_of
@@ -40,21 +40,16 @@ class _EncoderLayer(ctypes.Structure):
     """Mirrors `EncoderLayer` of encoder_layer.cpp."""
 
     _fields_ = (
-        ("qkv", c_void_p), ("out", c_void_p), ("up", c_void_p), ("down", c_void_p),
-        ("attention_norm", c_void_p), ("attention_shift", c_void_p), ("mlp_norm", c_void_p),
-        ("mlp_shift", c_void_p),
-        ("heads", c_int64), ("head_width", c_int64), ("activation", c_int64), ("is_bf16", c_int64),
-        ("attention_epsilon", c_double), ("mlp_epsilon", c_double), ("scale", c_double),
-    )  # fmt: skip
+        *fields(c_void_p, "qkv out up down attention_norm attention_shift mlp_norm mlp_shift"),
+        *fields(c_int64, "heads head_width activation is_bf16"),
+        *fields(c_double, "attention_epsilon mlp_epsilon scale"),
+    )
 
 
 class _EncoderStep(ctypes.Structure):
     """Mirrors `EncoderStep` of encoder_layer.cpp."""
 
-    _fields_ = (
-        ("starts", c_void_p), ("visible", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
-        ("sequences", c_int64), ("num_rows", c_int64), ("threads", c_int64),
-    )  # fmt: skip
+    _fields_ = (*fields(c_void_p, "starts visible cos sin"), *fields(c_int64, "sequences num_rows threads"))
 
 
 class EncoderSteps:
@@ -142,7 +137,6 @@ class NativeEncoderLayer:
         self._steps = steps
         self._argument_names, self._returns_tuple = parts.arguments, returns_tuple
         self._run: Callable[..., None] = kernels.cdll.encoder_layer
-        self._run.argtypes, self._run.restype = (c_void_p,) * 4, None
 
     def __call__(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor | tuple[Tensor]:
         """[rows, hidden] with `cu_seqlens`, or [sequences, length, hidden], to the same shape. Blocks."""

@@ -13,7 +13,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from cluster.model.cpu.library import Kernels, load
+from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import PackedWeights, is_servable
 from cluster.model.layers.parts import dtype_of
 from cluster.model.layers.trial import agree
@@ -55,12 +55,9 @@ class NativePatches(nn.Module):
         return patches.flatten(len(sizes) + 1).flatten(0, len(sizes))
 
 
-def optimise_patches(module: nn.Module, kernels: Kernels | None = None) -> int:
-    """Replaces such convolutions anywhere in `module`, in place; returns how many. If this machine has no
-    kernels, does nothing. Call it in evaluation mode. Blocks."""
-    kernels = kernels or load()
-    if kernels is None:
-        return 0
+def optimise_patches(module: nn.Module, kernels: Kernels) -> int:
+    """Replaces such convolutions anywhere in `module`, in place; returns how many. Call it in evaluation
+    mode. Blocks."""
     found = [
         (parent, name, child)
         for parent in module.modules()

@@ -10,7 +10,7 @@ from transformers.activations import GELUActivation, GELUTanh, QuickGELUActivati
 
 from cluster.model.attention_cpu import MAX_WIDTH
 from cluster.model.cpu.encoder_layer import Activation, EncoderSteps, NativeEncoderLayer
-from cluster.model.cpu.library import Kernels, load
+from cluster.model.cpu.library import Kernels
 from cluster.model.cpu.modules import is_servable
 from cluster.model.layers.block_search import replace_blocks
 from cluster.model.layers.blocks import BlockParts
@@ -24,12 +24,10 @@ _KINDS: Mapping[type[nn.Module], Activation] = {
 }
 
 
-def optimise_encoder_layers(module: nn.Module, kernels: Kernels | None = None) -> int:
-    """Replaces blocks anywhere in `module`, in place; returns how many. If this machine has no kernels, does
-    nothing. Call it in evaluation mode, before `modules.optimise_modules`. Blocks: some seconds for a
-    gigabyte of weights."""
-    kernels = kernels or load()
-    return 0 if kernels is None else replace_blocks(module, _CpuBlockKernels(kernels))
+def optimise_encoder_layers(module: nn.Module, kernels: Kernels) -> int:
+    """Replaces blocks anywhere in `module`, in place; returns how many. Call it in evaluation mode, before
+    `modules.optimise_modules`. Blocks: some seconds for a gigabyte of weights."""
+    return replace_blocks(module, _CpuBlockKernels(kernels))
 
 
 class _CpuBlockKernels:

@@ -26,7 +26,7 @@ from cluster.kvcache.memory import BlockMemory
 from cluster.model.attention import AttentionBackend, PagedBatch
 from cluster.model.attention_cpu import row_pointers, step_view
 from cluster.model.cpu.adapters import NO_RUNS, AdapterRuns, attach_adapters, step_of
-from cluster.model.cpu.library import Kernels
+from cluster.model.cpu.library import Kernels, fields
 from cluster.model.cpu.mixers import NativeMixer, SpanPages, native_mixer
 from cluster.model.cpu.modules import NativeRmsNorm, PackedLinear, PackedWeights, pointer
 from cluster.model.kv_format import layer_cache
@@ -39,22 +39,18 @@ class _DecoderLayer(ctypes.Structure):
     """Mirrors `DecoderLayer` of layer.cpp."""
 
     _fields_ = (
-        ("qkv", c_void_p), ("out", c_void_p), ("gate_up", c_void_p), ("down", c_void_p),
-        ("input_norm", c_void_p),
-        ("post_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p), ("mixer", c_void_p),
-        ("query_heads", c_int64), ("kv_heads", c_int64), ("head_width", c_int64), ("is_bf16", c_int64),
-        ("is_gated", c_int64), ("is_shifted", c_int64), ("input_epsilon", c_double),
-        ("post_epsilon", c_double), ("query_epsilon", c_double), ("key_epsilon", c_double),
-        ("scale", c_double),
-    )  # fmt: skip
+        *fields(c_void_p, "qkv out gate_up down input_norm post_norm query_norm key_norm mixer"),
+        *fields(c_int64, "query_heads kv_heads head_width is_bf16 is_gated is_shifted"),
+        *fields(c_double, "input_epsilon post_epsilon query_epsilon key_epsilon scale"),
+    )
 
 
 class _Decoder(ctypes.Structure):
     """Mirrors `Decoder` of layer.cpp."""
 
     _fields_ = (
-        ("layers", c_void_p), ("views", c_void_p), ("num_layers", c_int64), ("norm", c_void_p),
-        ("head", c_void_p), ("is_shifted", c_int64), ("epsilon", c_double),
+        *fields(c_void_p, "layers views"), ("num_layers", c_int64), *fields(c_void_p, "norm head"),
+        ("is_shifted", c_int64), ("epsilon", c_double),
     )  # fmt: skip
 
 
@@ -66,13 +62,12 @@ class _DecoderStep(ctypes.Structure):
     """Mirrors `DecoderStep` of layer.cpp."""
 
     _fields_ = (
-        ("slots", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("rows", c_void_p), ("views", c_void_p),
-        ("mixing", c_void_p), ("x", c_void_p), ("y", c_void_p), ("wanted", c_void_p),
-        ("outputs", c_void_p), ("logits", c_void_p),
-        ("tokens", c_int64), ("rotary_width", c_int64), ("num_views", c_int64), ("num_wanted", c_int64),
-        ("threads", c_int64), ("on_layer", _OnLayer), ("adapters", c_void_p), ("adapted", c_void_p),
-        ("runs", c_void_p), ("num_runs", c_int64), ("busy", c_int64),
-    )  # fmt: skip
+        *fields(c_void_p, "slots cos sin rows views mixing x y wanted outputs logits"),
+        *fields(c_int64, "tokens rotary_width num_views num_wanted threads"),
+        ("on_layer", _OnLayer),
+        *fields(c_void_p, "adapters adapted runs"),
+        *fields(c_int64, "num_runs busy"),
+    )
 
 
 class NativeDecoderLayer(nn.Module):
@@ -219,7 +214,6 @@ class NativeDecoder:
         self.kernels_s = 0.0  # of the last call: how long its threads were in kernels, on average
         self._rows: tuple[weakref.ref[BlockMemory], ctypes.Array[c_void_p]] | None = None
         self._run: Callable[..., None] = kernels.cdll.run_decoder
-        self._run.argtypes, self._run.restype = (c_void_p, c_void_p), None
 
     def run(
         self, x: Tensor, y: Tensor, position_embeddings: tuple[Tensor, Tensor], batch: PagedBatch,

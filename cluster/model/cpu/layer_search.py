@@ -110,7 +110,7 @@ class CpuLayerKernels:
         return (_ADAPTED_TOLERANCE if parts.is_adapted else _TOLERANCE)[parts.dtype]
 
     def replace_modules(self, text_model: nn.Module, head: nn.Module) -> nn.Module | None:
-        return optimise(text_model, head, self._weight_dtype, self._kernels)
+        return optimise(text_model, head, self._kernels, self._weight_dtype)
 
     def mixer(self, forward: StatefulForward) -> MixerKernel | None:
         return mixer_of_modules(forward, self._kernels)

@@ -1,5 +1,4 @@
-"""The kernels of this package in this process: which variant, and the C interface of `linear.cpp`,
-`rows.cpp` and `packing.cpp`.
+"""The kernels of this package in this process: which variant, and the C interface of all of them.
 
 Loaded once for each selected variant, on first use, from any thread. A call releases the interpreter's lock
 while it runs.
@@ -8,6 +7,7 @@ while it runs.
 from __future__ import annotations
 
 import ctypes
+import sys
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,29 +20,26 @@ from cluster.native.variants import Variant, selected_variants
 SOURCES = Path(__file__).parent
 
 
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Successive fields of a struct that have one type. Interned, as ctypes sets them by their names."""
+    return [(sys.intern(name), kind) for name in names.split()]
+
+
 class Layer(ctypes.Structure):
     """Mirrors `Layer` of kernels.h. Holds pointers only: its owner keeps the tensors alive."""
 
     _fields_ = (
-        ("packed", c_void_p),
-        ("bias", c_void_p),
-        ("scales", c_void_p),
-        ("sums", c_void_p),
-        ("inputs", c_int64),
-        ("outputs", c_int64),
-        ("gated", c_int64),
+        *fields(c_void_p, "packed bias scales sums"),
+        *fields(c_int64, "inputs outputs gated"),
         ("adapters", c_void_p),
-        ("parts", c_int64),
-        ("down_width", c_int64),
-        ("second", c_int64),
-        ("third", c_int64),
+        *fields(c_int64, "parts down_width second third"),
     )
 
 
 class LayerAdapter(ctypes.Structure):
     """Mirrors `LayerAdapter` of kernels.h."""
 
-    _fields_ = (("down", c_void_p), ("up", c_void_p), ("rank", c_int64))
+    _fields_ = (*fields(c_void_p, "down up"), ("rank", c_int64))
 
 
 _LINEAR = (c_void_p, c_void_p, c_void_p, c_int64, c_int)  # layer, x, y, rows, threads
@@ -61,12 +58,18 @@ _PROTOTYPES = {
     "pack_i8_bf16": _PACK_INT8,
     "rms_norm_f32": _NORM,
     "rms_norm_bf16": _NORM,
+    # structs, by their addresses
+    "run_decoder": (c_void_p, c_void_p),
+    "encoder_layer": (c_void_p, c_void_p, c_void_p, c_void_p),  # and x, y
+    "run_mixer": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),  # and rows, out, threads
+    # logits, stride, vocabulary, rows, keys, temperatures, tokens, count, threads
+    "draw_tokens": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int),
 }
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The functions named above are declared. A caller of another function declares its arguments."""
+    """The functions named above are declared."""
 
     cdll: ctypes.CDLL
     variant: str  # the compiled one's name

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cluster.model.cpu.library import Kernels
+from cluster.model.cpu.library import Kernels, fields
 from cluster.model.cpu.modules import pointer
 from cluster.model.cpu.weight_source import Matrix, WeightSource
 from cluster.model.layers.mixer_parts import (
@@ -40,68 +40,51 @@ class _MixerStep(ctypes.Structure):
     """Mirrors `MixerStep` of kernels.h."""
 
     _fields_ = (
-        ("starts", c_void_p), ("sequences", c_void_p), ("source", c_void_p), ("target", c_void_p),
-        ("memory", c_void_p), ("num_sequences", c_int64), ("pages", c_int64),
+        *fields(c_void_p, "starts sequences source target memory"), *fields(c_int64, "num_sequences pages")
     )  # fmt: skip
 
 
 class _Mixer(ctypes.Structure):
     """Mirrors `Mixer` of kernels.h."""
 
-    _fields_ = (
-        ("run", c_void_p), ("items", c_int64), ("first_page", c_int64), ("page_bytes", c_int64),
-        ("is_bf16", c_int64),
-    )  # fmt: skip
+    _fields_ = (("run", c_void_p), *fields(c_int64, "items first_page page_bytes is_bf16"))
 
 
 class _MixerConvolution(ctypes.Structure):
     """Mirrors `Convolution` of kernels.h."""
 
-    _fields_ = (
-        ("weight", c_void_p), ("bias", c_void_p), ("taps", c_int64), ("channels", c_int64),
-        ("row_width", c_int64), ("state_offset", c_int64),
-    )  # fmt: skip
+    _fields_ = (*fields(c_void_p, "weight bias"), *fields(c_int64, "taps channels row_width state_offset"))
 
 
 class _DeltaMixer(ctypes.Structure):
     """Mirrors `DeltaMixer` of kernels.h."""
 
     _fields_ = (
-        ("mixer", _Mixer), ("convolution", _MixerConvolution),
-        *((name, c_void_p) for name in ("rates", "shifts", "norm")),
-        *(
-            (name, c_int64)
-            for name in (
-                "key_heads", "value_heads", "key_width", "value_width",
-                "query", "key", "key_step", "value", "gate", "value_step", "beta", "decay", "gate_step",
-                "state_offset",
-            )
-        ),
+        ("mixer", _Mixer),
+        ("convolution", _MixerConvolution),
+        *fields(c_void_p, "rates shifts norm"),
+        *fields(c_int64, "key_heads value_heads key_width value_width"),
+        *fields(c_int64, "query key key_step value gate value_step beta decay gate_step state_offset"),
         ("epsilon", c_double),
-    )  # fmt: skip
+    )
 
 
 class _StateSpaceMixer(ctypes.Structure):
     """Mirrors `StateSpaceMixer` of kernels.h."""
 
     _fields_ = (
-        ("mixer", _Mixer), ("convolution", _MixerConvolution),
-        *((name, c_void_p) for name in ("rates", "shifts", "skips")),
-        *(
-            (name, c_int64)
-            for name in ("heads", "groups", "head_width", "state_width", "first", "steps", "state_offset")
-        ),
-        ("low", c_double), ("high", c_double),
-    )  # fmt: skip
+        ("mixer", _Mixer),
+        ("convolution", _MixerConvolution),
+        *fields(c_void_p, "rates shifts skips"),
+        *fields(c_int64, "heads groups head_width state_width first steps state_offset"),
+        *fields(c_double, "low high"),
+    )
 
 
 class _ConvolutionMixer(ctypes.Structure):
     """Mirrors `ConvolutionMixer` of kernels.h."""
 
-    _fields_ = (
-        ("mixer", _Mixer), ("weight", c_void_p), ("bias", c_void_p), ("channels", c_int64),
-        ("taps", c_int64),
-    )  # fmt: skip
+    _fields_ = (("mixer", _Mixer), *fields(c_void_p, "weight bias"), *fields(c_int64, "channels taps"))
 
 
 class SpanPages:
@@ -252,7 +235,7 @@ class MixerOfModules:
         # modules take the place of the linears later
         names = {module: name for name, module in forward.mixer.named_children()}
         self._inputs, self._out = [names[linear] for linear in mixer.linears], names[mixer.out]
-        self._run = _runner(kernels)
+        self._run = kernels.cdll.run_mixer
 
     def __call__(self, rows: Tensor, step: StepState) -> Tensor:
         projected = torch.cat([getattr(self._own, name)(rows[None])[0] for name in self._inputs], -1)
@@ -287,7 +270,7 @@ class StateSpaceOfModules:
             self._width, self._width + channels, state_offset, *limits,
         )  # fmt: skip
         self._kept = (convolution, bias, rates, skips, shifts, mixer)
-        self._address, self._run = ctypes.addressof(mixer), _runner(kernels)
+        self._address, self._run = ctypes.addressof(mixer), kernels.cdll.run_mixer
 
     def __call__(self, rows: Tensor, step: StepState) -> Tensor:
         own = self._own
@@ -310,13 +293,6 @@ def _is_state_space(forward: StatefulForward, kernels: Kernels) -> bool:
         return False
     weight, lanes = own.conv1d.weight, kernels.cdll.mixer_lanes()
     return weight.dtype in _DTYPES and own.head_dim % lanes == own.ssm_state_size % lanes == 0
-
-
-def _runner(kernels: Kernels) -> Any:
-    """Any mixer, alone."""
-    run = kernels.cdll.run_mixer
-    run.argtypes, run.restype = (*[c_void_p] * 4, ctypes.c_int), None
-    return run
 
 
 def mixer_of_modules(

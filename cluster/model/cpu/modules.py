@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from cluster.errors import InternalError
-from cluster.model.cpu.library import Kernels, Layer, load
+from cluster.model.cpu.library import Kernels, Layer
 from cluster.model.cpu.weight_source import Matrix
 from cluster.model.layers.parts import (
     MlpParts,
@@ -160,18 +160,14 @@ class NativeRmsNorm(nn.Module):
 
 
 def optimise(
-    text_model: nn.Module, head: nn.Module, weight_dtype: WeightDtype = "auto", kernels: Kernels | None = None
+    text_model: nn.Module, head: nn.Module, kernels: Kernels, weight_dtype: WeightDtype = "auto"
 ) -> nn.Module | None:
     """Replaces linears, gated MLPs and norms anywhere in `text_model`, in place. Returns the new output head;
     None: keep the old one.
 
-    A head that shares its weight with the embedding gets a packed copy of its own. If this machine has no
-    kernels, does nothing (`kernels`: default those of `load`). Call it before the first forward, in
-    evaluation mode. Blocks: some seconds for a gigabyte of weights.
+    A head that shares its weight with the embedding gets a packed copy of its own. Call it before the first
+    forward, in evaluation mode. Blocks: some seconds for a gigabyte of weights.
     """
-    kernels = kernels or load()
-    if kernels is None:
-        return None
     with torch.inference_mode():
         counts = _optimise_children(text_model, kernels, weight_dtype)
         new_head = _replacement(head, kernels, weight_dtype)
@@ -181,11 +177,8 @@ def optimise(
     return new_head
 
 
-def optimise_modules(module: nn.Module, kernels: Kernels | None = None) -> int:
+def optimise_modules(module: nn.Module, kernels: Kernels) -> int:
     """`optimise` for any module: replaces parts of `module` in place and returns their number."""
-    kernels = kernels or load()
-    if kernels is None:
-        return 0
     with torch.inference_mode():
         return _optimise_children(module, kernels, "auto")
 

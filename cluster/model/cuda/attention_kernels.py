@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cluster.model.cuda.early_kernels import begin, wait_for_last
+from cluster.model.cuda.early_kernels import let_next_begin, wait_for_last
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 KEYS_PER_SHARE = tl.constexpr(256)
@@ -121,6 +121,28 @@ def plan(
 
 
 @triton.jit
+def _item(items, number, mask):
+    """A work item, as `plan` writes it. Volatile: the first is read beside the count, not behind it."""
+    at = items + number * ITEM_WIDTH
+    return (
+        tl.load(at, mask=mask, volatile=True), tl.load(at + 1, mask=mask, volatile=True),
+        tl.load(at + 2, mask=mask, volatile=True), tl.load(at + 3, mask=mask, volatile=True),
+        tl.load(at + 4, mask=mask, volatile=True), tl.load(at + 5, mask=mask, volatile=True),
+        tl.load(at + 6, mask=mask, volatile=True),
+    )  # fmt: skip
+
+
+@triton.jit
+def _tile_blocks(
+    table, tile_start, end_key, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr
+):  # fmt: skip
+    """[TILE // UNIT] int32: the blocks of a tile's keys, of which UNIT lie side by side in one. table: of the
+    sequence."""
+    starts = tile_start + tl.arange(0, TILE // UNIT) * UNIT
+    return tl.load(table + starts // BLOCK_SIZE, mask=starts < end_key, other=0)
+
+
+@triton.jit
 def _load_run(
     contents, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
     dtype: tl.constexpr,
@@ -132,10 +154,23 @@ def _load_run(
 
 
 @triton.jit
-def _run_scale(scales, rows, row_mask, number: tl.constexpr, RUNS: tl.constexpr):
+def _load_keys(
+    contents, rows, places, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """As `_load_run`, of the rows `rows` + `places`. Keys of one block have equal rows, int64, and places
+    that are the same for every tile, so one address serves them."""
+    columns = number * RUN + tl.arange(0, RUN)
+    mask = row_mask[:, None] & (columns < WIDTH)[None, :]
+    offsets = places[:, None] * WIDTH + columns[None, :]
+    return tl.load(contents + (rows * WIDTH)[:, None] + offsets, mask=mask, other=0).to(dtype)
+
+
+@triton.jit
+def _run_scale(scales, rows, places, row_mask, number: tl.constexpr, RUNS: tl.constexpr):
     """[1, len(rows)] float32. scales: int32, two in a word; or float16, which are not loaded ahead of their
     use, as the compiler loads ahead nothing smaller than a word."""
-    elements = rows * RUNS + number
+    elements = (rows + places) * RUNS + number
     if scales.dtype.element_ty == tl.int32:
         words = tl.load(scales + elements // 2, mask=row_mask, other=0)
         halves = (words >> (elements % 2 * 16).to(tl.int32)).to(tl.int16)
@@ -147,27 +182,27 @@ def _run_scale(scales, rows, row_mask, number: tl.constexpr, RUNS: tl.constexpr)
 
 @triton.jit
 def _run_scores(
-    query, contents, scales, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
-    RUNS: tl.constexpr,
+    query, contents, scales, rows, places, row_mask, number: tl.constexpr, WIDTH: tl.constexpr,
+    RUN: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """[len(query), len(rows)] float32: a run's part of the products of queries and keys."""
-    keys = _load_run(contents, rows, row_mask, number, WIDTH, RUN, query.dtype)
+    keys = _load_keys(contents, rows, places, row_mask, number, WIDTH, RUN, query.dtype)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if scales is not None:
-        scores *= _run_scale(scales, rows, row_mask, number, RUNS)
+        scores *= _run_scale(scales, rows, places, row_mask, number, RUNS)
     return scores
 
 
 @triton.jit
 def _add_run(
-    out, correction, probs, contents, scales, rows, row_mask, number: tl.constexpr, WIDTH: tl.constexpr,
-    RUN: tl.constexpr, RUNS: tl.constexpr, FACTOR: tl.constexpr, dtype: tl.constexpr,
+    out, correction, probs, contents, scales, rows, places, row_mask, number: tl.constexpr,
+    WIDTH: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, FACTOR: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """out [len(probs), RUN] float32, corrected, plus a run of the values weighted by probs (float32) and, if
     they have scales, by FACTOR."""
-    values = _load_run(contents, rows, row_mask, number, WIDTH, RUN, dtype)
+    values = _load_keys(contents, rows, places, row_mask, number, WIDTH, RUN, dtype)
     if scales is not None:
-        probs *= _run_scale(scales, rows, row_mask, number, RUNS) * FACTOR
+        probs *= _run_scale(scales, rows, places, row_mask, number, RUNS) * FACTOR
     return tl.dot(probs.to(dtype), values, out * correction[:, None], input_precision="ieee")
 
 
@@ -215,14 +250,17 @@ def attend(
     wait_for_last(EARLY)
     kv_head = tl.program_id(1)
     dtype: tl.constexpr = query.dtype.element_ty
+    # Keys of a block share an address, but for codes beside few rows, which are read in several layouts.
+    HAS_UNITS: tl.constexpr = TILE % BLOCK_SIZE == 0 and (key_scales is None or ROWS > 16)
+    UNIT: tl.constexpr = BLOCK_SIZE if HAS_UNITS else 1
     row_numbers = tl.arange(0, ROWS)
     heads = kv_head * GROUP + row_numbers % GROUP
+    places = tl.arange(0, TILE) % UNIT * KV_HEADS + kv_head
     num_items = tl.load(count)
+    row, first_token, num_tokens, first_key, end_key, place, shares = _item(items, tl.program_id(0), True)
     for number in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        record = items + number * ITEM_WIDTH
-        row, first_token, num_tokens = tl.load(record), tl.load(record + 1), tl.load(record + 2)
-        first_key, end_key = tl.load(record + 3), tl.load(record + 4)
-        place, shares = tl.load(record + 5), tl.load(record + 6)
+        table, first_tile = tables + row * table_stride, first_key // TILE * TILE
+        blocks = _tile_blocks(table, first_tile, end_key, BLOCK_SIZE, TILE, UNIT)
         token_numbers = row_numbers // GROUP
         is_row = token_numbers < num_tokens
         tokens = first_token + token_numbers
@@ -240,18 +278,28 @@ def attend(
         total = tl.zeros([ROWS], tl.float32)
         out0 = tl.zeros([ROWS, V_RUN], tl.float32)
         out1, out2, out3 = out0, out0, out0
-        for tile_start in range(first_key // TILE * TILE, end_key, TILE):
+        for tile_start in range(first_tile, end_key, TILE):
             positions = tile_start + tl.arange(0, TILE)
             inside = (positions >= first_key) & (positions < end_key)
-            block = tl.load(tables + row * table_stride + positions // BLOCK_SIZE, mask=inside, other=0)
-            key_rows = (block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * KV_HEADS + kv_head
-            scores = _run_scores(query0, key, key_scales, key_rows, inside, 0, K_WIDTH, K_RUN, K_RUNS)
+            firsts = blocks.to(tl.int64) * BLOCK_SIZE
+            if UNIT == 1:
+                firsts += positions % BLOCK_SIZE
+            key_rows = tl.broadcast_to((firsts * KV_HEADS)[:, None], [TILE // UNIT, UNIT])
+            key_rows = tl.reshape(key_rows, [TILE])
+            blocks = _tile_blocks(table, tile_start + TILE, end_key, BLOCK_SIZE, TILE, UNIT)
+            scores = _run_scores(query0, key, key_scales, key_rows, places, inside, 0, K_WIDTH, K_RUN, K_RUNS)
             if K_RUNS > 1:
-                scores += _run_scores(query1, key, key_scales, key_rows, inside, 1, K_WIDTH, K_RUN, K_RUNS)
+                scores += _run_scores(
+                    query1, key, key_scales, key_rows, places, inside, 1, K_WIDTH, K_RUN, K_RUNS
+                )
             if K_RUNS > 2:
-                scores += _run_scores(query2, key, key_scales, key_rows, inside, 2, K_WIDTH, K_RUN, K_RUNS)
+                scores += _run_scores(
+                    query2, key, key_scales, key_rows, places, inside, 2, K_WIDTH, K_RUN, K_RUNS
+                )
             if K_RUNS > 3:
-                scores += _run_scores(query3, key, key_scales, key_rows, inside, 3, K_WIDTH, K_RUN, K_RUNS)
+                scores += _run_scores(
+                    query3, key, key_scales, key_rows, places, inside, 3, K_WIDTH, K_RUN, K_RUNS
+                )
             scores *= scaling
             if HAS_SOFTCAP:  # softcap * tanh(scores / softcap)
                 scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
@@ -264,23 +312,23 @@ def attend(
             total = total * correction + tl.sum(probs, 1)
             largest = new_largest
             out0 = _add_run(
-                out0, correction, probs, value, value_scales, key_rows, inside, 0, V_WIDTH, V_RUN, V_RUNS,
-                FACTOR, dtype,
+                out0, correction, probs, value, value_scales, key_rows, places, inside, 0, V_WIDTH, V_RUN,
+                V_RUNS, FACTOR, dtype,
             )  # fmt: skip
             if V_RUNS > 1:
                 out1 = _add_run(
-                    out1, correction, probs, value, value_scales, key_rows, inside, 1, V_WIDTH, V_RUN, V_RUNS,
-                    FACTOR, dtype,
+                    out1, correction, probs, value, value_scales, key_rows, places, inside, 1, V_WIDTH, V_RUN,
+                    V_RUNS, FACTOR, dtype,
                 )  # fmt: skip
             if V_RUNS > 2:
                 out2 = _add_run(
-                    out2, correction, probs, value, value_scales, key_rows, inside, 2, V_WIDTH, V_RUN, V_RUNS,
-                    FACTOR, dtype,
+                    out2, correction, probs, value, value_scales, key_rows, places, inside, 2, V_WIDTH, V_RUN,
+                    V_RUNS, FACTOR, dtype,
                 )  # fmt: skip
             if V_RUNS > 3:
                 out3 = _add_run(
-                    out3, correction, probs, value, value_scales, key_rows, inside, 3, V_WIDTH, V_RUN, V_RUNS,
-                    FACTOR, dtype,
+                    out3, correction, probs, value, value_scales, key_rows, places, inside, 3, V_WIDTH, V_RUN,
+                    V_RUNS, FACTOR, dtype,
                 )  # fmt: skip
         if place < 0:
             if sinks is not None:
@@ -293,6 +341,10 @@ def attend(
             tl.store(partial_stats + parts * 2 + 1, total, mask=is_row)
             factors = tl.full([ROWS], FACTOR, tl.float32)
             _store_runs(partial_out, parts, is_row, factors, out0, out1, out2, out3, V_WIDTH, V_RUN, V_RUNS)
+        following = number + tl.num_programs(0)
+        row, first_token, num_tokens, first_key, end_key, place, shares = _item(
+            items, following, following < num_items
+        )
 
 
 @triton.jit
@@ -304,9 +356,13 @@ def merge(
     """Grid (T, cdiv(HEADS, MERGED)). Joins the shares of MERGED heads of one token; stores nothing if there
     is one share. SHARES_PAD is a constant, so that the order of the sum is one, too. A token of no sequence
     becomes zero."""
-    begin(EARLY)
+    let_next_begin(EARLY)
     token, first_head = tl.program_id(0), tl.program_id(1) * MERGED
     seq = tl.load(seqs + token)
+    own = tl.maximum(seq, 0)
+    num_shares, place = tl.load(seq_shares + own), tl.load(seq_places + own)
+    place += (token - tl.load(starts + own)) * num_shares
+    wait_for_last(EARLY)
     columns = tl.arange(0, V_PAD)
     inside = columns < V_WIDTH
     target = out + (token.to(tl.int64) * HEADS + first_head) * V_WIDTH
@@ -315,24 +371,20 @@ def merge(
         for member in range(num_heads):
             zeros = tl.zeros([V_PAD], tl.float32).to(out.dtype.element_ty)
             tl.store(target + member * V_WIDTH + columns, zeros, mask=inside)
-    else:
-        num_shares = tl.load(seq_shares + seq)
-        if num_shares > 1:
-            numbers = tl.arange(0, SHARES_PAD)
-            is_share = numbers < num_shares
-            place = tl.load(seq_places + seq) + (token - tl.load(starts + seq)) * num_shares
-            for member in range(num_heads):
-                head = first_head + member
-                parts = (place + numbers).to(tl.int64) * HEADS + head
-                largest = tl.load(partial_stats + parts * 2, mask=is_share, other=float("-inf"))
-                totals = tl.load(partial_stats + parts * 2 + 1, mask=is_share, other=0.0)
-                top = tl.max(largest, 0)
-                weights = tl.exp2(largest - top)
-                total = tl.sum(weights * totals, 0)
-                if sinks is not None:
-                    total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - top)
-                mask = (is_share & (totals > 0.0))[:, None] & inside[None, :]
-                sources = parts[:, None] * V_WIDTH + columns[None, :]
-                sums = tl.load(partial_out + sources, mask=mask, other=0.0)
-                joined = tl.sum(sums * weights[:, None], 0) / total
-                tl.store(target + member * V_WIDTH + columns, joined.to(out.dtype.element_ty), mask=inside)
+    elif num_shares > 1:
+        numbers = tl.arange(0, SHARES_PAD)
+        is_share = numbers < num_shares
+        for member in range(num_heads):
+            head = first_head + member
+            parts = (place + numbers).to(tl.int64) * HEADS + head
+            largest = tl.load(partial_stats + parts * 2, mask=is_share, other=float("-inf"))
+            totals = tl.load(partial_stats + parts * 2 + 1, mask=is_share, other=0.0)
+            sources = parts[:, None] * V_WIDTH + columns[None, :]
+            sums = tl.load(partial_out + sources, mask=is_share[:, None] & inside[None, :], other=0.0)
+            top = tl.max(largest, 0)
+            weights = tl.exp2(largest - top)
+            total = tl.sum(weights * totals, 0)
+            if sinks is not None:
+                total += tl.exp2(tl.load(sinks + head).to(tl.float32) * LOG2_E - top)
+            joined = tl.sum(sums * weights[:, None], 0) / total
+            tl.store(target + member * V_WIDTH + columns, joined.to(out.dtype.element_ty), mask=inside)

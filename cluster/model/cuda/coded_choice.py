@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,13 +96,19 @@ def _fault(linear: CodedLinear, dtype: torch.dtype) -> str | None:
         x = torch.randn(num_rows, width, generator=generator).to(device, dtype)
         bias = None if linear.bias is None else linear.bias.float()
         expected = F.linear(x.float(), weight, bias)
-        try:
-            found = linear.multiply(x).float()
-            error = float((found - expected).norm() / expected.norm())
-        except Exception as error:  # compilers raise what they like; a device that broke raises it again
-            return f"its kernel for {num_rows} rows fails: {error}"
-        if not error <= _TOLERANCES[dtype]:  # also for NaN
-            return f"its product of {num_rows} rows is wrong by {error:.1%}"
+        if (fault := _fault_of_rows(partial(linear.multiply, x), expected, dtype)) is not None:
+            return fault
+    return None
+
+
+def _fault_of_rows(multiply: Callable[[], Tensor], expected: Tensor, dtype: torch.dtype) -> str | None:
+    """Why a product must not be used, by one of some rows; None: it is right."""
+    try:
+        error = float((multiply().float() - expected).norm() / expected.norm())
+    except Exception as error:  # compilers raise what they like; a device that broke raises it again
+        return f"its kernel for {len(expected)} rows fails: {error}"
+    if not error <= _TOLERANCES[dtype]:  # also for NaN
+        return f"its product of {len(expected)} rows is wrong by {error:.1%}"
     return None
 
 
@@ -158,13 +166,9 @@ def fault_of_experts(experts: nn.Module, dtype: torch.dtype, forward: ExpertsFor
         x = torch.randn(num_tokens, width, generator=generator).to(device, dtype)
         weights = torch.rand(num_tokens, num_chosen, generator=generator).to(device, dtype)
         expected = _plain_forward(experts, x, chosen, weights, compared)
-        try:
-            found = forward(experts, x, chosen, weights).float()
-            error = float((found - expected).norm() / expected.norm())
-        except Exception as error:  # compilers raise what they like; a device that broke raises it again
-            return f"their kernel for {num_tokens} tokens fails: {error}"
-        if not error <= _TOLERANCES[dtype]:  # also for NaN
-            return f"their products of {num_tokens} tokens are wrong by {error:.1%}"
+        multiply = partial(forward, experts, x, chosen, weights)
+        if (fault := _fault_of_rows(multiply, expected, dtype)) is not None:
+            return fault
     return None
 
 

@@ -9,10 +9,11 @@ A code becomes a number by operations on bits, the same on every GPU:
   numbers as well. Their scales, numbers or (uint8) exponents, are multiplied by that.
 
 Numbers are exact in bfloat16 and float16, their products are summed in float32, a group of columns is
-multiplied by its scale in float32, and the sum is rounded once where it is stored. Groups that are shorter
-than a step are scaled before the product, as the plain weight is. How a sum is cut follows
-from the matrix alone, so a row's result depends on that row alone; only `coded_row`, `coded_rows` of 16 rows
-and of more (on Hopper by another instruction) may sum in different orders.
+multiplied by its scale in float32, and the sum is rounded once where it is stored. In `coded_rows`, groups
+shorter than a step are scaled before the product, so that a step may have several: these weights are rounded
+to the dtype of x. How a sum is cut follows from the matrix alone, so a row's result depends on that row
+alone; only `coded_row`, `coded_rows` of 16 rows and of more (on Hopper by another instruction) may sum in
+different orders. No GPU has run short groups in this form.
 """
 
 from __future__ import annotations
@@ -162,8 +163,7 @@ def coded_rows(
     GROUP: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (cdiv(num_outputs, TILE), shares, cdiv(num_tokens, ROWS)). x [num_tokens, width]. GROUP columns of
-    a step have one scale. If that is all of them, the product of the step is multiplied by it, else each
-    weight is, and rounded to x's dtype."""
+    a step have one scale: if they are all, it multiplies the product of the step."""
     begin(EARLY)
     outputs = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.program_id(1)
@@ -172,23 +172,26 @@ def coded_rows(
     end = tl.minimum((share + 1) * share_width, width)
     sums = tl.zeros([ROWS, TILE], tl.float32)
     for first in range(share * share_width, end, STEP):
-        codes, scale = decoded(
-            numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
-            KIND, MIDDLE, TILE, STEP, GROUP,
-        )  # fmt: skip
-        if GROUP < STEP:
-            codes *= scale
-        factors = tl.reshape(codes, [TILE, STEP]).to(x.dtype.element_ty)
         columns = first + tl.arange(0, STEP)
         own = tl.load(
             x + tokens.to(tl.int64)[:, None] * width + columns[None, :],
             mask=is_token[:, None] & (columns < end)[None, :],
             other=0.0,
         )
-        products = tl.dot(own, tl.trans(factors), input_precision="ieee")
         if GROUP == STEP:
-            products *= tl.reshape(scale, [1, TILE])
-        sums += products
+            codes = _codes(numbers, outputs, is_output, first, width, KIND, STEP)
+            scale, zero = _groups(
+                scales, zeros, outputs, is_output, first, scale_rows, group, num_groups, KIND, MIDDLE, STEP, 1
+            )
+            factors = (codes - zero).to(x.dtype.element_ty)
+            sums += tl.dot(own, tl.trans(factors), input_precision="ieee") * tl.trans(scale)
+        else:
+            codes, scale = decoded(
+                numbers, scales, zeros, outputs, is_output, first, width, scale_rows, group, num_groups,
+                KIND, MIDDLE, TILE, STEP, GROUP,
+            )  # fmt: skip
+            factors = tl.reshape(codes * scale, [TILE, STEP]).to(x.dtype.element_ty)
+            sums = tl.dot(own, tl.trans(factors), sums, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + outputs, mask=is_output & (share == 0), other=0.0).to(tl.float32)[None, :]
     places = (share * num_tokens + tokens).to(tl.int64)[:, None] * num_outputs + outputs[None, :]

@@ -7,8 +7,9 @@
                           takes most of the time then, and libraries compute it faster than our tiles
 
 In float32 all of them compute with the same numbers. In 16 bits the last one rounds the weight to the
-model's dtype, as a checkpoint is that was dequantised while it was read, and so do tiles whose groups are
-shorter than a step of 128 columns; else products are scaled in float32.
+model's dtype, as a checkpoint is that was dequantised while it was read, and so does the second one where
+fewer than `_STEP` columns have one scale (small groups, blocks that ranks have cut). The others scale in
+float32.
 
 Everything is enqueued on the current stream, reads nothing on the host and may be recorded. The plain weight
 exists during its product only (`scratch_bytes`). Needs triton, which the first call imports.
@@ -54,8 +55,10 @@ def coded_product(x: Tensor, codes: Codes, bias: Tensor | None, *, is_whole: boo
     out = torch.empty(shares, num_tokens, num_outputs, dtype=dtype, device=x.device)
     arguments = (x, codes.numbers, codes.scales, codes.zeros, bias, out)
     sizes = (num_outputs, width, share_width, *scale_sizes(codes))
-    kind = {"KIND": int(codes.kind), "MIDDLE": codes.middle, "TILE": tile, "STEP": step}
-    kind |= {"GROUP": same_scale(codes, step)}
+    kind = {
+        "KIND": int(codes.kind), "MIDDLE": codes.middle, "TILE": tile, "STEP": step,
+        "GROUP": same_scale(codes, step),
+    }  # fmt: skip
     if is_one:
         coded_kernels.coded_row[(tiles, shares)](
             *arguments, *sizes, **kind, num_warps=4, num_stages=3, **early(x.device)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cluster.model.cuda.early_kernels import begin
+from cluster.model.cuda.early_kernels import begin, let_next_begin, wait_for_last
 from cluster.model.cuda.mixer_kernels import (
     CHUNK,
     LONG,
@@ -350,22 +350,23 @@ def gated_norm(
     Z0: tl.constexpr, VALUE_STEP: tl.constexpr, IS_SIGMOID: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, cdiv(HEADS, TILE)). x [T, HEADS, V], normed, times weight [V], times silu(z), or the sigmoid,
-    where nothing is rounded in between. out as x."""
-    begin(EARLY)
+    where nothing is rounded in between. out as x. The weight is read while the kernel before ends."""
+    let_next_begin(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
     columns = tl.arange(0, PAD)[None, :]
+    factors = tl.load(weight + columns, mask=columns < V, other=0.0).to(tl.float32)
+    wait_for_last(EARLY)
     mask = (heads < HEADS) & (columns < V)
     place = (token * HEADS + heads) * V + columns
     numbers = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    gates = token * row_stride + Z0 + heads // GROUP * VALUE_STEP + heads % GROUP * V + columns
+    z = tl.load(rows + gates, mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, 1) / V + epsilon)
-    factors = tl.load(weight + columns, mask=columns < V, other=0.0).to(tl.float32)
     if IS_SIGMOID:
         numbers = numbers * scale[:, None] * factors
     else:
         numbers = rounded(numbers * scale[:, None], x.dtype.element_ty)
         numbers = rounded(numbers * factors, weight.dtype.element_ty)
-    gates = token * row_stride + Z0 + heads // GROUP * VALUE_STEP + heads % GROUP * V + columns
-    z = tl.load(rows + gates, mask=mask, other=0.0).to(tl.float32)
     numbers *= tl.sigmoid(z) if IS_SIGMOID else z / (1.0 + tl.exp(-z))
     tl.store(out + place, numbers.to(out.dtype.element_ty), mask=mask)

@@ -30,11 +30,10 @@ written (`LayerMarks`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +42,7 @@ from cluster.model.collectives import Collectives
 from cluster.model.cuda.capture import Capture, Replay, capture_cuda
 from cluster.model.cuda.layer_marks import LayerMarks
 from cluster.model.cuda.paged_attention import MAX_SHARES, RECORDED_PLACES, num_places
-from cluster.model.cuda.step_inputs import StepBuffers, StepInputs, StepSizes, answers_of
+from cluster.model.cuda.step_inputs import StepBuffers, StepSizes, answers_of
 from cluster.model.language import LanguageModel, SequenceChunk
 from cluster.model.states import StateSpan
 from cluster.model.step_model import OnLayer, StepModel
@@ -57,34 +56,6 @@ MAX_PROMPTS = 128  # in a step without answers
 # What the driver keeps of one graph outside torch's memory: some kilobytes for each of a few hundred
 # launches. An assumption; other workers on the device make it hard to measure.
 GRAPH_BYTES = 8 << 20
-
-
-class CapturableModel(StepModel, Protocol):
-    """The part of `LanguageModel` that graphs need."""
-
-    block_size: int
-    max_model_len: int
-    num_layers: int
-    hidden_size: int
-    feature_width: int
-    vocab_size: int
-    state_blocks: int
-    num_adapter_slots: int
-    position_axes: int
-    dtype: torch.dtype
-
-    def step(
-        self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None,
-        on_layer: Callable[[int], None] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """See `LanguageModel`. Enqueues work only: no synchronisation, no copies from the host."""
-        ...
-
-    def place_embeds(self, token_ids: Tensor, chunks: Sequence[SequenceChunk], embeds: Tensor) -> None: ...
-
-    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray: ...
-
-    def known_on_device(self, token_ids: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -141,7 +112,7 @@ class GraphedModel:
     """
 
     def __init__(
-        self, model: CapturableModel, kv: BlockMemory, sizes: RecordedSizes, capture: Capture,
+        self, model: LanguageModel, kv: BlockMemory, sizes: RecordedSizes, capture: Capture,
         collectives: Collectives | None = None,
     ):  # fmt: skip
         """collectives: of a rank."""
@@ -196,7 +167,7 @@ class GraphedModel:
         self._check(kv)
         if self._marks is not None:
             self._marks.begin()
-        token_ids = self._model.known_ids([token for chunk in chunks for token in chunk.token_ids])
+        token_ids = self._model.inputs.known_ids([token for chunk in chunks for token in chunk.token_ids])
         inputs = self._buffers.fill_chunks(sizes, token_ids, chunks)
         self._model.place_embeds(inputs.token_ids, chunks, self._embeds[: sizes.num_tokens])
         logits = self._replays[sizes, any(chunk.adapter for chunk in chunks)]()
@@ -223,12 +194,12 @@ class GraphedModel:
         if sizes is None or not _have_places(context_lens):
             return self._model.decode(token_ids, context_lens, deltas, block_tables, kv, adapters, states)
         is_on_device = isinstance(token_ids, Tensor)
-        known = 0 if is_on_device else self._model.known_ids(token_ids)
+        known = 0 if is_on_device else self._model.inputs.known_ids(token_ids)
         inputs = self._buffers.fill_answers(
             sizes, known, context_lens, deltas, block_tables, adapters, states
         )
         if is_on_device:
-            inputs.token_ids[:count].copy_(self._model.known_on_device(token_ids))
+            inputs.token_ids[:count].copy_(self._model.inputs.known_on_device(token_ids))
         return self._replays[sizes, any(adapters)]()[:count]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int], kv: BlockMemory) -> None:
@@ -346,12 +317,12 @@ def _have_places(context_lens: Sequence[int]) -> bool:
     return num_places([1] * count, [length + 1 for length in context_lens]) <= RECORDED_PLACES
 
 
-def num_forms(model: CapturableModel | LanguageModel) -> int:
+def num_forms(model: LanguageModel) -> int:
     """How often a size is recorded."""
     return 2 if model.num_adapter_slots else 1
 
 
-def num_scratch_blocks(model: CapturableModel | LanguageModel) -> int:
+def num_scratch_blocks(model: LanguageModel) -> int:
     """One for the K and V of padding tokens, after those of a state."""
     return 1 + model.state_blocks
 

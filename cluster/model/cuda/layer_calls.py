@@ -177,18 +177,17 @@ def total(shares: Tensor, dtype: torch.dtype) -> Tensor:
 
 def add_norm(
     residual: Tensor, shares: Tensor | None, pre: Norm, *, post: Norm | None = None,
-    scale: float | None = None, out: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """residual += scale · post(Σ shares); returns pre(residual).
 
     residual [T, N], contiguous, in the model's dtype, changed in place. shares [S, T, N], contiguous; None:
-    the residual stays as it is. out [T, N]: where the result goes; made if there is none.
+    the residual stays as it is.
 
     Rounds to the model's dtype: the sum of the shares, post's result (and its inner rounding), the product
     with `scale`, the new residual, pre's result. The residual equals that of the modules bit by bit where
     there is no `post`; norms differ by the order of a float32 sum."""
-    if out is None:
-        out = torch.empty_like(residual)
+    out = torch.empty_like(residual)
     _add_norm(residual, shares, pre, post, scale, out)
     return out
 
@@ -293,7 +292,7 @@ def write_rows(key: Tensor, value: Tensor, slots: Tensor, cache: LayerCache) -> 
     )  # fmt: skip
 
 
-def gate(shares: Tensor, activation: GateActivation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+def gate(shares: Tensor, activation: GateActivation, dtype: torch.dtype) -> Tensor:
     """act(gate) · up. shares [S, T, 2·F]: the product with [gate; up], contiguous. Returns [T, F] in `dtype`,
     the model's. Rounds to it: both sums of shares, the clamped values, act's result, up + offset, the
     product. Differs from the modules by the device's exp and erf only (an alpha other than 1 is rounded less
@@ -302,8 +301,7 @@ def gate(shares: Tensor, activation: GateActivation, dtype: torch.dtype, out: Te
 
     num_shares, num_tokens, double = shares.shape
     width = double // 2
-    if out is None:
-        out = torch.empty(num_tokens, width, dtype=dtype, device=shares.device)
+    out = torch.empty(num_tokens, width, dtype=dtype, device=shares.device)
     tile = min(_GATE_TILE, power_of_two(width))
     layer_kernels.gate[(num_tokens, -(-width // tile))](
         shares, out, _share_stride(shares), activation.limit or 0.0, activation.alpha, activation.offset,

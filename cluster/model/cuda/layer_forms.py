@@ -16,7 +16,7 @@ from cluster.model.cuda.adapter_products import add_adapters
 from cluster.model.cuda.coded_products import coded_product
 from cluster.model.cuda.forms import activation_of, norm_of
 from cluster.model.cuda.layer_calls import GateActivation, Norm, Rotation, Table, product, total
-from cluster.model.cuda.merging import merged, merged_codes
+from cluster.model.cuda.merging import merged_linears
 from cluster.model.cuda.paged_attention import MAX_WIDTH
 from cluster.model.layers.codes import CodedLinear, Codes
 from cluster.model.layers.parts import AttentionParts, DecoderParts, LayerHalf, Linear
@@ -54,16 +54,10 @@ class Product:
 def product_of(adapted: Sequence[Linear]) -> Product | None:
     """None: their weights are not one matrix."""
     linears = cast("list[nn.Linear]", [*map(without_adapters, adapted)])
-    codes = [linear.codes for linear in linears if isinstance(linear, CodedLinear)]
-    if len(codes) not in (0, len(linears)):
-        return None
-    weight = merged_codes(codes) if codes else merged([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = merged(biases) if biases else None
-    if weight is None or (biases and (bias is None or len(biases) < len(linears))):
+    if (parts := merged_linears(linears)) is None:
         return None
     summed = linears[0].collectives if isinstance(linears[0], SummedLinear) else None
-    return Product(weight, bias, merged_updates(adapted), summed)
+    return Product(*parts, merged_updates(adapted), summed)
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,18 @@ def total(
 
 
 @triton.jit
-def weighted(scaled, weight, columns, mask, FORM: tl.constexpr, dtype: tl.constexpr):
-    """An RMSNorm after its division by the root mean square. Returns float32, rounded to `dtype`."""
+def factors_of(weight, columns, mask):
+    """A norm's weight in float32, loaded before the sum that the norm waits for; None without a weight."""
+    factors = weight
     if weight is not None:
         factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    return factors
+
+
+@triton.jit
+def weighted(scaled, factors, FORM: tl.constexpr, dtype: tl.constexpr):
+    """An RMSNorm after its division by the root mean square. Returns float32, rounded to `dtype`."""
+    if factors is not None:
         if FORM == ROUNDED:
             scaled = factors * rounded(scaled, dtype)
         elif FORM == PLUS_ONE:
@@ -78,10 +86,13 @@ def add_norm(
     POST_FORM: tl.constexpr, HAS_PRE: tl.constexpr, PRE_FORM: tl.constexpr, HAS_SCALE: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (T,): one row a program. SHARES 0: nothing is added to the residual, which is only read."""
-    begin(EARLY)
+    """Grid (T,): one row a program. SHARES 0: the residual is only read. Weights are read before the wait."""
+    let_next_begin(EARLY)
     columns = tl.arange(0, PAD)
     mask = columns < WIDTH
+    post_factors = factors_of(post_weight, columns, mask)
+    pre_factors = factors_of(pre_weight, columns, mask)
+    wait_for_last(EARLY)
     offsets = tl.program_id(0).to(tl.int64) * WIDTH + columns
     dtype: tl.constexpr = residual.dtype.element_ty
     total = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
@@ -89,14 +100,14 @@ def add_norm(
         added = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
         if HAS_POST:
             scaled = added * tl.rsqrt(tl.sum(added * added, 0) / WIDTH + post_epsilon)
-            added = weighted(scaled, post_weight, columns, mask, POST_FORM, dtype)
+            added = weighted(scaled, post_factors, POST_FORM, dtype)
         if HAS_SCALE:
             added = rounded(added * scale, dtype)
         total = rounded(total + added, dtype)
         tl.store(residual + offsets, total.to(dtype), mask=mask)
     if HAS_PRE:
         scaled = total * tl.rsqrt(tl.sum(total * total, 0) / WIDTH + pre_epsilon)
-        normed = weighted(scaled, pre_weight, columns, mask, PRE_FORM, dtype)
+        normed = weighted(scaled, pre_factors, PRE_FORM, dtype)
         tl.store(out + offsets, normed.to(dtype), mask=mask)
 
 
@@ -114,10 +125,8 @@ def _rotated(
     mask = (heads < num_heads)[:, None] & (columns < WIDTH)[None, :]
     offsets = heads[:, None] * STEP + columns[None, :]
     own = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
-    if NORM_BEFORE:
-        inverse = tl.rsqrt(tl.sum(own * own, 1) / WIDTH + epsilon)[:, None]
-        own = weighted(own * inverse, weight, columns[None, :], mask, FORM, dtype)
-    if ROTARY > 0:
+    factors = factors_of(weight, columns[None, :], mask)
+    if ROTARY > 0:  # nothing that is loaded here waits for a norm
         half: tl.constexpr = ROTARY // 2
         rotates = columns < ROTARY
         if ROTATION == HALVES:
@@ -130,19 +139,22 @@ def _rotated(
         offsets = heads[:, None] * STEP + partners[None, :]
         other = _summed(shares, offsets, mask, share_stride, SHARES, dtype)
         if NORM_BEFORE:
-            other = weighted(other * inverse, weight, partners[None, :], mask, FORM, dtype)
-        angles = columns
-        if TABLE == HALF:
-            angles = columns % half
-        if TABLE == PAIRED:
-            angles = columns // 2
-        cosines = tl.load(cos + angles, mask=rotates, other=1.0).to(tl.float32)[None, :]
-        sines = tl.load(sin + angles, mask=rotates, other=0.0).to(tl.float32)[None, :]
+            other_factors = factors_of(weight, partners[None, :], mask)
+        angles = columns % half if TABLE == HALF else columns // 2 if TABLE == PAIRED else columns
+        angles, turns = tl.broadcast_to(angles[None, :], mask.shape), mask & rotates[None, :]
+        cosines = tl.load(cos + angles, mask=turns, other=1.0).to(tl.float32)  # for every head: no exchange
+        sines = tl.load(sin + angles, mask=turns, other=0.0).to(tl.float32)
+    if NORM_BEFORE:
+        inverse = tl.rsqrt(tl.sum(own * own, 1) / WIDTH + epsilon)[:, None]
+        own = weighted(own * inverse, factors, FORM, dtype)
+    if ROTARY > 0:
+        if NORM_BEFORE:
+            other = weighted(other * inverse, other_factors, FORM, dtype)
         own = tl.where(rotates[None, :], own * cosines + (other * signs[None, :]) * sines, own)
         own = rounded(own, dtype)
     if NORM_AFTER:
         inverse = tl.rsqrt(tl.sum(own * own, 1) / WIDTH + epsilon)[:, None]
-        own = weighted(own * inverse, weight, columns[None, :], mask, FORM, dtype)
+        own = weighted(own * inverse, factors, FORM, dtype)
     return tl.where(mask, own, 0.0)
 
 
@@ -217,7 +229,7 @@ def rope_write(
     shares += token * row_width
     cos += token * table_stride
     sin += token * table_stride
-    members = tl.arange(0, HEADS)
+    members, slot = tl.arange(0, HEADS), tl.load(slots + token).to(tl.int64)
     if tile < query_tiles:
         heads = tile * HEADS + members
         queries = _rotated(
@@ -232,7 +244,6 @@ def rope_write(
             key_epsilon, K_WIDTH, K_WIDTH, K_PAD, SHARES, ROTARY, ROTATION, TABLE, NORM_BEFORE, NORM_AFTER,
             FORM, dtype,
         )  # fmt: skip
-        slot = tl.load(slots + token).to(tl.int64)
         _write(keys, key, key_scales, slot, heads, KV_HEADS, K_WIDTH, K_PAD, HEADS)
     else:
         heads = (tile - query_tiles - kv_tiles) * HEADS + members
@@ -240,7 +251,6 @@ def rope_write(
             shares + QUERY_HEADS * QUERY_STEP + KV_HEADS * K_WIDTH, heads, KV_HEADS, share_stride,
             V_WIDTH, V_PAD, SHARES, dtype,
         )  # fmt: skip
-        slot = tl.load(slots + token).to(tl.int64)
         _write(values, value, value_scales, slot, heads, KV_HEADS, V_WIDTH, V_PAD, HEADS)
 
 

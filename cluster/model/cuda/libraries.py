@@ -72,15 +72,16 @@ class Flash2:
     def paged(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
     ) -> Tensor:
-        return self._varlen(
-            query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
-            lengths.max_context, block_table=lengths.tables, **_common(layer),
-        )  # fmt: skip
+        return self.rows(query, key, value, lengths, layer, block_table=lengths.tables)
 
     def rows(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-    ) -> Tensor:
-        return _rows(self._varlen, query, key, value, lengths, layer)
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention,
+        **pages: Tensor,
+    ) -> Tensor:  # fmt: skip
+        return self._varlen(
+            query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
+            lengths.max_context, **_common(layer), **pages,
+        )  # fmt: skip
 
 
 class Flash3(Flash2):
@@ -176,11 +177,7 @@ def installed() -> Iterator[tuple[str, FlashLibrary]]:
 def _common(layer: LayerAttention) -> dict[str, Any]:
     """Keywords of all calls in generations 2 and 3."""
     window = (-1, -1) if layer.sliding_window is None else (_left(layer), 0)
-    return {
-        "softmax_scale": layer.scaling,
-        "causal": True,
-        "window_size": window,
-    }
+    return {"softmax_scale": layer.scaling, "causal": True, "window_size": window}
 
 
 def _cute(layer: LayerAttention) -> dict[str, Any]:
@@ -191,13 +188,3 @@ def _cute(layer: LayerAttention) -> dict[str, Any]:
 def _left(layer: LayerAttention) -> int:
     """Keys before the query's own that it sees; -1: all."""
     return -1 if layer.sliding_window is None else layer.sliding_window - 1
-
-
-def _rows(
-    varlen: Any, query: Tensor, key: Tensor, value: Tensor, lengths: StepLengths, layer: LayerAttention
-) -> Tensor:
-    return varlen(
-        query, key, value, lengths.query_starts, lengths.context_starts, lengths.max_query,
-        lengths.max_context,
-        **_common(layer),
-    )  # fmt: skip

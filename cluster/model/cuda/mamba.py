@@ -11,15 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cluster.model.cuda.delta import is_exact
 from cluster.model.cuda.early import early
-from cluster.model.cuda.mixer_calls import (
-    CHANNEL_TILE,
-    SMALLEST,
-    Convolution,
-    Linears,
-    Pages,
-    convolved,
-)
+from cluster.model.cuda.mixer_calls import CHANNEL_TILE, SMALLEST, Convolution, PagedMixer, Pages
 from cluster.model.cuda.mixer_chunks import CHUNK
 from cluster.model.cuda.tiles import power_of_two
 from cluster.model.layers.mixer_parts import is_state_space
@@ -42,49 +36,37 @@ class _GatedNorm:
     width: int  # of a group
 
 
-class PagedMamba:
-    """Implements `SharesKernel`."""
+class PagedMamba(PagedMixer):
+    """Mamba 2. Falcon-H1 multiplies its inputs before and after the product."""
 
     def __init__(self, forward: StatefulForward):
         own = cast(Any, forward.mixer)
         weight: Tensor = own.conv1d.weight
-        self._number = forward.number
-        self._inputs, self._out = Linears([own.in_proj]), Linears([own.out_proj])
+        self._heads, self._width = own.num_heads, own.num_heads * own.head_dim
+        conv = Convolution.of_neighbours(own.conv1d, self._width, forward.layout.page_bytes)
+        super().__init__(forward, [own.in_proj], conv, own.out_proj)
         self._in_scale: float = getattr(own, "ssm_in_multiplier", 1.0)
         self._scales: Tensor | None = getattr(own, "mup_vector", None)
-        self._heads, self._width = own.num_heads, own.num_heads * own.head_dim
-        self._conv = Convolution.of_neighbours(own.conv1d, self._width, forward.layout.page_bytes)
         self._rates, self._skips = -own.A_log.detach().float().exp(), own.D.detach().float()
         self._shifts = own.dt_bias.detach().to(weight.dtype).float()
         limits = torch.tensor(getattr(own, "time_step_limit", (0.0, float("inf"))))
         self._limits = limits.to(weight.dtype).tolist()
-        offset = next(place.start for tensor, place in forward.states.places if tensor.is_recurrent)
         self._sizes = {
             "GROUPS": own.n_groups, "GROUP": own.num_heads // own.n_groups, "N": own.ssm_state_size,
             "P": own.head_dim,
         }  # fmt: skip
-        self._place = {"PAGE": forward.layout.page_bytes // 4, "OFFSET": offset // 4}
         self._pad = max(SMALLEST, power_of_two(own.ssm_state_size))
         self._time_column = self._width + len(weight)
         self._norm = _norm_of(own.norm, self._width)
 
-    def __call__(self, rows: Tensor, step: StepState) -> Tensor:
-        return self._out(self._answers(rows, step))
+    def _projected(self, rows: Tensor) -> Tensor:
+        projected = super()._projected(rows if self._in_scale == 1 else rows * self._in_scale)
+        return projected if self._scales is None else projected.mul_(self._scales.view(-1))
 
-    def shares(self, rows: Tensor, step: StepState) -> Tensor:
-        return self._out.shares(self._answers(rows, step))
-
-    def _answers(self, rows: Tensor, step: StepState) -> Tensor:
-        """[T, heads * P], in front of the last product."""
-        if self._in_scale != 1:
-            rows = rows * self._in_scale
-        projected, pages = self._inputs(rows.contiguous()), Pages.of(step, self._number)
-        if self._scales is not None:
-            projected *= self._scales.view(-1)
-        out = torch.empty(len(rows), self._width, dtype=rows.dtype, device=rows.device)
-        mixed = convolved(projected, self._conv, pages, step)
+    def _behind_convolution(self, projected: Tensor, mixed: Tensor, pages: Pages, step: StepState) -> Tensor:
+        out = projected.new_empty(len(projected), self._width)
         self._few(projected, mixed, pages, step, out)
-        if not step.tensors.is_decode:
+        if not step.tensors.is_decode and len(step.chunks.sequences):
             self._many(projected, mixed, pages, step, out)
         return self._normed(out, projected)
 
@@ -105,24 +87,21 @@ class PagedMamba:
 
         chunks = step.chunks
         num_chunks, num_long = len(chunks.spans), len(chunks.sequences)
-        if not num_long:
-            return
         groups = self._sizes["GROUPS"]
         scores = projected.new_empty(num_chunks, groups, CHUNK, CHUNK, dtype=torch.float32)
         factors = projected.new_empty(num_chunks, self._heads, _NUM_FACTORS, CHUNK, dtype=torch.float32)
-        is_exact = projected.dtype != torch.bfloat16
         mamba_kernels.chunk_scores[(num_chunks, -(-self._heads // _SCORE_HEADS))](
             projected, mixed, self._rates, self._shifts, pages.source, pages.starts, pages.firsts,
             chunks.spans, chunks.begins, scores, factors, projected.stride(0), pages.page_stride,
             pages.first_page, pages.num_spans, *self._limits, **self._sizes, T0=self._time_column,
-            EXACT=is_exact, HEADS=_SCORE_HEADS, num_warps=4, num_stages=1, **early(out.device),
+            EXACT=is_exact(projected), HEADS=_SCORE_HEADS, num_warps=4, num_stages=1, **early(out.device),
         )  # fmt: skip
         tile = min(_ROW_TILE, max(SMALLEST, power_of_two(self._sizes["P"])))
         mamba_kernels.many_tokens[self._grid(min(num_long, _SEQUENCES), tile)](
             mixed, self._skips, scores, factors, step.kv.buffer.view(torch.float32), pages.source,
             pages.target, pages.starts, pages.firsts, chunks.begins, chunks.sequences, out,
             pages.page_stride, pages.first_page, pages.num_spans, num_long, **self._sizes, **self._place,
-            N_PAD=self._pad, TILE=tile, EXACT=is_exact, num_warps=_CHUNK_WARPS, num_stages=_STAGES,
+            N_PAD=self._pad, TILE=tile, EXACT=is_exact(projected), num_warps=_CHUNK_WARPS, num_stages=_STAGES,
             **early(out.device),
         )  # fmt: skip
 

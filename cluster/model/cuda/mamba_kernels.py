@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from cluster.model.cuda.early_kernels import begin
+from cluster.model.cuda.early_kernels import begin, let_next_begin, wait_for_last
 from cluster.model.cuda.mixer_kernels import (
     CHUNK,
     LONG,
@@ -228,12 +228,16 @@ def gated_norm(
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, cdiv(WIDTH, GROUP_WIDTH)). x [T, WIDTH], gated by the first WIDTH columns of rows, before or
-    after it is normed in groups; weight None: it is not normed. out as x."""
-    begin(EARLY)
+    after it is normed in groups; weight None: it is not normed. out as x. The weight is read while the kernel
+    before ends."""
+    let_next_begin(EARLY)
     token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     own = tl.arange(0, PAD)
     columns = group * GROUP_WIDTH + own
     mask = (own < GROUP_WIDTH) & (columns < WIDTH)
+    if weight is not None:
+        factors = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    wait_for_last(EARLY)
     numbers = tl.load(x + token * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(rows + token * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     gate = z / (1.0 + tl.exp(-z))
@@ -241,7 +245,7 @@ def gated_norm(
         numbers *= gate
     if weight is not None:
         numbers *= 1.0 / tl.sqrt(tl.sum(numbers * numbers, 0) / GROUP_WIDTH + epsilon)
-        numbers *= tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        numbers *= factors
     if NORM_FIRST:
         numbers *= gate
     tl.store(out + token * WIDTH + columns, numbers.to(out.dtype.element_ty), mask=mask)

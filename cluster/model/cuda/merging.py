@@ -67,6 +67,19 @@ def merged(tensors: Sequence[Tensor]) -> Tensor | None:
         return None
 
 
+def merged_linears(linears: Sequence[nn.Linear]) -> tuple[Tensor | Codes, Tensor | None] | None:
+    """The weight and the bias of all of them as one; None: they are not neighbours, or some have no bias."""
+    codes = [linear.codes for linear in linears if isinstance(linear, CodedLinear)]
+    if len(codes) not in (0, len(linears)):
+        return None
+    weight = merged_codes(codes) if codes else merged([linear.weight for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    bias = merged(biases) if biases else None
+    if weight is None or (biases and (bias is None or len(biases) < len(linears))):
+        return None
+    return weight, bias
+
+
 def merged_codes(matrices: Sequence[Codes]) -> Codes | None:
     """One matrix over all of them, as `merged` finds it; None: their tensors are not neighbours."""
     first = matrices[0]

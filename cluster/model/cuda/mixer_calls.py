@@ -1,6 +1,6 @@
-"""What mixers by Triton kernels share (`mixers`): where the states of a step lie, products of inputs, and the
-launch of the convolution. Runs on the engine's thread; enqueues on the current stream and reads nothing on
-the host."""
+"""What mixers by Triton kernels share (`mixers`): where the states of a step lie, products of inputs, the
+launch of the convolution, and the order of all of it. Runs on the engine's thread; enqueues on the current
+stream and reads nothing on the host."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from cluster.model.cuda.early import early
 from cluster.model.cuda.layer_calls import product
-from cluster.model.cuda.merging import merged
+from cluster.model.cuda.merging import merged_linears
 from cluster.model.cuda.tiles import power_of_two
-from cluster.model.state_step import StepState
+from cluster.model.state_step import StatefulForward, StepState
 
 SMALLEST = 16  # sides of a matrix that units for products take
 CHANNEL_TILE = 256  # of a convolution
@@ -51,23 +51,17 @@ class Linears:
     def __init__(self, linears: Sequence[nn.Module]):
         self._linears = linears
         plain = [linear for linear in linears if type(linear) is nn.Linear]
-        has_bias = {linear.bias is not None for linear in plain}
-        self._weight = self._bias = None
-        if len(plain) == len(linears) and len(has_bias) == 1:
-            self._weight = merged([linear.weight for linear in plain])
-            self._bias = merged([linear.bias for linear in plain]) if has_bias == {True} else None
-            if has_bias == {True} and self._bias is None:
-                self._weight = None
+        self._whole = merged_linears(plain) if len(plain) == len(linears) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, N] → [T, sum of outputs], rows contiguous."""
-        if self._weight is not None:
-            return product(x, self._weight, self._bias, is_whole=True)[0]
+        if self._whole is not None:
+            return product(x, *self._whole, is_whole=True)[0]
         return torch.cat([linear(x) for linear in self._linears], -1)
 
     def shares(self, x: Tensor) -> Tensor:
         """[T, N] → shares [S, T, sum of outputs], as `product` gives them."""
-        return self(x)[None] if self._weight is None else product(x, self._weight, self._bias)
+        return self(x)[None] if self._whole is None else product(x, *self._whole)
 
 
 @dataclass(frozen=True)
@@ -107,3 +101,39 @@ def convolved(projected: Tensor, own: Convolution, pages: Pages, step: StepState
         num_warps=warps, **early(projected.device),
     )  # fmt: skip
     return mixed
+
+
+class PagedMixer:
+    """Implements `SharesKernel`: products, a convolution, and what a subclass computes behind it."""
+
+    def __init__(
+        self, forward: StatefulForward, inputs: Sequence[nn.Module], conv: Convolution, out: nn.Module
+    ):
+        self._number, self._conv = forward.number, conv
+        self._inputs, self._out = Linears(inputs), Linears([out])
+        offset = next(place.start for tensor, place in forward.states.places if tensor.is_recurrent)
+        # of the recurrent state, in float32 numbers
+        self._place = {"PAGE": forward.layout.page_bytes // 4, "OFFSET": offset // 4}
+
+    def __call__(self, rows: Tensor, step: StepState) -> Tensor:
+        return self._out(self._answers(rows, step))
+
+    def shares(self, rows: Tensor, step: StepState) -> Tensor:
+        return self._out.shares(self._answers(rows, step))
+
+    def _answers(self, rows: Tensor, step: StepState) -> Tensor:
+        projected, pages = self._projected(rows), Pages.of(step, self._number)
+        mixed = convolved(projected, self._conv, pages, step)
+        return self._behind_convolution(projected, mixed, pages, step)
+
+    def _projected(self, rows: Tensor) -> Tensor:
+        return self._inputs(rows.contiguous())
+
+    def _behind_convolution(self, projected: Tensor, mixed: Tensor, pages: Pages, step: StepState) -> Tensor:
+        """projected, mixed: as `convolved` takes and gives them. Returns [T, inputs of the last product]."""
+        raise NotImplementedError
+
+
+def kinds_of(forward: StatefulForward) -> list[tuple[bool, torch.dtype, tuple[int, ...]]]:
+    """Whether each state of the layer is recurrent, its dtype, and its shape."""
+    return [(tensor.is_recurrent, tensor.dtype, tensor.shape) for tensor in forward.states.tensors]

@@ -28,7 +28,7 @@ _TILE_WIDTH = 4  # as in `packed_kernels`
 _STAGES = 2  # of Triton's loop; with three, heads of 256 channels in float32 take too much shared memory
 _TILES_PER_PROGRAM = 128
 _ALIGNMENT = 16  # numbers; more do not make loads wider
-_SEGMENTS_PER_PASS = 64
+_SEGMENTS_PER_PASS, _TABLE_WARPS = 32, 8  # more at once take all registers
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,6 @@ def cut(starts: Tensor, num_rows: int, tile_rows: int) -> Tensor:
     table = torch.empty(capacity, _TILE_WIDTH, dtype=torch.int32, device=starts.device)
     packed_kernels.cut_segments[(-(-capacity // _TILES_PER_PROGRAM),)](
         starts, table, num_segments, capacity, ROWS=tile_rows, TILES=_TILES_PER_PROGRAM,
-        SEGMENTS=_SEGMENTS_PER_PASS, num_warps=4,
+        SEGMENTS=_SEGMENTS_PER_PASS, num_warps=_TABLE_WARPS,
     )  # fmt: skip
     return table

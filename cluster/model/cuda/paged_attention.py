@@ -40,12 +40,15 @@ KEYS_PER_SHARE = 256  # as there
 RECORDED_PLACES = MAX_SHARES * 512  # partial results of a step whose sizes are on the device
 _ITEM_WIDTH = 8
 _ITEMS_PER_PROGRAM = 128
-_SEQS_PER_PASS = 64
+# Of `plan`: more sequences at once take a thread all its registers, and a row of barriers.
+_SEQS_PER_PASS, _PLAN_WARPS = 32, 8
 _SMALLEST_TILE = 16  # rows that matrix units take
 _MERGED_HEADS = 4  # that a program of `merge` joins, in steps whose tokens have one share as a rule
-# Stages of Triton's loop, as an H100 measured them: with two, another program of the multiprocessor computes
-# while one waits for its keys and values, and a deeper pipeline takes its registers.
-_STAGES, _EXACT_STAGES = 2, 3
+_REGISTERS = 255  # of a thread, at most
+_WARP_REGISTERS = 65536 // 32  # of a multiprocessor, for each thread of a warp
+# Of Triton's loop: a tile is loaded when the one before has been computed; with three while it is, into
+# twice the memory.
+_STAGES, _NARROW_STAGES = 2, 3
 _NO_WINDOW = 1 << 30
 # Of the scales of float16 values: probability times scale may be below float16's normal range. No scale is
 # above 516, so no product with the factor is above its range.
@@ -63,11 +66,16 @@ class Tiles:
     prompt_keys: int
     row_warps: int
     prompt_warps: int
-    stages: int
+    row_stages: int
     row_programs: int  # of a multiprocessor at once; more would begin when the first have ended
     prompt_programs: int
     key_run: tuple[int, int]  # channels that are worked on at once, and how often
     value_run: tuple[int, int]
+
+    @property
+    def row_registers(self) -> int:
+        """The most that a thread may take if `row_programs` shall fit."""
+        return min(_WARP_REGISTERS // (self.row_warps * self.row_programs), _REGISTERS)
 
     @property
     def row_tokens(self) -> int:
@@ -154,10 +162,10 @@ def _tiles(group: int, key_width: int, value_width: int, is_quantised: bool, is_
         row_tile=max(_SMALLEST_TILE, power_of_two(group)),
         prompt_tile=max(prompt_tile, power_of_two(group)),
         row_keys=32 if is_exact or is_wide else 64,
-        prompt_keys=32 if is_exact or is_wide else 128 if is_narrow else 64,
+        prompt_keys=32 if is_exact or is_wide else 128 if is_narrow and not is_quantised else 64,
         row_warps=2 if is_quantised and not is_exact else 4,
         prompt_warps=4 if is_exact else 8,
-        stages=_EXACT_STAGES if is_exact else _STAGES,
+        row_stages=_NARROW_STAGES if is_narrow and not is_quantised and not is_exact else _STAGES,
         row_programs=2 if is_exact or is_wide else 4,
         prompt_programs=2 if is_exact or is_narrow else 1,
         key_run=_run(key_width, is_quantised),
@@ -182,7 +190,7 @@ def plan(step: StepTensors, tiles: Tiles, window: int | None, num_places: int | 
         step.starts, step.contexts, step.indices, step.ends, step.rows, items, counts, seq_shares, seq_places,
         num_seqs, made.window, capacity,
         ROW_TOKENS=tiles.row_tokens, TILE_TOKENS=tiles.prompt_tokens, ITEMS=_ITEMS_PER_PROGRAM,
-        SEQS=_SEQS_PER_PASS, num_warps=4, **early(step.seqs.device),
+        SEQS=_SEQS_PER_PASS, num_warps=_PLAN_WARPS, **early(step.seqs.device),
     )  # fmt: skip
     return made
 
@@ -205,10 +213,19 @@ def attend(
     partial_out = query.new_empty((plan.num_places, num_heads, value_width), dtype=torch.float32)
     partial_stats = query.new_empty((plan.num_places, num_heads, 2), dtype=torch.float32)
     factor = _HALF_FACTOR if value_scales is not None and query.dtype == torch.float16 else 1.0
-    lists = [(tiles.row_tile, tiles.row_keys, tiles.row_warps, tiles.row_programs)]
-    if not step.is_decode:
-        lists.append((tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, tiles.prompt_programs))
-    for number, (rows, keys, warps, per_processor) in enumerate(lists):
+    lists = [
+        (
+            tiles.row_tile, tiles.row_keys, tiles.row_warps, tiles.row_programs, tiles.row_stages,
+            tiles.row_registers,
+        ),
+        (
+            tiles.prompt_tile, tiles.prompt_keys, tiles.prompt_warps, tiles.prompt_programs, _STAGES,
+            _REGISTERS,
+        ),
+    ]  # fmt: skip
+    if step.is_decode:
+        del lists[1]
+    for number, (rows, keys, warps, per_processor, stages, registers) in enumerate(lists):
         wanted = -(-num_processors * per_processor // kv_heads)
         attention_kernels.attend[(min(wanted, plan.items.shape[1]), kv_heads)](
             query, key, _words(key_scales), value, _words(value_scales), step.tables, step.indices, step.ends,
@@ -218,7 +235,7 @@ def attend(
             K_WIDTH=key_width, K_RUN=tiles.key_run[0], K_RUNS=tiles.key_run[1],
             V_WIDTH=value_width, V_RUN=tiles.value_run[0], V_RUNS=tiles.value_run[1],
             TILE=keys, HAS_SOFTCAP=layer.softcap is not None, FACTOR=factor, num_warps=warps,
-            num_stages=tiles.stages, **early(query.device),
+            num_stages=stages, maxnreg=registers, **early(query.device),
         )  # fmt: skip
     merged = 1 if step.is_decode else _MERGED_HEADS
     attention_kernels.merge[(num_tokens, -(-num_heads // merged))](

@@ -108,7 +108,7 @@ class StepBuffers:
         device: torch.device, scratch_state: Sequence[int] = (),
     ):  # fmt: skip
         self._scratch_state = np.array(scratch_state, dtype=np.int32)
-        self._max_blocks, self._axes, self._block_size = max_blocks, axes, block_size
+        self._axes, self._block_size = axes, block_size
         self._scratch_slot = scratch_block * block_size
         self._end_of_fields = sum(_aligned(count) for count in self._counts(largest))
         size = self._end_of_fields + 3 * _aligned(min(largest.num_rows * max_blocks, MAX_BLOCKS_PER_COPY))

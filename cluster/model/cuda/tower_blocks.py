@@ -36,12 +36,11 @@ from cluster.errors import InternalError
 from cluster.model.cuda.forms import activation_of, norm_of
 from cluster.model.cuda.layer import Tried
 from cluster.model.cuda.layer_calls import GateActivation, Norm, gate
-from cluster.model.cuda.merging import merged
+from cluster.model.cuda.merging import merged_linears
 from cluster.model.cuda.packed_attention import MAX_WIDTH, PackedAttention
 from cluster.model.cuda.tower_calls import LayerNorm, QkvHeads, activate, add_norm, rotate
 from cluster.model.layers.block_search import replace_blocks
 from cluster.model.layers.blocks import BlockParts
-from cluster.model.layers.codes import CodedLinear
 from cluster.model.layers.parts import epsilon_of
 from cluster.model.layers.trial import ENCODER_TOLERANCES
 
@@ -192,11 +191,5 @@ def _norm(module: nn.Module) -> Norm | LayerNorm | None:
 
 
 def _linear(linears: Sequence[nn.Linear]) -> _Linear | None:
-    if any(isinstance(linear, CodedLinear) for linear in linears):
-        return None
-    weight = merged([linear.weight for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
-    bias = merged(biases) if biases else None
-    if weight is None or (biases and (bias is None or len(biases) < len(linears))):
-        return None
-    return _Linear(weight, bias)
+    weight, bias = merged_linears(linears) or (None, None)
+    return _Linear(weight, bias) if isinstance(weight, Tensor) else None

@@ -10,6 +10,7 @@ Letters: T rows, N hidden width, Hq query heads, Hk KV heads, D width of a head,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from cluster.model.cuda.layer_calls import GateActivation, Norm, NormForm
 from cluster.model.cuda.tiles import power_of_two
 
 _HEADS_PER_PROGRAM = 16
+_ALIGNMENT = 16  # numbers; more do not make loads wider
 _TILE = 1024
 
 
@@ -73,11 +75,12 @@ def rotate(qkv: Tensor, heads: QkvHeads, rotary: tuple[Tensor, Tensor] | None) -
     out = qkv.new_empty(num_rows, heads.num_query + heads.num_kv, heads.width)
     cos, sin = rotary or (None, None)
     query_norm, key_norm = heads.query_norm, heads.key_norm
+    stride = 0 if cos is None else cos.stride(0)
     tower_kernels.rotate_heads[(num_rows, tiles)](
         qkv, out, cos, sin, None if query_norm is None else query_norm.weight,
         None if key_norm is None else key_norm.weight, 0.0 if query_norm is None else query_norm.epsilon,
         0.0 if key_norm is None else key_norm.epsilon, 1 if cos is None else len(cos),
-        0 if cos is None else cos.stride(0), QUERY_HEADS=heads.num_query, KV_HEADS=heads.num_kv,
+        stride, QUERY_HEADS=heads.num_query, KV_HEADS=heads.num_kv, ALIGNMENT=gcd(_ALIGNMENT, stride),
         WIDTH=heads.width, HALF_PAD=power_of_two(heads.width // 2), HEADS=tile,
         FORM=int(NormForm.ROUNDED if query_norm is None else query_norm.form), num_warps=4,
         enable_fp_fusion=False, **early(qkv.device),

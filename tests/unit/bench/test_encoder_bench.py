@@ -1,10 +1,8 @@
-"""The arithmetic of bench/encoder: loads, ways to merge, steps of the baseline, what is read from a cluster,
-tables. No server."""
+"""The arithmetic of bench/encoder: loads, steps of the baseline, what is read from a cluster, tables. No server."""
 
 from __future__ import annotations
 
 import asyncio
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.encoder import mixed, report, reuse, serving
+from bench import clusters, metrics
+from bench.client import TimedAnswer
+from bench.encoder import mixed, report, reuse
 from bench.encoder.__main__ import COMMANDS, make_parser
 from bench.encoder.clients import required, tally
-from bench.encoder.merge import Merge
+from bench.encoder.crowd import ENCODER_ITEMS
 from bench.encoder.models import CALL_ARGUMENTS, processor_config
 from bench.encoder.overlap import Texts, slow_down
 from bench.encoder.synchronous import SynchronousEngine, fill_step
-from bench.engine.client import TimedAnswer
 from bench.engine.prompts import Prompts
 from bench.records import append, read
 from cluster.config.settings import ClusterArgs
@@ -38,14 +37,7 @@ epdg_encoder_items_total{pool="encode",replica="a",result="cached"} 9.0
 
 
 def a_record(text: str = "red", failure: str = "") -> TimedAnswer:
-    return TimedAnswer("image", 1.0, [1.5], 2.0, num_tokens=1, text=text, failure=failure)
-
-
-@pytest.mark.parametrize("way", ["prefill", "scattered", "loop", "copy"])
-def test_every_way_to_merge_gives_the_same_embeddings(way: str) -> None:
-    merge = Merge(83, 24, torch.float32)
-    merge.ways[way]()
-    assert torch.equal(merge.embeds[100:], merge.rows) and not merge.embeds[:100].any()
+    return TimedAnswer("image", 1.0, [1.5], 2.0, num_tokens=1, texts={0: text}, failure=failure)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 64))
@@ -132,17 +124,17 @@ def test_times_of_failed_requests_are_not_used() -> None:
 
 
 def test_counters_are_summed_over_replicas_and_may_be_missing() -> None:
-    assert serving.counter(METRICS, serving.ENCODER_ITEMS, result="encoded") == 7.0
-    assert serving.counter(METRICS, serving.ENCODER_ITEMS) == 16.0
-    assert serving.counter(METRICS, "epdg_nothing_total") is None
-    assert serving.grown("", METRICS, serving.ENCODER_ITEMS, result="cached") == 9.0
-    assert serving.grown(METRICS, METRICS, serving.ENCODER_ITEMS, result="cached") == 0.0
-    assert serving.grown(METRICS, "", serving.ENCODER_ITEMS) is None
+    assert metrics.counter(METRICS, ENCODER_ITEMS, result="encoded") == 7.0
+    assert metrics.counter(METRICS, ENCODER_ITEMS) == 16.0
+    assert metrics.counter(METRICS, "epdg_nothing_total") is None
+    assert metrics.grown("", METRICS, ENCODER_ITEMS, result="cached") == 9.0
+    assert metrics.grown(METRICS, METRICS, ENCODER_ITEMS, result="cached") == 0.0
+    assert metrics.grown(METRICS, "", ENCODER_ITEMS) is None
 
 
 def test_a_cluster_differs_from_the_deployed_one_in_what_was_asked_for() -> None:
-    args = serving.settings(["prefill.kv_blocks=512", "prefill.step_target_s=0.1", "transport=collective"])
-    config = serving.cluster_config(1234, args, {"Door": 2})
+    args = clusters.settings(["prefill.kv_blocks=512", "prefill.step_target_s=0.1", "transport=collective"])
+    config = clusters.configuration(args, {"Door": 2}, port=1234)
     (application,) = config["applications"]
     replicas = {each["name"]: each["num_replicas"] for each in application["deployments"]}
     assert replicas == {"Encode": 1, "Prefill": 1, "Decode": 1, "Door": 2}
@@ -219,13 +211,6 @@ def test_a_batch_is_compared_with_single_items_of_the_same_repetition() -> None:
         report.curve_table(CURVE)[-1]
         == "| m | 2 | float32, 2 | image | 4 | 40.0 | 10.0 | 0.50 | 1000 | 50% |"
     )
-
-
-def test_merging_is_compared_with_a_copy() -> None:
-    shared = {"type": "merge", "rows": 5000, "hidden_size": 256, "dtype": "float32", "threads": 2, "repetition": 0,
-              "bytes": 5_120_000, "page_faults": 3}  # fmt: skip
-    records = [{**shared, "way": "copy", "seconds": 0.0005}, {**shared, "way": "prefill", "seconds": 0.002}]
-    assert report.merge_table(records)[-1] == "| 5000 | 256 | float32, 2 | 5.1 | prefill | 2.000 | 4.0 | 3 |"
 
 
 def burst(system: str, name: str, ttfts_s: list[float], answers: list[str]) -> report.Record:
@@ -314,14 +299,8 @@ def test_tables_name_every_kind_and_its_origin_and_nothing_that_is_not_there() -
     )
 
 
-def test_the_plot_has_a_bar_for_every_batch() -> None:
-    bars = ElementTree.fromstring(report.plot(CURVE)).findall("{http://www.w3.org/2000/svg}rect")
-    widths = [float(bar.get("width", "0")) for bar in bars[1:]]
-    assert len(widths) == 2 and widths[0] > widths[1] > 0
-
-
 @pytest.mark.parametrize(
-    "command", sorted(set(COMMANDS) - {"models", "synchronous", "serve", "accuracy", "table", "plot"})
+    "command", sorted(set(COMMANDS) - {"models", "synchronous", "serve", "accuracy", "table"})
 )
 def test_every_measurement_runs_without_further_arguments(command: str) -> None:
     args = make_parser().parse_args([command, "--out", "results.jsonl"])

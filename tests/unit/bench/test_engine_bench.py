@@ -6,8 +6,8 @@ import json
 import math
 import os
 import types
-import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.client import ChatRequest, Endpoint, TimedAnswer, judge, read_stream
 from bench.engine import processes, report, special
 from bench.engine.__main__ import make_parser
 from bench.engine.avx2 import sitecustomize
-from bench.engine.client import ChatRequest, Endpoint, TimedAnswer, judge, read_stream
 from bench.engine.measure import summarise
 from bench.engine.models import TEXT_MODEL, VISION_MODEL
 from bench.engine.processes import CpuCost, CpuUsage, ProcessMark
@@ -27,6 +27,7 @@ from bench.engine.rows import ROWS, mixed, session
 from bench.engine.run import rotated
 from bench.engine.servers import OURS, PEERS, VLLM, RunningServer, Setup, cluster_config, make_plan
 from bench.engine.vocabulary import SPACE, make_merges, write_tokenizer
+from bench.tables import paired_ratio
 from cluster.config import ClusterArgs
 from deploy.simulator.results import percentile
 
@@ -292,8 +293,8 @@ def test_who_begins_changes_with_the_repetition() -> None:
 def test_ratios_pair_repetitions_so_that_drift_drops_out() -> None:
     ours = [a_row(OURS, 0, 50.0), a_row(OURS, 1, 100.0), a_row(OURS, 2, 7.0)]
     peer = [a_row("vllm", 0, 100.0), a_row("vllm", 1, 200.0)]
-    assert report.ratio(ours, peer, "tokens_per_s") == 0.5
-    assert report.ratio(ours, [], "tokens_per_s") is None
+    assert paired_ratio(ours, peer, itemgetter("tokens_per_s")) == 0.5
+    assert paired_ratio(ours, [], itemgetter("tokens_per_s")) is None
 
 
 def test_the_table_shows_medians_ratios_and_marks() -> None:
@@ -344,15 +345,6 @@ def test_the_table_takes_findings_and_servers_that_did_not_start() -> None:
     table = report.table(report.collect([finding, failure]))
     for line in ("| loss_ratio | 0.25 |", "failed: HTTP 500", f"did not run: vllm {TEXT_MODEL}"):
         assert line in table
-
-
-def test_the_plot_is_an_svg_with_a_bar_per_server_as_long_as_its_share() -> None:
-    results = report.collect([a_row(OURS, 0, 30.0), a_row("vllm", 0, 60.0)])
-    image = ElementTree.fromstring(report.plot(results))
-    widths = [float(rect.get("width", "0")) for rect in image.iter("{http://www.w3.org/2000/svg}rect")]
-    bars = sorted(width for width in widths if 10 < width < report.WIDTH)
-    assert len(bars) == 2
-    assert bars[0] * 2 == pytest.approx(bars[1])
 
 
 def test_images_that_cost_no_more_than_their_tokens_are_no_tax() -> None:

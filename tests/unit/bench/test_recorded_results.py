@@ -21,12 +21,11 @@ def test_the_engines_results_make_tables():
     results = bench.engine.report.read(sorted((BENCH / "engine").glob("*.jsonl")))
     assert "| text-128/64 | 1 |" in bench.engine.report.table(results)
     assert "| ours |" in bench.engine.report.cpu_table(results)
-    assert "<svg" in bench.engine.report.plot(results)
 
 
 def test_the_encoder_pools_results_make_tables():
     tables = "\n".join(bench.encoder.report.tables(recorded("encoder")))
-    assert tables.count("| --- |") >= 6
+    assert tables.count("| --- |") >= 4
 
 
 def test_the_hand_overs_results_make_tables():

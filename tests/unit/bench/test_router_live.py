@@ -3,8 +3,10 @@ devices. No server."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+from collections.abc import AsyncIterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.client import read_stream
 from bench.router import live, live_report, overload
-from bench.router.client import Answer, Call, take_line
+from bench.router.client import Answer, Call
 from bench.router.devices import EMULATED, Device, _Encoder, _Steps, num_rows, step_s
 from bench.router.driver import steady_rate
 from bench.router.loads import GROUP_SIZE, PHASES, arrivals, first_shapes, grouped
@@ -36,19 +39,25 @@ def an_answer(ttft_s: float = 0.2, started_at: float = 0.0, wait_ms: float = 0.0
         "actual_ms": {"fetch": 1.0, "probe": 2.0, "admission": wait_ms, "route": 3.0, "prefill": 10.0},
         "predicted_ms": {"ttft": 150.0, "low": 100.0, "high": 300.0},
     }
-    return Answer(a_call(), started_at, started_at + ttft_s, num_tokens=4, ledger=ledger, **fields)
+    first_at = started_at + ttft_s
+    return Answer("text", started_at, first_at=first_at, num_tokens=4, ledger=ledger, call=a_call(), **fields)
 
 
 def a_refusal(retry_after_s: float | None = 2.0) -> Answer:
-    return Answer(a_call(), was_refused=True, retry_after_s=retry_after_s, failure="HTTP 429: busy")
+    return Answer("text", status=429, retry_after_s=retry_after_s, failure="HTTP 429: busy", call=a_call())
 
 
 def event(**fields: Any) -> bytes:
     return b"data: " + json.dumps(fields).encode() + b"\n"
 
 
+async def arriving(lines: list[bytes]) -> AsyncIterator[bytes]:
+    for line in lines:
+        yield line
+
+
 def test_the_first_event_with_a_choice_is_the_first_token() -> None:
-    answer = Answer(a_call(), started_at=10.0)
+    answer = Answer("text", 10.0, call=a_call())
     lines = [
         b"\n",
         event(choices=[{"delta": {"role": "assistant"}}]),
@@ -58,23 +67,23 @@ def test_the_first_event_with_a_choice_is_the_first_token() -> None:
         event(choices=[], ledger=[{"ttft_ms": 500.0}]),
         event(choices=[], usage={"completion_tokens": 4, "prompt_tokens": 9}),
     ]
-    for number, line in enumerate([*lines, b"data: [DONE]\n"]):
-        take_line(answer, line, 10.0 + number)
+    instants = iter([11.0, 12.0, 13.0, 14.0])
+    asyncio.run(read_stream(arriving([*lines, b"data: [DONE]\n"]), answer, lambda: next(instants)))
     assert (answer.ttft_s, answer.num_tokens, answer.num_prompt_tokens) == (1.0, 4, 9)
     assert answer.ledger == {"ttft_ms": 500.0} and not answer.failure
 
 
 def test_an_error_in_the_stream_is_the_failure_of_its_answer() -> None:
-    answer = Answer(a_call())
-    take_line(answer, event(error={"message": "lost"}), 1.0)
-    assert "lost" in answer.failure and not answer.is_answered
+    answer = Answer("text", call=a_call())
+    asyncio.run(read_stream(arriving([event(error={"message": "lost"})]), answer, lambda: 1.0))
+    assert "lost" in answer.failure
 
 
 def test_what_was_predicted_is_compared_with_the_time_from_placing_on() -> None:
     answer = an_answer(ttft_s=0.2)
     assert answer.placed_ttft_s == pytest.approx(0.194)
     assert answer.predicted_s == pytest.approx((0.144, 0.094, 0.294))
-    assert Answer(a_call(), ledger={"ttft_ms": 1.0}).predicted_s is None
+    assert Answer("text", call=a_call(), ledger={"ttft_ms": 1.0}).predicted_s is None
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.name)
@@ -246,7 +255,7 @@ def test_every_request_of_an_overload_is_counted_once_and_late_ones_are_no_goodp
         (light, an_answer(5.0, started_at=8.0)),  # when no more requests came
         (light, a_refusal()),
         (heavy, a_refusal(None)),
-        (heavy, Answer(a_call(), failure="no answer in time")),
+        (heavy, Answer("text", call=a_call(), failure="no answer in time")),
     ]
     for _, answer in sent[3:]:
         answer.started_at = 2.0

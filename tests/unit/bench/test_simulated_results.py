@@ -12,7 +12,7 @@ from deploy.simulator.hardware import H200, VL_7B
 from deploy.simulator.layouts import Layout, workers
 from deploy.simulator.outcome import Outcome
 from deploy.simulator.results import Misses, Slo, interval, keeps, summarise
-from deploy.simulator.search import highest_rate, leapt, run_unless_missed
+from deploy.simulator.search import highest_rate, leapt, rate_above, run_unless_missed
 from deploy.simulator.workload import SimRequest, Workload, fixed_text
 from router.policy import make_policy
 
@@ -94,6 +94,18 @@ def test_a_leapt_guess_finds_the_same_rate_with_fewer_runs_that_are_kept(guess: 
     tried.clear()
     assert highest_rate(run, SLO, leapt(run, SLO, guess)) == found
     assert sum(rate <= 42.0 for rate in tried) <= num_kept - (2 if guess < 30.0 else 0)
+
+
+@pytest.mark.parametrize("least", [0.0, 40.0, 41.9, 43.0, 55.0])
+def test_one_run_says_whether_the_search_would_find_more(least: float) -> None:
+    """From a guess that is kept; where the limit is, is not known."""
+    for limit in range(405, 800, 7):
+
+        def run(rate: float, limit: float = limit / 10):
+            return summarise([outcome(i, 0.1 if rate <= limit else 9.0) for i in range(30)], SLO)
+
+        rate, _ = highest_rate(run, SLO, 40.0)
+        assert (rate > least) == keeps(run(rate_above(40.0, least)), SLO)
 
 
 @pytest.mark.parametrize("share", [None, 0.9])

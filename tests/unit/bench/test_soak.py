@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from bench.client import TimedAnswer
 from bench.flat import trend
 from bench.soak_series import Latency, Sampler, Verdict, table, usage_of
 
@@ -56,7 +57,7 @@ def test_a_run_that_is_too_short_has_no_verdict() -> None:
 
 def test_latency_is_that_of_the_answers_since_the_last_sample() -> None:
     latency = Latency()
-    latency.add_answer([10.0, 10.5, 10.6, 10.7, 10.8])
+    latency.add_answer(TimedAnswer("", 10.0, [10.5, 10.6, 10.7]))
     assert latency.take() == pytest.approx({"TTFT": 500.0, "ITL": 100.0})
     assert latency.take() == {}
 
@@ -75,7 +76,7 @@ def test_a_process_that_keeps_its_descriptors_is_found() -> None:
             opened.append(os.open(os.devnull, os.O_RDONLY))
             if second == 20:
                 kinds = {**kinds, 1: "other"}
-            sampler.latency.add_answer([0.0, 0.1, 0.2, 0.3])
+            sampler.latency.add_answer(TimedAnswer("", 0.0, [0.1, 0.2]))
             sampler.sample(float(second))
     finally:
         for descriptor in opened:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import mixed_steps
 from bench import step as bench
-from bench.step import MIN_ROUNDS, ModelStep, StepReport, StepTiming
+from bench.rounds import MIN_ROUNDS, in_turns
+from bench.step import ModelStep, StepReport, StepTiming
 from cluster.model.cpu.library import load
 from cluster.model.language import LanguageModel
 
@@ -88,7 +88,7 @@ def test_the_attention_alone_writes_where_the_whole_step_does(folder: Path) -> N
 
 def test_all_take_turns_and_the_first_round_does_not_count() -> None:
     calls: list[str] = []
-    times = bench.in_turns([lambda: calls.append("a"), lambda: calls.append("b")], 0.0)
+    times = in_turns([lambda: calls.append("a"), lambda: calls.append("b")], 0.0)
     assert calls == ["a", "b"] * (MIN_ROUNDS + 1)
     assert [len(taken) for taken in times] == [MIN_ROUNDS] * 2
 
@@ -99,21 +99,15 @@ def test_what_is_outside_is_measured_in_the_step_or_else_the_rest() -> None:
     assert StepTiming(*times, kernels_s=9.0).outside_ratio == pytest.approx(0.1)
 
 
-def test_the_record_holds_what_the_table_shows() -> None:
-    timing = StepTiming(ModelStep(4, 200, 1), 10, 20, 1.0, 2.0, 3.0, 9.0)
-    found = json.loads(bench.record(StepReport(5.0, 6.0, (timing,)), model="tiny"))
-    assert (found["model"], found["bandwidth"], found["best_bandwidth"]) == ("tiny", 5.0, 6.0)
-    (row,) = found["timings"]
-    assert (row["step"], row["whole_s"], row["rest_s"]) == ({"batch": 4, "context": 200, "new": 1}, 9.0, 4.0)
-
-
 @pytest.mark.skipif(load() is None, reason="no native kernels for this CPU, or no compiler")
 def test_a_mixed_step_is_timed_beside_its_parts(folder: Path) -> None:
     model = LanguageModel.load(folder, dtype=torch.float32, block_size=bench.BLOCK_SIZE)
-    steps = mixed_steps.steps_of(model, 3, 20, 7)
-    logits: dict[str, Any] = {name: step() for name, step in steps.items()}
+    step = ModelStep(3, 20, 1)
+    kv = bench.random_kv(model, [replace(step, new=7)])
+    works = bench.mixed_works(model, kv, step, 7)
+    logits: dict[str, Any] = {name: work() for name, work in works.items()}
     assert torch.equal(logits["decode"], logits["one-token"])
     assert torch.equal(logits["mixed"], torch.cat([logits["one-token"][:2], logits["chunk"]]))
-    times = mixed_steps.measure(model, steps, 0.0)
-    assert all(0 < host < whole for rounds in times.values() for host, whole in rounds)
-    assert [line.split()[0] for line in mixed_steps.table(times).splitlines()[1:]] == list(steps)
+    rows = [line.split() for line in bench.host_table(model, works, 0.0).splitlines()[1:]]
+    assert [row[0] for row in rows] == list(works)
+    assert all(0 < float(host) < float(whole) for _, host, _, whole in rows)

@@ -25,7 +25,7 @@ from cluster.model.cuda.libraries import Flash2, Flash3, Flash4, StepLengths, To
 from cluster.model.kv_format import kv_segments
 from tests.fakes.cuda_device import SimulatedCuda
 from tests.fakes.plain_attention import PlainAttention
-from tests.gpu.cases import dense
+from tests.unit.model.attention_cases import dense_sequence
 
 # Of the releases' source: flash-attn 2.8 and its hopper/flash_attn_interface.py, flash-attn-4 4.0.0b36.
 FLASH_2 = {
@@ -145,7 +145,9 @@ def _plain(query, key, value, query_starts, context_starts, layer):
     parts = []
     for row in range(len(query_starts) - 1):
         keys = slice(context_starts[row], context_starts[row + 1])
-        parts.append(dense(layer, query[query_starts[row] : query_starts[row + 1]], key[keys], value[keys]))
+        parts.append(
+            dense_sequence(layer, query[query_starts[row] : query_starts[row + 1]], key[keys], value[keys])
+        )
     return torch.cat(parts).to(query.dtype)
 
 

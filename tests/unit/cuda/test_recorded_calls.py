@@ -49,10 +49,7 @@ def again(work: Callable[[], Tensor]) -> Replay:
 
 def items_of(name: str) -> tuple[Any, dict[Modality, Item]]:
     case = MEDIA_FAMILIES[name]()
-    items: dict[Modality, Item] = {}
-    for modality, item in [pair for request in case.requests for pair in request.items]:
-        items.setdefault(modality, item)
-    return case.model, items
+    return case.model, {modality: some[0] for modality, some in case.items().items()}
 
 
 def with_others(item: Item) -> list[Item]:

@@ -3,7 +3,7 @@ writes what it has enqueued as late as it may."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -22,13 +22,6 @@ SAID = list(range(50, 70))
 @pytest.fixture
 def rig() -> Rig:
     return Rig(decode_blocks=16, runs_ahead=True)
-
-
-@pytest.fixture
-def relay(rig: Rig) -> Iterator[Relay]:
-    relay = Relay(rig)
-    yield relay
-    relay.finish()
 
 
 def num_ahead(rig: Rig) -> int:

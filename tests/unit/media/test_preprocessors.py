@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.equality import MODEL
+from bench import DEMO_MODEL
 from cluster.errors import MediaError, NotWantedError, RequestError, UnavailableError
 from cluster.media.preprocessor import Preprocessed, read_tensors, write_tensors
 from cluster.media.preprocessors import Preprocessors, preprocessor_server
@@ -32,14 +32,14 @@ ARRAYS = {
 
 @pytest.fixture(scope="module")
 def processor() -> MediaProcessor:
-    loaded = MediaProcessor.load(MODEL)
+    loaded = MediaProcessor.load(DEMO_MODEL)
     assert loaded is not None
     return loaded
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Preprocessors]:
-    preprocessors = Preprocessors(preprocessor_server(MODEL), 1, 60.0)
+    preprocessors = Preprocessors(preprocessor_server(DEMO_MODEL), 1, 60.0)
     yield preprocessors
     preprocessors.close()
 

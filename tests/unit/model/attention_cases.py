@@ -107,27 +107,30 @@ def dense(shape: Shape, step: Step, layer: LayerAttention) -> Tensor:
         query = step.query[start : start + step.batch.query_lens[i]]
         is_causal = step.batch.windowed_spans and layer.sliding_window is None
         spans = () if is_causal else step.batch.bidirectional_spans[i]
-        outs.append(_dense_sequence(layer, query.float(), key.float(), value.float(), spans))
+        outs.append(dense_sequence(layer, query, key, value, spans))
         start += len(query)
     return torch.cat(outs)
 
 
-def _dense_sequence(
-    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span]
+def dense_sequence(
+    layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor, spans: Sequence[Span] = ()
 ) -> Tensor:
-    """query [n, Hq, D] are the last n of the S positions in key [S, Hk, D] and value [S, Hk, Dv]."""
+    """query [n, Hq, D] are the last n of the S positions in key [S, Hk, D] and value [S, Hk, Dv]. Returns
+    [n, Hq, Dv] float32: causal, and within `spans` bidirectional."""
     n, total, group = len(query), len(key), query.shape[1] // key.shape[1]
-    q_pos, k_pos = torch.arange(total - n, total)[:, None], torch.arange(total)[None]
+    q_pos = torch.arange(total - n, total, device=query.device)[:, None]
+    k_pos = torch.arange(total, device=query.device)[None]
     visible = k_pos <= q_pos
     for start, end in spans:
         visible = visible | ((q_pos >= start) & (q_pos < end) & (k_pos >= start) & (k_pos < end))
     if layer.sliding_window is not None:
         visible = visible & (k_pos > q_pos - layer.sliding_window)
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(group, 1)) * layer.scaling
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key.float().repeat_interleave(group, 1))
+    scores = scores * layer.scaling
     if layer.softcap is not None:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
     scores = scores.masked_fill(~visible, float("-inf"))
     if layer.sinks is not None:
-        scores = torch.cat([scores, layer.sinks.view(-1, 1, 1).expand(-1, n, 1)], -1)
+        scores = torch.cat([scores, layer.sinks.float().view(-1, 1, 1).expand(-1, n, 1)], -1)
     probs = scores.softmax(-1)[..., :total]
-    return torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(group, 1))
+    return torch.einsum("hqk,khd->qhd", probs, value.float().repeat_interleave(group, 1))

@@ -108,15 +108,7 @@ def large_enough_for_two_threads() -> Model:
     return native(tiny(hf.Qwen3Model(config)))
 
 
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_the_number_of_threads_changes_no_bit(two_threads: None):
+def test_the_number_of_threads_changes_no_bit(two_threads):
     ours, sizes = large_enough_for_two_threads(), ((0, 33), (0, 5), (0, 21))
     positions, wanted, x = ours.paged.step_positions(sizes), torch.arange(59), inputs(ours.paged, 59)
     together = ours.in_one_call(ours.paged.step(sizes), positions, x, wanted)
@@ -126,7 +118,7 @@ def test_the_number_of_threads_changes_no_bit(two_threads: None):
     assert torch.equal(hidden, together)
 
 
-def test_the_cosines_of_a_step_wake_no_other_thread(two_threads: None):
+def test_the_cosines_of_a_step_wake_no_other_thread(two_threads):
     ours, sizes, seen = large_enough_for_two_threads(), ((0, 33), (0, 5), (0, 21)), []
     ours.decoder.rotary.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
     x = inputs(ours.paged, 59)
@@ -142,7 +134,7 @@ def test_a_step_that_wants_no_logits_gives_none():
     assert all(segment.flatten(0, 1)[step.slots].count_nonzero() > 0 for segment in ours.paged.kv.segments)
 
 
-def test_a_layer_is_announced_when_its_kv_is_written_and_the_next_has_not_begun(two_threads: None):
+def test_a_layer_is_announced_when_its_kv_is_written_and_the_next_has_not_begun(two_threads):
     ours, sizes = large_enough_for_two_threads(), ((0, 33), (0, 26))
     seen: list[tuple[int, list[bool]]] = []
 
@@ -157,7 +149,7 @@ def test_a_layer_is_announced_when_its_kv_is_written_and_the_next_has_not_begun(
     assert seen == [(0, [True, True, False, False]), (1, [True, True, True, True])]
 
 
-def test_an_error_while_a_layer_is_announced_ends_the_call(two_threads: None):
+def test_an_error_while_a_layer_is_announced_ends_the_call(two_threads):
     ours, sizes = large_enough_for_two_threads(), ((0, 33), (0, 26))
 
     def on_layer(_layer_idx: int) -> None:
@@ -172,7 +164,7 @@ def test_an_error_while_a_layer_is_announced_ends_the_call(two_threads: None):
     assert written == [True, True, False, False]
 
 
-def test_a_pause_between_layers_leaves_the_cores_to_others(two_threads: None):
+def test_a_pause_between_layers_leaves_the_cores_to_others(two_threads):
     ours, sizes, pause_s = large_enough_for_two_threads(), ((0, 33), (0, 26)), 0.2
     busy_s: list[float] = []
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cluster.errors import InternalError
 from cluster.model.cpu.library import Kernels, load
 from cluster.model.cpu.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear, PackedWeights, optimise
-from tests.unit.model.native_kernels import LOADED, each_dtype, each_variant, needs_kernels
+from tests.unit.model.native_kernels import LOADED, best_kernels, each_dtype, each_variant, needs_kernels
 
 # Not imported above: transformers' model classes come after cluster.model, which prepares torchvision for
 # them.
@@ -82,14 +82,6 @@ def test_a_rows_result_depends_on_no_other_row_and_not_on_threads(kernels: Kerne
     assert torch.equal(packed(x), together)
     assert torch.equal(torch.cat([packed(row[None]) for row in x]), together)
     assert torch.equal(torch.cat([packed(rows) for rows in x.split(11)]), together)
-
-
-@pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @each_variant
@@ -245,7 +237,7 @@ def tiny(family: str) -> hf.PreTrainedModel:
 
 def optimised(model: hf.PreTrainedModel, **options) -> hf.PreTrainedModel:
     model = copy.deepcopy(model)
-    head = optimise(model.model, model.lm_head, **options)
+    head = optimise(model.model, model.lm_head, **{"kernels": best_kernels, **options})
     assert head is not None
     model.lm_head = head
     return model
@@ -297,7 +289,7 @@ def test_what_computes_something_else_is_not_replaced():
         "float16": nn.Linear(8, 8).half(),
         "mlp": SquaringMlp(hf.LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1)),
     })  # fmt: skip
-    assert optimise(model, DoublingLinear(8, 8)) is None
+    assert optimise(model, DoublingLinear(8, 8), best_kernels) is None
     assert [type(model[name]) for name in model] == [DoublingLinear, nn.Linear, SquaringMlp]
     assert count(model["mlp"], PackedLinear) == 3
 
@@ -305,7 +297,7 @@ def test_what_computes_something_else_is_not_replaced():
 def test_a_listened_to_linear_is_not_replaced():
     linear = nn.Linear(8, 8)
     linear.register_forward_hook(lambda *_: None)
-    assert optimise(nn.ModuleDict({"linear": linear}), linear) is None
+    assert optimise(nn.ModuleDict({"linear": linear}), linear, best_kernels) is None
 
 
 def test_int8_weights_change_logits_little_but_are_used():

@@ -14,7 +14,8 @@ from cluster.model.attention import LayerAttention
 from cluster.model.attention_cuda import CudaAttention
 from cluster.model.attention_torch import TorchAttention
 from cluster.model.cuda.libraries import Flash2, Flash3, Flash4, FlashLibrary, TorchVarlen
-from tests.gpu.cases import Heads, PagedCase, dense, paged_case
+from tests.gpu.cases import Heads, PagedCase, paged_case
+from tests.unit.model.attention_cases import dense_sequence
 
 PLAIN = LayerAttention(0.3)
 
@@ -29,7 +30,9 @@ def flash_module(calls: list[str]) -> SimpleNamespace:
         parts = []
         for seq in range(len(starts_q) - 1):
             keys = slice(starts_k[seq], starts_k[seq + 1])
-            parts.append(dense(layer, query[starts_q[seq] : starts_q[seq + 1]], key[keys], value[keys]))
+            parts.append(
+                dense_sequence(layer, query[starts_q[seq] : starts_q[seq + 1]], key[keys], value[keys])
+            )
         return torch.cat(parts).to(query.dtype)
 
     def paged(query, key, value, starts_q, contexts, table, **keywords) -> Tensor:

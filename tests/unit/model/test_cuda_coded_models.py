@@ -353,7 +353,7 @@ def test_experts_whose_products_are_wrong_become_plain_and_are_named(
 ) -> None:
     stored, _ = folders(family, form, tmp_path)
     model = load(stored, replace(OF_PLAIN, experts=wrong_experts))
-    assert not coded_experts(model) and "their products of 1 tokens are wrong by 10.0%" in caplog.text
+    assert not coded_experts(model) and "its product of 1 rows is wrong by 10.0%" in caplog.text
     whole = load_half(tmp_path / "plain", Half.LANGUAGE, dtype=torch.float32, device="cpu")
     for name, parameter in whole.named_parameters():
         if ".experts." in name:

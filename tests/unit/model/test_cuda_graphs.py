@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -213,6 +215,7 @@ class EchoModel:
     vocab_size = position_axes = num_layers = 1
     recorded_tokens = state_blocks = num_adapter_slots = 0
     dtype = torch.float32
+    inputs = SimpleNamespace(known_ids=np.array, known_on_device=lambda token_ids: token_ids)
 
     def step(
         self, inputs: StepInputs, kv: BlockMemory, embeds: Tensor | None = None, on_layer=None
@@ -224,12 +227,6 @@ class EchoModel:
     def place_embeds(self, token_ids: Tensor, chunks, embeds: Tensor) -> None:
         embeds.copy_(token_ids[:, None])
 
-    def known_ids(self, token_ids: Sequence[int]) -> np.ndarray:
-        return np.array(token_ids)
-
-    def known_on_device(self, token_ids: Tensor) -> Tensor:
-        return token_ids
-
     def forward(self, chunks, kv, on_layer=None) -> Tensor:
         return torch.tensor([[-1.0]])
 
@@ -237,6 +234,9 @@ class EchoModel:
 
     def decode(self, token_ids, context_lens, deltas, block_tables, kv, adapters=(), states=()) -> Tensor:
         return torch.tensor([[-1.0]])
+
+
+echo_model: Any = EchoModel()
 
 
 def memory() -> BlockMemory:
@@ -247,7 +247,7 @@ def test_a_graphed_model_replays_steps_and_keeps_requests_blocks_from_padding() 
     kv = memory()
     kv.buffer.fill_(1)
     before = kv.segments[0].clone()
-    model = GraphedModel(EchoModel(), kv, RecordedSizes.up_to(4, 20), FakeCapture())
+    model = GraphedModel(echo_model, kv, RecordedSizes.up_to(4, 20), FakeCapture())
     model.warm_up()
     assert torch.equal(kv.segments[0][:-1], before[:-1])
     out = model.decode([6, 7, 8], [1, 5, 9], [0, 0, 0], [[0], [1, 2], [3, 4, 5]], kv)
@@ -265,14 +265,14 @@ def test_a_graphed_model_replays_steps_and_keeps_requests_blocks_from_padding() 
 
 def test_more_choices_than_a_step_of_answers_has_sequences_run_unrecorded() -> None:
     kv = memory()
-    model = GraphedModel(EchoModel(), kv, RecordedSizes.up_to(2, 0), FakeCapture())
+    model = GraphedModel(echo_model, kv, RecordedSizes.up_to(2, 0), FakeCapture())
     model.warm_up()
     assert model.decode([6] * 3, [1] * 3, [0] * 3, [[0]] * 3, kv) == -1
 
 
 def test_warming_up_records_everything_that_a_step_can_ask_for_once() -> None:
     kv, capture = memory(), FakeCapture()
-    model = GraphedModel(EchoModel(), kv, RecordedSizes.up_to(40, 20), capture)
+    model = GraphedModel(echo_model, kv, RecordedSizes.up_to(40, 20), capture)
     model.warm_up()
     recorded = capture.num_recorded
     for count in range(1, 41):

@@ -63,9 +63,9 @@ MIXER_KINDS = {
             {"bias": None, **DELTA, **KEYS, "TOKENS": 8, "TILE": 256, "TAPS": 4, "PAGE": 16384},
             {"memory": "*bf16"},
         ),
-        (delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": False, "HEADS": 4}, {}),
+        (delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": False, "HEADS": 2}, {}),
         (
-            delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": True, "HEADS": 4},
+            delta_kernels, "chunk_systems", {**DELTA, **GATES, "K_PAD": 128, "EXACT": True, "HEADS": 2},
             {"mixed": "*fp32", "rows": "*fp32"},
         ),
         (delta_kernels, "solve_systems", {}, {}),

@@ -19,7 +19,6 @@ from torch import Tensor
 from cluster.model.cuda.packed_attention import PackedAttention, tiles_for
 from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.encoder import EncoderModel
-from cluster.types.media import Modality
 from tests.fakes.slow_params import often
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 
@@ -114,9 +113,6 @@ def test_a_packed_tower_gives_its_own_rows(name: str) -> None:
     model: Any = copy.deepcopy(case.model)
     encoder = EncoderModel.from_model(model)
     assert optimise_packed_attention(model.model) == PACKED[name]
-    items: dict[Modality, list] = {}
-    for modality, item in [pair for request in case.requests for pair in request.items]:
-        items.setdefault(modality, []).append(item)
-    for modality, some in items.items():
+    for modality, some in case.items().items():
         actual, expected = encoder.encode(modality, some), own.encode(modality, some)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -22,7 +22,6 @@ from cluster.model.cuda.packed_towers import optimise_packed_attention
 from cluster.model.cuda.tower_blocks import optimise_tower_blocks
 from cluster.model.cuda.tower_calls import LayerNorm, QkvHeads, activate, add_norm, rotate
 from cluster.model.encoder import EncoderModel
-from cluster.types.media import Modality
 from tests.fakes.slow_params import often
 from tests.flow.tiny_media_models import MEDIA_FAMILIES
 
@@ -148,9 +147,6 @@ def test_a_tower_of_fused_blocks_gives_its_own_rows(name: str, caplog) -> None:
     merge_inputs(model.model, torch.device("cpu"))
     assert optimise_tower_blocks(model.model) == FUSED[name]
     assert optimise_packed_attention(model.model) == 0 and "one call for each segment" not in caplog.text
-    items: dict[Modality, list] = {}
-    for modality, item in [pair for request in case.requests for pair in request.items]:
-        items.setdefault(modality, []).append(item)
-    for modality, some in items.items():
+    for modality, some in case.items().items():
         actual, expected = encoder.encode(modality, some[:2]), own.encode(modality, some[:2])
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

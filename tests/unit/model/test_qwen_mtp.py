@@ -55,7 +55,8 @@ def test_it_computes_what_is_published(tmp_path: Path) -> None:
         scale = (rows.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
         return rows * scale * (1 + own[name])
 
-    inputs = [normed(target.embed(ids), "pre_fc_norm_embedding"), normed(hidden, "pre_fc_norm_hidden")]
+    embeds = target.inputs.rows(torch.tensor(ids))
+    inputs = [normed(embeds, "pre_fc_norm_embedding"), normed(hidden, "pre_fc_norm_hidden")]
     rows = (torch.cat(inputs, dim=-1) @ own["fc"].T)[None]
     rotary = text.rotary_emb(rows, torch.arange(NUM_TOKENS)[None])
     mask = torch.full((1, 1, NUM_TOKENS, NUM_TOKENS), -torch.inf).triu(1)

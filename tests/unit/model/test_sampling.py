@@ -30,7 +30,6 @@ from cluster.model.sampling import (
     _mix,
     _row_key,
     _signed,
-    declared,
     draw,
     draw_native,
     draw_records,
@@ -53,7 +52,7 @@ CHI_SQUARE_999 = {
     6: 22.46,
 }
 
-LOADED = {v.name: declared(kernels.cdll) for v in runnable_variants() if (kernels := load_variant(v))}
+LOADED = {v.name: kernels.cdll for v in runnable_variants() if (kernels := load_variant(v))}
 each_variant = pytest.mark.parametrize(
     "native",
     [pytest.param(cdll, id=name) for name, cdll in LOADED.items()]

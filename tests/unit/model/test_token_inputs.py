@@ -40,8 +40,8 @@ def test_rows_and_inputs_of_layers_are_those_of_the_token_that_is_read(name: str
 
 def test_ids_outside_the_table_are_read_as_the_first_one() -> None:
     inputs = inputs_of("gemma3n_layer_inputs", embed_size=300)
-    assert inputs.on_device([299, 300, 1000]).tolist() == [299, 0, 0]
-    assert inputs.on_device(torch.tensor([299, 300, 1000])).tolist() == [299, 0, 0]
+    assert inputs.known_ids([299, 300, 1000]).tolist() == [299, 0, 0]
+    assert inputs.known_on_device(torch.tensor([299, 300, 1000])).tolist() == [299, 0, 0]
 
 
 def test_the_embedding_table_is_never_searched_for_rows() -> None:

@@ -80,7 +80,9 @@ class Host:
             for name, tensor in given.items():
                 module, _, leaf = name.partition(".")
                 setattr(getattr(part, module), leaf, nn.Parameter(tensor, requires_grad=False))
-        optimise_modules(part, making.kernels_for(part))
+        kernels = making.kernels_for(part)
+        assert kernels is not None
+        optimise_modules(part, kernels)
         return part
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -23,6 +22,7 @@ from cluster.types.messages import (
 )
 from router.members import MemberTable, Peer
 from tests.fakes.scripted_flow import grant
+from tests.fakes.waiting import until
 
 
 class Listener:
@@ -105,12 +105,6 @@ def only(table: MemberTable) -> Peer:
 def peer_of(table: MemberTable, name: str) -> Peer:
     (peer,) = [peer for peer in table.all_peers() if peer.member.replica_id == name]
     return peer
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_listed_worker_becomes_a_candidate_and_its_load_is_known(table, workers):

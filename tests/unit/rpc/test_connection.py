@@ -10,7 +10,8 @@ import pytest
 from cluster.errors import UnavailableError
 from cluster.rpc import Server, connect
 from cluster.types.messages import Cancel
-from tests.unit.rpc.two_ends import Worker, ignore, until
+from tests.fakes.waiting import until
+from tests.unit.rpc.two_ends import Worker, ignore
 
 
 async def test_ten_thousand_messages_arrive_in_order(worker):

@@ -13,7 +13,8 @@ from cluster.rpc import Server, connect
 from cluster.rpc.frames import encode_message, frame
 from cluster.rpc.server import MAX_PENDING
 from cluster.types.messages import PROTOCOL_VERSION, Hello
-from tests.unit.rpc.two_ends import Worker, dial, ignore, until
+from tests.fakes.waiting import until
+from tests.unit.rpc.two_ends import Worker, dial, ignore
 
 
 async def test_a_stranger_gets_nothing_and_is_never_announced(worker):

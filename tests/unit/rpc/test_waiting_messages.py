@@ -15,7 +15,8 @@ from cluster.rpc import Connection, Server, connect
 from cluster.rpc.connection import STALL_TIMEOUT_S
 from cluster.types.media import MediaGeometry, MediaItem, MediaOptions, Modality
 from cluster.types.messages import Cancel, StartEncode
-from tests.unit.rpc.two_ends import Worker, ignore, until
+from tests.fakes.waiting import until
+from tests.unit.rpc.two_ends import Worker, ignore
 
 MIB = 1 << 20
 

@@ -20,12 +20,6 @@ class Worker:
         )  # fmt: skip
 
 
-async def until(condition, timeout_s: float = 60.0):
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 def ignore(*_):
     pass
 

@@ -22,6 +22,7 @@ from cluster.types.messages import (
 from cluster.types.transfer import Contract, Grant
 from cluster.worker.outbox import Outbox
 from cluster.worker.shell import MAX_DOORS, WorkerShell
+from tests.fakes.waiting import until
 
 CONTRACT = Contract(0, "", 16, (), "raw", "")
 
@@ -76,12 +77,6 @@ async def worker(tmp_path) -> AsyncIterator[Worker]:
     await worker.start()
     yield worker
     await worker.shell.aclose()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_a_grant_for_a_door_that_is_gone_is_taken_back_at_once(worker):

@@ -24,6 +24,7 @@ from kv_transfer.agents.agent import TransferError
 from kv_transfer.agents.in_process import InProcessNetwork
 from kv_transfer.lease.transfer_engine import TransferEngine
 from tests.fakes.clock import ManualClock
+from tests.fakes.waiting import until
 
 LIMIT_S = 60.0
 LAYOUT = MemoryLayout((SegmentSpec(1, (4,), torch.float32),))
@@ -220,12 +221,6 @@ async def dial(shell: Any, name: str = "door") -> tuple[Any, list[Any]]:
     heard: list[Any] = []
     connection = await connect(shell.address, name, lambda _, message: heard.append(message))
     return connection, heard
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_door_that_asks_is_answered_whatever_the_engine_does(shell):
