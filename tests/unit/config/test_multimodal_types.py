@@ -48,8 +48,8 @@ def test_a_checkpoint_that_leaves_an_encoder_out_takes_no_such_items() -> None:
 
 def test_a_checkpoint_that_drops_rows_of_clips_takes_none_and_older_names_are_read(tmp_path) -> None:
     content = {
-        "model_type": "nemotron_h_omni", "llm_config": {"hidden_size": 8}, "vision_config": {}, "sound_config": None,
-        "img_context_token_id": 18, "video_pruning_rate": 0.7,
+        "model_type": "nemotron_h_omni", "llm_config": {"hidden_size": 8}, "vision_config": {},
+        "sound_config": None, "img_context_token_id": 18, "video_pruning_rate": 0.7,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(content))
     config = read_config(tmp_path)
