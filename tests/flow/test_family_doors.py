@@ -52,10 +52,11 @@ EQUAL_SOUNDS = ("qwen3_omni", "qwen3_asr")
 # One for each mechanism: positions in several dimensions, windows of the encoder, deep stacks and sound; frames
 # with their times; other dimensions; ids that are read as token 0; marked rows; tiles of images and frames; rows
 # and columns of tiles; spans in both directions, in all layers and in some; crops; sound of a fixed
-# and of any length; another tokenizer.
+# and of any length; another tokenizer; states beside KV.
 OFTEN = (
     "qwen2_5_vl", "qwen3_omni", "glm4v", "hunyuan_vl", "kimi_k25", "muse_glimmer", "llava_onevision",
     "granite_docling", "gemma3", "gemma4", "aria", "qwen2_audio", "qwen3_asr", "voxtral",
+    "nemotron_h_omni",
 )  # fmt: skip
 NEVER_BOTH = ("smolvlm", "glm", "nemotron")  # transformers takes images or clips in a prompt of theirs
 
