@@ -28,7 +28,7 @@ Call = tuple[Modality, Sequence[Mapping[str, Tensor]]]  # arguments of `encode`
 ONE, SIXTEEN, CLIP = "1 image of 224²", "16 images of 224²", "30 frames of 224²"
 SIGLIP = "SigLIP-L, 1 image of 448²"
 _NUM_ROUNDS = 10
-_SIDE = 224 // 14  # in patches
+_PATCH = 14  # pixels
 _VISION: dict[str, Any] = {
     "depth": 12, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 1024,
     "fullatt_block_indexes": [3, 7, 11],
@@ -41,6 +41,16 @@ _SIGLIP: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "image_size": 448, "patch_size": 16,
 }  # fmt: skip
+_SOUND: dict[str, Any] = {
+    "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120,
+    "num_mel_bins": 128, "max_source_positions": 1500,
+}  # fmt: skip
+_TINY_SOUND: dict[str, Any] = {
+    "d_model": 64,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+}
 _TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "depth": 1, "num_hidden_layers": 1}
 
 
@@ -71,7 +81,40 @@ def latencies(speed: DeviceSpeed, rehearse: bool) -> Measurements:
     yield from _measured(model, {SIGLIP: (Modality.IMAGE, [{"pixel_values": pixels}])}, speed, rehearse)
 
 
-def _measured(model: Any, calls: Mapping[str, Call], speed: DeviceSpeed, rehearse: bool) -> Measurements:
+def batches(speed: DeviceSpeed, rehearse: bool) -> Measurements:
+    """Of one tower of Qwen2.5-VL's form, as `latencies` has it, and one for sound of Qwen2-Audio's: images of
+    three sizes, clips of 8 and 30 frames, windows of 30 s of sound, up to 32 in a call. us: of the call,
+    unrecorded; own_us: by transformers' own modules."""
+    tiny: dict[str, Any] = _TINY if rehearse else {}
+    config = hf.Qwen2_5_VLConfig(text_config=_TEXT, vision_config=_VISION | tiny)
+    model = _random(hf.Qwen2_5_VLForConditionalGeneration, config, speed)
+    counts = (1, 2) if rehearse else (1, 2, 4, 8, 16, 32)
+    calls: dict[str, Call] = {}
+    for side in (224,) if rehearse else (224, 448, 896):
+        image = _item("pixel_values", "image_grid_thw", 1, speed, side)
+        for count in counts:
+            calls[f"{count} × image of {side}²"] = Modality.IMAGE, [image] * count
+    for num_frames in (8,) if rehearse else (8, 30):
+        clip = _item("pixel_values_videos", "video_grid_thw", num_frames // 2, speed)
+        for count in counts[:-2] if len(counts) > 2 else counts:
+            calls[f"{count} × {num_frames} frames of 224²"] = Modality.VIDEO, [clip] * count
+    yield from _measured(model, calls, speed, rehearse, records=False)
+    heard = hf.Qwen2AudioConfig(audio_config=_SOUND | (_TINY_SOUND if rehearse else {}), text_config=_TEXT)
+    model = _random(hf.Qwen2AudioForConditionalGeneration, heard, speed)
+    sound = {
+        "input_features": torch.randn(1, 128, 3000, device=speed.device, dtype=speed.dtype),
+        "feature_attention_mask": torch.ones(1, 3000, dtype=torch.int64, device=speed.device),
+    }
+    sounds: dict[str, Call] = {
+        f"{count} × 30 s of sound": (Modality.AUDIO, [sound] * count) for count in counts
+    }
+    yield from _measured(model, sounds, speed, rehearse, records=False)
+
+
+def _measured(
+    model: Any, calls: Mapping[str, Call], speed: DeviceSpeed, rehearse: bool, *, records: bool = True
+) -> Measurements:
+    """records: a GPU records the calls."""
     encoder = EncoderModel.from_model(model)
     num_rounds = 1 if rehearse else _NUM_ROUNDS
 
@@ -83,7 +126,7 @@ def _measured(model: Any, calls: Mapping[str, Call], speed: DeviceSpeed, rehears
     num_fused = optimise_tower_blocks(model)
     optimise_packed_attention(model)
     eager = {what: us(call) for what, call in calls.items()}
-    if speed.device.type != "cuda":
+    if speed.device.type != "cuda" or not records:
         yield from (
             {"what": what, "us": eager[what], "own_us": own[what], "fused_blocks": num_fused}
             for what in calls
@@ -109,7 +152,8 @@ def _random(kind: type[nn.Module], config: hf.PreTrainedConfig, speed: DeviceSpe
         return kind(config).to(speed.dtype).eval()
 
 
-def _item(pixels: str, grid: str, num_patches: int, speed: DeviceSpeed) -> dict[str, Tensor]:
-    """num_patches: in time."""
-    rows = torch.randn(num_patches * _SIDE**2, 3 * 2 * 14 * 14, device=speed.device, dtype=speed.dtype)
-    return {pixels: rows, grid: torch.tensor([[num_patches, _SIDE, _SIDE]], device=speed.device)}
+def _item(pixels: str, grid: str, num_patches: int, speed: DeviceSpeed, side: int = 224) -> dict[str, Tensor]:
+    """num_patches: in time. side: in pixels."""
+    side //= _PATCH
+    rows = torch.randn(num_patches * side**2, 3 * 2 * _PATCH**2, device=speed.device, dtype=speed.dtype)
+    return {pixels: rows, grid: torch.tensor([[num_patches, side, side]], device=speed.device)}

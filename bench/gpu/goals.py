@@ -66,6 +66,11 @@ def _start(topology: str, first_run_s: float) -> Goal:
     return Goal(text, value, first_run_s + 5, is_most=True)
 
 
+def _images(load: str, field: str, limit_ms: float) -> Goal:
+    name = {"ttft_p50_ms": "TTFT p50", "encode_ms": "encode stage of an image"}[field]
+    return Goal(f"E/P/D, {load}: {name}, ms", of("images-e-p-d", load, field), limit_ms, is_most=True)
+
+
 def _step_ms(records: Records) -> float:
     return of("steps", "0.5b decode at 1, context 2048", "us")(records) / 1e3
 
@@ -120,6 +125,9 @@ GOALS = (
         Goal(f"{what}, us", of("encoder", what, "us"), limit, is_most=True)
         for what, limit in ((ONE, 6_000), (SIXTEEN, 20_000), (CLIP, 50_000), (SIGLIP, 5_000))
     ),
+    _images("image/32 at 1", "encode_ms", 6),
+    _images("image/32 at 16", "encode_ms", 20),
+    _images("image/32 at 16", "ttft_p50_ms", 60),
     Goal(f"whole, {SHORT}: ITL p99 ÷ p50", ratio(_ITL_P99, _ITL_P50), 1.5, is_most=True),
     Goal(f"whole, {ALONE}: ITL p50 ÷ the step alone", ratio(_ITL_ALONE, _step_ms), 1.1, is_most=True),
     *(

@@ -216,6 +216,11 @@ def encoder(rehearse: bool) -> Measurements:
     yield from encoders.latencies(_speed(rehearse), rehearse)
 
 
+def encoder_batches(rehearse: bool) -> Measurements:
+    """Latencies by modality, size and number of items."""
+    yield from encoders.batches(_speed(rehearse), rehearse)
+
+
 def experts_of_a_layer(rehearse: bool) -> Measurements:
     """Products of experts."""
     yield from experts.times(_speed(rehearse), rehearse)
@@ -296,6 +301,7 @@ RUN: dict[str, Part] = {
     "wire": Part(25, wire),
     "transfer": Part(30, transfer),
     "load-raw": Part(75, partial(served.load, "e-p-d", "raw")),
+    "images-e-p-d": Part(90, partial(served.image_load, "e-p-d")),
     "load-int8": Part(75, partial(served.load, "e-p-d", "int8")),
     "formats": Part(120, weight_formats),
 }
@@ -312,5 +318,7 @@ MORE: dict[str, Part] = {
     "hybrids": Part(300, hybrid_steps),
     "loading": Part(180, loading),
     "preparing": Part(90, preparing),
+    "encoder-batches": Part(60, encoder_batches),
+    "images-whole": Part(90, partial(served.image_load, "whole")),
 }
 PARTS = RUN | MORE

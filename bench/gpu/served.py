@@ -24,8 +24,9 @@ from types import MappingProxyType
 from typing import Any
 
 from bench import REPOSITORY
+from bench.engine.models import TEXT_MODEL, VISION_MODEL
 from bench.gpu.offline import OFFLINE_RUN, ClientReport, ask_all
-from bench.metrics import model_id, page, samples
+from bench.metrics import grown, model_id, page, samples
 
 READY_TIMEOUT_S = 150.0
 NO_FIELDS: Mapping[str, Any] = MappingProxyType({})
@@ -41,8 +42,10 @@ SHARED_KV_BLOCKS = {"prefill": {"kv_blocks": 2000}, "decode": {"kv_blocks": 6000
 OFFLINE_KV_BLOCKS = {"prefill": {"kv_blocks": 2000}, "decode": {"kv_blocks": 12_000}}
 # Row, clients, requests.
 LOADS = (("text-128/64", 1, 8), ("text-128/64", 16, 64), ("text-1024/32", 16, 48))
+IMAGE_LOADS = tuple(("image/32", clients, max(8, 2 * clients)) for clients in (1, 4, 16, 32))
 MODELS = Path(tempfile.gettempdir()) / "epdg-bench-gpu"  # written once, by the first part that needs it
 LINK = "epdg_transfer_link_bytes_per_second"
+STAGES = "epdg_ttft_stage_seconds"
 OFFLINE_MODEL = "0.6b"
 Measurements = Iterator[Mapping[str, object]]
 _turn = threading.Lock()  # one cluster is measured at a time
@@ -60,7 +63,7 @@ def together(rehearse: bool) -> Measurements:
         "equal-e-p-d": partial(equality, "e-p-d"),
     }
     if not rehearse:  # before several write them
-        text_model(), offline_model()
+        written(TEXT_MODEL), offline_model()
     found: SimpleQueue[Mapping[str, object] | None] = SimpleQueue()
 
     def measure(part: str, job: Callable[[bool], Measurements]) -> None:
@@ -104,16 +107,29 @@ def equality(topology: str, rehearse: bool, kv: Mapping[str, Any] = NO_FIELDS) -
 
 def load(topology: str, codec: str, rehearse: bool, kv: Mapping[str, Any] = NO_FIELDS) -> Measurements:
     """Measures a load in bfloat16, with random weights of Qwen2.5-0.5B's shape. `codec`: `transfer.codec`."""
+    yield from _loads(topology, codec, TEXT_MODEL, LOADS, rehearse, kv)
+
+
+def image_load(topology: str, rehearse: bool) -> Measurements:
+    """Measures requests with a new image of 224² each, in bfloat16, by a model of Qwen2.5-VL's form with random
+    weights. encode_ms: of a request's time to first token, on average, what the image's encoder adds."""
+    yield from _loads(topology, "raw", VISION_MODEL, IMAGE_LOADS, rehearse, NO_FIELDS)
+
+
+def _loads(
+    topology: str, codec: str, model: str, loads: Sequence[tuple[str, int, int]], rehearse: bool,
+    kv: Mapping[str, Any],
+) -> Measurements:  # fmt: skip
     content = configuration(topology, {"dtype": "bfloat16", "transfer": {"codec": codec}, **kv})
     if rehearse:
         yield {"what": "would serve", "config": content["applications"][0]}
         return
     began = time.monotonic()
-    with running(content, EPDG_MODEL=str(text_model())) as url:
+    with running(content, EPDG_MODEL=str(written(model))) as url:
         yield {"what": "ready", "s": time.monotonic() - began}
         with _turn:
-            _asked(url, "text-128/64", 4, 8)  # what is compiled or allocated once
-            for name, concurrency, num_requests in LOADS:
+            _asked(url, loads[0][0], 4, 8)  # what is compiled or allocated once
+            for name, concurrency, num_requests in loads:
                 yield {"what": f"{name} at {concurrency}", **_asked(url, name, concurrency, num_requests)}
         links = [each.value for each in samples(page(url), LINK)]
     if links:
@@ -174,10 +190,11 @@ def running(content: Mapping[str, Any], **environment: str) -> Iterator[str]:
         yield cluster.url
 
 
-def text_model() -> Path:
-    from bench.engine.models import TEXT_MODEL, write_model
+def written(model: str) -> Path:
+    """One of `bench.engine`'s models."""
+    from bench.engine.models import write_model
 
-    folder = MODELS / TEXT_MODEL
+    folder = MODELS / model
     if not (folder / "config.json").exists():
         write_model(folder)
     return folder
@@ -201,11 +218,13 @@ def _asked(url: str, row_name: str, concurrency: int, num_requests: int) -> Mapp
 
     row = next(row for row in ROWS if row.name == row_name)
     dialogues = row.dialogues(Prompts(seed=0), concurrency, num_requests, num_requests)
-    began = time.perf_counter()
+    began, before = time.perf_counter(), page(url)
     answers = asyncio.run(closed_loop(Endpoint(url, model_id(url), {}), dialogues, concurrency))
     wall_s = time.perf_counter() - began
     complete = [answer for answer in answers if not answer.failure]
+    encode_s = grown(before, page(url), f"{STAGES}_sum", stage="encode") or 0.0
     return {
+        "encode_ms": 1e3 * encode_s / max(1, len(complete)),
         "tokens_per_s": sum(answer.num_tokens for answer in complete) / wall_s,
         **_times("ttft", [answer.ttft_s for answer in complete]),
         **_times("itl", [gap for answer in complete for gap in answer.gaps_s]),

@@ -82,6 +82,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_next(tmp_path: Path) -> No
         ("throughput-engine", 1),
         ("wire", 5),
         ("encoder", 4),
+        ("encoder-batches", 6),
         ("experts", 8),
         ("formats", 15),
         ("hybrids", 26),
@@ -97,7 +98,17 @@ def test_a_part_is_rehearsed_on_the_cpu(name: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["equal-whole", "equal-e-p-d", "load-raw", "load-int8", "load-whole", "throughput"]
+    "name",
+    [
+        "equal-whole",
+        "equal-e-p-d",
+        "load-raw",
+        "load-int8",
+        "load-whole",
+        "throughput",
+        "images-whole",
+        "images-e-p-d",
+    ],
 )
 def test_the_clusters_of_a_run_have_valid_settings_and_share_one_gpu(name: str) -> None:
     (measurement,) = PARTS[name].run(True)
@@ -204,6 +215,8 @@ LOAD = {
     "handover_p99_ms": 12.0,
     "itl_p99_ms": 9.0,
     "itl_p50_ms": 3.0,
+    "ttft_p50_ms": 40.0,
+    "encode_ms": 5.0,
 }
 
 
