@@ -111,8 +111,9 @@ def load(topology: str, codec: str, rehearse: bool, kv: Mapping[str, Any] = NO_F
 
 
 def image_load(topology: str, rehearse: bool) -> Measurements:
-    """Measures requests with a new image of 224² each, in bfloat16, by a model of Qwen2.5-VL's form with random
-    weights. encode_ms: of a request's time to first token, on average, what the image's encoder adds."""
+    """Measures requests with a new image of 224² each, in bfloat16, by a model of Qwen2.5-VL's form with
+    random weights. encode_ms: of a request's time to first token, on average, what the image's encoder
+    adds."""
     yield from _loads(topology, "raw", VISION_MODEL, IMAGE_LOADS, rehearse, NO_FIELDS)
 
 

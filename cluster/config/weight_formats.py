@@ -306,7 +306,9 @@ def _read_group(
             block = (0, 0)
         case "channel":
             block = (1, 0)
-        case "group" | "tensor_group":
+        case "group":
+            block = _group_block(weights)
+        case "tensor_group" if form == "nvfp4-pack-quantized":
             block = _group_block(weights)
         case "block":
             block = _sizes(weights.get("block_structure"))

@@ -84,7 +84,7 @@ def test_a_model_is_downloaded_without_what_is_not_wanted_and_found_again_offlin
     [
         ("config.json", {**CONFIG, "quantization_config": {"quant_method": "awq"}}, "quantised as awq"),
         ("config.json", {**CONFIG, "architectures": ["LlamaModel"]}, "'LlamaModel' is not a causal"),
-        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4_AWQ"}}, "modelopt NVFP4_AWQ"),
         ("adapter_config.json", {"base_model_name_or_path": "org/base"}, "is an adapter of org/base"),
     ],
 )

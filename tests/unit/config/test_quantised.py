@@ -118,9 +118,9 @@ FORMATS: list[tuple[dict, Tensors, str]] = [
     ({"quant_method": "quark"}, {f"{Q}.weight": ("F8_E4M3", (64, 64))}, "quark .*weight"),
     ({"quant_method": "torchao"}, {f"{Q}._weight_qdata": ("I8", (64, 64))}, "torchao .*_weight_qdata"),
     (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
         {f"{Q}.weight": ("U8", (64, 32)), f"{Q}.weight_scale": ("F8_E4M3", (64, 4))},
-        "modelopt NVFP4 .*weight",
+        "modelopt NVFP4_AWQ .*weight",
     ),
     ({"quant_method": "nvfp4"}, {f"{Q}.weight": ("U8", (64, 32))}, "nvfp4 .*weight"),
     ({**FP8, "activation_scheme": "static"}, fp8_tensors(), "fp8 static .*weight.* with blocks"),
