@@ -82,9 +82,9 @@ def latencies(speed: DeviceSpeed, rehearse: bool) -> Measurements:
 
 
 def batches(speed: DeviceSpeed, rehearse: bool) -> Measurements:
-    """Of one tower of Qwen2.5-VL's form, as `latencies` has it, and one for sound of Qwen2-Audio's: images of
-    three sizes, clips of 8 and 30 frames, windows of 30 s of sound, up to 32 in a call. us: of the call,
-    unrecorded; own_us: by transformers' own modules."""
+    """Measures the tower of Qwen2.5-VL's form that `latencies` has, and one for sound of Qwen2-Audio's:
+    images of three sizes, clips of 8 and 30 frames, windows of 30 s of sound, up to 32 in a call. us: of the
+    call, unrecorded; own_us: by transformers' own modules."""
     tiny: dict[str, Any] = _TINY if rehearse else {}
     config = hf.Qwen2_5_VLConfig(text_config=_TEXT, vision_config=_VISION | tiny)
     model = _random(hf.Qwen2_5_VLForConditionalGeneration, config, speed)
