@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.trusted_media import prepare
 from cluster.config.families import family_of_type
-from cluster.errors import ConfigError, MediaError, UnsupportedError
+from cluster.errors import MediaError, UnsupportedError
 from cluster.media.calls import cut_runs
 from cluster.media.processor import MediaProcessor
 from cluster.media.settings import VideoSampling
@@ -371,19 +371,6 @@ def test_parakeets_spectrum_needs_two_frames(families, name):
     assert EncoderModel.from_model(folder.model).encode(AUDIO, [inputs])[0].isfinite().all()
 
 
-@pytest.mark.parametrize("name", NEMOTRON)
-@pytest.mark.parametrize(("max_num_patches", "max_model_len"), [(64, 19), (0, 64)])
-def test_images_whose_sizes_depend_on_their_number_are_refused_at_start(
-    name, max_num_patches, max_model_len, tmp_path
-):
-    folder = save_family(name, tmp_path)
-    images = folder.processor.image_processor
-    images.max_num_patches, images.max_model_len = max_num_patches, max_model_len
-    folder.processor.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"'nemotron_h_omni' .* depends on how many there are"):
-        MediaProcessor.load(tmp_path)
-
-
 def test_sampling_is_what_the_video_processor_asks_for(families):
     sampling = {name: families[name][1].settings.video for name in VIDEO_FAMILIES}
     assert sampling["qwen3_vl"] == VideoSampling(2.0, 4, 8, 2)
@@ -395,14 +382,6 @@ def test_a_layout_that_was_asked_before_is_not_computed_again(families):
     _, media = families["idefics3"]
     probe = MediaProbe(IMAGE, 117, 91)
     assert media.layout(probe) is media.layout(MediaProbe(IMAGE, 117, 91))
-
-
-def test_a_processor_that_cannot_be_asked_is_refused_at_start_with_the_reason(tmp_path):
-    folder = save_family("llava", tmp_path)
-    folder.processor.patch_size = None
-    folder.processor.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"'llava' is not supported: its processor cannot lay out .* image"):
-        MediaProcessor.load(tmp_path)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["<a>", "<b>", "x", " <", ""]), st.integers(1, 5)), max_size=8))
