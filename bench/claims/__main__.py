@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from bench import REPOSITORY
+from bench.arguments import parser_of
 from bench.claims import async_ttft, media_prefix, mixes, served, sizes, steps
 from bench.claims.claim import Claim, plot
 from bench.tables import table
@@ -30,7 +31,10 @@ def replaced(text: str, name: str, lines: Sequence[str]) -> str:
     return "\n".join([before + begin, *lines, "", end + after])
 
 
-def main(names: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLAIMS)}")
+    names = parser.parse_args(arguments).names
     if unknown := sorted(set(names) - set(CLAIMS)):
         print(f"no such claims: {', '.join(unknown)}; there are {', '.join(CLAIMS)}", file=sys.stderr)
         return 1

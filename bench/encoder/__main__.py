@@ -208,6 +208,8 @@ def _accuracy(args: argparse.Namespace) -> Iterable[Record]:
 
 
 def _serve(args: argparse.Namespace) -> None:
+    if args.then:
+        make_parser().parse_args(args.then)  # what is wrong with it is said before a cluster starts
     chosen = {"model": str(Path(args.model).resolve()), "dtype": args.dtype, **settings(args.set)}
     with running(configuration(chosen, {"Encode": args.encoders, "Door": args.doors})) as cluster:
         print(f"{cluster.url}   (Ctrl-C stops it)", flush=True)

@@ -51,3 +51,7 @@ def test_a_single_claim_is_printed_and_an_unknown_one_named(capsys: pytest.Captu
     assert "Published: twice as many." in capsys.readouterr().out and PAGE.read_text() == before
     assert main(["kv_int4"]) == 1
     assert "no such claims: kv_int4" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    helped = capsys.readouterr().out
+    assert all(name in helped for name in CLAIMS)

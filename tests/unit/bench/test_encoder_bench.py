@@ -312,3 +312,12 @@ def test_a_command_behind_serve_is_left_to_it() -> None:
         ["serve", "--doors", "2", "single", "--out", "r.jsonl", "--requests", "5"]
     )
     assert args.doors == 2 and args.then == ["single", "--out", "r.jsonl", "--requests", "5"]
+
+
+def test_a_wrong_command_behind_serve_is_refused_before_a_cluster_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.encoder.__main__.running", lambda _: pytest.fail("a cluster has started"))
+    with pytest.raises(SystemExit, match="2"):
+        COMMANDS["serve"](make_parser().parse_args(["serve", "flood"]))
+    assert "required: --out" in capsys.readouterr().err
