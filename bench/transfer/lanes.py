@@ -38,7 +38,7 @@ from kv_transfer.lease.transfer_engine import TransferEngine
 BLOCK_SIZE, HEADS, WIDTH = 16, 4, 128  # bfloat16: 16 KiB a block and segment
 LAYOUT = MemoryLayout(kv_segments([(HEADS, WIDTH)] * 2, BLOCK_SIZE, torch.bfloat16))
 NUM_BLOCKS = 4096  # 128 MiB
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 MAX_VECTORS = 512  # of one sendmsg
 
 
