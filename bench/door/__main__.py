@@ -149,7 +149,8 @@ async def beside(bench: Bench, kind: str) -> dict[str, Any]:
     else:
         unread = [open_unread(next(bench.ports), 4 * num_tokens) for _ in range(NUM_OTHERS)]
     num_others = 0 if kind == "leaving" else NUM_OTHERS
-    async with bench.stepping(bench.stub.run(OTHERS_STEP_S)), bench.reading(others, num_others):
+    # the first step comes behind the last of the others: none of them ends before all are there
+    async with bench.reading(others, num_others), bench.stepping(bench.stub.run(OTHERS_STEP_S)):
         with bench.timed(row):
             measured = (read_stream(next(bench.ports), num_tokens, lags) for _ in range(NUM_MEASURED))
             await asyncio.gather(*measured)

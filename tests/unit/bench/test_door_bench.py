@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bench.door.__main__ import OTHERS_STEP_S, started, streams
+from bench.door.__main__ import OTHERS_STEP_S, beside, started, streams
 from bench.door.clients import read_stream
 from tests.fakes.slow_params import often
 
@@ -21,6 +21,15 @@ async def test_every_token_of_every_stream_is_counted_with_its_lag(num_doors: in
         assert len(lags.values) == 60
         row = await streams(bench, 3, 120.0)
         assert row["tokens"] > 0 and row["lag_p99_ms"] > 0 and row["door_us_per_token"] > 0
+        assert bench.stub.num_running == 0
+
+
+async def test_streams_that_are_read_beside_others_begin_when_all_are_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bench.door.__main__.OTHERS_STEP_S", 1e-3)
+    monkeypatch.setattr("bench.door.__main__.NUM_OTHERS", 30)
+    async with started(1, 1e-3) as bench:  # so the others end four steps after the first one
+        row = await beside(bench, "read")
+        assert row["row"] == "16 streams beside 30 read" and row["lag_p99_ms"] > 0
         assert bench.stub.num_running == 0
 
 
