@@ -93,7 +93,9 @@ def open_unread(port: int, max_tokens: int) -> socket.socket:
 async def leave(port: int, max_tokens: int) -> None:
     """A stream whose client is gone after the first bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(body(max_tokens, True))
-    with contextlib.suppress(ConnectionError):
-        await reader.read(1)
-    writer.transport.abort()
+    try:
+        writer.write(body(max_tokens, True))
+        with contextlib.suppress(ConnectionError):
+            await reader.read(1)
+    finally:  # also when it is cancelled
+        writer.transport.abort()

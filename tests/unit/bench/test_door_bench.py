@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bench.door.__main__ import OTHERS_STEP_S, beside, started, streams
-from bench.door.clients import read_stream
+from bench.door.clients import leave, read_stream
 from tests.fakes.slow_params import often
 
 
@@ -30,6 +30,9 @@ async def test_streams_that_are_read_beside_others_begin_when_all_are_there(monk
     async with started(1, 1e-3) as bench:  # so the others end four steps after the first one
         row = await beside(bench, "read")
         assert row["row"] == "16 streams beside 30 read" and row["lag_p99_ms"] > 0
+        clients = [leave(next(bench.ports), 1000) for _ in range(3)]
+        async with bench.reading(clients, 3):  # no step comes, so they are cancelled while they wait for one
+            pass
         assert bench.stub.num_running == 0
 
 
