@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from deploy.serving import fork_server
 from deploy.serving.launch import processes_of
 
 PROC = Path("/proc")
@@ -29,7 +30,7 @@ KINDS: dict[str, str] = {
     "gcs": r"\S*/gcs_server ",
     "raylet": r"\S*/raylet/raylet ",
     "agent": r"ray::DashboardAgent",
-    "forks": r"\S+ -m cluster\.serving\.fork_server ",
+    "forks": rf"\S+ -m {re.escape(fork_server.__name__)} ",
 }
 CONTROL = ("controller", "proxy", "haproxy", "gcs", "raylet", "agent")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -7,8 +7,8 @@ starts. It is `serve run CONFIG` with these differences:
   what they need and written down their ports.
 * It deploys when Serve's controller runs, and does not wait for the proxies before that.
 * It writes Serve's status into FOLDER until the applications run (`status` reads it).
-* Ray's dashboard starts after that, and its autoscaler never: each takes CPU time from the start of a cluster
-  that has one host. Ray has no public settings for this, nor for the agents' ports.
+* Ray's dashboard starts after that, in a thread, and its autoscaler never: each takes CPU time from the start
+  of a cluster that has one host. Ray has no public settings for this, nor for the agents' ports.
 * It starts the GCS again when that has ended. Its tables are on disk (`local_environment`), so nothing else
   ends with it.
 * It ends when the raylet, which starts all processes, has ended and a pool is lost.
@@ -51,7 +51,7 @@ def main(config: Path, folder: Path) -> None:
             sys.stderr.write(f"{PLAIN_START}{error}\n")
             return run_plainly(config, folder)
         follow(lambda: client.get_serve_details()["applications"], folder)
-        sys.stderr.write(f"dashboard at {node.start_dashboard()}\n")
+        threading.Thread(target=keep_dashboard, args=(node, is_stopping), daemon=True).start()
         wait_for_raylet(node, config)
     except KeyboardInterrupt:
         from ray import serve
@@ -132,6 +132,13 @@ def keep_gcs(
             return
         sys.stderr.write("the GCS has ended and is started again\n")
         node.restart_gcs()
+
+
+def keep_dashboard(node: LocalNode, is_stopping: threading.Event) -> None:
+    """A thread: starts the dashboard, which takes minutes on a busy machine. It stays until `is_stopping`,
+    since the kernel ends Ray's processes with the thread that has started them."""
+    sys.stderr.write(f"dashboard at {node.start_dashboard()}\n")
+    is_stopping.wait()
 
 
 def wait_for_raylet(node: LocalNode, config: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deploy.serving import driver
-from deploy.serving.driver import GCS_MIN_LIFE_S, keep_gcs, wait_for_raylet
+from deploy.serving.driver import GCS_MIN_LIFE_S, keep_gcs
 from deploy.serving.ports import free_port
 from deploy.serving.ray_internals import RELEASE, SERVE_NAMESPACE
 from deploy.serving.status import PLAIN_START, are_running, read_status
@@ -25,6 +25,7 @@ class ScriptedNode:
         self.now = 0.0
         self.num_starts = 0
         self.is_stopping = threading.Event()
+        self.has_dashboard = False
         self._lives_s = lives_s
 
     def wait_for_gcs(self) -> None:
@@ -34,6 +35,12 @@ class ScriptedNode:
 
     def wait_for_raylet(self) -> None:
         """It has ended."""
+
+    def start_dashboard(self) -> str:
+        """It takes until `is_stopping`."""
+        self.is_stopping.wait(60)
+        self.has_dashboard = True
+        return "nowhere"
 
     def restart_gcs(self) -> None:
         self.num_starts += 1
@@ -53,14 +60,20 @@ def test_a_gcs_that_ends_at_once_is_given_up():
     assert ScriptedNode([3600.0, GCS_MIN_LIFE_S / 2, 3600.0]).keep() == 1
 
 
-def test_without_a_raylet_the_driver_ends_with_the_first_lost_pool(tmp_path):
+def test_without_a_raylet_the_driver_ends_with_the_first_lost_pool_though_the_dashboard_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     config = tmp_path / "cluster.yaml"
     config.write_text(
         f"http_options: {{host: 127.0.0.1, port: {free_port()}}}\napplications: [{{import_path: a:b}}]\n"
     )
+    node = ScriptedNode([])
+    monkeypatch.setattr(driver, "start_fast", lambda *_: (node, None))
+    monkeypatch.setattr(driver, "follow", lambda *_: None)
     with pytest.raises(SystemExit, match="cannot be replaced"):
-        node: Any = ScriptedNode([])
-        wait_for_raylet(node, config)
+        driver.main(config, tmp_path)
+    assert not node.has_dashboard
+    node.is_stopping.set()
 
 
 @pytest.fixture
