@@ -40,7 +40,6 @@ from cluster.engine.planner import PromptPlanner
 from cluster.engine.prefix_loader import PrefixLoader
 from cluster.engine.runner import LanguageRunner
 from cluster.engine.state import (
-    AnswerWork,
     FirstTokens,
     LanguagePhase,
     LanguageRequest,
@@ -286,7 +285,7 @@ class LanguageEngine:
         # A step with answers, or with a short prompt, keeps its CPU slot: their tokens are worth the pause of
         # other workers.
         with self._cpu_slots.acquire(0.0 if is_long and not running else math.inf):
-            answers = [AnswerWork(request) for request in self._answers.with_blocks(running)]
+            answers = self._answers.with_blocks(running)
             requests = dict.fromkeys(work.request for work in prompts)
             began_at = self._clock.now()
             for request in requests:
@@ -295,10 +294,10 @@ class LanguageEngine:
             done = self._forward.run(answers, prompts, is_all=is_all)
         self._forward.learn([work for work, _ in done], is_long)
         for work, result in done:
-            with self._blame.of(work.request.request_id):
-                if isinstance(work, AnswerWork):
-                    self._answers.advance(work.request, result)
-                elif work.request.request_id in self._computing:
+            with self._blame.of(work.request_id):
+                if isinstance(work, LanguageRequest):
+                    self._answers.advance(work, result)
+                elif work.request_id in self._computing:
                     self._advance_prompt(work, result)
         self._end_prompts([request for request in requests if request.request_id in self._computing])
 

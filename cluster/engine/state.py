@@ -333,14 +333,14 @@ class PromptWork:
     sequence: TokenSequence
     num_tokens: int
 
-
-class AnswerWork(msgspec.Struct, frozen=True):
-    """The next token of every live choice, computed in a step with the drafts behind it."""
-
-    request: LanguageRequest
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
 
-Work = PromptWork | AnswerWork
+# A part of a step: the next tokens of a prompt, or the next token of every live choice of a request that runs,
+# with the drafts behind it
+Work = PromptWork | LanguageRequest
 
 
 class WorkResult(msgspec.Struct, frozen=True):

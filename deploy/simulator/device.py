@@ -14,7 +14,6 @@ import torch
 
 from cluster.engine.state import (
     AnswerChoice,
-    AnswerWork,
     FirstTokens,
     LanguageRequest,
     PromptWork,
@@ -146,7 +145,7 @@ class SimRunner:
 
     def run(self, works: Sequence[Work], on_layer: Any, then: Sequence[AnswerChoice]) -> list[WorkResult]:
         prompts = [work for work in works if isinstance(work, PromptWork)]
-        requests = [work.request for work in works if isinstance(work, AnswerWork)]
+        requests = [work for work in works if isinstance(work, LanguageRequest)]
         if self._rest is not None:
             (rest, num_steps), self._rest = self._rest, None
             self._slots.num_steps = num_steps
@@ -166,7 +165,7 @@ class SimRunner:
         self.has_freed = len(self._answering) < len(requests)
         for request in requests:
             request.choices[0].drop_drafts()
-        return [WorkResult(tokens) if isinstance(work, AnswerWork) else WorkResult() for work in works]
+        return [WorkResult(tokens) if isinstance(work, LanguageRequest) else WorkResult() for work in works]
 
     def first_tokens(self, requests: Sequence[LanguageRequest]) -> list[FirstTokens]:
         return [FirstTokens(ONE_TOKEN) for _ in requests]
