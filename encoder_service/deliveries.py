@@ -23,8 +23,8 @@ from cluster.types.media import MediaItem
 from cluster.types.messages import Encoded, Failed
 from cluster.types.notices import FeaturesReady
 from cluster.types.transfer import ReceivedGrant
+from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
-from cluster.worker.requests import Deadlines
 from encoder_service.cache import EmbeddingCache
 from encoder_service.state import Delivery, Holdings
 from kv_transfer.agents.agent import TransferError

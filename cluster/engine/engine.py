@@ -27,14 +27,13 @@ from cluster.engine.adapters import HeldAdapters
 from cluster.engine.ahead import ForwardAhead
 from cluster.engine.answers import Answers
 from cluster.engine.counts import SequenceCounts
-from cluster.engine.events import first_events
 from cluster.engine.features import FeatureStore, ItemKey
 from cluster.engine.forward import StepForward
 from cluster.engine.idle_check import IdleCheck
 from cluster.engine.intake import Intake
 from cluster.engine.kv_input import KvInput
 from cluster.engine.kv_output import KvOutput, send_computed
-from cluster.engine.lifecycle import EngineState, Lifecycle
+from cluster.engine.lifecycle import EngineState, Lifecycle, RequestTable
 from cluster.engine.limits import StepLimits
 from cluster.engine.planner import PromptPlanner
 from cluster.engine.prefix_loader import PrefixLoader
@@ -64,7 +63,6 @@ from cluster.types.transfer import ReceivedGrant, TierTotals
 from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.outbox import DoorId, Outbox
-from cluster.worker.requests import RequestTable
 from cluster.worker.speed import SpeedReporter
 from kv_transfer.agents.agent import TransferError
 from kv_transfer.lease.events import Aborted, Completed, LateWrite, LeaseEvent, SendEvent
@@ -109,7 +107,7 @@ class LanguageEngine:
         self._cpu_slots = cpu_slots
         self._limits = limits
         self._prompt_pause_s = policy.prompt_pause_s
-        self.requests: RequestTable[LanguageRequest] = RequestTable(clock)
+        self.requests = RequestTable(clock)
         self._computing: set[str] = set()  # ids of requests whose prompts are computed
         self._counts = SequenceCounts()
         max_tokens = max(limits.max_prompt_tokens, blocks.block_size)
@@ -335,7 +333,7 @@ class LanguageEngine:
 
     def _on_prompt(self, request: LanguageRequest, first: FirstTokens) -> None:
         """The prompts are computed, and the first tokens are drawn: they go out at once."""
-        events = first_events(request, first, self._clock.now())
+        events = first.events(request, self._clock.now())
         for event in events:
             if request.sends or not request.choices[event.choice_idx].is_done:
                 self._outbox.token(request.door, event)
