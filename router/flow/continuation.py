@@ -123,8 +123,7 @@ class Continuation:
             self._attempts.check_barred(client, now)
             request = msgspec.structs.replace(rest, waited_s=client.waited_s(now))
             hashes = block_hashes(request.prompt, self._placer.block_size)
-            view = self._placer.view(request, client.items, hashes, client.avoided)
-            decision = self._placer.decide(view, now)
+            view, decision = self._placer.decide(client, request, hashes, now)
             self._attempts.start(client, request, choice_idxs, view, decision, now)
             self._attempts.close_unread(client, choice_idxs, now)
         except UnavailableError as error:
