@@ -50,7 +50,7 @@ class Deliveries:
         transfer_engine: TransferEngine,
         outbox: Outbox,
         clock: Clock,
-        own_prompts: OwnEmbeddings | None = None,
+        own_prompts: OwnEmbeddings | None,
     ):
         self._own_prompts = own_prompts
         self._cache = cache

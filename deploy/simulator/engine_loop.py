@@ -72,9 +72,7 @@ class RestingEngine(Protocol):
 
 
 class EngineLoop:
-    def __init__(
-        self, loop: EventLoop, clock: VirtualClock, engine: Engine, resting: RestingEngine | None = None
-    ):
+    def __init__(self, loop: EventLoop, clock: VirtualClock, engine: Engine, resting: RestingEngine | None):
         """`resting`: of an engine that may rest."""
         self._loop, self._clock, self._engine, self._resting = loop, clock, engine, resting
         self._calls: deque[Call] = deque()

@@ -17,7 +17,7 @@ class Outcome:
     waited_s: float = 0.0  # at the door, for admission
     ttft_s: float = 0.0
     second_s: float = 0.0  # arrival to the second token
-    finished_at: float = 0.0
+    finished_at: float
     tpot_s: float = 0.0
     num_attempts: int = 1
     num_cached: int = 0  # prompt tokens

@@ -109,7 +109,7 @@ class Receiver:
         agent: Agent,
         memory: BlockMemory,
         clock: Clock,
-        margin_s: float = 5.0,
+        margin_s: float,
         model: str = "",
         wire: Wire | None = None,
         has_ended: Callable[[ProcessId], bool] = has_ended,

@@ -30,7 +30,7 @@ class PreparedPrompt:
     prompt: Prompt
     items: tuple[MediaItem, ...]
     block_hashes: Sequence[bytes]
-    guidance: Guidance | None = None
+    guidance: Guidance | None
     media_notes: Sequence[MediaNote] = ()  # changes to items that the client did not ask for
     audio_s: float = 0.0  # seconds of sound in all items
     release: Callable[[], None] = lambda: None  # to be called when the request has ended
