@@ -21,8 +21,7 @@ from cluster.clock import Clock
 from cluster.errors import ClusterError, UnavailableError, to_info
 from cluster.types.media import MediaItem
 from cluster.types.messages import Encoded, Failed
-from cluster.types.notices import FeaturesReady
-from cluster.types.transfer import ReceivedGrant
+from cluster.types.transfer import FeaturesReady, ReceivedGrant
 from cluster.worker.deadlines import Deadlines
 from cluster.worker.outbox import DoorId, Outbox
 from encoder_service.cache import EmbeddingCache

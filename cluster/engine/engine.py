@@ -58,8 +58,7 @@ from cluster.scheduling.keys import SchedulingPolicy
 from cluster.scheduling.queue import WaitingQueue
 from cluster.structure.constraints import Constraints
 from cluster.types.messages import BlocksChanged, DecodeTotals, LoadReport, StartDecode, StartPrefill
-from cluster.types.notices import KvReady
-from cluster.types.transfer import ReceivedGrant, TierTotals
+from cluster.types.transfer import KvReady, ReceivedGrant, TierTotals
 from cluster.worker.blame import Blame
 from cluster.worker.cpu_slots import CpuSlots
 from cluster.worker.outbox import DoorId, Outbox

@@ -38,8 +38,8 @@ from cluster.engine.sequence import TokenSequence
 from cluster.engine.timing import Stopwatch
 from cluster.types.logprobs import TokenLogprobs
 from cluster.types.messages import FinishReason, TokenEvent
-from cluster.types.notices import KvReady
 from cluster.types.request import NUM_PLACES, GenerateRequest, SamplingParams, StopParams
+from cluster.types.transfer import KvReady
 from cluster.worker.outbox import DoorId
 from kv_transfer.lease.prompt_places import PromptPlaces
 from kv_transfer.lease.transfer import OutgoingLease
