@@ -302,7 +302,6 @@ class RequestFlow:
         client.count_attempt()
         self.attempts.start(client, request, range(len(client.choices)), view, decision, now)
         self._set_first_deadline(client)
-        self.attempts.close_unread(client, range(len(client.choices)), now)
 
     def _settle(self, now: float) -> None:
         """At the end of every call: admission may admit or refuse waiting requests."""

@@ -91,7 +91,7 @@ class Halves:
         """All of the answer, of which `known` was generated before a preemption; the rest of `FORCED` is
         forced."""
         whole = GenerateRequest("r", request.prompt, (SamplingParams(),), StopParams(100))
-        prompt = whole.resumed("s", (0,), tuple(known), 0.0).prompt
+        prompt = whole.resumed("s", (0,), tuple(known)).prompt
         placed = self.language.positions(prompt)
         kv, table = memory(self.language), list(range(0, 200, 3))
         pieces = []
