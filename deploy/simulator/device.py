@@ -104,7 +104,7 @@ class SimRunner:
         return 0.0 if curve is None else self.device.slowdown * curve.fixed_s
 
     def plan(self, began_at: float) -> Rest | None:
-        """See `RestingEngine`."""
+        """Steps of the same answers, from `began_at` on. None: there are fewer than two."""
         num = len(self._answering)
         if num == 0:
             return None
@@ -117,7 +117,7 @@ class SimRunner:
         return Rest(began_at, num_steps, first_s, second_s - first_s)
 
     def max_steps(self) -> int:
-        """See `RestingEngine`."""
+        """How many steps of these answers there is memory for, from the beginning of the rest on."""
         num = max(1, len(self._answering))
         return self._blocks.num_free // num * self._blocks.block_size
 
@@ -126,7 +126,7 @@ class SimRunner:
         return len(self._answering) * -(-num_steps // self._blocks.block_size)
 
     def make_up(self, rest: Rest, num_steps: int) -> None:
-        """See `RestingEngine`."""
+        """The next step of the engine is so many of these."""
         self._rest = rest, num_steps
 
     # As `LanguageRunner`
