@@ -100,7 +100,7 @@ async def test_of_a_flood_of_pictures_every_one_is_answered_or_refused_and_memor
 
         has_refused, step, choose = threading.Event(), engine.step, engine.planner.choose
         if where == "at the encoder":
-            engine.planner.choose = lambda parts: choose(parts) if has_refused.is_set() else []
+            engine.planner.choose = lambda calls: choose(calls) if has_refused.is_set() else iter(())
             engine.step = lambda: min(step() or 0.0, 0.001)
 
         async def answered(messages: list) -> httpx.Response:
