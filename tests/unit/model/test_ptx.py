@@ -47,9 +47,11 @@ def computed(code: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             case "shr.b32":
                 values[target] = operand(sources[0]) >> operand(sources[1])
             case "lop3.b32":
-                values[target] = lop3(*map(operand, sources[:3]), int(sources[3], 0))
+                a, b, c = map(operand, sources[:3])
+                values[target] = lop3(a, b, c, int(sources[3], 0))
             case "fma.rn.bf16x2":
-                values[target] = fma(*map(operand, sources))
+                a, b, c = map(operand, sources)
+                values[target] = fma(a, b, c)
             case _:
                 raise AssertionError(f"not known here: {line}")
     return values["$0"], values["$1"]
