@@ -18,7 +18,8 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one request. Instants are seconds of the run, durations are seconds. A request without a first token has zeros."""
+    """What became of one request. Instants are seconds of the run, durations are seconds. A request without a
+    first token has zeros."""
 
     request: SimRequest
     status: str  # finished, refused (by admission), failed
