@@ -179,6 +179,7 @@ def write_late_without_cma(pipe: Connection) -> None:
     owners_agent.is_deaf = True
     owner.step()  # time passes for the lease
     owners_agent.is_deaf = False
+    owner.step()
     target.buffer.fill_(5)
     drive(lambda: len(sent) > 1 and len(received) > 2)
     drive(lambda: False, 0.2)
