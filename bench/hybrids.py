@@ -50,8 +50,8 @@ def write(
 ) -> None:  # fmt: skip
     """device: where the weights are drawn; a CPU takes ten seconds for a billion."""
     config = Qwen3_5TextConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers, vocab_size=vocab_size,
-        num_attention_heads=hidden // 128, num_key_value_heads=2, head_dim=256,
+        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers,
+        num_attention_heads=hidden // 128, num_key_value_heads=2, head_dim=256, vocab_size=vocab_size,
         linear_num_key_heads=hidden // 64, linear_num_value_heads=hidden // 64,
     )  # fmt: skip
     write_config(config, folder, dtype, device)
