@@ -35,7 +35,7 @@ MODELS = {
 STEPS = {"1 answer": (1, 1), "16 answers": (16, 16), "64 answers": (64, 64), "512 prompt tokens": (512, 1)}
 _KINDS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8",
-    torch.int32: "*i32", torch.int64: "*i64",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 
 

@@ -67,7 +67,8 @@ NORM_WEIGHTS = {"post_weight", "pre_weight"}
 EXPERT_SIZES = dict.fromkeys(
     ("expert_stride", "output_stride", "width_stride", "scale_rows", "group", "num_groups"), "i32"
 )
-SMALL_SHARED = 99 << 10  # bytes of a program, of every GPU since Ampere
+# Bytes of a program. What is compiled for 8.0 runs on 8.6 and 8.9, too, which have the least.
+SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 WRITE = {name: ROPE[name] for name in ("KV_HEADS", "K_WIDTH", "K_PAD", "V_WIDTH", "V_PAD", "HEADS")}
 
 
@@ -96,7 +97,7 @@ def check_compiles(
         constants, options = constants | {"EARLY": True}, options | {"launch_pdl": True}
     source = ASTSource(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert made.metadata.shared <= SMALL_SHARED
+    assert made.metadata.shared <= SHARED[capability]
     assert f".target sm_{capability}" in made.asm["ptx"]
     waits = re.findall(r"griddepcontrol\.(\w+)", made.asm["ptx"])
     waits_first = name == "shrink" and "order" not in constants  # the order may be of the kernel before
@@ -350,12 +351,12 @@ def test_attention_compiles(
         "BLOCK_SIZE": 16, "KV_HEADS": kv_heads, "GROUP": tiles.group, "K_WIDTH": width, "K_RUN": run,
         "K_RUNS": runs, "V_WIDTH": width, "V_RUN": run, "V_RUNS": runs, "HAS_SOFTCAP": True, "FACTOR": 1.0,
         "ROWS": tiles.prompt_tile if is_prompt else tiles.row_tile,
-        "TILE": tiles.prompt_keys if is_prompt else tiles.row_keys,
+        "TILE": tiles.prompt_keys if is_prompt else tiles.row_keys, "HAS_PTX": dtype == torch.bfloat16,
     }  # fmt: skip
     kind = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     kinds: dict[str, str] = dict.fromkeys(("query", "out", "key", "value", "sinks"), kind)
     if kv_cache_dtype == "int8":
-        kinds |= {"key": "*i8", "value": "*i8", "key_scales": "*i32", "value_scales": "*i32"}
+        kinds |= {"key": "*i16", "value": "*i16", "key_scales": "*i32", "value_scales": "*i32"}
     else:
         constants |= {"key_scales": None, "value_scales": None}
     options = {"num_warps": tiles.prompt_warps, "num_stages": 2}
@@ -366,7 +367,7 @@ def test_attention_compiles(
     made = check_compiles(attention_kernels, "attend", constants, kinds, capability, **options)
     tile = 2 * constants["TILE"] * width * (1 if kv_cache_dtype == "int8" else dtype.itemsize)
     assert made.metadata.shared >= (options["num_stages"] - 1) * tile  # so many keys and values come ahead
-    assert capability != 90 or spilled_bytes(made) <= (256 if is_prompt else 64)
+    assert capability != 90 or spilled_bytes(made) <= (128 if is_prompt and dtype == torch.float32 else 32)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
