@@ -29,7 +29,7 @@ OURS = {
     "attend": "attention", "merge": "attention", "plan": "attention", "attend_segments": "attention",
     "cut_segments": "attention", "add_norm": "norms",
     "rope_write": "rope, write", "write_rows": "rope, write", "gate": "activation",
-    "coded_row": "products", "coded_rows": "products", "plain_weight": "products",
+    "coded_rows": "products", "plain_weight": "products",
     "convolve": MIXERS, "few_tokens": MIXERS, "chunk_systems": MIXERS, "solve_systems": MIXERS,
     "many_tokens": MIXERS, "gated_norm": MIXERS, "short_convolution": MIXERS, "gate_heads": "activation",
     "product_row": "products", "product_rows": "products", "tile_scores": "draw", "draw_rows": "draw",
